@@ -1,0 +1,1 @@
+"""Hydra config groups: the defaults of every constructor, by name."""

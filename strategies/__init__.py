@@ -1,0 +1,1 @@
+"""Where the work of a step is done: one module or sub-package for each strategy."""

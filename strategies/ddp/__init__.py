@@ -1,0 +1,1 @@
+"""One process a device: gradients are averaged by our own bucketed Reducer while backward runs."""

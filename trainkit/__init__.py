@@ -1,0 +1,60 @@
+"""A PyTorch trainer whose strategies decide where the work is done, never what is computed."""
+
+from importlib import import_module
+from pkgutil import extend_path
+from typing import TYPE_CHECKING, Any
+
+# At the repository's root this folder shadows the installed package; the path then leads on to its other parts.
+__path__ = extend_path(__path__, __name__)
+
+if TYPE_CHECKING:
+    from trainkit.callback import Callback
+    from trainkit.data import Data
+    from trainkit.duration import Duration
+    from trainkit.errors import UserError
+    from trainkit.logger import Logger
+    from trainkit.optimization import Schedule
+    from trainkit.state import TrainState
+    from trainkit.strategy import BatchPlan, Strategy
+    from trainkit.task import TaskModule
+    from trainkit.trainer import Trainer
+
+__all__ = [
+    "BatchPlan",
+    "Callback",
+    "Data",
+    "Duration",
+    "Logger",
+    "Schedule",
+    "Strategy",
+    "TaskModule",
+    "TrainState",
+    "Trainer",
+    "UserError",
+]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BatchPlan": "strategy",
+    "Callback": "callback",
+    "Data": "data",
+    "Duration": "duration",
+    "Logger": "logger",
+    "Schedule": "optimization",
+    "Strategy": "strategy",
+    "TaskModule": "task",
+    "TrainState": "state",
+    "Trainer": "trainer",
+    "UserError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on its first use, so that the command line answers without importing torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainkit' has no attribute {name!r}")
+    return getattr(import_module(f"trainkit.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
