@@ -1,0 +1,187 @@
+"""Who does which micro-batch when: pure generators of actions, one list for each rank of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+FORWARD = "F"
+BACKWARD = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work of a rank: the forward or the backward of one micro-batch through one stage."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+ScheduleFunction = Callable[[int, int, int], Iterator[Action]]
+
+
+def simple(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
+    """Yield all forwards, then all backwards; every micro-batch is in flight at once.
+
+    Three ranks, four micro-batches, a backward twice as long as a forward::
+
+        rank 0  F0 F1 F2 F3 .. .. .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
+        rank 1  .. F0 F1 F2 F3 .. .. B0 B0 B1 B1 B2 B2 B3 B3 .. ..
+        rank 2  .. .. F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .. .. ..
+    """
+    del num_ranks
+    for micro_batch in range(num_micro_batches):
+        yield Action(FORWARD, rank, micro_batch)
+    for micro_batch in range(num_micro_batches):
+        yield Action(BACKWARD, rank, micro_batch)
+
+
+def interleaved(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
+    """Yield each backward as soon as it is possible; at most `num_ranks - rank` micro-batches are in flight.
+
+    Three ranks, four micro-batches, a backward twice as long as a forward::
+
+        rank 0  F0 F1 F2 .. .. .. B0 B0 F3 B1 B1 .. B2 B2 .. B3 B3
+        rank 1  .. F0 F1 .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..
+        rank 2  .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. ..
+    """
+    warm_up = min(num_ranks - rank - 1, num_micro_batches)
+    forwards = (Action(FORWARD, rank, index) for index in range(num_micro_batches))
+    backwards = (Action(BACKWARD, rank, index) for index in range(num_micro_batches))
+    yield from _one_forward_one_backward(forwards, backwards, warm_up=warm_up)
+
+
+def interleaved_virtual(
+    rank: int, num_ranks: int, num_micro_batches: int, *, stages_per_rank: int = 2
+) -> Iterator[Action]:
+    """Yield `interleaved` work over several stages a rank: stage `s` belongs to rank `s % num_ranks`.
+
+    Micro-batches go in groups of `num_ranks` through all stages of a rank, so the pipeline fills in one stage's
+    time, not in one rank's: the idle share falls by `stages_per_rank`, for more messages and more memory.
+    Two ranks, two stages each, four micro-batches (`sFm`: stage s, micro-batch m)::
+
+        rank 0  0F0 0F1 2F0 2F1 0F2 2B0 ...
+        rank 1  1F0 1F1 3F0 3B0 3F1 3B1 ...
+    """
+    padded = -(-num_micro_batches // num_ranks) * num_ranks
+    total = padded * stages_per_rank
+    warm_up = min((num_ranks - rank - 1) * 2 + (stages_per_rank - 1) * num_ranks, total)
+    forwards = _grouped(FORWARD, range(rank, num_ranks * stages_per_rank, num_ranks), padded, num_ranks)
+    backwards = _grouped(
+        BACKWARD, range(rank, num_ranks * stages_per_rank, num_ranks)[::-1], padded, num_ranks
+    )
+    for action in _one_forward_one_backward(forwards, backwards, warm_up=warm_up):
+        # Whole groups never wait for themselves, and leaving actions out keeps it so.
+        if action.micro_batch < num_micro_batches:
+            yield action
+
+
+def forward_only(stages: Sequence[int], num_micro_batches: int) -> Iterator[Action]:
+    """Yield the forwards of a rank's `stages`, micro-batch by micro-batch: evaluation and prediction."""
+    for micro_batch in range(num_micro_batches):
+        for stage in stages:
+            yield Action(FORWARD, stage, micro_batch)
+
+
+def bubble(num_ranks: int, num_micro_batches: int, *, stages_per_rank: int = 1) -> float:
+    """Return the idle share of balanced ranks: `(p - 1) / (m + p - 1)`, `m` counted once for each stage of a rank."""
+    return (num_ranks - 1) / (num_micro_batches * stages_per_rank + num_ranks - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action with its time: when it starts and ends, in the unit of the costs given."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def simulate(
+    actions: Sequence[Sequence[Action]], costs: Mapping[tuple[str, int], float], num_stages: int
+) -> list[list[Span]]:
+    """Return every rank's actions with their times, when messages cost nothing; a schedule that waits for itself raises.
+
+    `actions` has one list for each rank; `costs` gives the time of ("F" or "B", stage).
+    """
+    spans: list[list[Span]] = [[] for _ in actions]
+    ends: dict[Action, float] = {}
+    remaining = sum(len(rank_actions) for rank_actions in actions)
+    while remaining:
+        progress = False
+        for rank_spans, rank_actions in zip(spans, actions, strict=True):
+            while len(rank_spans) < len(rank_actions):
+                action = rank_actions[len(rank_spans)]
+                needs = prerequisites(action, num_stages)
+                if any(need not in ends for need in needs):
+                    break
+                ready = max((ends[need] for need in needs), default=0.0)
+                start = max(ready, rank_spans[-1].end if rank_spans else 0.0)
+                ends[action] = start + costs[action.kind, action.stage]
+                rank_spans.append(Span(action, start, ends[action]))
+                remaining -= 1
+                progress = True
+        if not progress:
+            waiting = [
+                str(todo[len(done)])
+                for done, todo in zip(spans, actions, strict=True)
+                if len(done) < len(todo)
+            ]
+            raise ValueError(f"the schedule waits for itself at {', '.join(waiting)}")
+    return spans
+
+
+def prerequisites(action: Action, num_stages: int) -> list[Action]:
+    """Return the actions that must have ended before this one may start."""
+    needs = []
+    if action.kind == FORWARD and action.stage > 0:
+        needs.append(Action(FORWARD, action.stage - 1, action.micro_batch))
+    if action.kind == BACKWARD:
+        needs.append(Action(FORWARD, action.stage, action.micro_batch))
+        if action.stage < num_stages - 1:
+            needs.append(Action(BACKWARD, action.stage + 1, action.micro_batch))
+    return needs
+
+
+def draw(spans: Sequence[Sequence[Span]], *, with_stage: bool = False) -> str:
+    """Return the picture of a schedule: a line for each rank, a column for each unit of time, dots where it is idle."""
+    length = round(max((rank_spans[-1].end for rank_spans in spans if rank_spans), default=0.0))
+    lines = []
+    for rank, rank_spans in enumerate(spans):
+        width = 3 if with_stage else 2
+        cells = ["." * width] * length
+        for span in rank_spans:
+            text = str(span.action) if with_stage else str(span.action)[len(str(span.action.stage)) :]
+            for column in range(round(span.start), round(span.end)):
+                cells[column] = text
+        lines.append(f"rank {rank}  {' '.join(cells)}")
+    return "\n".join(lines)
+
+
+def idle_share(spans: Sequence[Sequence[Span]]) -> float:
+    """Return the share of all ranks' time, from the first start to the last end, in which they do nothing."""
+    length = max((rank_spans[-1].end for rank_spans in spans if rank_spans), default=0.0)
+    busy = sum(span.end - span.start for rank_spans in spans for span in rank_spans)
+    return 1.0 - busy / (length * len(spans)) if length else 0.0
+
+
+def _grouped(kind: str, stages: Sequence[int], num_micro_batches: int, group_size: int) -> Iterator[Action]:
+    for first in range(0, num_micro_batches, group_size):
+        for stage in stages:
+            for micro_batch in range(first, first + group_size):
+                yield Action(kind, stage, micro_batch)
+
+
+def _one_forward_one_backward(
+    forwards: Iterator[Action], backwards: Iterator[Action], *, warm_up: int
+) -> Iterator[Action]:
+    for _ in range(warm_up):
+        yield next(forwards)
+    for forward in forwards:
+        yield forward
+        yield next(backwards)
+    yield from backwards

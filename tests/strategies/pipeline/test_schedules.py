@@ -1,0 +1,152 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainkit.strategies.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    bubble,
+    draw,
+    forward_only,
+    idle_share,
+    interleaved,
+    interleaved_virtual,
+    prerequisites,
+    simple,
+    simulate,
+)
+
+
+def _actions(schedule, num_ranks, num_micro_batches, **settings):
+    return [list(schedule(rank, num_ranks, num_micro_batches, **settings)) for rank in range(num_ranks)]
+
+
+def _costs(num_stages, *, backward=2.0):
+    return {
+        (kind, stage): 1.0 if kind == FORWARD else backward
+        for kind in (FORWARD, BACKWARD)
+        for stage in range(num_stages)
+    }
+
+
+def _drawing(function):
+    lines = [line.strip() for line in function.__doc__.splitlines()]
+    return "\n".join(line for line in lines if line.startswith("rank "))
+
+
+def _most_in_flight(actions):
+    in_flight = most = 0
+    for action in actions:
+        in_flight += 1 if action.kind == FORWARD else -1
+        most = max(most, in_flight)
+    return most
+
+
+@pytest.mark.parametrize("schedule", [simple, interleaved])
+def test_the_drawing_in_the_docstring_is_the_schedule(schedule):
+    spans = simulate(_actions(schedule, 3, 4), _costs(3), 3)
+
+    assert draw(spans) == _drawing(schedule)
+
+
+def test_the_drawing_of_several_stages_a_rank_is_the_schedule():
+    spans = simulate(_actions(interleaved_virtual, 2, 4), _costs(4, backward=1.0), 4)
+
+    assert draw(spans, with_stage=True) == _drawing(interleaved_virtual)
+
+
+sizes = {"num_ranks": st.integers(1, 6), "num_micro_batches": st.integers(1, 17)}
+
+
+@settings(deadline=None, max_examples=60)
+@given(schedule=st.sampled_from([simple, interleaved]), **sizes)
+def test_every_micro_batch_goes_once_forward_and_once_backward_in_an_order_that_can_be_run(
+    schedule, num_ranks, num_micro_batches
+):
+    actions = _actions(schedule, num_ranks, num_micro_batches)
+
+    spans = simulate(actions, _costs(num_ranks), num_ranks)
+
+    _assert_complete(actions, num_ranks, num_micro_batches)
+    _assert_happens_before(spans, num_ranks)
+
+
+@settings(deadline=None, max_examples=60)
+@given(stages_per_rank=st.integers(1, 4), **sizes)
+def test_several_stages_a_rank_never_wait_for_themselves_also_with_a_short_last_group(
+    num_ranks, num_micro_batches, stages_per_rank
+):
+    num_stages = num_ranks * stages_per_rank
+    actions = _actions(interleaved_virtual, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
+
+    spans = simulate(actions, _costs(num_stages), num_stages)
+
+    _assert_complete(actions, num_stages, num_micro_batches)
+    _assert_happens_before(spans, num_stages)
+    assert all(action.stage % num_ranks == rank for rank in range(num_ranks) for action in actions[rank])
+
+
+def _assert_complete(actions, num_stages, num_micro_batches):
+    everything = sorted(
+        (action.kind, action.stage, action.micro_batch) for todo in actions for action in todo
+    )
+    assert everything == sorted(
+        (kind, stage, micro_batch)
+        for kind in (FORWARD, BACKWARD)
+        for stage in range(num_stages)
+        for micro_batch in range(num_micro_batches)
+    )
+
+
+def _assert_happens_before(spans, num_stages):
+    ends = {span.action: span.end for rank_spans in spans for span in rank_spans}
+    starts = {span.action: span.start for rank_spans in spans for span in rank_spans}
+    for action, start in starts.items():
+        assert all(ends[need] <= start for need in prerequisites(action, num_stages))
+
+
+@settings(deadline=None, max_examples=60)
+@given(**sizes)
+def test_interleaved_holds_no_more_micro_batches_than_there_are_stages_behind_it(
+    num_ranks, num_micro_batches
+):
+    for rank, actions in enumerate(_actions(interleaved, num_ranks, num_micro_batches)):
+        assert _most_in_flight(actions) <= num_ranks - rank
+
+
+@settings(deadline=None, max_examples=60)
+@given(stages_per_rank=st.integers(2, 4), **sizes)
+def test_several_stages_a_rank_hold_a_bounded_number_of_micro_batches(
+    num_ranks, num_micro_batches, stages_per_rank
+):
+    for rank, actions in enumerate(
+        _actions(interleaved_virtual, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
+    ):
+        limit = (num_ranks - rank - 1) * 2 + (stages_per_rank - 1) * num_ranks + 1
+        assert _most_in_flight(actions) <= limit
+
+
+@pytest.mark.parametrize("schedule", [simple, interleaved])
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16)])
+def test_the_idle_share_of_balanced_stages_is_the_formula(schedule, num_ranks, num_micro_batches):
+    spans = simulate(_actions(schedule, num_ranks, num_micro_batches), _costs(num_ranks), num_ranks)
+
+    assert idle_share(spans) == pytest.approx(bubble(num_ranks, num_micro_batches))
+
+
+def test_two_stages_a_rank_are_idle_for_half_as_long():
+    one = simulate(_actions(interleaved, 4, 8), _costs(4, backward=1.0), 4)
+    two = simulate(_actions(interleaved_virtual, 4, 8), _costs(8, backward=1.0), 8)
+
+    assert idle_share(two) == pytest.approx(bubble(4, 8, stages_per_rank=2))
+    assert idle_share(two) < idle_share(one)
+
+
+def test_a_schedule_that_waits_for_itself_is_refused():
+    first, second = _actions(simple, 2, 1)
+
+    with pytest.raises(ValueError, match="waits for itself at 0B0, 1B0"):
+        simulate([first[::-1], second[::-1]], _costs(2), 2)
+
+
+def test_evaluation_takes_each_micro_batch_through_all_stages_of_the_rank():
+    assert [str(action) for action in forward_only([0, 2], 2)] == ["0F0", "2F0", "0F1", "2F1"]
