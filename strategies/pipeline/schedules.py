@@ -29,9 +29,9 @@ def simple(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action
 
     Three ranks, four micro-batches, a backward twice as long as a forward::
 
-        rank 0  F0 F1 F2 F3 .. .. .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
-        rank 1  .. F0 F1 F2 F3 .. .. B0 B0 B1 B1 B2 B2 B3 B3 .. ..
-        rank 2  .. .. F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .. .. ..
+        rank 0  F0 F1 F2 F3 .. .. .. .. .. .. B0 B0 B1 B1 B2 B2 B3 B3
+        rank 1  .. F0 F1 F2 F3 .. .. .. B0 B0 B1 B1 B2 B2 B3 B3 .. ..
+        rank 2  .. .. F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .. .. .. ..
     """
     del num_ranks
     for micro_batch in range(num_micro_batches):
@@ -45,9 +45,9 @@ def interleaved(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[A
 
     Three ranks, four micro-batches, a backward twice as long as a forward::
 
-        rank 0  F0 F1 F2 .. .. .. B0 B0 F3 B1 B1 .. B2 B2 .. B3 B3
-        rank 1  .. F0 F1 .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..
-        rank 2  .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. ..
+        rank 0  F0 F1 F2 .. .. .. .. B0 B0 F3 B1 B1 .. B2 B2 .. B3 B3
+        rank 1  .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..
+        rank 2  .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. .. ..
     """
     warm_up = min(num_ranks - rank - 1, num_micro_batches)
     forwards = (Action(FORWARD, rank, index) for index in range(num_micro_batches))
@@ -60,12 +60,12 @@ def interleaved_virtual(
 ) -> Iterator[Action]:
     """Yield `interleaved` work over several stages a rank: stage `s` belongs to rank `s % num_ranks`.
 
-    Micro-batches go in groups of `num_ranks` through all stages of a rank, so the pipeline fills in one stage's
-    time, not in one rank's: the idle share falls by `stages_per_rank`, for more messages and more memory.
-    Two ranks, two stages each, four micro-batches (`sFm`: stage s, micro-batch m)::
+    Micro-batches go in groups of `num_ranks` through all stages of a rank, so the pipeline fills in one
+    stage's time, not in one rank's: the idle share falls by `stages_per_rank`, for more messages and memory.
+    Two ranks, two stages each, four micro-batches (`sFm`: stage s, micro-batch m), all equally long::
 
-        rank 0  0F0 0F1 2F0 2F1 0F2 2B0 ...
-        rank 1  1F0 1F1 3F0 3B0 3F1 3B1 ...
+        rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 ... 2B2 ... 2B3 0B2 0B3
+        rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 ...
     """
     padded = -(-num_micro_batches // num_ranks) * num_ranks
     total = padded * stages_per_rank
@@ -88,7 +88,7 @@ def forward_only(stages: Sequence[int], num_micro_batches: int) -> Iterator[Acti
 
 
 def bubble(num_ranks: int, num_micro_batches: int, *, stages_per_rank: int = 1) -> float:
-    """Return the idle share of balanced ranks: `(p - 1) / (m + p - 1)`, `m` counted once for each stage of a rank."""
+    """Return the idle share of balanced ranks, `(p - 1) / (m + p - 1)`, with `m` once for each stage of a rank."""
     return (num_ranks - 1) / (num_micro_batches * stages_per_rank + num_ranks - 1)
 
 
@@ -104,9 +104,10 @@ class Span:
 def simulate(
     actions: Sequence[Sequence[Action]], costs: Mapping[tuple[str, int], float], num_stages: int
 ) -> list[list[Span]]:
-    """Return every rank's actions with their times, when messages cost nothing; a schedule that waits for itself raises.
+    """Return every rank's actions with their times, where messages cost nothing.
 
-    `actions` has one list for each rank; `costs` gives the time of ("F" or "B", stage).
+    `actions` has one list for each rank; `costs` gives the time of ("F" or "B", stage). A schedule that waits
+    for itself raises `ValueError`.
     """
     spans: list[list[Span]] = [[] for _ in actions]
     ends: dict[Action, float] = {}
@@ -148,7 +149,7 @@ def prerequisites(action: Action, num_stages: int) -> list[Action]:
 
 
 def draw(spans: Sequence[Sequence[Span]], *, with_stage: bool = False) -> str:
-    """Return the picture of a schedule: a line for each rank, a column for each unit of time, dots where it is idle."""
+    """Return a picture with a line for each rank, a column for each unit of time, and dots where it is idle."""
     length = round(max((rank_spans[-1].end for rank_spans in spans if rank_spans), default=0.0))
     lines = []
     for rank, rank_spans in enumerate(spans):
