@@ -1,0 +1,489 @@
+"""A folder of checkpoints that a kill at any instant leaves readable, and the ways to choose one of them.
+
+    checkpoints/
+        manifest.json       what is there: file, size, BLAKE2b, step, epoch, metrics; replaced at one instant
+        step_100.pt         the payload, as torch.save writes it, with what the manifest says of it inside
+        step_200.pt
+        .step_300.pt.part   a save that is going on, or was killed: swept by the next save
+
+A file is written under its temporary name, brought to the disk and renamed before the manifest lists it, and is taken
+from the manifest before it is removed. So the manifest never lists a file that is not whole, and a file that it does
+not list is never chosen. A manifest that is lost or damaged is made anew from the files whose own checksums
+(CRC-32) are right; reading never writes, so it lasts when the next save lists them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from re import fullmatch
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from trainkit.checkpoint_file import PART, Written, move, only_writer, part_of, write_payload
+from trainkit.checkpoint_manifest import (
+    FORMAT_VERSION,
+    HEADER,
+    MANIFEST,
+    SUFFIX,
+    UNLISTED,
+    CheckpointEntry,
+    CheckpointError,
+    DamagedCheckpoint,
+    Manifest,
+    Monitor,
+    check_digest,
+    marker_of,
+    opened,
+    parse_manifest,
+    read_checkpoint,
+    read_manifest,
+    write_manifest,
+)
+from trainkit.checkpoint_payload import payload_bytes, plain
+from trainkit.errors import UserError, nearest
+
+# The whole interface, with the names that its signatures need.
+__all__ = [
+    "CHECKPOINTS",
+    "CheckpointEntry",
+    "CheckpointError",
+    "CheckpointStore",
+    "DamagedCheckpoint",
+    "Loaded",
+    "Monitor",
+    "Skipped",
+    "check_shapes",
+    "check_state_dict_keys",
+    "load_from",
+    "resolve",
+]
+
+CHECKPOINTS = "checkpoints"
+
+logger = logging.getLogger(__name__)
+
+_NAMES_SHOWN = 10
+
+
+class Skipped(NamedTuple):
+    """A checkpoint that was passed over, and why."""
+
+    entry: CheckpointEntry
+    reason: str
+
+
+class Loaded(NamedTuple):
+    """A checkpoint's payload, its entry, and the damaged ones that would have come first."""
+
+    payload: dict[str, Any]
+    entry: CheckpointEntry
+    skipped: list[Skipped]
+
+
+class CheckpointStore:
+    """The checkpoints in one folder. Any number of processes may read it; writers wait for each other."""
+
+    def __init__(self, folder: Path | str, *, monitor: Monitor | None = None) -> None:
+        self.folder = Path(folder)
+        self._monitor = monitor
+
+    def save(
+        self,
+        payload: dict[str, Any],
+        *,
+        name: str,
+        step: int,
+        epoch: int,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        reason: str = "interval",
+    ) -> CheckpointEntry:
+        """Have the payload on the disk and listed; an earlier checkpoint of the same name is then removed.
+
+        Raises UserError for a payload that could not be read back, and CheckpointError when the disk does not take it;
+        everything saved earlier is intact then.
+        """
+        if not fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*", name):
+            raise UserError(f"A checkpoint's name is made of letters, digits and '_.=+-', got {name!r}.")
+        if HEADER in payload:
+            raise UserError(f"The key '{HEADER}' of a checkpoint is reserved; use another one.")
+        header = {
+            "name": name,
+            "step": int(step),
+            "epoch": int(epoch),
+            "metrics": {key: float(value) for key, value in metrics.items()},
+            "reason": reason,
+            "saved_at": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+            "format_version": FORMAT_VERSION,
+        }
+        content = {HEADER: header, **plain(payload)}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with only_writer(self.folder):
+                return self._save(content)
+        except OSError as error:
+            raise self._refused_by_disk(error, name=name, needed=payload_bytes(content)) from error
+
+    def load(
+        self, entry_or_path: CheckpointEntry | Path | str, *, map_location: Any = "cpu"
+    ) -> dict[str, Any]:
+        """Return the payload of an undamaged checkpoint, as it was given to `save`; nothing in it can run code.
+
+        Raises DamagedCheckpoint when the file is not what was written, CheckpointError when this version of trainkit
+        cannot read it. A file that no manifest lists is checked by the checksums inside it.
+        """
+        if isinstance(entry_or_path, CheckpointEntry):
+            content = read_checkpoint(entry_or_path.path, entry_or_path, map_location=map_location)
+        else:
+            path = Path(entry_or_path)
+            content = read_checkpoint(path, _listed(path), map_location=map_location)
+        del content[HEADER]
+        return content
+
+    def load_last(self, fallback: bool = True, *, map_location: Any = "cpu") -> Loaded:
+        """Return the last checkpoint, or the latest before it that is not damaged, with those that were skipped."""
+        return self._load_first(self.entries()[::-1], fallback=fallback, map_location=map_location)
+
+    def load_best(
+        self, monitor: Monitor | None = None, *, fallback: bool = True, map_location: Any = "cpu"
+    ) -> Loaded:
+        """Return the best checkpoint that is not damaged, with the better ones that were skipped."""
+        ranked = self.ranked(*(monitor or self.monitor()))
+        return self._load_first(ranked, fallback=fallback, map_location=map_location)
+
+    def entries(self) -> list[CheckpointEntry]:
+        """Return what is saved, in the order of saving."""
+        return read_manifest(self.folder).entries
+
+    def last(self) -> CheckpointEntry | None:
+        """Return the checkpoint saved last, if there is one."""
+        entries = self.entries()
+        return entries[-1] if entries else None
+
+    def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointEntry | None:
+        """Return the checkpoint with the best value, the later of equals; None while no checkpoint has metrics."""
+        ranked = self.ranked(metric, mode)
+        return ranked[0] if ranked else None
+
+    def ranked(self, metric: str, mode: Literal["min", "max"]) -> list[CheckpointEntry]:
+        """Return the checkpoints that have a value of the metric, best first; NaN is no value."""
+        if mode not in ("min", "max"):
+            raise UserError(f"mode is 'min' or 'max', got {mode!r}.{nearest(str(mode), ('min', 'max'))}")
+        entries = self.entries()
+        known = sorted({key for entry in entries for key in entry.metrics})
+        if known and metric not in known:
+            raise CheckpointError(
+                f"No checkpoint in {self.folder} has the metric '{metric}'.{nearest(metric, known)} "
+                f"There are: {', '.join(known)}."
+            )
+        sign = 1.0 if mode == "min" else -1.0
+        latest_first = [
+            entry for entry in entries[::-1] if not math.isnan(entry.metrics.get(metric, math.nan))
+        ]
+        return sorted(latest_first, key=lambda entry: sign * entry.metrics[metric])
+
+    def monitor(self) -> Monitor:
+        """Return what makes a checkpoint the best: as given here, or by the run that saved them."""
+        monitor = self._monitor or read_manifest(self.folder).monitor
+        if monitor is None:
+            raise CheckpointError(
+                f"The run of {self.folder} named no metric that makes a checkpoint the best. Choose 'last', or one by "
+                f"its name: {', '.join(entry.name for entry in self.entries()[-_NAMES_SHOWN:])}."
+            )
+        return monitor
+
+    def verify(self, entry: CheckpointEntry) -> None:
+        """Raise DamagedCheckpoint unless the file has the size and hash that the manifest gives."""
+        with opened(entry.path) as file:
+            check_digest(file, entry)
+
+    def delete(self, entry: CheckpointEntry) -> None:
+        """Take the checkpoint from the manifest, then remove its file."""
+        self._keep(lambda entries: [kept for kept in entries if kept.path.name != entry.path.name])
+
+    def prune(self, keep: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
+        """Remove all checkpoints but those to keep, once the latest of these is verified; return the removed ones.
+
+        Raises DamagedCheckpoint, with nothing removed, when the latest one to keep is damaged.
+        """
+        names = {entry.path.name for entry in keep}
+
+        def verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
+            kept = [entry for entry in entries if entry.path.name in names]
+            if not kept:
+                raise ValueError(
+                    f"prune must keep at least one of the checkpoints in {self.folder}, got {sorted(names)}"
+                )
+            if len(kept) < len(entries):
+                self.verify(kept[-1])
+            return kept
+
+        return self._keep(verified)
+
+    def _load_first(self, entries: list[CheckpointEntry], *, fallback: bool, map_location: Any) -> Loaded:
+        skipped: list[Skipped] = []
+        for entry in entries:
+            try:
+                payload = self.load(entry, map_location=map_location)
+            except DamagedCheckpoint as error:
+                if not fallback:
+                    raise
+                skipped.append(Skipped(entry, str(error)))
+                logger.warning("%s An earlier checkpoint is looked for.", error)
+                continue
+            if skipped:
+                logger.warning("Continuing from %s (step %d).", entry.path, entry.step)
+            return Loaded(payload, entry, skipped)
+        raise self._nothing_to_load(skipped)
+
+    def _save(self, content: dict[str, Any]) -> CheckpointEntry:
+        """Write, rename, list; the order of these is what a kill in between relies on."""
+        manifest = read_manifest(self.folder)
+        self._sweep(manifest.entries)
+        path = _free_path(self.folder, content[HEADER]["name"])
+        try:
+            written = write_payload(part_of(path), content)
+            marker_of(path).touch()
+            move(part_of(path), path)
+            entry = _entry_of(path, content[HEADER], written)
+            replaced = [earlier for earlier in manifest.entries if earlier.name == entry.name]
+            if replaced:
+                self.verify(entry)
+            kept = [earlier for earlier in manifest.entries if earlier.name != entry.name]
+            write_manifest(self.folder, Manifest([*kept, entry], self._monitor or manifest.monitor))
+        except BaseException:
+            self._sweep_after_failure(manifest.entries)
+            raise
+        _remove_files([marker_of(path), *(earlier.path for earlier in replaced)])
+        return entry
+
+    def _keep(
+        self, choose: Callable[[list[CheckpointEntry]], list[CheckpointEntry]]
+    ) -> list[CheckpointEntry]:
+        """Reduce the manifest to the chosen entries, then remove the files of the others; return the others."""
+        try:
+            with only_writer(self.folder):
+                manifest = read_manifest(self.folder)
+                kept = choose(manifest.entries)
+                removed = [entry for entry in manifest.entries if entry not in kept]
+                if removed:
+                    write_manifest(self.folder, Manifest(kept, self._monitor or manifest.monitor))
+                    _remove_files([entry.path for entry in removed])
+                return removed
+        except OSError as error:
+            raise CheckpointError(
+                f"The checkpoints in {self.folder} cannot be changed: {error.strerror or error}. "
+                f"All of them are still usable."
+            ) from error
+
+    def _sweep(self, listed: list[CheckpointEntry]) -> None:
+        """Remove what killed saves left: unfinished files, and files that were renamed but not listed any more."""
+        names = {entry.path.name for entry in listed}
+        for part in self.folder.glob(f".*{PART}"):
+            part.unlink(missing_ok=True)
+        for marker in self.folder.glob(f".*{UNLISTED}"):
+            name = marker.name[1 : -len(UNLISTED)]
+            if name not in names:
+                (self.folder / name).unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
+
+    def _sweep_after_failure(self, listed: list[CheckpointEntry]) -> None:
+        # The failure may have come after the manifest was replaced, so what it says now counts.
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            listed = parse_manifest(self.folder).entries
+        with suppress(OSError):
+            self._sweep(listed)
+
+    def _refused_by_disk(self, error: OSError, *, name: str, needed: int) -> CheckpointError:
+        free = shutil.disk_usage(_existing(self.folder)).free
+        return CheckpointError(
+            f"Checkpoint '{name}' could not be saved in {self.folder}: {error.strerror or error}. It needs about "
+            f"{needed:,} bytes, {free:,} are free there. Make room or let the run write elsewhere: "
+            f"run_dir=/path/with/room. The checkpoints saved earlier are intact."
+        )
+
+    def _nothing_to_load(self, skipped: list[Skipped]) -> CheckpointError:
+        if skipped:
+            reasons = " ".join(reason for _, reason in skipped[:_NAMES_SHOWN])
+            return DamagedCheckpoint(
+                f"None of the {len(skipped)} checkpoints in {self.folder} can be used. {reasons}"
+            )
+        return _empty(self.folder)
+
+
+def load_from(
+    path: Path | str, which: str = "last", *, monitor: Monitor | None = None, map_location: Any = "cpu"
+) -> Loaded:
+    """Return the checkpoint that a run folder, a checkpoints folder or a file leads to, or the next best undamaged one.
+
+    `which` is "last", "best" or a checkpoint's name; only for the first two another one can take its place.
+    """
+    store = CheckpointStore(_checkpoints_folder(Path(path)), monitor=monitor)
+    if not Path(path).is_file():
+        if which == "last":
+            return store.load_last(map_location=map_location)
+        if which == "best":
+            return store.load_best(map_location=map_location)
+    chosen = resolve(path, which, monitor=monitor)
+    content = read_checkpoint(chosen, _listed(chosen), map_location=map_location)
+    header = content.pop(HEADER)
+    return Loaded(
+        content, _listed(chosen) or _entry_of(chosen, header, Written(chosen.stat().st_size, "")), []
+    )
+
+
+def resolve(path: Path | str, which: str = "last", *, monitor: Monitor | None = None) -> Path:
+    """Return the checkpoint file that a run folder, a checkpoints folder or a checkpoint file leads to.
+
+    `which` is "last", "best" or a checkpoint's name, and says nothing beside a file.
+    """
+    path = Path(path)
+    if path.is_file() and path.name != MANIFEST:
+        return path
+    store = CheckpointStore(_checkpoints_folder(path), monitor=monitor)
+    entries = store.entries()
+    if not entries:
+        raise _empty(store.folder)
+    if which == "last":
+        return entries[-1].path
+    if which == "best":
+        ranked = store.ranked(*store.monitor())
+        if not ranked:
+            raise CheckpointError(
+                f"No checkpoint in {store.folder} has a value of '{store.monitor().metric}' yet."
+            )
+        return ranked[0].path
+    named = [entry.path for entry in entries if entry.name == which]
+    if not named:
+        names = ["last", "best", *(entry.name for entry in entries)]
+        raise CheckpointError(
+            f"{store.folder} has no checkpoint '{which}'.{nearest(which, names)} Choose one of: {_first(names)}."
+        )
+    return named[0]
+
+
+def check_state_dict_keys(expected: Iterable[str], found: Iterable[str], where: str) -> None:
+    """Raise UserError with the keys that are missing in `found` or not expected there; `where` names the checkpoint."""
+    wanted, present = list(expected), list(found)
+    missing = [key for key in wanted if key not in set(present)]
+    unexpected = [key for key in present if key not in set(wanted)]
+    if not missing and not unexpected:
+        return
+    lines = [f"{where} belongs to another task, or to this one with other settings:"]
+    if missing:
+        lines.append(f"  {len(missing)} missing: {_first(missing)}")
+    if unexpected:
+        lines.append(f"  {len(unexpected)} unexpected: {_first(unexpected)}")
+    raise CheckpointError("\n".join([*lines, _remedy(missing, unexpected)]))
+
+
+def check_shapes(expected: Mapping[str, Any], found: Mapping[str, Any], where: str) -> None:
+    """Raise UserError with the tensors that have the same name but another shape; `where` names the checkpoint."""
+    differing = [
+        f"{key}: {tuple(found[key].shape)} saved, {tuple(tensor.shape)} expected"
+        for key, tensor in expected.items()
+        if isinstance(tensor, Tensor)
+        and isinstance(found.get(key), Tensor)
+        and found[key].shape != tensor.shape
+    ]
+    if differing:
+        shown = "\n".join(f"  {line}" for line in differing[:_NAMES_SHOWN])
+        more = f"\n  and {len(differing) - _NAMES_SHOWN} more" if len(differing) > _NAMES_SHOWN else ""
+        raise CheckpointError(
+            f"{where} has tensors of other shapes than the task:\n{shown}{more}\n"
+            f"  Give the task the settings it was trained with; they are in the run folder's config.yaml."
+        )
+
+
+def _remedy(missing: list[str], unexpected: list[str]) -> str:
+    prefixes = {key.split(".", 1)[0] + "." for key in unexpected if "." in key}
+    for prefix in sorted(prefixes):
+        if missing and {prefix + key for key in missing} <= set(unexpected):
+            return f"  The keys have the prefix '{prefix}' in front: it was saved from inside a wrapper."
+    near = nearest(missing[0], unexpected) if missing else ""
+    return (
+        f" {near} Give the task the settings it was trained with; they are in the run folder's config.yaml."
+    )
+
+
+def _entry_of(path: Path, header: dict[str, Any], written: Written) -> CheckpointEntry:
+    return CheckpointEntry(path=path, size=written.size, blake2b=written.digest, **header)
+
+
+def _free_path(folder: Path, name: str) -> Path:
+    """Return a file name no file has: an earlier checkpoint of this name must outlive a kill during the save."""
+    path, number = folder / f"{name}{SUFFIX}", 1
+    while path.exists():
+        number += 1
+        path = folder / f"{name}-{number}{SUFFIX}"
+    return path
+
+
+def _remove_files(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _listed(path: Path) -> CheckpointEntry | None:
+    """Return the entry of a file in the manifest beside it; None where none lists it."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        for entry in parse_manifest(path.parent).entries:
+            if entry.path.name == path.name:
+                return entry
+    return None
+
+
+def _checkpoints_folder(path: Path) -> Path:
+    if path.is_file():
+        return path.parent
+    if not path.is_dir():
+        raise _not_there(path)
+    if (path / CHECKPOINTS).is_dir():
+        return path / CHECKPOINTS
+    if (path / MANIFEST).exists() or any(path.glob(f"*{SUFFIX}")):
+        return path
+    runs = sorted(manifest.parent.parent.name for manifest in path.glob(f"*/{CHECKPOINTS}/{MANIFEST}"))
+    if runs:
+        raise CheckpointError(
+            f"{path} holds {len(runs)} runs, not one. The latest is {path / runs[-1]}. All: {_first(runs[::-1])}."
+        )
+    raise _empty(path)
+
+
+def _not_there(path: Path) -> CheckpointError:
+    parent = _existing(path.parent)
+    names = (
+        sorted(child.name for child in parent.iterdir() if not child.name.startswith("."))
+        if parent.is_dir()
+        else []
+    )
+    # The first part that is missing is the one to correct.
+    wrong = path.absolute().relative_to(parent.absolute()).parts[0]
+    there = f"{parent} holds: {_first(names)}." if names else f"{parent} is empty."
+    return CheckpointError(f"There is no run or checkpoint at {path}.{nearest(wrong, names)} {there}")
+
+
+def _empty(folder: Path) -> CheckpointError:
+    unlisted = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
+    there = (
+        f" These files are not in its {MANIFEST}: {_first(unlisted)}; name a file to load it."
+        if unlisted
+        else ""
+    )
+    return CheckpointError(f"There is no complete checkpoint in {folder}.{there}")
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
