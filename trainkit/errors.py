@@ -21,3 +21,12 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` with the valid name nearest to `name`, or nothing where none is near."""
     matches = get_close_matches(name, list(valid), n=1, cutoff=0.5)
     return f" Did you mean '{matches[0]}'?" if matches else ""
+
+
+class Stopped(Exception):
+    """A signal ended the run after its state was saved."""
+
+    def __init__(self, signal_name: str, exit_code: int) -> None:
+        super().__init__(f"stopped by {signal_name}")
+        self.signal_name = signal_name
+        self.exit_code = exit_code

@@ -1,0 +1,20 @@
+"""One process on one device, which takes the global batch in as many micro-batches as it needs."""
+
+from __future__ import annotations
+
+from trainkit.strategy import Strategy
+
+
+class SingleDevice(Strategy):
+    """Accumulates the gradients of a window's micro-batches on one device.
+
+        micro-batch 0   forward  backward
+        micro-batch 1                     forward  backward
+        optimizer                                            step
+
+    Args:
+        device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
+        accumulate: Micro-batches of a step; the global batch must divide by it.
+        micro_batch_size: Samples on the device at once, at most; another way to say how often to accumulate.
+
+    """

@@ -1,0 +1,81 @@
+"""Moments of a run at which user code may be called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainkit.run import Run
+
+
+class Callback:
+    """Override the moments you need; the others cost nothing.
+
+    Every moment is called on every rank, in this order:
+
+        on_fit_start
+          on_epoch_start
+            on_step_end                 after every optimizer step
+            on_log                      every `log_every`, with metrics reduced over ranks
+            on_evaluation_start, on_evaluation_end
+            on_save                     a checkpoint is about to be written
+          on_epoch_end
+        on_fit_end
+        close                           always, also after an error; may be called twice
+
+    `validate`, `test` and `predict` call `on_evaluation_start`, `on_evaluation_end` and `close`.
+    """
+
+    def on_fit_start(self, run: Run) -> None:
+        """Everything is prepared (and restored, when resuming); no step has been made."""
+
+    def on_fit_end(self, run: Run) -> None:
+        """The last step has been made; `run.stop_reason` says why it was the last."""
+
+    def on_epoch_start(self, run: Run) -> None:
+        """The next window is the first of an epoch, or the first after resuming inside one."""
+
+    def on_epoch_end(self, run: Run) -> None:
+        """The last window of an epoch has been trained on; `run.state.epoch` counts it already."""
+
+    def on_step_end(self, run: Run) -> None:
+        """An optimizer step has been made and counted."""
+
+    def on_log(self, run: Run, metrics: dict[str, float]) -> None:
+        """`metrics` are about to be written by the loggers; add to them in place."""
+
+    def on_evaluation_start(self, run: Run, stage: str) -> None:
+        """`stage` is `validation`, `test`, `predict` or `sanity`."""
+
+    def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
+        """Every sample has been counted exactly once; names carry the stage (`validation/loss`)."""
+
+    def on_save(self, run: Run, payload: dict[str, Any]) -> None:
+        """`payload` is about to be written as a checkpoint; add to it in place."""
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        """`error` has ended the run; no collective may be called here, or other ranks hang."""
+
+    def close(self) -> None:
+        """Release what was acquired."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this callback."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where `saved` ended."""
+
+
+MOMENTS = (
+    "on_fit_start",
+    "on_fit_end",
+    "on_epoch_start",
+    "on_epoch_end",
+    "on_step_end",
+    "on_log",
+    "on_evaluation_start",
+    "on_evaluation_end",
+    "on_save",
+    "on_exception",
+)

@@ -1,0 +1,194 @@
+"""What a run reads: one dataset for each stage, and the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from trainkit.errors import UserError
+from trainkit.reading import Collate
+
+STAGES = ("train", "validation", "test", "predict")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One stage's dataset and how it is read."""
+
+    stage: str
+    dataset: Any
+    batch_size: int | None
+    """Samples of one global batch; `None`: the dataset's items are ready-made global batches."""
+    collate: Collate
+    workers: int
+    shuffle: bool
+    drop_last: bool
+    pin_memory: bool
+    sampler: Sampler[int] | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether samples can only be read one after the other."""
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def num_items(self) -> int | None:
+        """Samples (or ready-made batches) of one epoch; unknown for streams without a length."""
+        if self.sampler is not None:
+            return len(self.sampler)  # type: ignore[arg-type] # checked by `_check`
+        return len(self.dataset) if isinstance(self.dataset, Sized) else None
+
+
+class Data:
+    """The datasets of a run.
+
+    `train`, `validation`, `test` and `predict` are each a map-style dataset, an `IterableDataset`, or a ready
+    `DataLoader`, whose dataset, collate function, workers and sampler are kept while the strategy decides which
+    rank reads what. `batch_size` is the *global batch*: samples of one optimizer step, over all ranks and
+    micro-batches; `None` takes it from the `DataLoader`, or says that the items are ready-made batches, which
+    ranks and micro-batches then share by rows.
+
+    The order of samples is a pure function of `seed` (the trainer's, unless given here) and the epoch. An
+    `IterableDataset` is read in its own order: of each global batch, rank r of W keeps every W-th sample, so each
+    rank reads the whole stream; it may have one worker process, not more.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: Any = None,
+        validation: Any = None,
+        test: Any = None,
+        predict: Any = None,
+        batch_size: int | None = None,
+        evaluation_batch_size: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate: Collate | None = None,
+        workers: int = 0,
+        pin_memory: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        for name, size in (("batch_size", batch_size), ("evaluation_batch_size", evaluation_batch_size)):
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise UserError(f"{name} must be a whole number of samples, at least 1, got {size!r}.")
+        if workers < 0:
+            raise UserError(f"workers must be 0 or more, got {workers}; 0 reads in the training process.")
+        self.batch_size = batch_size
+        self.evaluation_batch_size = evaluation_batch_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.collate = collate
+        self.workers = workers
+        self.pin_memory = pin_memory
+        self.seed = seed
+        self._datasets = {"train": train, "validation": validation, "test": test, "predict": predict}
+
+    def dataset(self, stage: str) -> Any:
+        """Return the dataset or loader of a stage; override to make it only when it is needed."""
+        return self._datasets[stage]
+
+    def has(self, stage: str) -> bool:
+        """Return whether there is anything to read for `stage`."""
+        return self.dataset(stage) is not None
+
+    def source(self, stage: str) -> Source:
+        """Return what is read for `stage`; raises UserError for what cannot be read."""
+        dataset = self.dataset(stage)
+        if dataset is None:
+            raise UserError(f"there is no {stage} data; pass Data({stage}=dataset).")
+        source = (
+            self._from_loader(stage, dataset)
+            if isinstance(dataset, DataLoader)
+            else self._plain(stage, dataset)
+        )
+        _check(source)
+        return source
+
+    def _plain(self, stage: str, dataset: Any) -> Source:
+        return Source(
+            stage,
+            dataset,
+            batch_size=self._batch_size(stage, None),
+            collate=self.collate or default_collate,
+            workers=self.workers,
+            shuffle=self.shuffle and stage == "train",
+            drop_last=self.drop_last and stage == "train",
+            pin_memory=self.pin_memory,
+        )
+
+    def _from_loader(self, stage: str, loader: DataLoader[Any]) -> Source:
+        sampler = None
+        if not isinstance(loader.dataset, IterableDataset):
+            sampler = _own_sampler(stage, loader)
+        return Source(
+            stage,
+            loader.dataset,
+            batch_size=self._batch_size(stage, loader.batch_size),
+            collate=loader.collate_fn,
+            workers=loader.num_workers,
+            shuffle=isinstance(loader.sampler, RandomSampler | DistributedSampler) and stage == "train",
+            drop_last=loader.drop_last and stage == "train",
+            pin_memory=loader.pin_memory,
+            sampler=sampler,
+        )
+
+    def _batch_size(self, stage: str, of_loader: int | None) -> int | None:
+        if stage != "train" and self.evaluation_batch_size is not None:
+            return self.evaluation_batch_size
+        return of_loader if self.batch_size is None or (of_loader and stage != "train") else self.batch_size
+
+
+def _own_sampler(stage: str, loader: DataLoader[Any]) -> Sampler[int] | None:
+    """Return the loader's sampler where it is the user's own, not one that the strategy's replaces."""
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise UserError(
+            f"the {stage} DataLoader has a batch_sampler of type {type(loader.batch_sampler).__name__}, which "
+            "fixes who reads what; pass a sampler of single indices and a batch_size instead."
+        )
+    sampler = loader.sampler
+    plain_random = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    if plain_random or isinstance(sampler, SequentialSampler | DistributedSampler):
+        return None
+    if not isinstance(sampler, Sized):
+        raise UserError(
+            f"the {stage} DataLoader's sampler {type(sampler).__name__} needs a length (__len__)."
+        )
+    return sampler  # type: ignore[return-value]
+
+
+def _check(source: Source) -> None:
+    stage, size, length = source.stage, source.batch_size, source.num_items
+    if source.is_stream:
+        if source.workers > 1:
+            raise UserError(
+                f"the {stage} data is an IterableDataset with workers={source.workers}: several workers would "
+                "repeat it or change its order. Set workers=1 or 0."
+            )
+        if size is None:
+            raise UserError(f"the {stage} data is an IterableDataset of samples; set batch_size.")
+        return
+    if length is None:
+        raise UserError(
+            f"the {stage} data of type {type(source.dataset).__name__} has no length; define __len__ and "
+            "__getitem__, or make it a torch.utils.data.IterableDataset."
+        )
+    if length == 0:
+        raise UserError(f"the {stage} dataset is empty; check where its samples come from.")
+    if stage == "train" and size is not None and size > length:
+        raise UserError(
+            f"batch_size={size} is larger than the training data, which has {length} samples; "
+            f"set batch_size={length} or less."
+        )

@@ -1,0 +1,121 @@
+"""Lengths of training written as text, such as `500step`, `2epoch`, `30min` or `1e6sample`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainkit.errors import UserError, nearest
+from trainkit.state import TrainState
+
+UNITS = ("step", "epoch", "sample", "second", "minute", "hour")
+_SPELLINGS = {
+    **{unit: unit for unit in UNITS},
+    **{f"{unit}s": unit for unit in UNITS},
+    "s": "second",
+    "sec": "second",
+    "min": "minute",
+    "h": "hour",
+}
+_SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
+_TEXT = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]+)\s*")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A positive amount of training in one unit: `step`, `epoch`, `sample`, `second`, `minute` or `hour`.
+
+    Steps and samples are whole numbers; epochs may be fractions (`0.25epoch`). Steps and samples count over
+    all ranks: a step is one optimizer update of the whole task.
+    """
+
+    value: float
+    unit: str
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            raise UserError(f"unknown unit {self.unit!r} of a duration; write one of {', '.join(UNITS)}.")
+        if not (math.isfinite(self.value) and self.value > 0):
+            raise UserError(f"a duration must be positive and finite, got {self.value:g}{self.unit}.")
+        if self.unit in ("step", "sample") and self.value != int(self.value):
+            raise UserError(f"a number of {self.unit}s must be whole, got {self.value:g}{self.unit}.")
+
+    @classmethod
+    def parse(cls, text: str | Duration, *, where: str = "a duration") -> Duration:
+        """Read `"500step"`, `"2epoch"`, `"1e6sample"`, `"30min"`; raises UserError naming `where`."""
+        if isinstance(text, Duration):
+            return text
+        match = _TEXT.fullmatch(str(text))
+        if match is None:
+            raise UserError(
+                f"{where} = {text!r} is not a duration; write a number and a unit, for example "
+                "'500step', '2epoch', '30min' or '1e6sample'."
+            )
+        number, spelling = match.groups()
+        if spelling.lower() not in _SPELLINGS:
+            raise UserError(
+                f"{where} = {text!r}: unknown unit {spelling!r}.{nearest(spelling, _SPELLINGS)} "
+                f"Units: step, epoch, sample, s, min, h."
+            )
+        try:
+            value = float(number)
+        except ValueError:
+            raise UserError(f"{where} = {text!r}: {number!r} is not a number.") from None
+        return cls(value, _SPELLINGS[spelling.lower()])
+
+    @classmethod
+    def parse_all(cls, texts: str | Duration | Iterable[str | Duration], *, where: str) -> list[Duration]:
+        """Read one duration or several, also separated by commas (`"10epoch,30min"`)."""
+        if isinstance(texts, str):
+            texts = texts.split(",")
+        elif isinstance(texts, Duration):
+            texts = [texts]
+        elif not isinstance(texts, Iterable):
+            raise UserError(
+                f"{where} = {texts!r} is not a duration; write for example '500step' or '2epoch'."
+            )
+        durations = [cls.parse(text, where=where) for text in texts]
+        if not durations:
+            raise UserError(f"{where} is empty; write for example '500step' or '2epoch'.")
+        return durations
+
+    def elapsed(self, state: TrainState) -> float:
+        """Return how much of this duration's unit has been trained."""
+        if self.unit == "step":
+            return state.step
+        if self.unit == "sample":
+            return state.samples
+        if self.unit == "epoch":
+            return state.epochs
+        return state.seconds / _SECONDS[self.unit]
+
+    def reached(self, state: TrainState) -> bool:
+        """Return whether training has lasted at least this long."""
+        return self.elapsed(state) >= self.value
+
+    def __str__(self) -> str:
+        return f"{self.value:g}{self.unit}"
+
+
+class Interval:
+    """Says once every `duration` that something is due; `None` is never due."""
+
+    def __init__(self, duration: Duration | None) -> None:
+        self.duration = duration
+        self._next = math.inf
+
+    def start(self, state: TrainState) -> None:
+        """Count from the present state, which may be that of a resumed run."""
+        if self.duration is not None:
+            self._next = (
+                math.floor(self.duration.elapsed(state) / self.duration.value) + 1
+            ) * self.duration.value
+
+    def due(self, state: TrainState) -> bool:
+        """Return whether another multiple of the duration has been reached since the last time it was."""
+        if self.duration is None or self.duration.elapsed(state) < self._next:
+            return False
+        self.start(state)
+        return True

@@ -1,0 +1,222 @@
+"""The control flow of training and evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from trainkit.batches import concatenate
+from trainkit.duration import Duration, Interval
+from trainkit.errors import NonFiniteLoss
+from trainkit.feed import Feed
+from trainkit.metrics import WeightedMeans
+from trainkit.rng import rng_untouched
+from trainkit.run import EvaluationProgress, Run
+from trainkit.window import Window
+
+Policy = Literal["raise", "skip", "stop"]
+_STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
+    "validation": "validation_step",
+    "sanity": "validation_step",
+    "test": "test_step",
+}
+
+
+@dataclass(frozen=True)
+class FitSchedule:
+    """When training logs, evaluates and ends."""
+
+    max_duration: Sequence[Duration]
+    """Training ends with the first of them that is reached."""
+    log_every: Duration
+    evaluate_every: Duration | None
+
+
+class FitLoop:
+    """Drives training: one window of micro-batches is one optimizer step."""
+
+    def __init__(
+        self, run: Run, schedule: FitSchedule, *, validation: EvalLoop | None, on_nonfinite: Policy
+    ) -> None:
+        assert run.feed is not None and run.optimization is not None
+        self._run = run
+        self._feed: Feed = run.feed
+        self._optimization = run.optimization
+        self._max_duration = schedule.max_duration
+        self._log_interval = Interval(schedule.log_every)
+        self._evaluation_interval = Interval(schedule.evaluate_every if validation is not None else None)
+        self._validation = validation
+        self._on_nonfinite = on_nonfinite
+        self._means = WeightedMeans(run.strategy.device)
+        self._weights_are_sound = True
+
+    def run(self) -> None:
+        """Train until a duration is reached or a stop is asked for; leaves why in `run.stop_reason`."""
+        run = self._run
+        run.task.train()
+        run.state.start_clock()
+        run.may_save = self._check_finite
+        for interval in (self._log_interval, self._evaluation_interval):
+            interval.start(run.state)
+        run.emit("on_fit_start")
+        while not self._finished():
+            run.emit("on_epoch_start")
+            self._train_epoch()
+        self._check_finite()
+        self._log()
+        run.emit("on_fit_end")
+
+    def _train_epoch(self) -> None:
+        """Train to the end of the present epoch, or until training is finished."""
+        run, state, strategy, task = self._run, self._run.state, self._run.strategy, self._run.task
+        optimization, means, on_step_end = self._optimization, self._means, run.hooks("on_step_end")
+        for window in self._windows():
+            outputs = strategy.forward_backward(task, window)
+            norm = strategy.optimizer_step(optimization)
+            optimization.after_step()
+            state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
+            means.add(outputs, step=state.step)
+            if window.ends_epoch:
+                optimization.after_epoch()
+            if self._log_interval.due(state):
+                self._log(norm)
+            if self._evaluation_interval.due(state):
+                self._evaluate()
+            for hook in on_step_end:
+                hook(run)
+            if window.ends_epoch:
+                run.emit("on_epoch_end")
+            if self._finished():
+                return
+
+    def _windows(self) -> Iterator[Window]:
+        run, state = self._run, self._run.state
+        return run.strategy.windows(self._feed.windows(state.epoch, state.position), self._feed.source)
+
+    def _finished(self) -> bool:
+        """Return whether this was the last step; the same on every rank."""
+        run, state = self._run, self._run.state
+        asked = run.signals.received is not None or run.stop_reason is not None
+        for duration in self._max_duration:
+            if duration.reached(state):
+                if duration.unit in ("step", "epoch", "sample"):
+                    run.request_stop(f"reached max_duration={duration}")
+                    return True
+                asked = True  # clocks differ between ranks, so that they have to agree
+        if not run.strategy.agree_to_stop(asked):
+            return False
+        if run.signals.received is not None:
+            run.stop_reason = run.signals.received.name
+        run.request_stop("reached max_duration" if asked else "another rank was asked to stop")
+        return True
+
+    def _log(self, norm: torch.Tensor | None = None) -> None:
+        """Write the means since the last time; the only place of training that waits for the device."""
+        run = self._run
+        first_bad = self._means.first_nonfinite_step()
+        means = self._means.reduce(run.strategy)
+        if not means:
+            return
+        if not math.isfinite(means.get("loss", 0.0)):
+            self._handle_nonfinite(first_bad)
+        metrics = {f"train/{name}": value for name, value in means.items()}
+        metrics["train/epoch"] = run.state.epochs
+        if norm is not None:
+            metrics["train/gradient_norm"] = float(norm)
+        if self._optimization.skipped_steps is not None:
+            metrics["train/skipped_steps"] = float(self._optimization.skipped_steps)
+        run.emit("on_log", metrics)
+        run.log(metrics)
+
+    def _evaluate(self) -> None:
+        assert self._validation is not None
+        self._check_finite()
+        metrics = self._validation.run()
+        self._run.task.train()
+        if metrics is not None:
+            self._optimization.after_validation(metrics)
+            self._run.emit("on_evaluation_end", "validation", metrics)
+
+    def _check_finite(self) -> bool:
+        """Apply the policy to losses that were not logged yet, and return whether the weights may be saved."""
+        first_bad = self._means.first_nonfinite_step()
+        if self._run.strategy.agree(first_bad is not None):
+            self._handle_nonfinite(first_bad)
+        return self._weights_are_sound
+
+    def _handle_nonfinite(self, step: int | None) -> None:
+        """Raise or stop as the policy says; a skipped step has changed nothing, and nothing is left to do."""
+        where = f"at step {step}" if step is not None else "on another rank"
+        if self._on_nonfinite == "raise":
+            raise NonFiniteLoss(
+                f"the loss became NaN or infinite {where}. Lower the learning rate, set trainer.clip_norm=1.0, or look "
+                "for the operation with trainer.detect_anomaly=true; trainer.on_nonfinite=skip leaves such steps out."
+            )
+        if self._on_nonfinite == "stop":
+            self._weights_are_sound = False
+            self._run.request_stop(f"the loss became NaN or infinite {where}")
+
+
+class EvalLoop:
+    """Evaluates every sample exactly once; ranks meet only at the end."""
+
+    def __init__(self, run: Run, feed: Feed, *, stage: str) -> None:
+        self._run = run
+        self._feed = feed
+        self._stage = stage
+
+    def run(self) -> dict[str, float] | None:
+        """Return the metrics by their full names (`validation/loss`), `None` if a stop was asked for meanwhile.
+
+        Leaves the task in evaluation mode and the random generators as they were.
+        """
+        run, stage = self._run, self._stage
+        means = WeightedMeans(run.strategy.device)
+        with self._evaluating() as progress:
+            for micro_batch in self._feed.batches():
+                means.add([run.strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])])
+                progress.batch += 1
+                if run.signals.received is not None:
+                    break
+            reduced = means.reduce(run.strategy)
+        if run.strategy.agree(run.signals.received is not None):
+            return None
+        metrics = {f"{stage}/{name}": value for name, value in reduced.items()}
+        if stage != "sanity":
+            run.log(metrics)
+        return metrics
+
+    def predict(self) -> Any:
+        """Return the predictions in the order of the dataset, joined along the first dimension, on rank 0."""
+        run = self._run
+        outputs = []
+        with self._evaluating() as progress:
+            for micro_batch in self._feed.batches():
+                outputs.append(run.strategy.predict(run.task, micro_batch))
+                progress.batch += 1
+                if run.signals.received is not None:
+                    break
+            gathered = run.strategy.gather_predictions(outputs)
+        return concatenate(gathered) if gathered else []
+
+    def _evaluating(self) -> AbstractContextManager[EvaluationProgress]:
+        return _evaluating(self._run, EvaluationProgress(self._stage, self._feed.num_steps))
+
+
+@contextmanager
+def _evaluating(run: Run, progress: EvaluationProgress) -> Iterator[EvaluationProgress]:
+    """Evaluation mode, no gradients, and random generators that training does not notice."""
+    run.evaluation = progress
+    run.emit("on_evaluation_start", progress.stage)
+    run.task.eval()
+    try:
+        # Not inference mode: a tensor that a model caches in it could not be used in training later.
+        with rng_untouched(), torch.no_grad():
+            yield progress
+    finally:
+        run.evaluation = None

@@ -1,0 +1,242 @@
+"""The optimizer of a task, its schedules, clipping and what happens to a step that is not finite."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainkit.errors import UserError, nearest
+from trainkit.precision import Precision
+
+if TYPE_CHECKING:
+    from trainkit.task import TaskModule
+
+_FUSED_DEVICES = {SGD: ("cpu", "cuda"), Adam: ("cpu", "cuda"), AdamW: ("cpu", "cuda"), Adagrad: ("cpu",)}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning-rate scheduler and when it steps.
+
+    `every="step"`: after each optimizer step; `"epoch"`: after each epoch; `"metric"`: after each validation,
+    with the value of `metric` (`"validation/loss"`), as `ReduceLROnPlateau` wants it.
+    """
+
+    scheduler: LRScheduler
+    every: Literal["step", "epoch", "metric"] = "step"
+    metric: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every not in ("step", "epoch", "metric"):
+            raise UserError(f"Schedule(every={self.every!r}): choose 'step', 'epoch' or 'metric'.")
+        if (self.every == "metric") != (self.metric is not None):
+            raise UserError(
+                "Schedule(every='metric') goes with metric='validation/loss' or another name, and only it."
+            )
+        if isinstance(self.scheduler, ReduceLROnPlateau) and self.every != "metric":
+            raise UserError(
+                "ReduceLROnPlateau needs a metric: return Schedule(scheduler, every='metric', metric='validation/loss')."
+            )
+
+
+OptimizerSpec = Optimizer | tuple[Optimizer, LRScheduler | Schedule | Sequence[LRScheduler | Schedule]]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Limits of the gradient: its global norm, or each element's value."""
+
+    norm: float | None = None
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("norm", self.norm), ("value", self.value)):
+            if limit is not None and not limit > 0:
+                raise UserError(f"clip_{name} must be positive, got {limit}; leave it out to not clip.")
+        if self.norm is not None and self.value is not None:
+            raise UserError("clip_norm and clip_value exclude each other; set one of them.")
+
+
+class Optimization:
+    """The optimizer with its schedules, as the loop and the strategies drive it."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedules: Sequence[Schedule],
+        *,
+        clip: Clip,
+        precision: Precision,
+        skip: bool,
+    ) -> None:
+        self.optimizer = optimizer
+        self.schedules = schedules
+        self.clip = clip
+        self.skip_nonfinite = skip
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.skipped_steps: Tensor | None = None
+        self._scaler = precision.scaler
+        self._every_step = [schedule.scheduler for schedule in schedules if schedule.every == "step"]
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that are there, in the optimizer's order."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def unscale(self) -> None:
+        """Leave gradients as they are without a scaler."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+
+    def clip_by_norm(self, norm: Tensor) -> None:
+        """Scale all gradients so that their global norm, which is `norm` now, keeps the limit."""
+        assert self.clip.norm is not None
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip.norm, norm)
+
+    def clip_by_value(self) -> None:
+        """Limit each gradient element."""
+        assert self.clip.value is not None
+        torch.nn.utils.clip_grad_value_(self.parameters, self.clip.value)
+
+    def update(self, *, norm: Tensor | None) -> None:
+        """Step the optimizer; with `skip_nonfinite` a step whose gradient norm is not finite changes nothing."""
+        if self._scaler is not None:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        elif self.skip_nonfinite:
+            assert norm is not None
+            self._update_if_finite(norm)
+        else:
+            self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Leave every parameter without a gradient."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def after_step(self) -> None:
+        """Step the schedules that step with the optimizer."""
+        for scheduler in self._every_step:
+            scheduler.step()
+
+    def after_epoch(self) -> None:
+        """Step the schedules that step with epochs."""
+        for schedule in self.schedules:
+            if schedule.every == "epoch":
+                schedule.scheduler.step()
+
+    def after_validation(self, metrics: dict[str, float]) -> None:
+        """Step the schedules that follow a metric; raises UserError if `metrics` lack it."""
+        for schedule in self.schedules:
+            if schedule.metric is None:
+                continue
+            if schedule.metric not in metrics:
+                raise UserError(
+                    f"a schedule follows the metric {schedule.metric!r}, which validation did not give."
+                    f"{nearest(schedule.metric, metrics)} There are: {', '.join(sorted(metrics)) or 'none'}."
+                )
+            schedule.scheduler.step(metrics[schedule.metric])  # type: ignore[arg-type] # ReduceLROnPlateau's own signature
+
+    def learning_rates(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
+
+    def schedule_state(self) -> list[dict[str, Any]]:
+        """Return what a checkpoint keeps of the schedules."""
+        return [schedule.scheduler.state_dict() for schedule in self.schedules]
+
+    def load_schedule_state(self, saved: list[dict[str, Any]]) -> None:
+        """Go on where the schedules ended."""
+        for schedule, state in zip(self.schedules, saved, strict=True):
+            schedule.scheduler.load_state_dict(state)
+
+    def _update_if_finite(self, norm: Tensor) -> None:
+        found = (~torch.isfinite(norm)).to(torch.float32)
+        self.skipped_steps = found if self.skipped_steps is None else self.skipped_steps + found
+        if getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            # Fused kernels look at the flag on the device and write nothing when it is set.
+            self.optimizer.found_inf = found  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not found:  # waits for the device: an optimizer without a fused kernel cannot skip by itself
+            self.optimizer.step()
+
+
+def configure(
+    task: TaskModule, *, clip: Clip, precision: Precision, total_steps: int | None, fused: bool, skip: bool
+) -> Optimization:
+    """Return what `task.configure_optimizers` gives, checked; raises UserError for what cannot be trained with."""
+    wants_steps = "total_steps" in inspect.signature(task.configure_optimizers).parameters
+    if wants_steps and total_steps is None:
+        raise UserError(
+            f"{type(task).__name__}.configure_optimizers asks for total_steps, which max_duration does not tell; "
+            "give max_duration in steps, samples, or epochs of data with a length."
+        )
+    returned = (
+        task.configure_optimizers(total_steps=total_steps) if wants_steps else task.configure_optimizers()
+    )
+    optimizer, schedules = _read(returned, task)
+    owned = {id(parameter) for parameter in task.parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not parameters:
+        raise UserError(f"the optimizer of {type(task).__name__} has no parameters; pass self.parameters().")
+    if not any(id(parameter) in owned for parameter in parameters):
+        raise UserError(
+            f"the optimizer of {type(task).__name__} has none of the task's own parameters; pass self.parameters(), "
+            "and make sub-modules attributes of the task (lists of them in nn.ModuleList)."
+        )
+    if fused:
+        use_fused_kernel(optimizer, task)
+    return Optimization(optimizer, schedules, clip=clip, precision=precision, skip=skip)
+
+
+def use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> bool:
+    """Switch a new optimizer to torch's fused kernel where it has one; return whether it did.
+
+    The user's own `fused=` or `foreach=` is kept; subclasses, sparse gradients and other devices are left alone.
+    """
+    devices = _FUSED_DEVICES.get(type(optimizer), ())
+    if not devices or optimizer.state:
+        return False
+    for group in optimizer.param_groups:
+        chosen = group.get("fused") is not None or group.get("foreach") is not None
+        if chosen or group.get("differentiable") or group.get("capturable"):
+            return False
+        if not all(p.device.type in devices and p.is_floating_point() for p in group["params"]):
+            return False
+    if any(getattr(module, "sparse", False) for module in task.modules()):
+        return False
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    optimizer.defaults["fused"] = True
+    # What the constructors set with fused=True: the kernel takes found_inf and grad_scale.
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return True
+
+
+def _read(returned: Any, task: TaskModule) -> tuple[Optimizer, list[Schedule]]:
+    name = f"{type(task).__name__}.configure_optimizers"
+    if isinstance(returned, Optimizer):
+        return returned, []
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Optimizer)):
+        raise UserError(
+            f"{name} returned {type(returned).__name__}; return an optimizer, or (optimizer, schedule): "
+            "return torch.optim.AdamW(self.parameters(), lr=1e-3)."
+        )
+    optimizer, rest = returned
+    schedules = []
+    for item in rest if isinstance(rest, (list, tuple)) else [rest]:
+        if isinstance(item, Schedule):
+            schedules.append(item)
+        elif isinstance(item, LRScheduler):
+            schedules.append(Schedule(item))
+        else:
+            raise UserError(
+                f"{name} returned {type(item).__name__} as a schedule; give an LRScheduler or a Schedule."
+            )
+    return optimizer, schedules

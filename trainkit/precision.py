@@ -1,0 +1,70 @@
+"""Number formats of parameters, of the forward pass and of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from trainkit.errors import UserError, nearest
+
+_TRUE_TYPES = {"fp32": torch.float32, "bf16-true": torch.bfloat16, "fp64": torch.float64}
+_MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+NAMES = (*_TRUE_TYPES, *_MIXED_TYPES)
+
+
+class Precision:
+    """One of `fp32`, `bf16-mixed`, `fp16-mixed` (with a gradient scaler), `bf16-true`, `fp64`."""
+
+    def __init__(self, name: str = "fp32", *, tf32: bool = False) -> None:
+        if name not in NAMES:
+            raise UserError(
+                f"unknown precision {name!r}.{nearest(name, NAMES)} Choose one of {', '.join(NAMES)}."
+            )
+        self.name = name
+        self.tf32 = tf32
+        self.scaler: GradScaler | None = None
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._dtype = _TRUE_TYPES.get(name, torch.float32)
+
+    def setup(self, device: torch.device) -> None:
+        """Choose what `device` needs: the autocast context, the gradient scaler, TF32 matrix products."""
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = self.tf32
+        if self.name in _MIXED_TYPES:
+            dtype = _MIXED_TYPES[self.name]
+            self._autocast = lambda: torch.autocast(device.type, dtype=dtype)
+        if self.name == "fp16-mixed":
+            self.scaler = GradScaler(device.type)
+
+    def prepare(self, task: nn.Module) -> None:
+        """Bring floating-point parameters and buffers to the precision's own type."""
+        if self._dtype is not torch.float32:
+            task.to(dtype=self._dtype)
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Return the context in which steps are called."""
+        return self._autocast()
+
+    @property
+    def batch_type(self) -> torch.dtype | None:
+        """The type that a batch's floating-point tensors are brought to, where it is not their own."""
+        return None if self._dtype is torch.float32 else self._dtype
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss that backward starts from."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on with the scale that `saved` ended with; states without a scaler change nothing."""
+        if self.scaler is not None and saved:
+            self.scaler.load_state_dict(saved)

@@ -1,0 +1,127 @@
+"""From sample indices to a batch, in this process or in worker processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+from trainkit.order import sample_seed
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Reader(Protocol):
+    """Reads the samples at given indices as one batch."""
+
+    def read(self, indices: Tensor) -> Any:
+        """Return the batch of the samples at `indices` (int64, one dimension)."""
+
+
+def make_reader(dataset: Any, collate: Collate) -> Reader:
+    """Return the quickest reader that gives what the dataset and `collate` give sample by sample."""
+    if collate is default_collate:
+        if type(dataset) is TensorDataset:
+            return TensorReader(dataset.tensors)
+        if type(dataset) is Subset and type(dataset.dataset) is TensorDataset:
+            return TensorReader(dataset.dataset.tensors, torch.as_tensor(dataset.indices, dtype=torch.int64))
+    return SampleReader(dataset, collate)
+
+
+class TensorReader:
+    """Gathers each tensor's rows at once; the batch is a list, as `default_collate` makes it of tuples."""
+
+    def __init__(self, tensors: Sequence[Tensor], subset: Tensor | None = None) -> None:
+        self._tensors = tensors
+        self._subset = subset
+
+    def read(self, indices: Tensor) -> list[Tensor]:
+        """Return `[rows of each tensor]`."""
+        if self._subset is not None:
+            indices = self._subset[indices]
+        return [tensor.index_select(0, indices) for tensor in self._tensors]
+
+
+class SampleReader:
+    """Asks the dataset for all samples at once if it has `__getitems__`, else for one after the other."""
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._at_once = getattr(dataset, "__getitems__", None)
+
+    def read(self, indices: Tensor) -> Any:
+        """Return the collated samples."""
+        wanted = indices.tolist()
+        samples = self._at_once(wanted) if self._at_once else [self._dataset[index] for index in wanted]
+        return self._collate(samples)
+
+
+def read_in_workers(
+    reader: Reader, requests: Sequence[Tensor], *, seeds: Sequence[int], workers: int, pin_memory: bool
+) -> Iterator[Any]:
+    """Yield the batch of each request, read ahead by `workers` processes.
+
+    Each request is read under its own seed of python, numpy and torch, so that random augmentation does not depend
+    on how many workers there are, nor on where a resumed run starts.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        _RequestDataset(reader),
+        batch_sampler=list(zip(requests, seeds, strict=True)),  # type: ignore[arg-type] # one request is one "batch"
+        num_workers=workers,
+        collate_fn=_unchanged,
+        pin_memory=pin_memory,
+        # Its own generator: the loader would otherwise draw from the global one and change the run's randomness.
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+def request_seed(seed: int, epoch: int, position: int) -> int:
+    """Return the seed under which a worker reads the samples that start at `position`."""
+    return sample_seed(seed, epoch, position) % 2**63
+
+
+class _RequestDataset(Dataset[Any]):
+    """What runs in a worker: a request is the indices and the seed of one micro-batch."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError("samples are read by __getitems__")
+
+    def __getitems__(self, request: tuple[Tensor, int]) -> Any:
+        indices, seed = request
+        random.seed(seed)
+        torch.manual_seed(seed)
+        _seed_numpy(seed)
+        return self._reader.read(indices)
+
+
+def _seed_numpy(seed: int) -> None:
+    import numpy as np
+
+    np.random.seed(seed % 2**32)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def stream(dataset: Iterable[Any], *, workers: int) -> Iterator[Any]:
+    """Yield a stream's samples in order, read ahead by a worker process if there is one."""
+    if workers == 0:
+        return iter(dataset)
+    loader: DataLoader[Any] = DataLoader(
+        dataset,  # type: ignore[arg-type] # an IterableDataset
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        generator=torch.Generator(),
+    )
+    return iter(loader)

@@ -1,0 +1,61 @@
+"""The state of every random generator that training may draw from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch on every device."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of python's, numpy's and torch's generators, as tensors and plain values."""
+    import numpy as np
+
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
+    return {
+        "python": {"version": version, "internal": list(internal), "gauss": gauss},
+        "numpy": {
+            "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(saved: dict[str, Any]) -> None:
+    """Let every generator go on from a state that `rng_state` returned."""
+    import numpy as np
+
+    python, arrays = saved["python"], saved["numpy"]
+    random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
+    keys = np.array(arrays["keys"].tolist(), dtype=np.uint32)
+    np.random.set_state(("MT19937", keys, arrays["position"], arrays["has_gauss"], arrays["cached"]))
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] and len(saved["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(saved["cuda"])
+
+
+@contextmanager
+def rng_untouched() -> Iterator[None]:
+    """Leave the generators as they were, whatever is drawn inside: evaluating must not change training."""
+    saved = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(saved)

@@ -1,0 +1,203 @@
+"""One run, alive on one rank: everything that loops, callbacks and strategies share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainkit.callback import MOMENTS, Callback
+from trainkit.checkpoint import CheckpointEntry, CheckpointStore, check_shapes, check_state_dict_keys
+from trainkit.data import Data
+from trainkit.errors import UserError
+from trainkit.feed import Feed
+from trainkit.logger import Logger
+from trainkit.optimization import Optimization
+from trainkit.precision import Precision
+from trainkit.rng import rng_state, seed_everything, set_rng_state
+from trainkit.signals import StopSignals
+from trainkit.state import TrainState
+from trainkit.strategy import BatchPlan, Strategy
+from trainkit.task import TaskModule
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EvaluationProgress:
+    """How far an evaluation has come on this rank."""
+
+    stage: str
+    num_batches: int | None
+    batch: int = 0
+
+
+@dataclass
+class Run:
+    """What callbacks are called with. Read anything; change it through the methods."""
+
+    task: TaskModule
+    data: Data
+    strategy: Strategy
+    precision: Precision
+    callbacks: Sequence[Callback]
+    loggers: Sequence[Logger]
+    signals: StopSignals
+    seed: int
+    run_dir: Path | None
+    """The run's folder; `None` for a run that writes nothing."""
+    config: str = ""
+    """The run's settings as YAML."""
+    max_steps: int | None = None
+    """Optimizer steps that the run will take, where its duration tells."""
+    state: TrainState = field(default_factory=TrainState)
+    feed: Feed | None = None
+    plan: BatchPlan | None = None
+    optimization: Optimization | None = None
+    evaluation: EvaluationProgress | None = None
+    stop_reason: str | None = None
+    resumed_from: str | None = None
+    may_save: Callable[[], bool] = lambda: True
+    """Says whether the weights are sound; collective."""
+
+    def __post_init__(self) -> None:
+        self._hooks = {moment: _overridden(self.callbacks, moment) for moment in MOMENTS}
+        self.checkpoints = None if self.run_dir is None else CheckpointStore(self.run_dir / "checkpoints")
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and talks to the user."""
+        return self.strategy.rank == 0
+
+    def hooks(self, moment: str) -> list[Callable[..., None]]:
+        """Return the callbacks' methods for a moment; only overridden ones."""
+        return self._hooks[moment]
+
+    def emit(self, moment: str, *arguments: Any) -> None:
+        """Call the callbacks' methods for a moment."""
+        for hook in self._hooks[moment]:
+            hook(self, *arguments)
+
+    def request_stop(self, reason: str) -> None:
+        """Let training end after this step, on all ranks; `reason` is kept in the summary."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Write `metrics`, which are the same on every rank, by their full names (`validation/loss`)."""
+        self.state.metrics.update(metrics)
+        for destination in self.loggers:
+            destination.write(metrics, step=self.state.step)
+
+    # ---- Checkpoints
+
+    def save(self, *, reason: str) -> CheckpointEntry | None:
+        """Write a checkpoint of this moment; collective.
+
+        Returns its entry on rank 0; `None` without a folder, or when a loss was not finite and the weights are not
+        worth keeping.
+        """
+        if self.checkpoints is None or not self.may_save():
+            return None
+        payload = self._payload()
+        entry: CheckpointEntry | None = None
+        failure: UserError | None = None
+        if self.is_main:
+            try:
+                entry = self.checkpoints.save(
+                    payload,
+                    name=f"step_{self.state.step:08d}",
+                    step=self.state.step,
+                    epoch=self.state.epoch,
+                    metrics=self.state.metrics,
+                    reason=reason,
+                )
+            except UserError as error:
+                failure = error
+        failure = self.strategy.broadcast_object(failure)
+        if failure is not None:
+            raise failure
+        return entry
+
+    def restore(self, payload: dict[str, Any], *, where: str) -> None:
+        """Go on where a checkpoint was written, on any strategy; collective."""
+        assert self.optimization is not None and self.feed is not None
+        self.load_weights(payload, where=where)
+        self.strategy.load_optimizer_state_dict(self.task, self.optimization, payload["optimizer"])
+        self.optimization.load_schedule_state(payload["schedules"])
+        self.precision.load_state_dict(payload["scaler"])
+        self.state.load_state_dict(payload["state"])
+        self.feed.load_state_dict(payload["feed"])
+        for name, callback in _named(self.callbacks):
+            if name in payload["callbacks"]:
+                callback.load_state_dict(payload["callbacks"][name])
+        self.resumed_from = where
+
+    def load_weights(self, payload: dict[str, Any], *, where: str) -> None:
+        """Give the task a checkpoint's parameters and buffers; raises UserError if they are another task's."""
+        saved = payload["task"]
+        own = self.strategy.state_dict(self.task)
+        check_state_dict_keys(own, saved, where)
+        check_shapes(own, saved, where)
+        self.strategy.load_state_dict(self.task, saved)
+
+    def restore_rng(self, payload: dict[str, Any]) -> None:
+        """Let the random generators go on: exactly on the layout that was saved, from a new seed on another."""
+        states = payload["rng"]
+        if len(states) == self.strategy.world_size and payload["layout"] == self._layout():
+            set_rng_state(states[self.strategy.rank])
+        else:
+            seed_everything(self.seed + 1_000_003 * self.state.step + self.strategy.rank)
+
+    def close(self) -> None:
+        """Close callbacks and loggers, each even if another fails."""
+        errors: list[Exception] = []
+        for closable in (*self.callbacks, *self.loggers):
+            try:
+                closable.close()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _payload(self) -> dict[str, Any]:
+        assert self.optimization is not None and self.feed is not None
+        payload = {
+            "task": self.strategy.state_dict(self.task),
+            "optimizer": self.strategy.optimizer_state_dict(self.task, self.optimization),
+            "schedules": self.optimization.schedule_state(),
+            "scaler": self.precision.state_dict(),
+            "state": self.state.state_dict(),
+            "feed": self.feed.state_dict(self.state.position),
+            "rng": self.strategy.all_gather_object(rng_state()),
+            "layout": self._layout(),
+            "callbacks": {name: callback.state_dict() for name, callback in _named(self.callbacks)},
+            "config": self.config,
+            "task_class": f"{type(self.task).__module__}.{type(self.task).__qualname__}",
+        }
+        self.emit("on_save", payload)
+        return payload
+
+    def _layout(self) -> str:
+        return f"{type(self.strategy).__name__} {self.plan}"
+
+
+def _overridden(callbacks: Sequence[Callback], moment: str) -> list[Callable[..., None]]:
+    return [
+        getattr(callback, moment)
+        for callback in callbacks
+        if getattr(type(callback), moment) is not getattr(Callback, moment) or moment in vars(callback)
+    ]
+
+
+def _named(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
+    """Return the callbacks with names that tell several of one class apart."""
+    seen: dict[str, int] = {}
+    named = []
+    for callback in callbacks:
+        kind = type(callback).__name__
+        seen[kind] = seen.get(kind, 0) + 1
+        named.append((kind if seen[kind] == 1 else f"{kind}_{seen[kind]}", callback))
+    return named

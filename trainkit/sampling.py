@@ -1,0 +1,81 @@
+"""Which samples of a global batch a rank takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler, Sampler
+
+from trainkit.order import sample_seed
+
+
+class Order(Protocol):
+    """The order of an epoch's samples: a pure function of the seed and the epoch."""
+
+    num_samples: int
+
+    def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
+        """Return the sample indices at positions `start`, `start + step`, ... below `stop`."""
+
+
+class ShareSampler(DistributedSampler[Any]):
+    """Gives rank r of W every W-th sample of each global batch, without repeating or dropping any.
+
+        positions   0 1 2 3 | 4 5 6 7 | 8 9        batch_size 4, 10 samples, W = 2
+        rank 0      0   2   | 4   6   | 8
+        rank 1        1   3 |   5   7 |   9
+
+    Over a whole epoch this is what PyTorch's `DistributedSampler` gives wherever that neither pads nor drops.
+    """
+
+    def __init__(self, dataset: Sized, order: Order, *, rank: int, world_size: int) -> None:
+        super().__init__(dataset, num_replicas=world_size, rank=rank)  # type: ignore[arg-type] # only its len is used
+        self.order = order
+
+    def share(self, epoch: int, start: int, stop: int) -> Tensor:
+        """Return this rank's sample indices among the positions from `start` to `stop` of the epoch's order."""
+        return self.order.slice(epoch, start + self.rank, stop, self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield this rank's indices of the epoch given to `set_epoch`."""
+        return iter(self.share(self.epoch, 0, self.order.num_samples).tolist())
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.order.num_samples, self.num_replicas))
+
+
+class SamplerOrder:
+    """The order that a user's own sampler gives, drawn anew for each epoch from (seed, epoch).
+
+    It repeats exactly on a resume as long as the sampler's randomness comes from torch's global generator or from
+    its own `generator` attribute; a sampler with another source of randomness only keeps its number of samples.
+    """
+
+    def __init__(self, sampler: Sampler[int], *, seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._epoch = -1
+        self._indices = torch.empty(0, dtype=torch.int64)
+        self.num_samples = len(sampler)  # type: ignore[arg-type] # checked where the loader is read
+
+    def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
+        """Return the sampler's indices at positions `start`, `start + step`, ... below `stop`."""
+        if epoch != self._epoch:
+            self._indices = self._draw(epoch)
+            self._epoch = epoch
+        return self._indices[start:stop:step]
+
+    def _draw(self, epoch: int) -> Tensor:
+        set_epoch = getattr(self._sampler, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        seed = sample_seed(self._seed, epoch, 0) % 2**63
+        generator = getattr(self._sampler, "generator", None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if generator is not None:
+                generator.manual_seed(seed)
+            return torch.tensor([int(index) for index in self._sampler], dtype=torch.int64)

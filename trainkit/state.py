@@ -1,0 +1,72 @@
+"""How far training has come."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class TrainState:
+    """Counters over all ranks, the same on every rank."""
+
+    step: int = 0
+    """Optimizer steps of the whole task."""
+    epoch: int = 0
+    """Epochs that are complete."""
+    position: int = 0
+    """Items of the present epoch's order that have been trained on, over all ranks."""
+    samples: int = 0
+    """Samples that have been trained on, over all ranks and epochs."""
+    epoch_length: int | None = None
+    """Items of one epoch; unknown for streams."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The latest value of every logged metric, by its full name (`validation/loss`)."""
+    _seconds_before: float = 0.0
+    _started: float | None = None
+
+    @property
+    def epochs(self) -> float:
+        """Epochs with the fraction of the present one."""
+        return self.epoch + (self.position / self.epoch_length if self.epoch_length else 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before a resume included."""
+        running = time.monotonic() - self._started if self._started is not None else 0.0
+        return self._seconds_before + running
+
+    def start_clock(self) -> None:
+        """Count seconds from now on."""
+        self._started = time.monotonic()
+
+    def advance(self, *, items: int, samples: int, ends_epoch: bool) -> None:
+        """Count one optimizer step over `samples` samples."""
+        self.step += 1
+        self.samples += samples
+        if ends_epoch:
+            self.epoch += 1
+            self.position = 0
+        else:
+            self.position += items
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "position": self.position,
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "metrics": dict(self.metrics),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on counting where `saved` ended."""
+        self.step = saved["step"]
+        self.epoch = saved["epoch"]
+        self.position = saved["position"]
+        self.samples = saved["samples"]
+        self.metrics = dict(saved["metrics"])
+        self._seconds_before = saved["seconds"]

@@ -1,0 +1,91 @@
+"""What a task's step returned, checked and put into one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.errors import UserError
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """One micro-batch's loss and metrics with the weight at which they count."""
+
+    loss: Tensor | None
+    """Scalar, never scaled; without its graph once backward has run. `None` if an evaluation has no loss."""
+    weight: float | Tensor
+    """The number of samples, or what the task returned as `weight` (for example tokens)."""
+    metrics: dict[str, Tensor | float] = field(default_factory=dict)
+    """The other values that the task returned."""
+    own_weight: bool = False
+    """Whether the task gave the weight."""
+
+
+def read_training_output(returned: Any, num_samples: int, task: object) -> StepOutput:
+    """Return the checked output of a `training_step`; raises UserError for one that cannot be trained on."""
+    output = _read(returned, num_samples, task, "training_step")
+    loss = output.loss
+    if loss is None:
+        raise UserError(
+            f"{_name(task)}.training_step returned {_kind(returned)} without a loss; return the loss, or a dict "
+            "with the key 'loss': return {'loss': loss, 'accuracy': accuracy}."
+        )
+    if loss.dim() != 0:
+        raise UserError(
+            f"the loss of {_name(task)}.training_step has shape {tuple(loss.shape)}, but must be a scalar; "
+            "return loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise UserError(
+            f"the loss of {_name(task)}.training_step has no gradient: nothing that requires one leads to it. "
+            "Do not detach it, and check that the parameters have requires_grad=True."
+        )
+    return output
+
+
+def read_evaluation_output(returned: Any, num_samples: int, task: object, step_name: str) -> StepOutput:
+    """Return the checked output of a `validation_step` or `test_step`."""
+    return _read(returned, num_samples, task, step_name)
+
+
+def _read(returned: Any, num_samples: int, task: object, step_name: str) -> StepOutput:
+    if isinstance(returned, Tensor):
+        return StepOutput(returned, num_samples)
+    if not isinstance(returned, Mapping):
+        raise UserError(
+            f"{_name(task)}.{step_name} returned {_kind(returned)}; return the loss as a tensor, or a dict of "
+            "scalars such as {'loss': loss, 'accuracy': accuracy}."
+        )
+    metrics: dict[str, Tensor | float] = {}
+    for name, value in returned.items():
+        if isinstance(value, Tensor):
+            value = value.detach() if name not in ("loss", "weight") else value
+        elif not isinstance(value, (int, float)):
+            raise UserError(
+                f"{_name(task)}.{step_name} returned {name!r} = {_kind(value)}; metrics are numbers or scalar tensors."
+            )
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise UserError(
+                f"{_name(task)}.{step_name} returned {name!r} with shape {tuple(value.shape)}, but must be a scalar; "
+                f"return {name}.mean()."
+            )
+        metrics[name] = value
+    loss = metrics.pop("loss", None)
+    weight = metrics.pop("weight", None)
+    if loss is not None and not isinstance(loss, Tensor):
+        raise UserError(f"{_name(task)}.{step_name} returned a loss that is no tensor but {_kind(loss)}.")
+    if isinstance(weight, Tensor):
+        weight = weight.detach()
+    return StepOutput(loss, num_samples if weight is None else weight, metrics, own_weight=weight is not None)
+
+
+def _name(task: object) -> str:
+    return type(task).__name__
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"

@@ -1,0 +1,295 @@
+"""The interface of strategies: where the work of a step is done.
+
+What is computed is fixed: after a window, gradients are those of the weighted mean loss over the whole global
+batch, and metrics are weighted means over it. A strategy decides which device does which part. Every method has
+its meaning for one process and one device here; a strategy overrides what it does differently.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.batches import to_device
+from trainkit.data import Source
+from trainkit.devices import pick_device
+from trainkit.errors import UserError
+from trainkit.optimization import Optimization
+from trainkit.precision import Precision
+from trainkit.prefetch import prefetched
+from trainkit.sampling import Order, ShareSampler
+from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
+from trainkit.task import TaskModule
+from trainkit.window import MicroBatch, Window
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a global batch is cut: ranks x micro-batches of a rank x samples of a micro-batch."""
+
+    batch_size: int
+    world_size: int
+    micro_batches: int
+    micro_batch_size: int
+
+    def __str__(self) -> str:
+        return (
+            f"global batch {self.batch_size} = {self.world_size} rank{'s' * (self.world_size > 1)} x "
+            f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} x {self.micro_batch_size} samples"
+        )
+
+
+class Strategy(ABC):
+    """One process, one device, unless overridden.
+
+    The methods are called in this order: `launch` in the caller's process; then on every rank `setup`, `plan`,
+    `sampler`, `prepare`, for each step `windows`, `forward_backward`, `optimizer_step`; at the end `teardown`. Those said
+    to be collective must be called by every rank at the same point.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __init__(
+        self, *, device: str = "auto", accumulate: int | None = None, micro_batch_size: int | None = None
+    ) -> None:
+        for name, value in (("accumulate", accumulate), ("micro_batch_size", micro_batch_size)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
+        if accumulate is not None and micro_batch_size is not None:
+            raise UserError(
+                f"accumulate={accumulate} and micro_batch_size={micro_batch_size} say the same thing in two ways; "
+                "set one of them."
+            )
+        self.accumulate = accumulate
+        self.micro_batch_size = micro_batch_size
+        self.device = torch.device("cpu")
+        self.precision = Precision()
+        self._requested_device = device
+        self._trained: list[nn.Parameter] = []
+
+    # ---- Where the ranks are
+
+    def validate(self) -> None:
+        """Raise UserError for what this machine cannot run; called before any process is started."""
+        pick_device(self._requested_device)
+
+    def launch(self, run: Callable[[], T]) -> T:
+        """Call `run` on every rank and return what it returned on rank 0."""
+        return run()
+
+    def weights_for_caller(self, task: TaskModule) -> dict[str, Any] | None:
+        """Return the trained weights where `launch` was called in another process; `None` where the caller has them."""
+        return None
+
+    def setup(self, precision: Precision) -> None:
+        """Choose the device and join the other ranks; collective."""
+        self.device = pick_device(self._requested_device)
+        self.precision = precision
+        precision.setup(self.device)
+
+    def prepare(self, task: TaskModule) -> None:
+        """Leave the task on the device, with rank 0's parameters and buffers on every rank; collective.
+
+        The task is changed in place and not wrapped: names of parameters stay those of the bare task.
+        """
+        self.precision.prepare(task)
+        task.to(self.device)
+        self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+
+    def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
+        """Arrange for gradients to be reduced; called once the optimizer exists and before a resumed run is restored."""
+
+    def teardown(self) -> None:
+        """Leave the other ranks and release what was acquired; may be called twice."""
+
+    # ---- Who reads what
+
+    @property
+    def micro_batches_of_a_step(self) -> int:
+        """Micro-batches in which each rank is asked to take its part of a step (1 if there is only a limit on size)."""
+        return self.accumulate or (2 if self.micro_batch_size is not None else 1)
+
+    def plan(self, batch_size: int) -> BatchPlan:
+        """Return how a global batch is cut; raises UserError where it cannot be cut as asked."""
+        share = -(-batch_size // self.world_size)  # of the rank that has most
+        if self.accumulate is not None:
+            if batch_size % self.accumulate or share < self.accumulate:
+                raise UserError(_cannot_cut(batch_size, self.accumulate, self.world_size))
+            size = -(-share // self.accumulate)
+        else:
+            size = min(share, self.micro_batch_size or share)
+        return BatchPlan(batch_size, self.world_size, -(-share // size), size)
+
+    def sampler(self, dataset: Any, order: Order) -> ShareSampler:
+        """Return the sampler of this rank's share of each global batch."""
+        return ShareSampler(dataset, order, rank=self.rank, world_size=self.world_size)
+
+    def windows(self, windows: Iterator[Window], source: Source) -> Iterator[Window]:
+        """Return the windows with their micro-batches on the device, copied ahead where the device allows it."""
+        if self.device.type == "cpu" and self.precision.batch_type is None:
+            return windows
+        return prefetched(windows, self._move, device=self.device, pin_memory=source.pin_memory)
+
+    def _move(self, batch: Any) -> Any:
+        return to_device(batch, self.device, dtype=self.precision.batch_type)
+
+    # ---- A step
+
+    def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+        """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch.
+
+        Returns the outputs of this rank's own micro-batches, without their graphs. Collective.
+        """
+        outputs: list[StepOutput] = []
+        last = len(window.micro_batches) - 1
+        for index, micro_batch in enumerate(window.micro_batches):
+            with self.gradient_session(sync=index == last):
+                with self.precision.forward():
+                    returned = task.training_step(micro_batch.batch)
+                output = read_training_output(returned, micro_batch.num_samples, task)
+                self.backward(output, micro_batch, window)
+            outputs.append(output)
+        self.finish_gradients(outputs, window)
+        return outputs
+
+    def backward(self, output: StepOutput, micro_batch: MicroBatch, window: Window) -> None:
+        """Add this micro-batch's part to the gradients and free its graph."""
+        loss = output.loss
+        assert loss is not None
+        share = 1.0 if micro_batch.num_samples == window.num_samples else output.weight / window.num_samples
+        self.precision.scale(loss if isinstance(share, float) and share == 1.0 else loss * share).backward()
+        output.loss = loss.detach()
+
+    def finish_gradients(self, outputs: Sequence[StepOutput], window: Window) -> None:
+        """Divide by the window's sum of weights where the task gave weights of its own; collective."""
+        if len(outputs) > 1 and any(output.own_weight for output in outputs):
+            self.scale_gradients(window.num_samples / sum(output.weight for output in outputs))
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply every gradient that `forward_backward` left."""
+        torch._foreach_mul_(
+            [parameter.grad for parameter in self._trained if parameter.grad is not None], factor
+        )
+
+    def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
+        """Return the context of one backward: gradients are reduced over ranks in it if `sync`, else only added up."""
+        return nullcontext()
+
+    def optimizer_step(self, optimization: Optimization) -> Tensor | None:
+        """Unscale, clip, update, and drop the gradients; return their global norm where it was needed. Collective."""
+        optimization.unscale()
+        norm = None
+        if optimization.clip.norm is not None or optimization.skip_nonfinite:
+            norm = self.gradient_norm(optimization)
+        if optimization.clip.norm is not None and norm is not None:
+            optimization.clip_by_norm(norm)
+        elif optimization.clip.value is not None:
+            optimization.clip_by_value()
+        optimization.update(norm=norm)
+        optimization.zero_grad()
+        return norm
+
+    def gradient_norm(self, optimization: Optimization) -> Tensor:
+        """Return the global 2-norm of the gradients, a scalar on the device; collective."""
+        return torch.nn.utils.get_total_norm(optimization.gradients())
+
+    # ---- Evaluation
+
+    def evaluate(
+        self, task: TaskModule, micro_batch: MicroBatch, step_name: Literal["validation_step", "test_step"]
+    ) -> StepOutput:
+        """Return the metrics of one batch of this rank; not collective, as ranks may have unequal numbers of them."""
+        with self.precision.forward():
+            returned = getattr(task, step_name)(self._move_for_evaluation(micro_batch.batch))
+        return read_evaluation_output(returned, micro_batch.num_samples, task, step_name)
+
+    def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
+        """Return the predictions for one batch of this rank; not collective."""
+        with self.precision.forward():
+            return task.predict_step(self._move_for_evaluation(micro_batch.batch))
+
+    def _move_for_evaluation(self, batch: Any) -> Any:
+        return batch if self.device.type == "cpu" and self.precision.batch_type is None else self._move(batch)
+
+    def gather_predictions(self, outputs: list[Any]) -> list[Any]:
+        """Return all ranks' predictions in the order of the dataset; collective."""
+        return outputs
+
+    # ---- Talking to the other ranks
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
+        """Return the reduction of `tensor` over ranks; collective."""
+        return tensor
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return each rank's value, in the order of ranks; collective."""
+        return [value]
+
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's value; collective."""
+        return value
+
+    def barrier(self) -> None:
+        """Return when every rank has come here; collective."""
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether `flag` is true on any rank; collective."""
+        return flag
+
+    def agree_to_stop(self, requested: bool) -> bool:
+        """Return on every rank after the same step whether any rank was asked to stop; called after every step.
+
+        It may answer some steps late, but must not wait for the device.
+        """
+        return requested
+
+    def sum_named(
+        self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
+    ) -> tuple[list[str], Tensor]:
+        """Return the names known to any rank, and their `(names, 2)` sums over ranks; one collective."""
+        names = list(sums)
+        packed = (
+            torch.stack([sums[name] for name in names])
+            if names
+            else torch.zeros(0, 2, dtype=dtype, device=device)
+        )
+        return names, packed
+
+    # ---- State, whole and under the bare task's names whatever the strategy; all collective
+
+    def state_dict(self, task: TaskModule) -> dict[str, Any]:
+        """Return the task's parameters and buffers; complete on rank 0."""
+        return task.state_dict()
+
+    def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
+        """Give the task the parameters and buffers in `saved`."""
+        task.load_state_dict(saved)
+
+    def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
+        """Return the optimizer's state; complete on rank 0."""
+        return optimization.optimizer.state_dict()
+
+    def load_optimizer_state_dict(
+        self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]
+    ) -> None:
+        """Give the optimizer the state in `saved`."""
+        optimization.optimizer.load_state_dict(saved)
+
+
+def _cannot_cut(batch_size: int, accumulate: int, world_size: int) -> str:
+    divisors = [n for n in range(1, min(batch_size // world_size, batch_size) + 1) if batch_size % n == 0]
+    near = min(divisors, key=lambda n: abs(n - accumulate), default=1)
+    size = max(1, batch_size // (accumulate * world_size))
+    return (
+        f"batch_size={batch_size} cannot be cut into accumulate={accumulate} equal micro-batches on {world_size} "
+        f"rank(s); set accumulate={near}, or micro_batch_size={size}, which needs no even cut."
+    )

@@ -1,0 +1,50 @@
+"""What a user subclasses: a model with its loss, metrics and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.errors import UserError
+from trainkit.optimization import OptimizerSpec
+
+StepReturn = Tensor | Mapping[str, Tensor | float]
+
+
+class TaskModule(nn.Module):
+    """A task knows no trainer, rank or device: each of its steps runs in a unit test with a batch and nothing else.
+
+    Steps return the loss (a scalar tensor), or a dict whose `"loss"` is trained on and whose other entries are
+    metrics: scalars, logged as means over all samples. The entry `"weight"` says how much the micro-batch counts
+    (for example its number of tokens); without it, its number of samples does.
+    """
+
+    def training_step(self, batch: Any) -> StepReturn:
+        """Return the mean loss over `batch`, which is on the task's device."""
+        raise UserError(f"{type(self).__name__} has no training_step; define training_step(self, batch).")
+
+    def validation_step(self, batch: Any) -> StepReturn:
+        """Return the metrics of `batch`; called in evaluation mode and without gradients."""
+        raise UserError(f"{type(self).__name__} has no validation_step; define validation_step(self, batch).")
+
+    def test_step(self, batch: Any) -> StepReturn:
+        """Return the metrics of `batch`; that of `validation_step` unless overridden."""
+        return self.validation_step(batch)
+
+    def predict_step(self, batch: Any) -> Any:
+        """Return the predictions for `batch`: tensors whose first dimension is the batch, or containers of them."""
+        return self(batch)
+
+    def configure_optimizers(self, *args: Any, **kwargs: Any) -> OptimizerSpec:
+        """Return an optimizer, or an optimizer and a schedule.
+
+        Declare it as `configure_optimizers(self)`, or as `configure_optimizers(self, total_steps)` to be told how
+        many optimizer steps the run will take. A schedule is an `LRScheduler`, which then steps after every
+        optimizer step, or a `trainkit.Schedule`, which says when.
+        """
+        raise UserError(
+            f"{type(self).__name__} has no configure_optimizers; define "
+            "configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-3)."
+        )
