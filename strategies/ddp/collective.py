@@ -1,0 +1,94 @@
+"""Buckets summed by the process group's own all_reduce: gloo, nccl or any other backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .failure import FailureBoard, RankError
+from .transport import Reduction, Transport
+
+SLICE = timedelta(seconds=0.5)  # between two looks at the board
+
+
+class ProcessGroupTransport(Transport):
+    """One asynchronous all_reduce for each bucket."""
+
+    name = "group"
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, board: FailureBoard, device: torch.device, timeout_seconds: float
+    ) -> None:
+        self.group, self.board, self.device = group, board, device
+        self.timeout_seconds = timeout_seconds
+        self.on_stream = device.type == "cuda" and "nccl" in dist.get_backend(group)
+        self.flats: list[Tensor] = []
+
+    def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """Return one flat tensor of zeros for each (elements, dtype)."""
+        self.flats = [torch.zeros(numel, dtype=dtype, device=self.device) for numel, dtype in sizes]
+        return self.flats
+
+    def start(self, bucket: int, *, where: str) -> Reduction:
+        """Start to sum the allocated tensor number `bucket`."""
+        return self.start_tensor(self.flats[bucket], where=where)
+
+    def start_tensor(self, tensor: Tensor, *, where: str) -> Reduction:
+        """Start to sum any tensor, a sparse one included."""
+        if self.group.size() == 1:
+            return _Done()
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        if self.on_stream:
+            return work  # its wait only orders streams; nccl's own watchdog keeps the time
+        return PatientWork(work, where=where, board=self.board, timeout_seconds=self.timeout_seconds)
+
+    def close(self) -> None:
+        """Release the tensors; may be called twice."""
+        self.flats = []
+
+
+class PatientWork:
+    """A collective's work whose wait looks at the failure board, so that no rank waits for one that has failed."""
+
+    def __init__(self, work: dist.Work, *, where: str, board: FailureBoard, timeout_seconds: float) -> None:
+        self.work, self.where, self.board, self.timeout_seconds = work, where, board, timeout_seconds
+
+    def wait(self) -> None:
+        """Return once the collective is done; raise with the root cause when a rank failed or did not come."""
+        start, slices = time.monotonic(), 0
+        while True:
+            try:
+                self.work.wait(SLICE)
+            except RuntimeError as error:
+                slices += 1
+                self._look_around(error, waited=time.monotonic() - start, slices=slices)
+            else:
+                if slices > 1:
+                    self.board.note_waiting("")
+                return
+
+    def _look_around(self, error: RuntimeError, *, waited: float, slices: int) -> None:
+        cause = self.board.root_cause()
+        if cause is not None:
+            raise RankError(f"stopped while waiting in {self.where}, because {cause}") from None
+        if self.work.is_completed():  # not the end of a slice: the connection broke
+            time.sleep(SLICE.total_seconds())  # a peer that is just failing gets the time to say why
+            cause = self.board.root_cause() or f"a rank is gone ({str(error).splitlines()[0]})"
+            raise RankError(f"stopped while waiting in {self.where}, because {cause}") from None
+        if slices > 1:
+            self.board.note_waiting(self.where)
+        if waited > self.timeout_seconds:
+            raise RankError(
+                f"waited {waited:.0f} s in {self.where}; who is where:\n{self.board.who_waits()}"
+            ) from None
+
+
+class _Done:
+    def wait(self) -> None:
+        """Return at once: a single rank's sum is its own."""

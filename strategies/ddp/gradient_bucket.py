@@ -1,0 +1,124 @@
+"""One bucket while it is filled and reduced, and what a communication hook sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .buckets import BucketLayout
+from .hook_run import HookRun
+from .transport import Reduction
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One parameter's place: its bucket, its view of the bucket, and how far its gradient has come."""
+
+    index: int
+    name: str
+    parameter: nn.Parameter
+    bucket: Bucket | None = None
+    view: Tensor | None = None  # None for sparse gradients, and before the buckets exist
+    expected: int = 1  # firings of its hook in one backward
+    remaining: int = 1
+    arrived: int = 0  # when its hook last fired while learning; 0: never
+    sparse_dim: int = 0
+    touched: bool = False  # holds gradient that was accumulated without a reduction
+    carried: bool = False  # `.grad` is the sum of an earlier reduction
+    kept: Tensor | None = None  # the gradient to give back if no rank used the parameter
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Gradients that are reduced together."""
+
+    index: int
+    layout: BucketLayout
+    slots: list[Slot]
+    contents: Tensor | None  # flat gradients, then one flag for each parameter; None for a sparse bucket
+    pending: int = 0
+    absent: list[int] = field(default_factory=list)  # positions without a gradient on this rank
+    reduction: Reduction | None = None
+    flags: Reduction | None = None
+    hook_run: HookRun | None = None
+    streams: set[torch.cuda.Stream] = field(default_factory=set)
+    ready_at: float = 0.0  # seconds of time.perf_counter
+    launched_at: float = 0.0
+    finished_at: float = 0.0
+
+    @property
+    def flat(self) -> Tensor:
+        """The gradients, one after the other."""
+        assert self.contents is not None
+        return self.contents[: self.layout.numel]
+
+    @property
+    def used_flags(self) -> Tensor:
+        """For each parameter how many ranks had a gradient, once reduced."""
+        assert self.contents is not None
+        return self.contents[self.layout.numel :]
+
+
+class GradientBucket:
+    """What a communication hook gets, with the methods of `torch.distributed.GradBucket`."""
+
+    def __init__(self, bucket: Bucket, *, is_last: bool, buffer: Tensor) -> None:
+        self._bucket, self._is_last, self._buffer = bucket, is_last, buffer
+
+    def index(self) -> int:
+        """Return the place of the bucket in the order of reductions."""
+        return self._bucket.index
+
+    def buffer(self) -> Tensor:
+        """Return the flat gradients, which the hook may change."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Let `buffer` stand for the flat gradients."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of each parameter, as views of the buffer."""
+        layout, views = self._bucket.layout, []
+        for slot, offset in zip(self._bucket.slots, layout.offsets, strict=True):
+            part = self._buffer[offset : offset + slot.parameter.numel()]
+            views.append(shaped_like(part, slot.parameter))
+        return views
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters in the order of their gradients."""
+        return [slot.parameter for slot in self._bucket.slots]
+
+    def is_last(self) -> bool:
+        """Return whether this is the last bucket of the step."""
+        return self._is_last
+
+
+def shaped_like(part: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view of the flat `part` with the parameter's sizes, and its strides where they fill the part."""
+    if _is_dense(parameter):
+        return part.as_strided(parameter.size(), parameter.stride())
+    return part.view(parameter.size())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the strides cover each element of a block once: then gradients are laid out the same way."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def views_of(contents: Tensor, layout: BucketLayout, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return each parameter's view of a bucket's contents."""
+    return [
+        shaped_like(contents[offset : offset + parameters[index].numel()], parameters[index])
+        for index, offset in zip(layout.parameters, layout.offsets, strict=True)
+    ]

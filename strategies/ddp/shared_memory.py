@@ -1,0 +1,343 @@
+"""Buckets summed through memory that all ranks of one host share, without sockets, threads or copies.
+
+    rank 0's bucket   [ shard 0 | shard 1 ]     rank r owns shard r: once every rank has filled its bucket, it adds
+    rank 1's bucket   [ shard 0 | shard 1 ]     shard r of all buckets, in rank order, and writes the sum to all.
+
+Each bucket has two counters for each rank, with one writer each: `filled` (my gradients are in) and `summed` (my
+shard is done). A bucket is reduced when all ranks have raised `summed`. The order of additions never depends on the
+size of buckets or on timing, so results are the same bit for bit from run to run.
+
+The counters rely on stores becoming visible in program order: true on x86, so other processors use the group.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import select
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .failure import FailureBoard, RankError
+from .transport import Reduction, Transport
+
+LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples
+NONCE_BYTES = 16
+MESSAGE_BYTES = 4096
+CHUNK_ELEMENTS = 128 * 1024  # added at once, so that the sum is still in the cache when it is written to all
+SPINS = 2000  # polls before a waiting rank begins to sleep
+NAP_SECONDS = 50e-6
+LOOK_SECONDS = 0.01  # between two looks whether the others live
+BOARD_SECONDS = 0.5  # between two looks at the failure board
+
+T = TypeVar("T")
+
+
+class SharedMemoryError(RuntimeError):
+    """The ranks cannot share memory; the message says why."""
+
+
+def why_no_shared_memory(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return None after a page was really shared by all ranks, else the reason, equal on every rank. Collective."""
+    if device.type != "cpu":
+        return f"the parameters are on {device.type}"
+    try:
+        share_regions(group, LINE_BYTES)
+    except SharedMemoryError as error:
+        return str(error)
+    return None
+
+
+class SharedMemoryTransport(Transport):
+    """Sums each bucket in the memory of the ranks themselves."""
+
+    name = "shared_memory"
+
+    def __init__(self, group: dist.ProcessGroup, *, board: FailureBoard, timeout_seconds: float) -> None:
+        self.group, self.board, self.timeout_seconds = group, board, timeout_seconds
+        self.rank, self.world_size = group.rank(), group.size()
+        self.peers: list[_Peer] = []
+        self.buckets: list[_SharedBucket] = []
+        self.under_way: list[_SharedBucket] = []
+        self.fence = Lock()  # taking a lock drains the processor's store buffers, streaming stores included
+
+    def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """Return one flat tensor of zeros for each (elements, dtype), in memory that all ranks map."""
+        self.close()
+        offsets, end = [], _header_bytes(len(sizes))
+        for numel, dtype in sizes:
+            offsets.append(end)
+            end += _round_up(numel * dtype.itemsize, LINE_BYTES)
+        self.peers = [_Peer(rank, *shared) for rank, shared in enumerate(share_regions(self.group, end))]
+        self.buckets = []
+        for number, ((numel, dtype), offset) in enumerate(zip(sizes, offsets, strict=True)):
+            flats = [_tensor_in(peer.region, offset, numel, dtype) for peer in self.peers]
+            self.buckets.append(_SharedBucket(number, flats[self.rank], _shards(flats, self.rank)))
+        return [bucket.flat for bucket in self.buckets]
+
+    def start(self, bucket: int, *, where: str) -> Reduction:
+        """Let the others know that this rank's part is in, and add what is already complete."""
+        shared = self.buckets[bucket]
+        shared.round += 1
+        self._raise_counter(2 * shared.number, shared.round)
+        self.under_way.append(shared)
+        self.progress()
+        return _Waiting(self, shared, where)
+
+    def progress(self) -> None:
+        """Add this rank's shard of every bucket that all ranks have filled."""
+        if self.under_way:
+            self.under_way = [bucket for bucket in self.under_way if not self._sum_if_filled(bucket)]
+
+    def is_done(self, bucket: _SharedBucket) -> bool:
+        """Whether every rank has summed its shard of the bucket's latest round."""
+        counter = 2 * bucket.number + 1
+        return all(peer.counters[counter] >= bucket.round for peer in self.peers)
+
+    def fail(self, message: str) -> None:
+        """Leave the reason where ranks that wait here see it within milliseconds."""
+        if self.peers:
+            self.peers[self.rank].write_message(message)
+
+    def close(self) -> None:
+        """Let go of the memory; gradients that still point to it keep it alive."""
+        for peer in self.peers:
+            peer.close()
+        self.peers, self.buckets, self.under_way = [], [], []
+
+    def _sum_if_filled(self, bucket: _SharedBucket) -> bool:
+        counter = 2 * bucket.number
+        for peer in self.peers:
+            if peer.counters[counter] < bucket.round:
+                return False
+        bucket.add_shard()
+        self._raise_counter(counter + 1, bucket.round)
+        return True
+
+    def _raise_counter(self, counter: int, value: int) -> None:
+        with self.fence:
+            self.peers[self.rank].counters[counter] = value
+
+
+class _SharedBucket:
+    """One bucket as every rank holds it, cut in chunks of this rank's shard."""
+
+    __slots__ = ("chunks", "flat", "number", "round")
+
+    def __init__(self, number: int, flat: Tensor, chunks: list[list[Tensor]]) -> None:
+        self.number, self.flat, self.chunks = number, flat, chunks
+        self.round = 0
+
+    def add_shard(self) -> None:
+        with torch.no_grad():
+            for first, *others in self.chunks:
+                for other in others:
+                    first.add_(other)
+                for other in others:
+                    other.copy_(first)
+
+
+class _Waiting:
+    """The reduction of one bucket; whoever waits for it helps with all of them."""
+
+    __slots__ = ("bucket", "transport", "where")
+
+    def __init__(self, transport: SharedMemoryTransport, bucket: _SharedBucket, where: str) -> None:
+        self.transport, self.bucket, self.where = transport, bucket, where
+
+    def wait(self) -> None:
+        transport, bucket = self.transport, self.bucket
+        for _ in range(SPINS):
+            transport.progress()
+            if transport.is_done(bucket):
+                return
+            os.sched_yield()
+        self._wait_patiently()
+
+    def _wait_patiently(self) -> None:
+        transport = self.transport
+        start = time.monotonic()
+        next_look, next_board, noted = start, start + BOARD_SECONDS, False
+        while not transport.is_done(self.bucket):
+            transport.progress()
+            time.sleep(NAP_SECONDS)
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + LOOK_SECONDS
+                self._look_at_peers()
+            if now >= next_board:
+                next_board = now + BOARD_SECONDS
+                self._look_at_board(waited=now - start)
+                noted = True
+        if noted:
+            transport.board.note_waiting("")
+
+    def _look_at_peers(self) -> None:
+        for peer in self.transport.peers:
+            cause = peer.message()
+            if not cause and peer.is_gone() and not self.transport.is_done(self.bucket):
+                time.sleep(BOARD_SECONDS)  # whoever watches that rank may know more
+                cause = self.transport.board.root_cause() or f"rank {peer.rank} (pid {peer.pid}) is gone"
+            if cause:
+                raise RankError(f"stopped while waiting in {self.where}, because {cause}")
+
+    def _look_at_board(self, *, waited: float) -> None:
+        board = self.transport.board
+        cause = board.root_cause()
+        if cause is not None:
+            raise RankError(f"stopped while waiting in {self.where}, because {cause}")
+        board.note_waiting(self.where)
+        if waited > self.transport.timeout_seconds:
+            raise RankError(f"waited {waited:.0f} s in {self.where}; who is where:\n{board.who_waits()}")
+
+
+class _Peer:
+    """One rank's region of shared memory, with its counters, its last words and a handle on its life."""
+
+    def __init__(self, rank: int, pid: int, region: mmap.mmap) -> None:
+        self.rank, self.pid, self.region = rank, pid, region
+        view = memoryview(region)
+        self.text = view[NONCE_BYTES : NONCE_BYTES + MESSAGE_BYTES]
+        self.counters = view[NONCE_BYTES + MESSAGE_BYTES :].cast("Q")
+        self.pidfd: int | None = None
+        with suppress(OSError):
+            self.pidfd = os.pidfd_open(pid)
+
+    def write_message(self, message: str) -> None:
+        encoded = message.encode()[: MESSAGE_BYTES - 8]
+        self.text[4 : 4 + len(encoded)] = encoded
+        self.text[:4] = len(encoded).to_bytes(4, "little")
+
+    def message(self) -> str:
+        length = int.from_bytes(self.text[:4], "little")
+        return bytes(self.text[4 : 4 + length]).decode(errors="replace")
+
+    def is_gone(self) -> bool:
+        if self.pidfd is None:
+            return not os.path.exists(f"/proc/{self.pid}")
+        return bool(select.select([self.pidfd], [], [], 0)[0])  # readable once the process has ended
+
+    def close(self) -> None:
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a rank says of its region, so that the others can open it, or why it has none."""
+
+    host: str = ""
+    pid: int = 0
+    fd: int = -1
+    nonce: bytes = b""
+    problem: str | None = None
+
+
+def share_regions(group: dist.ProcessGroup, num_bytes: int) -> list[tuple[int, mmap.mmap]]:
+    """Return (pid, memory) of every rank, each `num_bytes` of zeros but for a nonce at its start. Collective.
+
+    The memory has no name in any file system and no descriptor stays open, so nothing can be left behind.
+    Raises `SharedMemoryError` on every rank, with the first rank's reason, when one of them cannot.
+    """
+    fd = -1
+    try:
+        offer, fd = _make_offer(num_bytes)
+        offers: list[_Offer] = _gather(group, offer)
+        _raise_first_problem([offer.problem for offer in offers])
+        regions, problem = _open_all(offers, num_bytes)
+        # Also the barrier behind which every rank has mapped this one's memory, so the descriptor may go.
+        _raise_first_problem(_gather(group, problem))
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return [(offer.pid, region) for offer, region in zip(offers, regions, strict=True)]
+
+
+def _make_offer(num_bytes: int) -> tuple[_Offer, int]:
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return _Offer(problem=f"the order of stores is not known on {platform.machine()}"), -1
+    if not hasattr(os, "memfd_create"):
+        return _Offer(problem=f"{platform.system()} has no memfd_create"), -1
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    fd = -1
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            host = file.read().strip()
+        fd = os.memfd_create("trainkit-gradients", os.MFD_CLOEXEC)
+        os.posix_fallocate(fd, 0, num_bytes)  # now, with an error, rather than a SIGBUS later
+        os.pwrite(fd, nonce, 0)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        return _Offer(problem=f"no shared memory of {num_bytes} bytes: {error}"), -1
+    return _Offer(host, os.getpid(), fd, nonce), fd
+
+
+def _open_all(offers: list[_Offer], num_bytes: int) -> tuple[list[mmap.mmap], str | None]:
+    regions: list[mmap.mmap] = []
+    for rank, offer in enumerate(offers):
+        if offer.host != offers[0].host:
+            return [], f"ranks 0 and {rank} are on different hosts"
+        try:
+            fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            return [], f"rank {rank}'s memory cannot be opened: {error}"
+        try:
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            regions.append(mmap.mmap(fd, num_bytes, flags=flags))
+        except (OSError, ValueError) as error:
+            return [], f"rank {rank}'s memory cannot be mapped: {error}"
+        finally:
+            os.close(fd)
+        if regions[-1][:NONCE_BYTES] != offer.nonce:
+            return [], f"rank {rank}'s memory is not the one that it offered (another container?)"
+    return regions, None
+
+
+def _gather(group: dist.ProcessGroup, value: T) -> list[T]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _raise_first_problem(problems: list[str | None]) -> None:
+    for problem in problems:
+        if problem is not None:
+            raise SharedMemoryError(problem)
+
+
+def _header_bytes(num_buckets: int) -> int:
+    return _round_up(NONCE_BYTES + MESSAGE_BYTES + 16 * num_buckets, 4096)
+
+
+def _tensor_in(region: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(region, dtype=dtype, count=numel, offset=offset)
+
+
+def _shards(flats: list[Tensor], owner: int) -> list[list[Tensor]]:
+    """Return the chunks of the shard of `owner`: for each chunk its tensors in rank order."""
+    numel = flats[0].numel()
+    line = LINE_BYTES // flats[0].element_size()
+    shard = _round_up(-(-numel // len(flats)), line)
+    start, end = min(owner * shard, numel), min((owner + 1) * shard, numel)
+    steps = range(start, end, CHUNK_ELEMENTS)
+    return [[flat[step : min(step + CHUNK_ELEMENTS, end)] for flat in flats] for step in steps]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+

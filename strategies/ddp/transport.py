@@ -1,0 +1,75 @@
+"""The way in which flat buckets are summed over the ranks: the interface, and the choice of one."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .failure import FailureBoard
+
+TransportName = Literal["auto", "group", "shared_memory"]
+
+logger = logging.getLogger(__name__)
+
+
+class Reduction(Protocol):
+    """A sum over the ranks that is under way."""
+
+    def wait(self) -> object:
+        """Return once the tensor holds the sum over all ranks; raise when a rank failed or did not come in time."""
+
+
+class Transport(ABC):
+    """Sums flat buckets over all ranks, asynchronously; every rank starts the same buckets in the same order."""
+
+    name: str
+
+    @abstractmethod
+    def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """Return one flat tensor of zeros for each (elements, dtype). Collective. Earlier tensors stay readable."""
+
+    @abstractmethod
+    def start(self, bucket: int, *, where: str) -> Reduction:
+        """Start to sum the allocated tensor number `bucket`; `where` names the place in messages."""
+
+    def progress(self) -> None:  # noqa: B027 - most transports need no help
+        """Do what can be done now for the reductions under way, without waiting."""
+
+    def fail(self, message: str) -> None:  # noqa: B027 - the board alone may do
+        """Let ranks that wait in this transport know at once why this one stops."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the transport holds; may be called twice."""
+
+
+def open_transport(
+    name: TransportName,
+    *,
+    group: dist.ProcessGroup,
+    board: FailureBoard,
+    device: torch.device,
+    timeout_seconds: float,
+) -> Transport:
+    """Return the transport called `name`; "auto" is shared memory where it works, else the group. Collective."""
+    from .collective import ProcessGroupTransport
+    from .shared_memory import SharedMemoryTransport, why_no_shared_memory
+
+    through_group = ProcessGroupTransport(group, board=board, device=device, timeout_seconds=timeout_seconds)
+    if name == "group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
+        return through_group
+    reason = why_no_shared_memory(group, device)
+    if reason is None:
+        return SharedMemoryTransport(group, board=board, timeout_seconds=timeout_seconds)
+    if name == "shared_memory":
+        raise ValueError(f'transport="shared_memory" cannot work here: {reason}. Use transport="auto".')
+    if group.rank() == 0:
+        logger.info("gradients go through the process group, not through shared memory: %s", reason)
+    return through_group

@@ -1,0 +1,167 @@
+"""Helpers for tests of distributed code: run a function on several ranks of this machine, with a time limit."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or ran out of time; the message holds its traceback."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How one rank ended: its value, or what went wrong."""
+
+    rank: int
+    value: Any = None
+    failure: str | None = None  # the traceback, or how the process died
+    seconds: float = 0.0  # from the start until the end was seen
+
+
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Return what `fn(*args)` returned on each of `num_ranks` gloo ranks, or raise the first failure.
+
+    `fn` is a function at the top level of a module or of a test file; it finds a process group ready, one
+    thread, and its rank through `torch.distributed`. No process outlives the call.
+    """
+    outcomes = rank_outcomes(fn, num_ranks, *args, timeout=timeout, patience=0.0)
+    failed = sorted((o for o in outcomes if o.failure is not None), key=lambda o: o.seconds)
+    if failed:
+        raise RankFailure(f"rank {failed[0].rank} of {num_ranks} failed:\n{failed[0].failure}")
+    return [outcome.value for outcome in outcomes]
+
+
+def rank_outcomes(
+    fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0, patience: float = 20.0
+) -> list[Outcome]:
+    """Return how each rank ended; after a first failure the others get `patience` seconds to end by themselves."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "trainkit.testing"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    call = _Call.of(fn, args)
+    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+    ranks = [
+        context.Process(target=_run_rank, args=(call, rank, num_ranks, store.port, timeout, pipes[rank][1]))
+        for rank in range(num_ranks)
+    ]
+    try:
+        for process in ranks:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        return _collect([receiver for receiver, _ in pipes], ranks, timeout=timeout, patience=patience)
+    finally:
+        for process in ranks:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+            process.close()
+        for receiver, _ in pipes:
+            receiver.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A function named by its file, since a test file can often not be imported by name."""
+
+    module: str
+    file: str
+    name: str
+    arguments: bytes  # pickled apart: they may need the module first
+
+    @staticmethod
+    def of(fn: Callable[..., Any], args: Sequence[Any]) -> _Call:
+        if "<" in fn.__qualname__:
+            raise ValueError(f"{fn.__qualname__} must be at the top level of its file to run on other ranks")
+        return _Call(fn.__module__, inspect.getfile(fn), fn.__qualname__, pickle.dumps(tuple(args)))
+
+    def run(self) -> Any:
+        target: Any = _load(self.module, self.file)
+        for part in self.name.split("."):
+            target = getattr(target, part)
+        return target(*pickle.loads(self.arguments))
+
+
+def _load(name: str, file: str) -> ModuleType:
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run_rank(
+    call: _Call, rank: int, num_ranks: int, port: int, timeout: float, sender: connection.Connection
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        answer = (call.run(), None)
+    except BaseException:
+        answer = (None, traceback.format_exc())
+    with suppress(BrokenPipeError):  # the parent has given up
+        sender.send_bytes(pickle.dumps(answer))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Leave at once: tearing down gloo with a peer gone may wait or abort, and the answer is already sent.
+    os._exit(0)
+
+
+def _collect(
+    receivers: list[connection.Connection], ranks: Sequence[Any], *, timeout: float, patience: float
+) -> list[Outcome]:
+    start = time.monotonic()
+    deadline = start + timeout
+    outcomes = {rank: Outcome(rank) for rank in range(len(ranks))}
+    waiting = dict(zip(receivers, outcomes, strict=True))
+    while waiting:
+        ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        for receiver in ready:
+            assert isinstance(receiver, connection.Connection)
+            outcome = outcomes[waiting.pop(receiver)]
+            outcome.seconds = time.monotonic() - start
+            try:
+                outcome.value, outcome.failure = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                outcome.failure = _describe_death(ranks[outcome.rank])
+            if outcome.failure is not None:
+                deadline = min(deadline, time.monotonic() + patience)
+        if not ready:
+            for rank in waiting.values():
+                outcomes[rank].failure = f"rank {rank} had not ended when the others were stopped or time was up"
+                outcomes[rank].seconds = time.monotonic() - start
+            break
+    return list(outcomes.values())
+
+
+def _describe_death(process: Any) -> str:
+    process.join(5)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"the process was killed by {signal.Signals(-code).name}"
+    return f"the process ended without an answer, exit code {code}"
