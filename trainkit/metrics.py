@@ -51,7 +51,7 @@ class WeightedMeans:
         return dict(zip(names, means, strict=True))
 
     def first_nonfinite_step(self) -> int | None:
-        """Return the first step since the last `reduce` whose loss was not finite on this rank; waits for the device."""
+        """Return the first step since the last `reduce` whose loss was not finite here; waits for the device."""
         self._fold()
         step = _NEVER if self._first_bad is None else int(self._first_bad)
         return None if step == _NEVER else step
@@ -62,11 +62,7 @@ class WeightedMeans:
         values: dict[str, list[Tensor | float]] = {}
         weights: dict[str, list[Tensor | float]] = {}
         for output in self._outputs:
-            named = (
-                output.metrics.items()
-                if output.loss is None
-                else [("loss", output.loss), *output.metrics.items()]
-            )
+            named = output.metrics.items() if output.loss is None else [("loss", output.loss), *output.metrics.items()]
             for name, value in named:
                 values.setdefault(name, []).append(value)
                 weights.setdefault(name, []).append(output.weight)
@@ -90,12 +86,8 @@ class WeightedMeans:
     def _stack(self, values: list[Tensor | float]) -> Tensor:
         """Return numbers or scalar tensors as one tensor on the device."""
         if all(isinstance(value, Tensor) for value in values):
-            stacked = torch.stack(
-                [value.detach().reshape(()) for value in values if isinstance(value, Tensor)]
-            )
+            stacked = torch.stack([value.detach().reshape(()) for value in values if isinstance(value, Tensor)])
             return stacked.to(self._device, self._dtype)
         if not any(isinstance(value, Tensor) for value in values):
             return torch.tensor(values, dtype=self._dtype).to(self._device, non_blocking=True)
-        return torch.stack(
-            [torch.as_tensor(v, dtype=self._dtype, device=self._device).reshape(()) for v in values]
-        )
+        return torch.stack([torch.as_tensor(v, dtype=self._dtype, device=self._device).reshape(()) for v in values])

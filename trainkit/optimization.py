@@ -37,12 +37,10 @@ class Schedule:
         if self.every not in ("step", "epoch", "metric"):
             raise UserError(f"Schedule(every={self.every!r}): choose 'step', 'epoch' or 'metric'.")
         if (self.every == "metric") != (self.metric is not None):
-            raise UserError(
-                "Schedule(every='metric') goes with metric='validation/loss' or another name, and only it."
-            )
+            raise UserError("Schedule(every='metric') goes with metric='validation/loss' or another name, and only it.")
         if isinstance(self.scheduler, ReduceLROnPlateau) and self.every != "metric":
             raise UserError(
-                "ReduceLROnPlateau needs a metric: return Schedule(scheduler, every='metric', metric='validation/loss')."
+                "ReduceLROnPlateau needs a metric: Schedule(scheduler, every='metric', metric='validation/loss')."
             )
 
 
@@ -177,9 +175,7 @@ def configure(
             f"{type(task).__name__}.configure_optimizers asks for total_steps, which max_duration does not tell; "
             "give max_duration in steps, samples, or epochs of data with a length."
         )
-    returned = (
-        task.configure_optimizers(total_steps=total_steps) if wants_steps else task.configure_optimizers()
-    )
+    returned = task.configure_optimizers(total_steps=total_steps) if wants_steps else task.configure_optimizers()
     optimizer, schedules = _read(returned, task)
     owned = {id(parameter) for parameter in task.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -236,7 +232,5 @@ def _read(returned: Any, task: TaskModule) -> tuple[Optimizer, list[Schedule]]:
         elif isinstance(item, LRScheduler):
             schedules.append(Schedule(item))
         else:
-            raise UserError(
-                f"{name} returned {type(item).__name__} as a schedule; give an LRScheduler or a Schedule."
-            )
+            raise UserError(f"{name} returned {type(item).__name__} as a schedule; give an LRScheduler or a Schedule.")
     return optimizer, schedules

@@ -23,15 +23,16 @@ def rng_state() -> dict[str, Any]:
     """Return the state of python's, numpy's and torch's generators, as tensors and plain values."""
     import numpy as np
 
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
     version, internal, gauss = random.getstate()
     return {
         "python": {"version": version, "internal": list(internal), "gauss": gauss},
         "numpy": {
-            "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
-            "position": position,
-            "has_gauss": has_gauss,
-            "cached": cached,
+            "keys": torch.tensor(numpy_state["state"]["key"].tolist(), dtype=torch.int64),
+            "position": numpy_state["state"]["pos"],
+            "has_gauss": numpy_state["has_gauss"],
+            "cached": numpy_state["gauss"],
         },
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],

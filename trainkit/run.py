@@ -154,9 +154,9 @@ class Run:
     def close(self) -> None:
         """Close callbacks and loggers, each even if another fails."""
         errors: list[Exception] = []
-        for closable in (*self.callbacks, *self.loggers):
+        for close in [item.close for item in self.callbacks] + [item.close for item in self.loggers]:
             try:
-                closable.close()
+                close()
             except Exception as error:
                 errors.append(error)
         if errors:

@@ -62,9 +62,7 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
         )
     metrics: dict[str, Tensor | float] = {}
     for name, value in returned.items():
-        if isinstance(value, Tensor):
-            value = value.detach() if name not in ("loss", "weight") else value
-        elif not isinstance(value, (int, float)):
+        if not isinstance(value, (Tensor, int, float)):
             raise UserError(
                 f"{_name(task)}.{step_name} returned {name!r} = {_kind(value)}; metrics are numbers or scalar tensors."
             )
@@ -73,13 +71,11 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
                 f"{_name(task)}.{step_name} returned {name!r} with shape {tuple(value.shape)}, but must be a scalar; "
                 f"return {name}.mean()."
             )
-        metrics[name] = value
+        metrics[name] = value.detach() if isinstance(value, Tensor) and name != "loss" else value
     loss = metrics.pop("loss", None)
     weight = metrics.pop("weight", None)
     if loss is not None and not isinstance(loss, Tensor):
         raise UserError(f"{_name(task)}.{step_name} returned a loss that is no tensor but {_kind(loss)}.")
-    if isinstance(weight, Tensor):
-        weight = weight.detach()
     return StepOutput(loss, num_samples if weight is None else weight, metrics, own_weight=weight is not None)
 
 

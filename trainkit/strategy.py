@@ -7,7 +7,6 @@ its meaning for one process and one device here; a strategy overrides what it do
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -47,12 +46,12 @@ class BatchPlan:
         )
 
 
-class Strategy(ABC):
+class Strategy:
     """One process, one device, unless overridden.
 
     The methods are called in this order: `launch` in the caller's process; then on every rank `setup`, `plan`,
-    `sampler`, `prepare`, for each step `windows`, `forward_backward`, `optimizer_step`; at the end `teardown`. Those said
-    to be collective must be called by every rank at the same point.
+    `sampler`, `prepare`; for each step `windows`, `forward_backward`, `optimizer_step`; at the end `teardown`. Those
+    said to be collective must be called by every rank at the same point.
     """
 
     rank: int = 0
@@ -106,7 +105,7 @@ class Strategy(ABC):
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
 
     def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
-        """Arrange for gradients to be reduced; called once the optimizer exists and before a resumed run is restored."""
+        """Arrange for gradients to be reduced; called once the optimizer exists, before a run is restored."""
 
     def teardown(self) -> None:
         """Leave the other ranks and release what was acquired; may be called twice."""
@@ -176,9 +175,7 @@ class Strategy(ABC):
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply every gradient that `forward_backward` left."""
-        torch._foreach_mul_(
-            [parameter.grad for parameter in self._trained if parameter.grad is not None], factor
-        )
+        torch._foreach_mul_([parameter.grad for parameter in self._trained if parameter.grad is not None], factor)
 
     def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
         """Return the context of one backward: gradients are reduced over ranks in it if `sync`, else only added up."""
@@ -257,11 +254,7 @@ class Strategy(ABC):
     ) -> tuple[list[str], Tensor]:
         """Return the names known to any rank, and their `(names, 2)` sums over ranks; one collective."""
         names = list(sums)
-        packed = (
-            torch.stack([sums[name] for name in names])
-            if names
-            else torch.zeros(0, 2, dtype=dtype, device=device)
-        )
+        packed = torch.stack([sums[name] for name in names]) if names else torch.zeros(0, 2, dtype=dtype, device=device)
         return names, packed
 
     # ---- State, whole and under the bare task's names whatever the strategy; all collective
@@ -278,9 +271,7 @@ class Strategy(ABC):
         """Return the optimizer's state; complete on rank 0."""
         return optimization.optimizer.state_dict()
 
-    def load_optimizer_state_dict(
-        self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]
-    ) -> None:
+    def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
         """Give the optimizer the state in `saved`."""
         optimization.optimizer.load_state_dict(saved)
 

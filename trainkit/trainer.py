@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CALLBACKS = ("model_summary", "learning_rate", "throughput", "checkpoint", "progress_bar")
 DEFAULT_LOGGERS = ("tensorboard", "jsonl")
-_POLICIES = ("raise", "skip", "stop")
+_POLICIES: dict[str, Policy] = {"raise": "raise", "skip": "skip", "stop": "stop"}
 _EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
@@ -147,9 +147,9 @@ class Trainer:
         self.run_dir = None if run_dir is None else Path(run_dir)
         names = DEFAULT_CALLBACKS if callbacks is None else callbacks
         self.callbacks: list[Callback] = [_made("callbacks", item) for item in names]
-        self.loggers: list[Logger] = [
-            _made("logger", item) for item in DEFAULT_LOGGERS if loggers is None
-        ] + [_made("logger", item) for item in loggers or ()]
+        self.loggers: list[Logger] = [_made("logger", item) for item in DEFAULT_LOGGERS if loggers is None] + [
+            _made("logger", item) for item in loggers or ()
+        ]
         self.config = config
         if fast_dev_run:
             self.max_duration, self.evaluate_every = [Duration(1, "step")], Duration(1, "step")
@@ -181,9 +181,7 @@ class Trainer:
             raise Stopped(result.exit_reason, _EXIT_CODES[result.exit_reason])
         return replace(result, weights=None)
 
-    def validate(
-        self, task: TaskModule, data: Any, *, checkpoint: str | Path | None = None
-    ) -> dict[str, float]:
+    def validate(self, task: TaskModule, data: Any, *, checkpoint: str | Path | None = None) -> dict[str, float]:
         """Return the metrics over all validation samples (`validation/loss`)."""
         return self._evaluate(task, data, checkpoint, stage="validation")
 
@@ -195,13 +193,9 @@ class Trainer:
         """Return the predictions in the order of the dataset, joined along their first dimension."""
         data = _as_data(data, "predict")
         self._validate(task, data, "predict")
-        return self.strategy.launch(
-            partial(self._evaluate_on_rank, task, data, _checked(checkpoint), "predict")
-        )
+        return self.strategy.launch(partial(self._evaluate_on_rank, task, data, _checked(checkpoint), "predict"))
 
-    def _evaluate(
-        self, task: TaskModule, data: Any, checkpoint: str | Path | None, *, stage: str
-    ) -> dict[str, float]:
+    def _evaluate(self, task: TaskModule, data: Any, checkpoint: str | Path | None, *, stage: str) -> dict[str, float]:
         data = _as_data(data, stage)
         self._validate(task, data, stage)
         run = partial(self._evaluate_on_rank, task, data, _checked(checkpoint), stage)
@@ -225,9 +219,7 @@ class Trainer:
 
     # ---- What runs on each rank
 
-    def _fit_on_rank(
-        self, task: TaskModule, data: Data, checkpoint: Path | None, run_dir: Path | None
-    ) -> FitResult:
+    def _fit_on_rank(self, task: TaskModule, data: Data, checkpoint: Path | None, run_dir: Path | None) -> FitResult:
         with self._run_on_rank(task, data, run_dir) as run:
             loop = self._prepare_fit(run, checkpoint)
             started = time.monotonic()
@@ -329,9 +321,7 @@ class Trainer:
 
     def _eval_loop(self, run: Run, stage: str, *, limit: int | None) -> EvalLoop:
         source = run.data.source("validation" if stage == "sanity" else stage)
-        return EvalLoop(
-            run, make_feed(source, self.strategy, seed=self._data_seed(run.data), limit=limit), stage=stage
-        )
+        return EvalLoop(run, make_feed(source, self.strategy, seed=self._data_seed(run.data), limit=limit), stage=stage)
 
     def _open_loggers(self, run: Run) -> None:
         if run.run_dir is None or not run.is_main:
@@ -392,12 +382,9 @@ def _limit(name: str, value: int | None, *, least: int = 1) -> int | None:
 
 
 def _policy(name: str) -> Policy:
-    for policy in _POLICIES:
-        if policy == name:
-            return policy
-    raise UserError(
-        f"on_nonfinite={name!r} is unknown.{nearest(name, _POLICIES)} Choose raise, skip or stop."
-    )
+    if name not in _POLICIES:
+        raise UserError(f"on_nonfinite={name!r} is unknown.{nearest(name, _POLICIES)} Choose raise, skip or stop.")
+    return _POLICIES[name]
 
 
 def _made(group: str, item: Any) -> Any:
