@@ -71,9 +71,7 @@ def interleaved_virtual(
     total = padded * stages_per_rank
     warm_up = min((num_ranks - rank - 1) * 2 + (stages_per_rank - 1) * num_ranks, total)
     forwards = _grouped(FORWARD, range(rank, num_ranks * stages_per_rank, num_ranks), padded, num_ranks)
-    backwards = _grouped(
-        BACKWARD, range(rank, num_ranks * stages_per_rank, num_ranks)[::-1], padded, num_ranks
-    )
+    backwards = _grouped(BACKWARD, range(rank, num_ranks * stages_per_rank, num_ranks)[::-1], padded, num_ranks)
     for action in _one_forward_one_backward(forwards, backwards, warm_up=warm_up):
         # Whole groups never wait for themselves, and leaving actions out keeps it so.
         if action.micro_batch < num_micro_batches:
@@ -88,7 +86,7 @@ def forward_only(stages: Sequence[int], num_micro_batches: int) -> Iterator[Acti
 
 
 def bubble(num_ranks: int, num_micro_batches: int, *, stages_per_rank: int = 1) -> float:
-    """Return the idle share of balanced ranks, `(p - 1) / (m + p - 1)`, with `m` once for each stage of a rank."""
+    """Return the idle share of balanced ranks: `(p - 1) / (m + p - 1)`, `m` once for each stage of a rank."""
     return (num_ranks - 1) / (num_micro_batches * stages_per_rank + num_ranks - 1)
 
 
@@ -127,11 +125,7 @@ def simulate(
                 remaining -= 1
                 progress = True
         if not progress:
-            waiting = [
-                str(todo[len(done)])
-                for done, todo in zip(spans, actions, strict=True)
-                if len(done) < len(todo)
-            ]
+            waiting = [str(todo[len(done)]) for done, todo in zip(spans, actions, strict=True) if len(done) < len(todo)]
             raise ValueError(f"the schedule waits for itself at {', '.join(waiting)}")
     return spans
 
@@ -149,7 +143,7 @@ def prerequisites(action: Action, num_stages: int) -> list[Action]:
 
 
 def draw(spans: Sequence[Sequence[Span]], *, with_stage: bool = False) -> str:
-    """Return a picture with a line for each rank, a column for each unit of time, and dots where it is idle."""
+    """Return a picture with a line for each rank, a column for each unit of time, dots where it is idle."""
     length = round(max((rank_spans[-1].end for rank_spans in spans if rank_spans), default=0.0))
     lines = []
     for rank, rank_spans in enumerate(spans):

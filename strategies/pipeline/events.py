@@ -1,0 +1,144 @@
+"""What a recorded step consists of: events, the values that pass between them, and bonds that hold them together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+RETURN = "return"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands in a recorded structure for the tensor of a value."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Stands in a recorded structure for a parameter or buffer of the task itself."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """Stands in a recorded structure for an object that is neither tensor nor constant."""
+
+    kind: str
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor of the recorded step that is neither parameter nor buffer; written in place it stays the same."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    local: bool
+    """Follows from the batch and constants alone, so that every stage can compute it for itself."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A value that an event makes or writes, and whether gradients flow back to it from then on."""
+
+    value: int
+    requires_grad: bool
+
+
+@dataclass(slots=True)
+class Cost:
+    """What an event takes for one micro-batch."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    num_calls: int = 0
+    activation_bytes: float = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward together."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(slots=True)
+class Event:
+    """One call of a unit module, or of a torch function between units."""
+
+    index: int
+    name: str
+    """The unit's name in the task, or the function's."""
+    is_unit: bool
+    path: str
+    """The module whose code makes the call."""
+    place: str
+    """`file:line` of that code."""
+    inputs: tuple[int, ...] = ()
+    outputs: Any = None
+    """The result's structure, with a `Slot` for each tensor."""
+    products: tuple[Product, ...] = ()
+    written: tuple[int, ...] = ()
+    """Inputs that the call writes in place."""
+    parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    written_buffers: tuple[str, ...] = ()
+    is_local: bool = False
+    reads: bool = False
+    """Gives Python a number or a truth value taken from its inputs' elements."""
+    is_random: bool = False
+    key: int = 0
+    """Stable identity of the call, from its name and how often that was met before."""
+    cost: Cost = field(default_factory=Cost)
+
+    def __str__(self) -> str:
+        what = f"module '{self.name}'" if self.is_unit else f"`{self.name}`"
+        return f"{what} (event {self.index}, at {self.place})"
+
+
+@dataclass(frozen=True, slots=True)
+class Bond:
+    """Events that must be in one stage, from `first` to `last`, and why."""
+
+    first: int
+    last: int
+    reason: str
+
+    def forbids(self, cut: int) -> bool:
+        """Return whether a stage that begins at event `cut` would tear the bond."""
+        return self.first < cut <= self.last
+
+
+@dataclass(slots=True)
+class Recording:
+    """A step as a list of events; the last one, `return`, uses what the step returns."""
+
+    events: list[Event]
+    values: list[Value]
+    bonds: list[Bond]
+    parameter_bytes: dict[str, int]
+    """Of every parameter of the task, under its first name."""
+    trainable: frozenset[str]
+    measured: bool = False
+    """Whether seconds were measured; else they are estimated from FLOPs and bytes."""
+
+    @property
+    def parameter_users(self) -> dict[str, list[int]]:
+        """The events that use each parameter."""
+        users: dict[str, list[int]] = {}
+        for event in self.events:
+            for name in event.parameters:
+                users.setdefault(name, []).append(event.index)
+        return users

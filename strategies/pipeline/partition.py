@@ -1,0 +1,327 @@
+"""Where a recorded step is cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import accumulate
+
+from trainkit.errors import UserError, nearest
+
+from .events import Bond, Event, Recording
+
+SLACK = 0.04
+"""How much dearer than the optimum the dearest stage may be for fewer bytes across cuts."""
+TOGETHER_AT_MOST = 1.25
+"""Users of a shared parameter stay in one stage if that makes the dearest stage at most this many times dearer."""
+STATES_PER_PARAMETER = 4
+"""Parameter, gradient and two moments of the optimizer."""
+MOST_CANDIDATES = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The first event of every stage but the first, and the parameters that more than one stage uses."""
+
+    cuts: tuple[int, ...]
+    replicated: tuple[str, ...]
+
+    def stage_of(self, event: int) -> int:
+        """Return the stage that runs an event."""
+        return sum(cut <= event for cut in self.cuts)
+
+    @property
+    def num_stages(self) -> int:
+        """One more than there are cuts."""
+        return len(self.cuts) + 1
+
+    def bounds(self, num_events: int) -> list[tuple[int, int]]:
+        """Return each stage's first event and the one after its last."""
+        edges = [0, *self.cuts, num_events]
+        return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+@dataclass(slots=True)
+class StageCosts:
+    """What a stage from one event to another costs, as a share of the whole step; constant time for any stage."""
+
+    seconds: list[float]
+    parameter_bytes: list[float]
+    activation_bytes: list[float]
+    balance: float
+    num_stages: int
+
+    @classmethod
+    def of(cls, recording: Recording, *, num_stages: int, balance: float) -> StageCosts:
+        """Return the costs of a recording's stages; `balance` is 0 for speed and 1 for memory."""
+        seen: set[str] = set()
+        parameter_bytes = []
+        for event in recording.events:
+            new = set(event.parameters) - seen
+            seen |= new
+            parameter_bytes.append(float(sum(recording.parameter_bytes[name] for name in new)))
+        costs = [event.cost for event in recording.events]
+        return cls(
+            list(accumulate((cost.seconds for cost in costs), initial=0.0)),
+            list(accumulate(parameter_bytes, initial=0.0)),
+            list(accumulate((cost.activation_bytes for cost in costs), initial=0.0)),
+            balance,
+            num_stages,
+        )
+
+    def __call__(self, stage: int, start: int, stop: int) -> float:
+        """Return the cost of stage number `stage` if it were the events from `start` to before `stop`."""
+        time = (self.seconds[stop] - self.seconds[start]) / (self.seconds[-1] or 1.0)
+        states = STATES_PER_PARAMETER * (self.parameter_bytes[stop] - self.parameter_bytes[start])
+        in_flight = self.num_stages - stage
+        activations = in_flight * (self.activation_bytes[stop] - self.activation_bytes[start])
+        whole = STATES_PER_PARAMETER * self.parameter_bytes[-1] + self.num_stages * self.activation_bytes[-1]
+        return (1.0 - self.balance) * time + self.balance * (states + activations) / (whole or 1.0)
+
+
+def partition(recording: Recording, *, num_stages: int, balance: float = 0.0) -> Partition:
+    """Return the cuts with the cheapest dearest stage, and among those nearly as good the fewest bytes across cuts."""
+    costs = StageCosts.of(recording, num_stages=num_stages, balance=balance)
+    crossing = crossing_bytes(recording)
+    shared = _sharing_bonds(recording)
+    while True:
+        together = _best_cuts(recording, [*recording.bonds, *shared.values()], num_stages, costs, crossing)
+        if not shared:
+            break
+        apart = _best_cuts(recording, recording.bonds, num_stages, costs, crossing)
+        if together and apart:
+            limit = TOGETHER_AT_MOST * dearest(apart, len(recording.events), costs)
+            if dearest(together, len(recording.events), costs) <= limit:
+                break
+        widest = max(shared, key=lambda name: shared[name].last - shared[name].first)
+        del shared[widest]
+    if together is None:
+        raise too_few_places(recording, num_stages)
+    return with_replicas(recording, together)
+
+
+def with_replicas(recording: Recording, cuts: Sequence[int]) -> Partition:
+    """Return the partition with these cuts."""
+    bare = Partition(tuple(cuts), ())
+    replicated = tuple(
+        name for name, users in recording.parameter_users.items() if len({bare.stage_of(user) for user in users}) > 1
+    )
+    return Partition(tuple(cuts), replicated)
+
+
+def dearest(cuts: Sequence[int], num_events: int, costs: Callable[[int, int, int], float]) -> float:
+    """Return the cost of the dearest stage."""
+    edges = [0, *cuts, num_events]
+    return max(costs(stage, edges[stage], edges[stage + 1]) for stage in range(len(edges) - 1))
+
+
+def crossing_bytes(recording: Recording) -> list[int]:
+    """Return for each event the bytes that cross a cut before it."""
+    num_events = len(recording.events)
+    made: dict[int, int] = {}
+    used: dict[int, int] = {}
+    for event in recording.events:
+        for value in event.inputs:
+            used[value] = event.index
+        if event.reads and not event.is_local:
+            used.update(dict.fromkeys(event.inputs, num_events))
+        for product in event.products:
+            made.setdefault(product.value, event.index)
+    change = [0] * (num_events + 2)
+    for value, last in used.items():
+        if not recording.values[value].local and value in made:
+            num_bytes = recording.values[value].num_bytes
+            change[made[value] + 1] += num_bytes
+            change[min(last, num_events) + 1] -= num_bytes
+    return list(accumulate(change))[: num_events + 1]
+
+
+def candidates(recording: Recording, bonds: Sequence[Bond], crossing: Sequence[int]) -> list[int]:
+    """Return the events before which a cut may be: one between each two units, where the fewest bytes cross."""
+    units = [event.index for event in recording.events if event.is_unit or event.parameters]
+    edges = sorted({0, *units, len(recording.events) - 1})
+    allowed = _allowed(recording, bonds)
+    chosen = set()
+    for first, last in zip(edges[:-1], edges[1:], strict=True):
+        places = [place for place in range(first + 1, last + 1) if allowed[place]]
+        if places:
+            chosen.add(min(places, key=lambda place: (crossing[place], -place)))
+        if allowed[last]:
+            chosen.add(last)
+    places = sorted(chosen - {0})
+    if len(places) > MOST_CANDIDATES:
+        stride = len(places) / MOST_CANDIDATES
+        places = [places[int(index * stride)] for index in range(MOST_CANDIDATES)]
+    return places
+
+
+def too_few_places(recording: Recording, num_stages: int) -> UserError:
+    """Return the error that says why the step does not come apart into so many stages."""
+    crossing = crossing_bytes(recording)
+    found = len(candidates(recording, recording.bonds, crossing)) + 1
+    message = f"the step can be cut into at most {found} stages, but strategy.stages={num_stages} were asked for."
+    if recording.bonds:
+        widest = max(recording.bonds, key=lambda bond: bond.last - bond.first)
+        message += (
+            f" What holds it together: {widest.reason}. Return that tensor from the module's forward and pass it "
+            "on as an argument, so that it can be sent from stage to stage."
+        )
+    else:
+        dear = max(recording.events, key=lambda event: event.cost.seconds)
+        message += f" The dearest piece that cannot be opened is {dear}."
+    return UserError(f"{message} Or type strategy.stages={max(found, 1)}.")
+
+
+def manual_cuts(recording: Recording, cuts: Sequence[str] | dict[str, int], *, num_stages: int) -> Partition:
+    """Return the cuts that a user asked for: names of the modules that begin a stage, or a stage for each pattern."""
+    if isinstance(cuts, dict):
+        places = _cuts_of_patterns(recording, cuts, num_stages)
+    else:
+        places = [_first_event(recording, name) for name in cuts]
+        if len(places) != num_stages - 1:
+            raise UserError(
+                f"strategy.cuts names {len(places)} modules, which makes {len(places) + 1} stages, but strategy.stages="
+                f"{num_stages}. Type strategy.stages={len(places) + 1}, or name {num_stages - 1} modules."
+            )
+        if places != sorted(set(places)) or 0 in places:
+            raise UserError(
+                f"strategy.cuts={list(cuts)} must be in the order in which the step calls the modules, each once, "
+                "and not begin with the first one: a cut is the beginning of the second and later stages."
+            )
+    for place in places:
+        for bond in recording.bonds:
+            if bond.forbids(place):
+                raise UserError(f"a stage cannot begin at {recording.events[place]}: {bond.reason}.")
+    return with_replicas(recording, places)
+
+
+def _best_cuts(
+    recording: Recording,
+    bonds: Sequence[Bond],
+    num_stages: int,
+    costs: StageCosts,
+    crossing: Sequence[int],
+) -> list[int] | None:
+    places = candidates(recording, bonds, crossing)
+    if len(places) < num_stages - 1:
+        return None
+    edges = [0, *places, len(recording.events)]
+    limit = _least_dearest(edges, num_stages, costs) * (1.0 + SLACK)
+    return _fewest_bytes(edges, num_stages, costs, crossing, limit)
+
+
+def _least_dearest(edges: Sequence[int], num_stages: int, costs: StageCosts) -> float:
+    last = len(edges) - 1
+    best = [0.0] + [float("inf")] * last
+    for stage in range(num_stages):
+        # best[stop]: the dearest of the stages so far, if they end before edge `stop`
+        best = [
+            min(
+                (max(best[start], costs(stage, edges[start], edges[stop])) for start in range(stop)),
+                default=float("inf"),
+            )
+            for stop in range(last + 1)
+        ]
+    return best[last]
+
+
+def _fewest_bytes(
+    edges: Sequence[int], num_stages: int, costs: StageCosts, crossing: Sequence[int], limit: float
+) -> list[int]:
+    last = len(edges) - 1
+    infinite = (float("inf"), float("inf"))
+    best: list[tuple[float, float]] = [(0.0, 0.0)] + [infinite] * last
+    origins: list[list[int]] = []
+    for stage in range(num_stages):
+        reached = [infinite] * (last + 1)
+        origin = [0] * (last + 1)
+        for stop in range(1, last + 1):
+            crossed = float(crossing[edges[stop]]) if stop < last else 0.0
+            for start in range(stop):
+                cost = costs(stage, edges[start], edges[stop])
+                if cost <= limit and best[start] < infinite:
+                    found = (best[start][0] + crossed, max(best[start][1], cost))
+                    if found < reached[stop]:
+                        reached[stop], origin[stop] = found, start
+        best = reached
+        origins.append(origin)
+    cuts = []
+    stop = last
+    for origin in reversed(origins):
+        stop = origin[stop]
+        cuts.append(edges[stop])
+    return cuts[-2::-1]
+
+
+def _allowed(recording: Recording, bonds: Sequence[Bond]) -> list[bool]:
+    change = [0] * (len(recording.events) + 2)
+    for bond in bonds:
+        change[bond.first + 1] += 1
+        change[bond.last + 1] -= 1
+    return [depth == 0 for depth in accumulate(change)]
+
+
+def _sharing_bonds(recording: Recording) -> dict[str, Bond]:
+    return {
+        name: Bond(users[0], users[-1], f"parameter '{name}' is shared")
+        for name, users in recording.parameter_users.items()
+        if len(users) > 1
+    }
+
+
+def _first_event(recording: Recording, name: str) -> int:
+    names = _module_names(recording)
+    matches = [known for known in names if known == name or known.endswith(f".{name}")]
+    full = name if name in matches else matches[0] if len(matches) == 1 else None
+    if full is None:
+        found = "more than one module" if matches else "no module that the step calls"
+        raise UserError(f"strategy.cuts names '{name}', which is {found}.{nearest(name, names)}")
+    return min(event.index for event in recording.events if _is_in(event, full))
+
+
+def _cuts_of_patterns(recording: Recording, patterns: dict[str, int], num_stages: int) -> list[int]:
+    names = _module_names(recording)
+    for pattern, stage in patterns.items():
+        if not any(_matches(name, pattern) for name in names):
+            raise UserError(
+                f"strategy.cuts has the pattern '{pattern}', which no module matches.{nearest(pattern, names)}"
+            )
+        if not 0 <= stage < num_stages:
+            raise UserError(f"strategy.cuts puts '{pattern}' in stage {stage}; stages are 0 to {num_stages - 1}.")
+    places: list[int] = []
+    current = 0
+    for event in recording.events:
+        asked = [
+            stage for pattern, stage in patterns.items() if any(_matches(name, pattern) for name in _ancestry(event))
+        ]
+        if asked and asked[0] < current:
+            raise UserError(
+                f"strategy.cuts puts {event} in stage {asked[0]}, but what runs before it in stage {current}: a step "
+                "goes through the stages once, in order."
+            )
+        if asked and asked[0] > current + 1:
+            raise UserError(f"strategy.cuts leaves stage {current + 1} empty: {event} is in stage {asked[0]}.")
+        if asked and asked[0] == current + 1:
+            places.append(event.index)
+            current += 1
+    if current < num_stages - 1:
+        raise UserError(f"strategy.cuts leaves stage {current + 1} empty. Give it a pattern of its own.")
+    return places
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _module_names(recording: Recording) -> list[str]:
+    return list(dict.fromkeys(name for event in recording.events for name in _ancestry(event)))
+
+
+def _ancestry(event: Event) -> list[str]:
+    parts = (event.name if event.is_unit else event.path).split(".")
+    return [".".join(parts[: length + 1]) for length in range(len(parts)) if parts[0]]
+
+
+def _is_in(event: Event, name: str) -> bool:
+    return name in _ancestry(event)

@@ -1,0 +1,255 @@
+"""The user's own step, run again with only one stage's events executed."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
+
+from trainkit.errors import UserError
+
+from .event_mode import EventMode
+from .events import RETURN, Event, Held, Opaque, Recording, Slot
+from .interception import Call, Interception, Session
+from .recording import Step
+from .segments import Segment
+from .structures import rebuild, tensors
+
+Shapes = list[tuple[int, ...] | None]
+
+
+class Departure(UserError):
+    """The step did not make the calls that were recorded."""
+
+
+class _StageDone(BaseException):
+    """Ends a step after the stage's last event; no `except Exception` of the user's stops it."""
+
+
+@dataclass(slots=True)
+class StageResult:
+    """What a stage's part of a step comes to."""
+
+    returned: Any
+    """What the step returned, in the last stage."""
+    values: dict[int, Tensor]
+    """The values made or received."""
+    random_units: list[Event]
+    """The units executed that drew random numbers."""
+
+
+class Player:
+    """Runs segments of a recorded step."""
+
+    def __init__(self, recording: Recording, task: nn.Module, device: torch.device):
+        units = {event.name for event in recording.events if event.is_unit}
+        self.recording = recording
+        self.interception = Interception({name: task.get_submodule(name) for name in units})
+        self.device = device
+        self.held: dict[str, Tensor] = {**dict(task.named_parameters()), **dict(task.named_buffers())}
+        self._placeholders: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+
+    def run(
+        self,
+        segment: Segment,
+        step: Step,
+        batch: Any,
+        *,
+        received: Mapping[int, Tensor],
+        shapes: Shapes,
+        seed: int,
+    ) -> StageResult:
+        """Run `step` up to the end of `segment`; the interception must be installed.
+
+        `shapes` are those of all values for a batch like this, `None` where they are not known yet; what the segment
+        makes must have them. Random events draw from generators seeded by `seed` and their own names.
+        """
+        replay = _Replay(self, segment, received, shapes, seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        with ExitStack() as stack:
+            stack.enter_context(self.interception.session(replay))
+            stack.enter_context(replay)
+            try:
+                returned = step(batch)
+            except _StageDone:
+                return StageResult(None, replay.values, replay.random_units)
+        replay.check_end()
+        return StageResult(returned, replay.values, replay.random_units)
+
+    def recompute_session(self, random_units: list[Event], seed: int) -> Session:
+        """Return the session for backward, in which checkpointed units run again and must draw the same numbers."""
+        return _Recompute(self, random_units, seed)
+
+    def placeholder(self, value: int, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of one element that looks like the value."""
+        key = (value, shape)
+        if key not in self._placeholders:
+            dtype = self.recording.values[value].dtype
+            self._placeholders[key] = torch.zeros((), dtype=dtype, device=self.device).expand(shape)
+        return self._placeholders[key]
+
+    def seed(self, seed: int, event: Event) -> None:
+        """Seed torch's generators for one event of one micro-batch."""
+        mixed = (seed * 0x9E3779B97F4A7C15 + event.key * 0xBF58476D1CE4E5B9) % 2**63
+        torch.default_generator.manual_seed(mixed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(mixed)
+
+
+class _Recompute:
+    """Seeds units that a checkpoint around them runs again; the last one run is the first to come again."""
+
+    def __init__(self, player: Player, random_units: list[Event], seed: int):
+        self._player = player
+        self._random_units = random_units
+        self._seed = seed
+
+    def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit again with the random numbers of its forward."""
+        for event in reversed(self._random_units):
+            if event.name == name:
+                self._random_units.remove(event)
+                self._player.seed(self._seed, event)
+                break
+        with self._player.interception.session(None):
+            return call(*args, **kwargs)
+
+
+class _Replay(EventMode):
+    """One run of a step, event by event."""
+
+    def __init__(
+        self,
+        player: Player,
+        segment: Segment,
+        received: Mapping[int, Tensor],
+        shapes: Shapes,
+        seed: int,
+    ):
+        super().__init__()
+        self.values: dict[int, Tensor] = dict(received)
+        self.random_units: list[Event] = []
+        self._player = player
+        self._events = player.recording.events
+        self._segment = segment
+        self._shapes = shapes
+        self._seed = seed
+        self._next = 0
+        self._inside = False
+
+    def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run or skip a unit."""
+        event = self._expect(name)
+        if not self._segment.executes[event.index]:
+            return self._end(event, self._skip(event))
+        with self._player.interception.session(None):
+            if _get_current_function_mode() is not self:
+                return self._end(event, self._run_inside(event, call, args, kwargs))
+            self.__exit__(None, None, None)  # so that torch calls inside the unit cost nothing
+            try:
+                result = self._execute(event, call, args, kwargs)
+            finally:
+                self.__enter__()
+        return self._end(event, result)
+
+    def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run or skip a torch function between units."""
+        if self._inside:
+            return call(*args, **kwargs)
+        if self._next >= len(self._events) or self._events[self._next].name != name:
+            if not tensors((args, kwargs)):
+                result = call(*args, **kwargs)
+                if not tensors(result):
+                    return result  # such as `torch.is_grad_enabled()`: no event
+            raise self._departure(f"`{name}`")
+        event = self._expect(name)
+        if not self._segment.executes[event.index]:
+            return self._end(event, self._skip(event))
+        return self._end(event, self._execute(event, call, args, kwargs))
+
+    def check_end(self) -> None:
+        """Raise unless the step has come to its recorded end."""
+        if self._events[self._next].name != RETURN:
+            raise self._departure("the end of the step")
+
+    def _expect(self, name: str) -> Event:
+        event = self._events[min(self._next, len(self._events) - 1)]
+        if event.name != name:
+            raise self._departure(f"'{name}'")
+        self._next += 1
+        return event
+
+    def _end(self, event: Event, result: Any) -> Any:
+        if event.index == self._segment.stop - 1 and not self._segment.is_last:
+            raise _StageDone
+        return result
+
+    def _run_inside(self, event: Event, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit under a mode of the user's own, which lies above this one and so cannot be left."""
+        self._inside = True
+        try:
+            return self._execute(event, call, args, kwargs)
+        finally:
+            self._inside = False
+
+    def _execute(self, event: Event, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if event.is_random:
+            self._player.seed(self._seed, event)
+            if event.is_unit:
+                self.random_units.append(event)
+        result = call(*args, **kwargs)
+        if event.name == "__iter__":
+            result = list(result)
+        places = self._segment.made_by.get(event.index)
+        if places:
+            self._keep(event, places, tensors(result))
+        return iter(result) if event.name == "__iter__" else result
+
+    def _keep(self, event: Event, places: list[tuple[int, int]], made: list[Tensor]) -> None:
+        if len(made) <= places[-1][0]:
+            raise self._departure(f"{event} with fewer tensors in its result")
+        for place, value in places:
+            tensor = made[place]
+            shape = self._shapes[value]
+            if shape is not None and not self._segment.is_last and tensor.shape != shape:
+                raise Departure(
+                    f"{event} made a tensor of shape {tuple(tensor.shape)} where {shape} was expected "
+                    "for a batch like this: its shape depends on the values, and the next stage cannot know it. Move "
+                    "what depends on values into one module's forward, or begin no stage between them."
+                )
+            self.values[value] = tensor
+
+    def _skip(self, event: Event) -> Any:
+        if isinstance(event.outputs, Slot):
+            return self._look_up(event.outputs)
+        result = rebuild(event.outputs, self._look_up)
+        return iter(result) if event.name == "__iter__" else result
+
+    def _look_up(self, leaf: Any) -> Any:
+        if isinstance(leaf, Slot):
+            found = self.values.get(leaf.value)
+            if found is not None:
+                return found
+            shape = self._shapes[leaf.value]
+            assert shape is not None, f"the shape of value {leaf.value} was not passed on"
+            return self._player.placeholder(leaf.value, shape)
+        if isinstance(leaf, Held):
+            return self._player.held[leaf.name]
+        return None if isinstance(leaf, Opaque) else leaf
+
+    def _departure(self, met: str) -> Departure:
+        expected = self._events[min(self._next, len(self._events) - 1)]
+        return Departure(
+            f"the step came to {met} where the recorded step has {expected}. A pipeline needs a step that makes the "
+            "same calls for every batch. Move the branch into one module's forward, where anything may happen, or "
+            "train with strategy=ddp."
+        )
