@@ -1,7 +1,7 @@
 """A folder of checkpoints that a kill at any instant leaves readable, and the ways to choose one of them.
 
     checkpoints/
-        manifest.json       what is there: file, size, BLAKE2b, step, epoch, metrics; replaced at one instant
+        manifest.json       what is there: file, size, hash, step, epoch, metrics; replaced at one instant
         step_100.pt         the payload, as torch.save writes it, with what the manifest says of it inside
         step_200.pt
         .step_300.pt.part   a save that is going on, or was killed: swept by the next save
@@ -131,9 +131,7 @@ class CheckpointStore:
         except OSError as error:
             raise self._refused_by_disk(error, name=name, needed=payload_bytes(content)) from error
 
-    def load(
-        self, entry_or_path: CheckpointEntry | Path | str, *, map_location: Any = "cpu"
-    ) -> dict[str, Any]:
+    def load(self, entry_or_path: CheckpointEntry | Path | str, *, map_location: Any = "cpu") -> dict[str, Any]:
         """Return the payload of an undamaged checkpoint, as it was given to `save`; nothing in it can run code.
 
         Raises DamagedCheckpoint when the file is not what was written, CheckpointError when this version of trainkit
@@ -151,9 +149,7 @@ class CheckpointStore:
         """Return the last checkpoint, or the latest before it that is not damaged, with those that were skipped."""
         return self._load_first(self.entries()[::-1], fallback=fallback, map_location=map_location)
 
-    def load_best(
-        self, monitor: Monitor | None = None, *, fallback: bool = True, map_location: Any = "cpu"
-    ) -> Loaded:
+    def load_best(self, monitor: Monitor | None = None, *, fallback: bool = True, map_location: Any = "cpu") -> Loaded:
         """Return the best checkpoint that is not damaged, with the better ones that were skipped."""
         ranked = self.ranked(*(monitor or self.monitor()))
         return self._load_first(ranked, fallback=fallback, map_location=map_location)
@@ -184,9 +180,7 @@ class CheckpointStore:
                 f"There are: {', '.join(known)}."
             )
         sign = 1.0 if mode == "min" else -1.0
-        latest_first = [
-            entry for entry in entries[::-1] if not math.isnan(entry.metrics.get(metric, math.nan))
-        ]
+        latest_first = [entry for entry in entries[::-1] if not math.isnan(entry.metrics.get(metric, math.nan))]
         return sorted(latest_first, key=lambda entry: sign * entry.metrics[metric])
 
     def monitor(self) -> Monitor:
@@ -264,9 +258,7 @@ class CheckpointStore:
         _remove_files([marker_of(path), *(earlier.path for earlier in replaced)])
         return entry
 
-    def _keep(
-        self, choose: Callable[[list[CheckpointEntry]], list[CheckpointEntry]]
-    ) -> list[CheckpointEntry]:
+    def _keep(self, choose: Callable[[list[CheckpointEntry]], list[CheckpointEntry]]) -> list[CheckpointEntry]:
         """Reduce the manifest to the chosen entries, then remove the files of the others; return the others."""
         try:
             with only_writer(self.folder):
@@ -312,9 +304,7 @@ class CheckpointStore:
     def _nothing_to_load(self, skipped: list[Skipped]) -> CheckpointError:
         if skipped:
             reasons = " ".join(reason for _, reason in skipped[:_NAMES_SHOWN])
-            return DamagedCheckpoint(
-                f"None of the {len(skipped)} checkpoints in {self.folder} can be used. {reasons}"
-            )
+            return DamagedCheckpoint(f"None of the {len(skipped)} checkpoints in {self.folder} can be used. {reasons}")
         return _empty(self.folder)
 
 
@@ -334,9 +324,7 @@ def load_from(
     chosen = resolve(path, which, monitor=monitor)
     content = read_checkpoint(chosen, _listed(chosen), map_location=map_location)
     header = content.pop(HEADER)
-    return Loaded(
-        content, _listed(chosen) or _entry_of(chosen, header, Written(chosen.stat().st_size, "")), []
-    )
+    return Loaded(content, _listed(chosen) or _entry_of(chosen, header, Written(chosen.stat().st_size, "")), [])
 
 
 def resolve(path: Path | str, which: str = "last", *, monitor: Monitor | None = None) -> Path:
@@ -356,9 +344,7 @@ def resolve(path: Path | str, which: str = "last", *, monitor: Monitor | None = 
     if which == "best":
         ranked = store.ranked(*store.monitor())
         if not ranked:
-            raise CheckpointError(
-                f"No checkpoint in {store.folder} has a value of '{store.monitor().metric}' yet."
-            )
+            raise CheckpointError(f"No checkpoint in {store.folder} has a value of '{store.monitor().metric}' yet.")
         return ranked[0].path
     named = [entry.path for entry in entries if entry.name == which]
     if not named:
@@ -389,9 +375,7 @@ def check_shapes(expected: Mapping[str, Any], found: Mapping[str, Any], where: s
     differing = [
         f"{key}: {tuple(found[key].shape)} saved, {tuple(tensor.shape)} expected"
         for key, tensor in expected.items()
-        if isinstance(tensor, Tensor)
-        and isinstance(found.get(key), Tensor)
-        and found[key].shape != tensor.shape
+        if isinstance(tensor, Tensor) and isinstance(found.get(key), Tensor) and found[key].shape != tensor.shape
     ]
     if differing:
         shown = "\n".join(f"  {line}" for line in differing[:_NAMES_SHOWN])
@@ -408,13 +392,11 @@ def _remedy(missing: list[str], unexpected: list[str]) -> str:
         if missing and {prefix + key for key in missing} <= set(unexpected):
             return f"  The keys have the prefix '{prefix}' in front: it was saved from inside a wrapper."
     near = nearest(missing[0], unexpected) if missing else ""
-    return (
-        f" {near} Give the task the settings it was trained with; they are in the run folder's config.yaml."
-    )
+    return f" {near} Give the task the settings it was trained with; they are in the run folder's config.yaml."
 
 
 def _entry_of(path: Path, header: dict[str, Any], written: Written) -> CheckpointEntry:
-    return CheckpointEntry(path=path, size=written.size, blake2b=written.digest, **header)
+    return CheckpointEntry(path=path, size=written.size, digest=written.digest, **header)
 
 
 def _free_path(folder: Path, name: str) -> Path:
@@ -460,9 +442,7 @@ def _checkpoints_folder(path: Path) -> Path:
 def _not_there(path: Path) -> CheckpointError:
     parent = _existing(path.parent)
     names = (
-        sorted(child.name for child in parent.iterdir() if not child.name.startswith("."))
-        if parent.is_dir()
-        else []
+        sorted(child.name for child in parent.iterdir() if not child.name.startswith(".")) if parent.is_dir() else []
     )
     # The first part that is missing is the one to correct.
     wrong = path.absolute().relative_to(parent.absolute()).parts[0]
@@ -472,11 +452,7 @@ def _not_there(path: Path) -> CheckpointError:
 
 def _empty(folder: Path) -> CheckpointError:
     unlisted = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
-    there = (
-        f" These files are not in its {MANIFEST}: {_first(unlisted)}; name a file to load it."
-        if unlisted
-        else ""
-    )
+    there = f" These files are not in its {MANIFEST}: {_first(unlisted)}; name a file to load it." if unlisted else ""
     return CheckpointError(f"There is no complete checkpoint in {folder}.{there}")
 
 

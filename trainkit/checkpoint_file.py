@@ -7,10 +7,12 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from io import BufferedWriter, FileIO, RawIOBase
 from pathlib import Path
+from threading import Condition
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,16 +21,17 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 PART = ".part"
+ALGORITHMS = ("sha256", "blake2b")
 
-_DIGEST_BYTES = 32
-_GATHERED_BYTES = 1 << 20  # small records are gathered up to this before they are hashed and written
-_READ_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20  # small records are gathered up to this, and files are read and hashed by it
+_SLICE_BYTES = 4 << 20  # of a large tensor: the hashing thread starts before all of it is written
+_SYNC_BYTES = 64 << 20
 _WAIT_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 
 
 class Written(NamedTuple):
-    """What a file holds: its size in bytes and the BLAKE2b hash (hexadecimal) of its content."""
+    """What a file holds: its size in bytes and the hash of its content, as "sha256:..." or "blake2b:..."."""
 
     size: int
     digest: str
@@ -44,13 +47,16 @@ def write_payload(part: Path, payload: dict[str, Any]) -> Written:
 
     Raises OSError, with what was written so far left in `part`.
     """
-    with open(part, "wb", buffering=0) as raw, HashingFile(raw.fileno()) as hashing:
-        with BufferedWriter(hashing, _GATHERED_BYTES) as file:
-            torch.save(payload, file)
-            file.flush()
-            written = hashing.finish()
-            _sync(raw.fileno())
-    return written
+    with open(part, "wb", buffering=0) as raw, ThreadPoolExecutor(2, "checkpoint") as threads:
+        followed = _FollowedFile(raw.fileno(), threads)
+        hashed = threads.submit(followed.hash, part, fastest_algorithm())
+        try:
+            with BufferedWriter(followed, _BLOCK_BYTES) as file:
+                torch.save(payload, file)
+        finally:
+            followed.end()  # or the hashing thread would wait for ever
+        followed.sync()
+        return hashed.result()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -73,26 +79,37 @@ def move(part: Path, path: Path) -> None:
         _sync(folder)
 
 
-def digest_of(file: FileIO) -> Written:
+def digest_of(file: FileIO, algorithm: str) -> Written:
     """Return size and hash of an open file, which is left at its beginning again."""
     file.seek(0)
-    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    block = memoryview(bytearray(_READ_BYTES))
-    size = 0
-    # A raw file may return less than a block, an empty read is the end.
-    while True:
-        count = file.readinto(block)
-        if not count:
-            break
+    hasher = _hasher(algorithm)
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    count, size = file.readinto(block), 0
+    while count:
         hasher.update(block[:count])
         size += count
+        count = file.readinto(block)
     file.seek(0)
-    return Written(size, hasher.hexdigest())
+    return Written(size, f"{algorithm}:{hasher.hexdigest()}")
 
 
 def digest_of_text(text: str) -> str:
-    """Return the same hash of a text."""
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    """Return a hash of a text in the same form."""
+    hasher = _hasher("sha256")
+    hasher.update(text.encode())
+    return f"sha256:{hasher.hexdigest()}"
+
+
+@cache
+def fastest_algorithm() -> str:
+    """Return the hash that this machine computes faster: SHA-256 where the processor has instructions for it."""
+    block = bytes(_BLOCK_BYTES)
+    seconds = {}
+    for algorithm in ALGORITHMS:
+        start = time.perf_counter()
+        _hasher(algorithm).update(block)
+        seconds[algorithm] = time.perf_counter() - start
+    return min(ALGORITHMS, key=seconds.__getitem__)
 
 
 @contextmanager
@@ -103,8 +120,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     no locks, nothing is held.
     """
     with _opened(folder) as descriptor:
-        deadline = time.monotonic() + _WAIT_SECONDS
-        held = _lock(descriptor, folder, deadline)
+        held = _lock(descriptor, folder)
         try:
             yield
         finally:
@@ -113,47 +129,103 @@ def only_writer(folder: Path) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-class HashingFile(RawIOBase):
-    """Hashes every byte in a second thread while this one writes it to the file.
+class _FollowedFile(RawIOBase):
+    """A file that two other threads hash and bring to the disk while it is being written.
 
-    An error of the disk is kept and raised by `finish`, because `torch.save` would replace it by one of its own.
+    The hash is of what can be read from the file, not of the memory it came from: that memory may be gone or
+    changed by the time the hashing thread gets there, and that thread must not hold up the writing one.
+    An error of the disk is kept and raised by `sync`, because `torch.save` would replace it by one of its own.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, threads: ThreadPoolExecutor) -> None:
         self._descriptor = descriptor
-        self._hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self._threads = threads
+        self._changed = Condition()
         self._size = 0
+        self._ended = False
         self._error: OSError | None = None
-        self._second = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-hash")
+        self._syncing: Future[None] | None = None
+        self._synced = 0
 
     def writable(self) -> bool:
         """Say yes, as a buffered writer asks."""
         return True
 
     def write(self, content: Buffer) -> int:
-        """Take all of the bytes before returning: the caller may reuse their memory."""
+        """Write all of the bytes, or note why that failed."""
         view = memoryview(content).cast("B")
-        if self._error is None:
-            hashed = self._second.submit(self._hasher.update, view)
-            try:
-                _write_all(self._descriptor, view)
-            except OSError as error:
-                self._error = error
-            finally:
-                hashed.result()
-            self._size += len(view)
+        for start in range(0, len(view), _SLICE_BYTES):
+            if self._error is None:
+                self._write_slice(view[start : start + _SLICE_BYTES])
         return len(view)
 
-    def finish(self) -> Written:
-        """Return size and hash of all that was written; raise the disk's error, if there was one."""
+    def hash(self, path: Path, algorithm: str) -> Written:
+        """Return size and hash of the file once it has ended."""
+        hasher = _hasher(algorithm)
+        block = memoryview(bytearray(_BLOCK_BYTES))
+        size = 0
+        with open(path, "rb", buffering=0) as file:
+            ended = False
+            while not ended:
+                ended = self._wait_for(size + _BLOCK_BYTES)
+                count = file.readinto(block)
+                while count:
+                    hasher.update(block[:count])
+                    size += count
+                    count = file.readinto(block)
+        return Written(size, f"{algorithm}:{hasher.hexdigest()}")
+
+    def end(self) -> None:
+        """Say that nothing more will be written."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def sync(self) -> None:
+        """Have all of the file on the disk; raise the first error that the disk has had with it."""
+        if self._syncing is not None:
+            self._syncing.result()  # the system tells each error only once
         if self._error is not None:
             raise self._error
-        return Written(self._size, self._hasher.hexdigest())
+        _sync(self._descriptor)
 
-    def close(self) -> None:
-        """End the second thread."""
-        self._second.shutdown()
-        super().close()
+    def _wait_for(self, size: int) -> bool:
+        """Wait until so much is written or nothing more will be; return whether it is the latter."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._size >= size)
+            return self._ended
+
+    def _write_slice(self, view: memoryview) -> None:
+        try:
+            _write_all(self._descriptor, view)
+        except OSError as error:
+            self._error = error
+            return
+        with self._changed:
+            self._size += len(view)
+            self._changed.notify()
+        if self._size - self._synced >= _SYNC_BYTES:
+            self._start_sync()
+
+    def _start_sync(self) -> None:
+        """Let the disk begin now: otherwise it idles until all is written and then keeps everyone waiting."""
+        if self._syncing is not None:
+            if not self._syncing.done():
+                return
+            self._error = self._error or _disk_error(self._syncing)
+        self._synced = self._size
+        self._syncing = self._threads.submit(os.fsync, self._descriptor)
+
+
+def _disk_error(done: Future[None]) -> OSError | None:
+    error = done.exception()
+    return error if isinstance(error, OSError) else None
+
+
+def _hasher(algorithm: str) -> Any:
+    if algorithm == "blake2b":
+        return hashlib.blake2b(digest_size=32)
+    return hashlib.new(algorithm, usedforsecurity=False)
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:
@@ -169,7 +241,8 @@ def _sync(descriptor: int) -> None:
         fcntl.fcntl(descriptor, full_sync)
 
 
-def _lock(descriptor: int, folder: Path, deadline: float) -> bool:
+def _lock(descriptor: int, folder: Path) -> bool:
+    deadline = time.monotonic() + _WAIT_SECONDS
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

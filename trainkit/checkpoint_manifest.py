@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from trainkit.checkpoint_file import digest_of, digest_of_text, write_text
+from trainkit.checkpoint_file import ALGORITHMS, digest_of, digest_of_text, fastest_algorithm, write_text
 from trainkit.errors import UserError
 
 FORMAT_VERSION = 1
@@ -56,7 +56,7 @@ class CheckpointEntry:
     reason: str
     saved_at: str  # UTC, ISO 8601
     size: int  # bytes
-    blake2b: str
+    digest: str  # "sha256:..." or "blake2b:...", in hexadecimal
     format_version: int
 
 
@@ -100,7 +100,7 @@ def parse_manifest(folder: Path) -> Manifest:
     version = document["format_version"]
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise _too_new(folder / MANIFEST, version)
-    if document["blake2b"] != digest_of_text(_canonical(document)):
+    if document["digest"] != digest_of_text(_canonical(document)):
         raise ValueError("the manifest was altered")
     monitor = document["monitor"]
     return Manifest(
@@ -116,7 +116,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "monitor": None if manifest.monitor is None else manifest.monitor._asdict(),
         "checkpoints": [_fields(entry) for entry in manifest.entries],
     }
-    document["blake2b"] = digest_of_text(_canonical(document))
+    document["digest"] = digest_of_text(_canonical(document))
     write_text(folder / MANIFEST, json.dumps(document, indent=2) + "\n")
 
 
@@ -146,15 +146,16 @@ def read_checkpoint(path: Path, entry: CheckpointEntry | None, *, map_location: 
 
 def check_digest(file: FileIO, entry: CheckpointEntry) -> None:
     """Raise DamagedCheckpoint unless the open file has the size and hash of the entry."""
-    found = digest_of(file)
+    algorithm = entry.digest.partition(":")[0]
+    if algorithm not in ALGORITHMS:
+        raise _too_new(entry.path, FORMAT_VERSION + 1)
+    found = digest_of(file, algorithm)
     if found.size != entry.size:
         raise DamagedCheckpoint(
             f"{entry.path} is cut off or altered: it has {found.size:,} bytes, {entry.size:,} were saved."
         )
-    if found.digest != entry.blake2b:
-        raise DamagedCheckpoint(
-            f"{entry.path} was altered after it was saved: its BLAKE2b hash is another one."
-        )
+    if found.digest != entry.digest:
+        raise DamagedCheckpoint(f"{entry.path} was altered after it was saved: its {algorithm} hash is another one.")
 
 
 @contextmanager
@@ -218,8 +219,8 @@ def _inspected(path: Path) -> CheckpointEntry:
     """Return the entry that a file's own header and content give it."""
     header = read_checkpoint(path, None, map_location="cpu")[HEADER]
     with opened(path) as file:
-        size, digest = digest_of(file)
-    return CheckpointEntry(path=path, size=size, blake2b=digest, **header)
+        size, digest = digest_of(file, fastest_algorithm())
+    return CheckpointEntry(path=path, size=size, digest=digest, **header)
 
 
 def _entry(folder: Path, fields: dict[str, Any]) -> CheckpointEntry:
@@ -234,14 +235,12 @@ def _entry(folder: Path, fields: dict[str, Any]) -> CheckpointEntry:
 def _fields(entry: CheckpointEntry) -> dict[str, Any]:
     fields = {key: value for key, value in vars(entry).items() if key != "path"}
     # JSON has no NaN and no infinity; float() reads them from text.
-    fields["metrics"] = {
-        key: value if math.isfinite(value) else str(value) for key, value in entry.metrics.items()
-    }
+    fields["metrics"] = {key: value if math.isfinite(value) else str(value) for key, value in entry.metrics.items()}
     return {"file": entry.path.name, **fields}
 
 
 def _canonical(document: Mapping[str, Any]) -> str:
-    return json.dumps({key: value for key, value in document.items() if key != "blake2b"}, sort_keys=True)
+    return json.dumps({key: value for key, value in document.items() if key != "digest"}, sort_keys=True)
 
 
 def _holds_code(path: Path, error: UnpicklingError) -> CheckpointError:

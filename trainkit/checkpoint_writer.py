@@ -61,9 +61,7 @@ class AsyncWriter:
 
         def write() -> None:
             try:
-                entry = self._store.save(
-                    copied, name=name, step=step, epoch=epoch, metrics=saved, reason=reason
-                )
+                entry = self._store.save(copied, name=name, step=step, epoch=epoch, metrics=saved, reason=reason)
                 self._entry = entry
                 if then is not None:
                     then(entry)
@@ -73,6 +71,16 @@ class AsyncWriter:
 
         # Not a daemon: the interpreter waits for a save that is going on when it ends.
         self._thread = threading.Thread(target=write, name=f"checkpoint-{name}")
+        self._thread.start()
+
+    def prepare(self, payload: dict[str, Any]) -> None:
+        """Have memory ready for payloads like this one, so that the first save is as quick as the others.
+
+        Touching fresh memory takes longer than the copy itself; here a second thread does it. Without this call the
+        first save pays. Best called after the first step, when the optimizer has its state.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._snapshot.reserve(payload), name="checkpoint-memory")
         self._thread.start()
 
     def check(self) -> None:
@@ -107,6 +115,26 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+
+    def reserve(self, payload: dict[str, Any]) -> Callable[[], None]:
+        """Allot the memory for a copy of the payload; the returned function touches all of it and may run anywhere."""
+        buffers: dict[str, Tensor] = {}
+        known: set[tuple[object, ...]] = set()
+
+        def reserved(tensor: Tensor, place: str) -> Tensor:
+            if tensor.layout is torch.strided and identity_of(tensor) not in known:
+                known.add(identity_of(tensor))
+                buffers[place] = self._buffer(tensor, place)
+            return tensor
+
+        PayloadWalk(reserved).convert(payload, "")
+        self._buffers = buffers
+
+        def touch() -> None:
+            for buffer in buffers.values():
+                buffer.zero_()
+
+        return touch
 
     def take(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the payload, valid until the next call; tensors that are the same bytes stay one."""

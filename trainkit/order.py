@@ -89,9 +89,7 @@ class WeightedOrder:
     def __init__(self, weights: Tensor | Sequence[float], num_samples: int, *, seed: int) -> None:
         known = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
         if known.dim() != 1 or known.numel() == 0:
-            raise ValueError(
-                f"weights must be a list of one number for each sample, got shape {tuple(known.shape)}"
-            )
+            raise ValueError(f"weights must be a list of one number for each sample, got shape {tuple(known.shape)}")
         if not bool(torch.isfinite(known).all()) or bool((known < 0).any()) or not bool((known > 0).any()):
             raise ValueError("weights must be finite and not negative, and at least one must be above zero")
         if not 0 <= num_samples <= LARGEST_ORDER:
