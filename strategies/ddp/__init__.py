@@ -1,1 +1,29 @@
 """One process a device: gradients are averaged by our own bucketed Reducer while backward runs."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .module import DistributedDataParallel
+    from .reducer import Reducer, ReducerSettings
+    from .strategy import DDPStrategy
+
+__all__ = ["DDPStrategy", "DistributedDataParallel", "Reducer", "ReducerSettings"]
+
+_HOMES = {
+    "DDPStrategy": "strategy",
+    "DistributedDataParallel": "module",
+    "Reducer": "reducer",
+    "ReducerSettings": "reducer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on its first use, so that naming the package does not import torch.distributed."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

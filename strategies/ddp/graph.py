@@ -1,31 +1,20 @@
-"""Finding tensors in a forward's outputs, and parameters that the graph behind them does not reach."""
+"""Parameters that the autograd graph behind a forward's outputs does not reach."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in `value`: containers and dataclasses are searched, other objects are not."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+HIDING_NODE = "CheckpointFunctionBackward"
 
 
 def unreached_parameters(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> list[int]:
-    """Return the indices of parameters that get no gradient from `outputs`, by a walk over the autograd graph."""
+    """Return the indices of parameters that get no gradient from `outputs`, by a walk over the autograd graph.
+
+    A reentrant checkpoint hides the graph behind it, so that nothing is said to be unreached.
+    """
     reached: set[int] = set()
     seen: set[Any] = set()
     waiting: list[Any] = []
@@ -39,6 +28,8 @@ def unreached_parameters(outputs: Iterable[Tensor], parameters: Iterable[nn.Para
         if node is None or node in seen:
             continue
         seen.add(node)
+        if node.name() == HIDING_NODE:
+            return []
         variable = getattr(node, "variable", None)  # on AccumulateGrad nodes only
         if variable is not None:
             reached.add(id(variable))

@@ -1,0 +1,307 @@
+"""A stand-in for `torch.nn.parallel.DistributedDataParallel` over our own Reducer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from trainkit.batches import tensors_in, to_device
+
+from .agreement import broadcast
+from .graph import unreached_parameters
+from .hook_run import CommunicationHook
+from .reducer import Reducer, ReducerSettings
+from .transport import TransportName
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Averages gradients over the ranks of a process group during backward, with PyTorch's interface.
+
+    Differences that a program can see: every backward is reduced, also the second of two forwards or of a retained
+    graph; a parameter without a gradient is named in the same backward; ranks of one host use shared memory.
+
+    Args:
+        module: What is trained; its parameters and buffers become those of rank 0.
+        device_ids: The one device of this rank, to which inputs are moved; `None` for a CPU or for several devices.
+        output_device: Kept for compatibility; must be the module's device.
+        dim: Kept for compatibility.
+        broadcast_buffers: Whether buffers become those of rank 0 before each forward that will be reduced.
+        init_sync: Whether parameters are compared and broadcast at construction.
+        process_group: The ranks; by default all of them.
+        bucket_cap_mb: Size of a bucket in MiB.
+        find_unused_parameters: Whether parameters may take no part in the loss.
+        gradient_as_bucket_view: Whether `.grad` is a part of a bucket: less memory and no copy.
+        static_graph: Whether every step uses the same parameters equally often.
+        transport: How gradients travel: "auto", "shared_memory" or "group".
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *,
+        transport: TransportName = "auto",
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+        self.process_group = process_group if process_group is not None else _world()
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        self.parameters_to_ignore = set(ignored)
+        self._device = _check_devices(module, device_ids, self.parameters_to_ignore)
+        self.module = module
+        self.device_ids = None if device_ids is None else [torch.device(self._device)]
+        self.output_device = output_device
+        self.dim = dim
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.bucket_cap_mb = bucket_cap_mb
+        self.transport: TransportName = transport
+        self._divide_by_initial_world_size = True
+        self._make_reducer()
+        if init_sync:
+            broadcast(self._state(), self.process_group)
+
+    # ---- Forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs; their backward will average gradients, unless in `no_sync`."""
+        inputs, kwargs = self._before_forward(inputs, kwargs)
+        outputs = self.module(*inputs, **kwargs)
+        self._after_forward(outputs)
+        return outputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients only add up on this rank; the first backward after it averages the sums."""
+        with self.reducer.no_sync():
+            yield
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward is averaged over ranks."""
+        return self.reducer.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self.reducer.sync = sync
+
+    def register_comm_hook(self, state: object, hook: CommunicationHook) -> None:
+        """Let `hook(state, bucket)` reduce the buckets; it returns a future of the reduced tensor."""
+        if not callable(hook):
+            raise TypeError("a communication hook must be callable")
+        self.reducer.register_hook(state, hook)
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """Set the module to training or evaluation."""
+        super().train(mode)
+        return self
+
+    @torch.compiler.disable
+    def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        reducer = self.reducer
+        if torch.is_grad_enabled():
+            if reducer.is_open and torch._C._current_graph_task_id() == -1:
+                reducer.abandon()  # the last backward ended by an exception
+            if self._join_config.enable:
+                self._tell_joined_ranks()
+        if self.broadcast_buffers and reducer.sync and torch.is_grad_enabled():
+            self._broadcast_buffers()
+        if self.device_ids is None:
+            return inputs, kwargs
+        return to_device(inputs, self._device), to_device(kwargs, self._device)
+
+    @torch.compiler.disable
+    def _after_forward(self, outputs: Any) -> None:
+        if not torch.is_grad_enabled() or not self.reducer.sync:
+            return
+        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        unused: list[int] = []
+        if self.find_unused_parameters and not self.static_graph:
+            unused = unreached_parameters(tensors, self.reducer.parameters)
+        reducer = self.reducer
+
+        def arm(gradient: Tensor) -> None:
+            reducer.arm(unused)
+
+        # The outermost backward reaches the outputs first. A parameter's own hook might run in the inner
+        # backward of a reentrant checkpoint, whose end is not the end.
+        for tensor in tensors:
+            tensor.register_hook(arm)
+
+    def _broadcast_buffers(self) -> None:
+        buffers = self._buffers_to_share()
+        if buffers:
+            source = 0
+            if self._join_config.enable:
+                source = self._common_rank(self.process_group.rank())
+            broadcast(buffers, self.process_group, source=source)
+
+    # ---- Uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context in which ranks may have unequal numbers of batches: those without add zeros."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what a rank does in place of its forwards and backwards once it has no more batches."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the collectives that `Join` needs."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks that may join."""
+        return self.process_group
+
+    def _tell_joined_ranks(self) -> None:
+        """Let ranks without batches know that a forward is run, and whether its backward is reduced."""
+        work = Join.notify_join_context(self)
+        if work is not None:
+            work.wait()
+            self._divide_by(int(work.result()[0].item()))
+        reduced = torch.full((1,), float(self.reducer.sync), device=self._device)
+        dist.all_reduce(reduced, group=self.process_group)
+
+    def _divide_by(self, active: int) -> None:
+        ranks = self.process_group.size() if self._divide_by_initial_world_size else max(1, active)
+        self.reducer.scale = 1.0 / ranks
+
+    def _common_rank(self, candidate: int) -> int:
+        """Return the highest rank that any rank proposes (-1: none). Collective."""
+        rank = torch.tensor([candidate], device=self._device)
+        dist.all_reduce(rank, dist.ReduceOp.MAX, group=self.process_group)
+        return int(rank.item())
+
+    # ---- State
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("process_group", "reducer", "_closing"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = _world()  # a process group does not survive pickling; this is the default one
+        self._make_reducer()
+
+    def _make_reducer(self) -> None:
+        named = [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
+        if not named:
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module has no parameter that requires a gradient."
+            )
+        settings = ReducerSettings(
+            bucket_mb=self.bucket_cap_mb,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            unused="find" if self.find_unused_parameters else "auto" if self.static_graph else "error",
+            static_graph=self.static_graph,
+            transport=self.transport,
+        )
+        self.reducer = Reducer(named, group=self.process_group, settings=settings)
+        # Hooks hold the Reducer, and parameters outlive this wrapper: without it they must fall silent.
+        self._closing = weakref.finalize(self, self.reducer.close)
+        self._closing.atexit = False
+
+    def _state(self) -> list[Tensor]:
+        ignored = self.parameters_to_ignore
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return [tensor for name, tensor in named if name not in ignored]
+
+    def _buffers_to_share(self) -> list[Tensor]:
+        named = self.module.named_buffers()
+        return [buffer for name, buffer in named if name not in self.parameters_to_ignore]
+
+
+class _Shadow(JoinHook):
+    """Takes the place of the forwards and backwards of a rank that has run out of batches."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self.wrapper = wrapper
+
+    def main_hook(self) -> None:
+        """Answer each collective of the others' forward and backward, with zeros where values are asked for."""
+        wrapper = self.wrapper
+        reduced = torch.zeros(1, device=wrapper.join_device)
+        dist.all_reduce(reduced, group=wrapper.process_group)
+        if not reduced.item():
+            return
+        if wrapper.broadcast_buffers and wrapper._buffers_to_share():
+            source = wrapper._common_rank(-1)
+            broadcast(wrapper._buffers_to_share(), wrapper.process_group, source=source)
+        wrapper.reducer.reduce_nothing()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Leave on every rank the state of one that had batches to the end."""
+        wrapper = self.wrapper
+        source = wrapper._common_rank(wrapper.process_group.rank() if is_last_joiner else -1)
+        broadcast(wrapper._state(), wrapper.process_group, source=source)
+
+
+def _world() -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "the default process group is not initialized; call torch.distributed.init_process_group first"
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _check_devices(
+    module: nn.Module, device_ids: Sequence[int | torch.device] | None, ignored: set[str]
+) -> torch.device:
+    devices = {p.device for name, p in module.named_parameters() if name not in ignored and p.requires_grad}
+    if not devices:
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module has no parameter that requires a gradient."
+        )
+    if len({device.type for device in devices}) != 1:
+        raise ValueError(f"the module's parameters must be on one kind of device, but are on {devices}")
+    device = min(devices, key=str)
+    if device_ids is not None:
+        if len(device_ids) > 1:
+            raise ValueError(f"device_ids must be None or name one device, got {list(device_ids)}")
+        if device_ids and device.type == "cpu":
+            raise ValueError(f"device_ids must be None for a module on the CPU, got {list(device_ids)}")
+    return device
+
+

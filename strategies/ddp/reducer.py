@@ -1,0 +1,663 @@
+"""Gradients summed or averaged over ranks, bucket by bucket, while backward runs.
+
+    backward   |--- w3 --- b3 --- w2 --- b2 --- w1 --- b1 --|
+    hooks          v      v |     v      v |     v      v |
+    bucket 0       [w3 | b3]==all_reduce==]|              |
+    bucket 1                      [w2 | b2]|==all_reduce==|=]
+    bucket 2                                     [w1 | b1]|==all_reduce==]
+    finish                                                wait 0, wait 1, wait 2
+
+Every rank starts its buckets in the same order, 0, 1, 2, ..., whatever order they became ready in: started in
+different orders, collectives would add up different buckets or wait for each other forever.
+
+A gradient is in one place: the first time it is accumulated it is copied into its bucket and `.grad` becomes that
+part of the bucket, which the reduction overwrites. The first backward is reduced at its end only: meanwhile the
+Reducer learns in which order gradients arrive and how often each hook fires; then the ranks take rank 0's order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from .agreement import agree_on_order, check_same_parameters
+from .buckets import MIB, BucketLayout, BucketPlan, GradientSpec, default_cap_bytes, plan_buckets
+from .clipping import total_norm
+from .collective import ProcessGroupTransport
+from .failure import StoreBoard
+from .gradient_bucket import Bucket, GradientBucket, Slot, views_of
+from .hook_run import CommunicationHook, HookRun
+from .transport import TransportName, open_transport
+
+Unused = Literal["auto", "error", "find"]
+MAX_NAMES = 8  # in a message
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerSettings:
+    """How gradients are reduced."""
+
+    average: bool = True
+    """Divide by the number of ranks; else the sum is left."""
+    bucket_mb: float | None = None
+    """Size of a bucket in MiB; by default a fifth of all gradients, between 1 and 25."""
+    first_bucket_mb: float = 1.0
+    """Size of the first bucket, whose reduction should start early."""
+    gradient_as_bucket_view: bool = True
+    """Let `.grad` be the part of the bucket: nothing is copied back, and there is one set of gradients."""
+    unused: Unused = "auto"
+    """Parameters without a gradient: "auto" handles them, "error" names them, "find" looks for them beforehand."""
+    static_graph: bool = False
+    """Every step uses the same parameters equally often: those unused in the first hold up nobody later."""
+    transport: TransportName = "auto"
+    """How buckets travel: "shared_memory", "group" (gloo, nccl), or "auto": the first where it works."""
+    timeout_seconds: float = 1800.0
+    """How long to wait for another rank."""
+
+
+class Reducer:
+    """Reduces the gradients of `named_parameters` over the ranks of `group`.
+
+    Either the caller marks each backward with `session`, or, with `arm`, the backward itself finds its end.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        group: dist.ProcessGroup,
+        settings: ReducerSettings | None = None,
+    ) -> None:
+        """Check that all ranks have the same parameters and listen to their gradients. Collective."""
+        self.settings = settings or ReducerSettings()
+        self.group, self.world_size = group, group.size()
+        self.slots = [Slot(i, name, parameter) for i, (name, parameter) in enumerate(named_parameters)]
+        self.parameters = [slot.parameter for slot in self.slots]
+        self.device = _only_device(self.parameters)
+        self.board = StoreBoard(group, token=check_same_parameters(list(named_parameters), group))
+        timeout = self.settings.timeout_seconds
+        self.collective = ProcessGroupTransport(
+            group, board=self.board, device=self.device, timeout_seconds=timeout
+        )
+        self.transport = open_transport(
+            self.settings.transport,
+            group=group,
+            board=self.board,
+            device=self.device,
+            timeout_seconds=timeout,
+        )
+        self.scale = 1.0 / self.world_size if self.settings.average else 1.0
+        self.plan = self._make_plan([0] * len(self.slots))
+        self.buckets: list[Bucket] = []  # made when the first backward has shown the order
+        self.sync = True  # whether a backward is reduced; read when gradients arrive
+        self.step = 0  # reductions so far
+        self.after_bucket: Callable[[Bucket], None] | None = None  # called once a bucket holds its result
+        self.after_step: Callable[[Reducer], None] | None = None
+        # - the hook for communication
+        self._hook: CommunicationHook | None = None
+        self._hook_state: Any = None
+        # - the backward under way
+        self._open = False
+        self._fast = False  # open, and buckets exist
+        self._next = 0  # bucket to launch
+        self._moments = 0  # firings so far while learning
+        self._fires = [0] * len(self.slots)
+        self._marked: frozenset[int] = frozenset()  # known not to take part
+        self._shared: set[int] = set()  # whose earlier sum was divided, see `_share_carried`
+        self._broken: str | None = None
+        self._handles = [
+            slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot)) for slot in self.slots
+        ]
+
+    # ---- The backward passes
+
+    @contextmanager
+    def session(self, *, sync: bool = True, unused: Sequence[int] = ()) -> Iterator[None]:
+        """Reduce the backward in this context when it ends, or with `sync=False` only add up; collective if `sync`.
+
+        An exception leaves no session behind; where a reduction was already under way, the others are told.
+        """
+        if not sync:
+            with self.no_sync():
+                yield
+            return
+        self.begin(unused)
+        try:
+            yield
+        except BaseException as error:
+            self.abandon(error)
+            raise
+        self.finish()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients only add up on this rank; the next reduction takes the sum along."""
+        before, self.sync = self.sync, False
+        self._share_carried()
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def arm(self, unused: Sequence[int] = ()) -> None:
+        """Reduce the backward that is running when it ends; called from one of its hooks."""
+        if self._open or not self.sync:
+            return
+        self.begin(unused)
+        self._marked = frozenset(unused)
+        Variable._execution_engine.queue_callback(self._finish_armed)
+
+    def begin(self, unused: Sequence[int] = ()) -> None:
+        """Expect a backward; the parameters `unused` are known to take no part in it."""
+        if self._broken is not None:
+            raise RuntimeError(f"gradients cannot be reduced any more: {self._broken}")
+        self._open, self._next = True, 0
+        if not self.buckets:
+            return
+        for bucket in self.buckets:
+            bucket.pending = len(bucket.slots)
+            bucket.absent.clear()
+        for slot in self.slots:
+            slot.remaining = slot.expected
+        self._share_carried()
+        self._fast = True
+        never = [slot.index for slot in self.slots if slot.expected == 0]
+        for index in {*never, *unused}:
+            self._contribute(self.slots[index])
+        if never or unused:
+            self._launch_ready()
+
+    def finish(self) -> None:
+        """Leave in every `.grad` the reduction over ranks. Collective; the backward has run.
+
+        A parameter that no rank used keeps the gradient it had, or none.
+        """
+        try:
+            if not self.buckets:
+                self._settle()
+            if self._next < len(self.buckets):
+                self._contribute_missing()
+            self._wait_for_all()
+        except BaseException as error:
+            self._broken = str(error)
+            raise
+        finally:
+            self._open = self._fast = False
+            self._shared.clear()
+        self.step += 1
+        if self.after_step is not None:
+            self.after_step(self)
+
+    def abandon(self, error: BaseException | None = None) -> None:
+        """Forget the backward under way; if a reduction had begun, no other can follow and the ranks are told why."""
+        launched = self._next > 0 and self.world_size > 1
+        self._open = self._fast = False
+        if launched:
+            why = f"{type(error).__name__}: {error}" if error is not None else "a backward did not reach its end"
+            self.fail(why)
+
+    def reduce_nothing(self) -> None:
+        """Take part in a reduction without gradients of its own: this rank adds zeros. Collective."""
+        self.begin()
+        self.finish()
+
+    def _finish_armed(self) -> None:
+        """Finish at the end of the backward, unless it gave no parameter a gradient (`torch.autograd.grad`)."""
+        if not self._open:
+            return
+        if self.buckets:
+            arrived = any(s.remaining != s.expected for s in self.slots if s.index not in self._marked)
+        else:
+            arrived = self._moments > 0
+        if arrived:
+            self.finish()
+        else:
+            self.abandon()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward is expected or under way."""
+        return self._open
+
+    def fail(self, why: str) -> None:
+        """Tell the ranks that wait, or will, that this one stops and why."""
+        message = f"rank {self.group.rank()} failed in step {self.step}: {why}"
+        self._broken = message
+        self.board.publish(message)
+        self.transport.fail(message)
+
+    def register_hook(self, state: Any, hook: CommunicationHook) -> None:
+        """Let `hook(state, bucket)` reduce the buckets: it leaves the mean over ranks. Once, before training."""
+        if self._hook is not None:
+            raise RuntimeError("a communication hook is already registered; there can be only one")
+        if not callable(hook):
+            raise TypeError(f"a communication hook must be callable, got {type(hook).__name__}")
+        self._hook, self._hook_state = hook, state
+        self.scale = 1.0
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of all gradients, computed on the flat buckets where `.grad` lies in them."""
+        whole: list[Tensor] = []
+        for bucket in self.buckets:
+            gradients = [slot.parameter.grad for slot in bucket.slots]
+            if bucket.contents is not None and all(
+                gradient is slot.view for gradient, slot in zip(gradients, bucket.slots, strict=True)
+            ):
+                whole.append(bucket.flat)
+            else:
+                whole.extend(gradient for gradient in gradients if gradient is not None)
+        if not self.buckets:
+            whole = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return total_norm(whole, self.device)
+
+    def close(self) -> None:
+        """Stop listening to gradients; may be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.transport.close()
+
+    # ---- Gradients arriving
+
+    def _make_hook(self, slot: Slot) -> Callable[[Tensor], None]:
+        # One closure for each parameter, short because it runs once for each in every backward.
+        as_view = self.settings.gradient_as_bucket_view
+        multiply = torch.mul
+
+        def on_gradient(parameter: Tensor) -> None:
+            if not self._fast or not self.sync:
+                self._accumulated(slot)
+                return
+            slot.remaining -= 1
+            if slot.remaining:
+                self._not_the_last(slot)
+                return
+            gradient, view = parameter.grad, slot.view
+            if view is None or gradient is None or gradient.requires_grad:
+                self._fill(slot)
+            elif gradient is view:
+                if self.scale != 1.0:
+                    view.mul_(self.scale)
+            else:
+                if self.scale != 1.0:
+                    multiply(gradient, self.scale, out=view)
+                else:
+                    view.copy_(gradient)
+                if as_view:
+                    parameter.grad = view
+            bucket = slot.bucket
+            bucket.pending -= 1  # type: ignore[union-attr] # buckets exist when `_fast` is set
+            if not bucket.pending:  # type: ignore[union-attr]
+                self._bucket_filled(bucket)  # type: ignore[arg-type]
+
+        if self.device.type != "cuda":
+            return on_gradient
+
+        def on_cuda_gradient(parameter: Tensor) -> None:
+            if slot.bucket is not None:
+                slot.bucket.streams.add(torch.cuda.current_stream(self.device))
+            on_gradient(parameter)
+
+        return on_cuda_gradient
+
+    def _accumulated(self, slot: Slot) -> None:
+        """Note a gradient that arrived without a reduction, or in the first backward, or armed by nothing."""
+        if not self.sync:
+            slot.touched, slot.carried = True, False
+            if slot.view is not None and self.settings.gradient_as_bucket_view:
+                self._move_into_bucket(slot)
+            return
+        if not self._open:
+            self.arm()
+            if self._fast:
+                slot.remaining -= 1
+                if slot.remaining:
+                    self._not_the_last(slot)
+                    return
+                self._fill(slot)
+                bucket = slot.bucket
+                assert bucket is not None
+                bucket.pending -= 1
+                if not bucket.pending:
+                    self._bucket_filled(bucket)
+                return
+        self._moments += 1
+        self._fires[slot.index] += 1
+        slot.arrived = self._moments
+        if self._fires[slot.index] > 1 and self.settings.unused == "error" and not self.settings.static_graph:
+            self._raise_twice(slot)
+
+    def _not_the_last(self, slot: Slot) -> None:
+        slot.touched = True
+        if slot.remaining < 0:
+            self._raise_twice(slot)
+
+    def _fill(self, slot: Slot) -> None:
+        """Leave the parameter's gradient in its bucket, scaled."""
+        gradient, view = slot.parameter.grad, slot.view
+        assert gradient is not None
+        gradient = gradient.detach()
+        slot.touched = False
+        with torch.no_grad():
+            if view is None:
+                slot.sparse_dim = gradient.sparse_dim()
+                if self.scale != 1.0:
+                    slot.parameter.grad = gradient * self.scale
+                return
+            torch.mul(gradient, self.scale, out=view) if self.scale != 1.0 else view.copy_(gradient)
+        if self.settings.gradient_as_bucket_view:
+            slot.parameter.grad = view
+
+    def _bucket_filled(self, bucket: Bucket) -> None:
+        bucket.ready_at = time.perf_counter()
+        self._launch_ready()
+
+    def _move_into_bucket(self, slot: Slot) -> None:
+        gradient, view = slot.parameter.grad, slot.view
+        if gradient is None or view is None or gradient is view or gradient.requires_grad:
+            return
+        view.copy_(gradient)
+        slot.parameter.grad = view
+
+    def _share_carried(self) -> None:
+        """Divide sums of an earlier reduction that are still in `.grad`: they will be added up over ranks again.
+
+        Means need no such care: the mean of equal gradients is that gradient.
+        """
+        if self.settings.average or self.world_size == 1:
+            return
+        for slot in self.slots:
+            if slot.carried:
+                slot.carried = False
+                gradient = slot.parameter.grad
+                if gradient is not None:
+                    gradient.mul_(1.0 / self.world_size)
+                    self._shared.add(slot.index)
+
+    # ---- Parameters without a gradient
+
+    def _contribute_missing(self) -> None:
+        """Fill the places of parameters whose hooks did not fire as often as expected, and launch the rest."""
+        missing = [slot for bucket in self.buckets if bucket.pending for slot in bucket.slots if slot.remaining]
+        absent = [slot for slot in missing if not slot.touched]
+        if self.settings.unused == "error" and absent and not self._shadowing(missing):
+            self._raise_unused(absent)
+        for slot in missing:
+            self._contribute(slot)
+        self._launch_ready()
+
+    def _contribute(self, slot: Slot) -> None:
+        """Add what a parameter has whose hook will not fire: what was accumulated before, or nothing."""
+        bucket = slot.bucket
+        assert bucket is not None
+        slot.remaining = 0
+        if slot.touched:
+            self._fill(slot)
+        else:
+            self._contribute_nothing(slot, bucket)
+        bucket.pending -= 1
+        if not bucket.pending:
+            bucket.ready_at = time.perf_counter()
+
+    def _contribute_nothing(self, slot: Slot, bucket: Bucket) -> None:
+        """Let this rank add nothing to the gradient of a parameter; a gradient from before is kept."""
+        gradient, view = slot.parameter.grad, slot.view
+        bucket.absent.append(bucket.slots.index(slot))
+        if gradient is not None:
+            shared = slot.index in self._shared
+            slot.kept = gradient * self.world_size if shared else gradient.clone()
+        if view is not None:
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                torch.mul(gradient, self.scale, out=view)
+            elif self.scale != 1.0:
+                view.mul_(self.scale)
+
+    def _shadowing(self, missing: Sequence[Slot]) -> bool:
+        """Whether this rank runs no backward at all, but only takes part in that of the others."""
+        return len(missing) == len(self.slots)
+
+    def _restore_unused(self, bucket: Bucket) -> None:
+        """Give back what it had to each parameter that no rank used, and the result to the others."""
+        counts = self._used_counts(bucket)
+        for position in bucket.absent:
+            slot = bucket.slots[position]
+            gradient, view, kept = slot.parameter.grad, slot.view, slot.kept
+            slot.kept = None
+            if view is None:
+                if kept is not None and gradient is not None and counts[position]:
+                    slot.parameter.grad = kept + gradient
+                elif not counts[position]:
+                    slot.parameter.grad = kept
+            elif not counts[position]:
+                if gradient is view and kept is not None:
+                    view.copy_(kept)
+            elif self.settings.gradient_as_bucket_view:
+                slot.parameter.grad = view
+            elif gradient is None:
+                slot.parameter.grad = view.clone()
+            else:
+                gradient.copy_(view)
+
+    def _used_counts(self, bucket: Bucket) -> Sequence[bool]:
+        if self.settings.unused == "error":
+            return [True] * len(bucket.slots)
+        if bucket.contents is None:
+            gradient = bucket.slots[0].parameter.grad
+            return [gradient is not None and gradient._nnz() > 0]
+        if bucket.flags is not None:
+            bucket.flags.wait()
+            bucket.flags = None
+        # Waits for the device, but only on a rank that had parameters without a gradient.
+        return [bool(count) for count in bucket.used_flags.tolist()]
+
+    # ---- Reducing
+
+    def _launch_ready(self) -> None:
+        """Start every bucket that is filled and whose predecessors have been started."""
+        while self._next < len(self.buckets) and not self.buckets[self._next].pending:
+            self._launch(self.buckets[self._next])
+            self._next += 1
+        self.transport.progress()
+
+    def _launch(self, bucket: Bucket) -> None:
+        where = f"backward of step {self.step}, bucket {bucket.index} of {len(self.buckets)}"
+        bucket.launched_at = time.perf_counter()
+        if bucket.streams:
+            self._order_streams(bucket)
+        if bucket.contents is None:
+            self._launch_sparse(bucket, where)
+            return
+        if self.settings.unused != "error":
+            flags = bucket.used_flags
+            flags.fill_(1)
+            for position in bucket.absent:
+                flags[position] = 0
+        if self._hook is None:
+            bucket.reduction = self.transport.start(bucket.index, where=where)
+            return
+        if self.settings.unused != "error":
+            bucket.flags = self.collective.start_tensor(bucket.used_flags, where=where)
+        view = GradientBucket(bucket, is_last=bucket.index == len(self.buckets) - 1, buffer=bucket.flat)
+        bucket.hook_run = HookRun(
+            self._hook(self._hook_state, view),
+            where=where,
+            board=self.board,
+            timeout_seconds=self.settings.timeout_seconds,
+        )
+
+    def _launch_sparse(self, bucket: Bucket, where: str) -> None:
+        (slot,) = bucket.slots
+        gradient = slot.parameter.grad
+        if gradient is None or bucket.absent:
+            size, dims = slot.parameter.size(), slot.sparse_dim
+            gradient = torch.sparse_coo_tensor(
+                torch.zeros((dims, 0), dtype=torch.int64, device=self.device),
+                torch.zeros((0, *size[dims:]), dtype=slot.parameter.dtype, device=self.device),
+                size,
+            )
+        gradient = gradient.coalesce()
+        slot.parameter.grad = gradient
+        bucket.reduction = self.collective.start_tensor(gradient, where=where)
+
+    def _order_streams(self, bucket: Bucket) -> None:
+        """Let the collective wait for gradients that other streams are still writing."""
+        current = torch.cuda.current_stream(self.device)
+        for stream in bucket.streams:
+            if stream != current:
+                current.wait_stream(stream)
+        bucket.streams.clear()
+
+    def _wait_for_all(self) -> None:
+        if self._hook is not None:
+            self._run_hooks()
+        for bucket in self.buckets:
+            if bucket.reduction is not None:
+                bucket.reduction.wait()
+                bucket.reduction = None
+            bucket.finished_at = time.perf_counter()
+            if not self.settings.gradient_as_bucket_view:
+                _copy_back(bucket)
+            if bucket.absent:
+                self._restore_unused(bucket)
+            for slot in bucket.slots:
+                slot.touched = False
+                slot.carried = True
+            if self.after_bucket is not None:
+                self.after_bucket(bucket)
+
+    def _run_hooks(self) -> None:
+        """Let all hooks go on in turn, stage by stage, so that every rank has the same order of collectives."""
+        running = [bucket for bucket in self.buckets if bucket.hook_run is not None]
+        waiting = running
+        while waiting:
+            waiting = [b for b in waiting if b.hook_run is not None and not b.hook_run.advance()]
+        for bucket in running:
+            assert bucket.hook_run is not None and bucket.hook_run.result is not None
+            result = bucket.hook_run.result
+            if result.data_ptr() != bucket.flat.data_ptr():
+                bucket.flat.copy_(result.view_as(bucket.flat))
+            if not self.settings.average:
+                bucket.flat.mul_(self.world_size)
+            if bucket.flags is not None:
+                bucket.flags.wait()
+                bucket.flags = None
+            bucket.hook_run = None
+
+    # ---- The first backward
+
+    def _settle(self) -> None:
+        """Make the buckets in rank 0's order of arrival, and fill them with the first gradients."""
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                slot.sparse_dim = gradient.sparse_dim()
+        absent = [slot for slot in self.slots if not slot.arrived and not slot.touched]
+        if self.settings.unused == "error" and absent and not self._shadowing(absent):
+            self._raise_unused(absent)
+        order, unseen, sparse_dims = agree_on_order(
+            [slot.arrived for slot in self.slots],
+            [slot.sparse_dim for slot in self.slots],
+            self.group,
+            self.device,
+        )
+        for slot, sparse_dim in zip(self.slots, sparse_dims, strict=True):
+            slot.sparse_dim = sparse_dim
+            fires = self._fires[slot.index]
+            slot.expected = fires if self.settings.static_graph and self._moments else max(1, fires)
+        self.plan = self._make_plan(sparse_dims, order=order, apart=unseen)
+        self._make_buckets()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.touched = slot.touched or slot.arrived > 0
+                self._contribute(slot)
+            self._launch_ready()
+
+    def _make_plan(
+        self, sparse_dims: Sequence[int], *, order: Sequence[int] | None = None, apart: set[int] | None = None
+    ) -> BucketPlan:
+        specs = [
+            GradientSpec(p.numel(), p.element_size(), f"{p.dtype} {p.device}", bool(sparse_dim))
+            for p, sparse_dim in zip(self.parameters, sparse_dims, strict=True)
+        ]
+        bucket_mb = self.settings.bucket_mb
+        return plan_buckets(
+            specs,
+            cap_bytes=default_cap_bytes(specs) if bucket_mb is None else int(bucket_mb * MIB),
+            first_cap_bytes=int(self.settings.first_bucket_mb * MIB),
+            order=order,
+            apart=apart or (),
+        )
+
+    def _make_buckets(self) -> None:
+        flags = self.settings.unused != "error"
+        sizes = [
+            (0 if layout.sparse else layout.numel + flags * len(layout.parameters), self._dtype(layout))
+            for layout in self.plan.buckets
+        ]
+        contents = self.transport.allocate(sizes)
+        for index, (layout, flat) in enumerate(zip(self.plan.buckets, contents, strict=True)):
+            slots = [self.slots[i] for i in layout.parameters]
+            bucket = Bucket(index, layout, slots, None if layout.sparse else flat, pending=len(slots))
+            views = [None] if layout.sparse else views_of(flat, layout, self.parameters)
+            for slot, view in zip(slots, views, strict=True):
+                slot.bucket, slot.view = bucket, view
+            self.buckets.append(bucket)
+
+    def _dtype(self, layout: BucketLayout) -> torch.dtype:
+        return self.parameters[layout.parameters[0]].dtype
+
+    # ---- Mistakes
+
+    def _raise_twice(self, slot: Slot) -> NoReturn:
+        self._raise(
+            f"parameter {slot.name!r} got its gradient ready more often than expected in one backward "
+            f"({slot.expected} expected). Expected to mark a variable ready only once. This happens when a "
+            "reentrant checkpoint runs a module several times, or when one forward's graph is run backward in "
+            "parts; with static_graph=True the number of times is learned from the first step."
+        )
+
+    def _raise_unused(self, slots: Sequence[Slot]) -> NoReturn:
+        names = ", ".join(repr(slot.name) for slot in slots[:MAX_NAMES])
+        more = f" and {len(slots) - MAX_NAMES} more" if len(slots) > MAX_NAMES else ""
+        self._raise(
+            f"{len(slots)} of {len(self.slots)} parameters got no gradient in this backward: {names}{more}. They "
+            'took no part in the loss; allow that with unused="auto" (find_unused_parameters=True in the '
+            "drop-in DistributedDataParallel)."
+        )
+
+    def _raise(self, why: str) -> NoReturn:
+        self.fail(why)
+        raise RuntimeError(why)
+
+
+def _copy_back(bucket: Bucket) -> None:
+    """Give parameters that keep a gradient of their own the bucket's result."""
+    gradients, views = [], []
+    for position, slot in enumerate(bucket.slots):
+        gradient = slot.parameter.grad
+        if gradient is not None and slot.view is not None and position not in bucket.absent:
+            gradients.append(gradient)
+            views.append(slot.view)
+    if gradients:
+        with torch.no_grad():
+            torch._foreach_copy_(gradients, views)
+
+
+def _only_device(parameters: Sequence[nn.Parameter]) -> torch.device:
+    devices = {parameter.device for parameter in parameters}
+    if not devices:
+        raise RuntimeError("there is nothing to reduce: no parameter requires a gradient")
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"all parameters must be on one device to be reduced together, but they are on {names}")
+    return devices.pop()
