@@ -1,0 +1,145 @@
+"""Handwritten digits with a small convolutional network: 98 % of the images it has never seen, in half a minute.
+
+The images come inside scikit-learn: 1797 of them, 8 x 8 pixels, so that nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import TensorDataset
+
+from trainkit.data import Data
+from trainkit.errors import UserError
+from trainkit.task import TaskModule
+
+NUM_CLASSES = 10
+_NUM_VALIDATION = 360
+_SPLIT_SEED = 2001  # The split is part of the task: it must not follow the run's seed.
+
+
+class DigitsTask(TaskModule):
+    """Classifies images of shape (1, 8, 8) with two stages of convolutions.
+
+    Nothing in it is random in training and nothing looks at more than one image, so that every strategy and every
+    cut of the batch gives the same weights.
+
+    Args:
+        width: Channels of the first stage; the second has twice as many.
+        lr: Highest learning rate, reached after a fifth of the steps.
+        weight_decay: Of AdamW.
+
+    """
+
+    def __init__(self, *, width: int = 32, lr: float = 3e-3, weight_decay: float = 0.1) -> None:
+        super().__init__()
+        if width < 1:
+            raise UserError(f"task.width must be at least 1 channel, got {width}.")
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.network = nn.Sequential(
+            *_stage(1, width),  # (batch, width, 4, 4)
+            *_stage(width, 2 * width),  # (batch, 2 * width, 2, 2)
+            nn.Flatten(),
+            nn.Linear(8 * width, NUM_CLASSES),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits of images of shape (batch, 1, 8, 8)."""
+        logits: Tensor = self.network(images)  # (batch, 10)
+        return logits
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        """Return loss and accuracy."""
+        return measure(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> dict[str, Tensor]:
+        """Return loss and accuracy."""
+        return measure(self(batch[0]), batch[1])
+
+    def predict_step(self, batch: Any) -> Tensor:
+        """Return the digit that each image most likely shows."""
+        digits: Tensor = self(batch[0]).argmax(dim=1)
+        return digits
+
+    def configure_optimizers(self, total_steps: int) -> tuple[AdamW, OneCycleLR]:
+        """Return AdamW with one cycle of the learning rate over the whole run."""
+        optimizer = AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        # After its last step the schedule is asked for one more rate.
+        return optimizer, OneCycleLR(optimizer, self.lr, total_steps=total_steps + 1, pct_start=0.2)
+
+
+class DigitsData(Data):
+    """Images and the digits that they show, always split in the same way: 1437 train, the other 360 validate.
+
+    Args:
+        batch_size: Samples of one optimizer step, over all ranks.
+        evaluation_batch_size: Samples of one evaluation batch, over all ranks.
+        num_train: Images to train on, at most.
+        workers: Processes that read; 0: the training process.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 64,
+        evaluation_batch_size: int = 360,
+        num_train: int | None = None,
+        workers: int = 0,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, workers=workers
+        )
+        if num_train is not None and num_train < 1:
+            raise UserError(f"data.num_train must be at least 1 image, got {num_train}.")
+        self.num_train = num_train
+
+    def dataset(self, stage: str) -> TensorDataset:
+        """Return the images of a stage; tests and predictions are made with the validation images."""
+        images, digits = self._images_and_digits
+        if stage == "train":
+            last = len(images) if self.num_train is None else _NUM_VALIDATION + self.num_train
+            return TensorDataset(images[_NUM_VALIDATION:last], digits[_NUM_VALIDATION:last])
+        return TensorDataset(images[:_NUM_VALIDATION], digits[:_NUM_VALIDATION])
+
+    @cached_property
+    def _images_and_digits(self) -> tuple[Tensor, Tensor]:
+        """Return all images, shape (1797, 1, 8, 8), and their digits, those to validate with first."""
+        try:
+            from sklearn.datasets import load_digits
+        except ModuleNotFoundError:
+            raise UserError(
+                "the digits come inside scikit-learn, which is not installed; type: pip install 'trainkit[recipes]'"
+            ) from None
+        loaded = load_digits()
+        images = torch.tensor(loaded.data, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1  # pixels in [-1, 1]
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        return images[order], torch.tensor(loaded.target, dtype=torch.int64)[order]
+
+
+def measure(logits: Tensor, digits: Tensor) -> dict[str, Tensor]:
+    """Return loss and accuracy of logits of shape (batch, 10)."""
+    return {
+        "loss": functional.cross_entropy(logits, digits),
+        "accuracy": (logits.argmax(dim=1) == digits).float().mean(),
+    }
+
+
+def _stage(channels_in: int, channels: int) -> list[nn.Module]:
+    """Two convolutions, each of them normed for each image alone, then half the height and width."""
+    return [
+        nn.Conv2d(channels_in, channels, kernel_size=3, padding=1, bias=False),
+        nn.GroupNorm(1, channels),
+        nn.ReLU(),
+        nn.Conv2d(channels, channels, kernel_size=3, padding=1, bias=False),
+        nn.GroupNorm(1, channels),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
