@@ -1,0 +1,45 @@
+"""Fixtures of all tests: seeded generators, one thread, and trainers that write below the test's own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+from trainkit import Trainer
+
+# Time limits on single examples fail on a busy machine; the same examples every time make a failure repeatable.
+hypothesis.settings.register_profile("trainkit", deadline=None, derandomize=True, max_examples=60)
+hypothesis.settings.load_profile("trainkit")
+
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
+    """A function that makes a Trainer on the CPU with its own run folder, and nothing around it unless asked for."""
+    numbers = count()
+
+    def make(strategy: Any = None, **settings: Any) -> Trainer:
+        from trainkit.strategies.single import SingleDevice
+
+        defaults: dict[str, Any] = {"callbacks": [], "loggers": [], "sanity_batches": 0}
+        defaults["run_dir"] = tmp_path / f"run_{next(numbers)}"
+        return Trainer(strategy or SingleDevice(device="cpu"), **{**defaults, **settings})
+
+    yield make

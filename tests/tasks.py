@@ -1,0 +1,218 @@
+"""Small tasks, data, callbacks and loggers that several tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from trainkit import Callback, Logger, Strategy, TaskModule
+
+WIDTH = 4
+
+
+def regression_data(num_samples: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> TensorDataset:
+    """Random inputs of four features, and a target that a linear layer can learn."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_samples, WIDTH, generator=generator, dtype=dtype)
+    noise = torch.randn(num_samples, 1, generator=generator, dtype=dtype)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True) + 0.1 * noise)
+
+
+class NumberStream(IterableDataset[Tensor]):
+    """The numbers 0, 1, 2, ... as scalar tensors, without a length."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in range(self.num_samples):
+            self.read += 1
+            yield torch.tensor(float(number))
+
+
+class RegressionStream(IterableDataset[tuple[Tensor, ...]]):
+    """The samples of `regression_data` one after the other, without a length."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.samples = regression_data(num_samples)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+class Regression(TaskModule):
+    """Fits a line, or with `hidden` a small network with dropout; the same weights for the same `init_seed`."""
+
+    def __init__(
+        self,
+        optimizer: Callable[[TaskModule], Any] | None = None,
+        *,
+        hidden: int = 0,
+        dropout: float = 0.0,
+        init_seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        with torch.random.fork_rng():
+            torch.manual_seed(init_seed)
+            self.network = (
+                nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Dropout(dropout), nn.Linear(hidden, 1))
+                if hidden
+                else nn.Sequential(nn.Linear(WIDTH, 1))
+            )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.network(inputs)
+
+    def training_step(self, batch: Any) -> Any:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self(inputs), targets)
+
+    def validation_step(self, batch: Any) -> Any:
+        inputs, targets = batch
+        error = self(inputs) - targets
+        return {"loss": error.square().mean(), "absolute": error.abs().mean()}
+
+    def predict_step(self, batch: Any) -> Any:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return self._optimizer(self) if self._optimizer else torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class WeightedRegression(Regression):
+    """Every sample counts as much as its third tensor says: a mean over tokens, not over samples."""
+
+    def training_step(self, batch: Any) -> Any:
+        inputs, targets, tokens = batch
+        losses = (self(inputs) - targets).square().squeeze(1)
+        return {"loss": (losses * tokens).sum() / tokens.sum(), "weight": tokens.sum()}
+
+    validation_step = training_step
+
+
+def weighted_data(num_samples: int) -> TensorDataset:
+    """`regression_data` with a number of tokens for each sample."""
+    inputs, targets = regression_data(num_samples).tensors
+    tokens = 1.0 + torch.arange(num_samples) * 7 % 5
+    return TensorDataset(inputs, targets, tokens)
+
+
+class FakeRank(Strategy):
+    """A strategy that says it is one rank of several, for code that only asks who reads what."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, **settings: Any) -> None:
+        super().__init__(device="cpu", **settings)
+        self.rank, self.world_size = rank, world_size
+
+
+class StopAt(Callback):
+    """Saves a checkpoint after a step and asks the run to stop."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Any) -> None:
+        if run.state.step == self.step:
+            run.save(reason="test")
+            run.request_stop("test")
+
+
+class SaveAtEnd(Callback):
+    """Saves when training ends, for whatever reason."""
+
+    def on_fit_end(self, run: Any) -> None:
+        run.save(reason="end")
+
+
+class Recorder(Callback):
+    """Notes every moment with the step at which it came."""
+
+    def __init__(self) -> None:
+        self.moments: list[tuple[str, int]] = []
+        self.logged: list[dict[str, float]] = []
+        self.evaluations: list[tuple[int, str, dict[str, float]]] = []
+        self.run: Any = None
+
+    def steps_of(self, moment: str) -> list[int]:
+        return [step for name, step in self.moments if name == moment]
+
+    def on_fit_start(self, run: Any) -> None:
+        self.run = run
+        self.moments.append(("on_fit_start", run.state.step))
+
+    def on_fit_end(self, run: Any) -> None:
+        self.moments.append(("on_fit_end", run.state.step))
+
+    def on_epoch_start(self, run: Any) -> None:
+        self.moments.append(("on_epoch_start", run.state.step))
+
+    def on_epoch_end(self, run: Any) -> None:
+        self.moments.append(("on_epoch_end", run.state.step))
+
+    def on_step_end(self, run: Any) -> None:
+        self.moments.append(("on_step_end", run.state.step))
+
+    def on_log(self, run: Any, metrics: dict[str, float]) -> None:
+        self.moments.append(("on_log", run.state.step))
+        self.logged.append(dict(metrics))
+
+    def on_evaluation_start(self, run: Any, stage: str) -> None:
+        self.moments.append((f"on_evaluation_start {stage}", run.state.step))
+
+    def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
+        self.moments.append((f"on_evaluation_end {stage}", run.state.step))
+        self.evaluations.append((run.state.step, stage, dict(metrics)))
+
+    def on_save(self, run: Any, payload: dict[str, Any]) -> None:
+        self.moments.append(("on_save", run.state.step))
+
+    def on_exception(self, run: Any, error: BaseException) -> None:
+        self.moments.append((f"on_exception {type(error).__name__}", run.state.step))
+
+    def close(self) -> None:
+        self.moments.append(("close", self.run.state.step if self.run else 0))
+
+
+class MemoryLogger(Logger):
+    """Keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.opened: list[tuple[Path, int]] = []
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.closed = 0
+
+    def open(self, folder: Path, *, step: int) -> None:
+        self.opened.append((folder, step))
+
+    def write(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def weights(task: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a task's parameters and buffers."""
+    return {name: tensor.detach().clone() for name, tensor in task.state_dict().items()}
+
+
+def assert_same_bits(actual: nn.Module | Mapping[str, Tensor], expected: nn.Module | Mapping[str, Tensor]) -> None:
+    """Fail unless two tasks hold exactly the same numbers."""
+    left = actual.state_dict() if isinstance(actual, nn.Module) else actual
+    right = expected.state_dict() if isinstance(expected, nn.Module) else expected
+    assert list(left) == list(right)
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), f"{name}: {tensor} is not {right[name]}"
+
+
+def assert_close(actual: nn.Module, expected: nn.Module, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Fail unless two tasks hold the same numbers to float tolerance."""
+    for name, tensor in actual.state_dict().items():
+        torch.testing.assert_close(tensor, expected.state_dict()[name], rtol=rtol, atol=atol, msg=name)
