@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.data import Data
     from trainkit.duration import Duration
-    from trainkit.errors import UserError
+    from trainkit.errors import Stopped, UserError
     from trainkit.logger import Logger
     from trainkit.optimization import Schedule
     from trainkit.state import TrainState
@@ -26,6 +26,7 @@ __all__ = [
     "Duration",
     "Logger",
     "Schedule",
+    "Stopped",
     "Strategy",
     "TaskModule",
     "TrainState",
@@ -41,6 +42,7 @@ _HOMES = {
     "Duration": "duration",
     "Logger": "logger",
     "Schedule": "optimization",
+    "Stopped": "errors",
     "Strategy": "strategy",
     "TaskModule": "task",
     "TrainState": "state",

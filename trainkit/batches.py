@@ -53,7 +53,8 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 def num_rows(batch: Any) -> int:
     """Return the length of the first dimension of a ready-made batch's tensors; raises UserError if there is none."""
-    for tensor in tensors_in(batch):
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch  # most batches, told without a search
+    for tensor in (first,) if isinstance(first, Tensor) and first.dim() else tensors_in(batch):
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise UserError(
@@ -64,9 +65,7 @@ def num_rows(batch: Any) -> int:
 
 def rows(batch: Any, selection: slice, *, of: int) -> Any:
     """Return the `selection` of a batch's rows; tensors whose first dimension is not `of` are kept whole."""
-    return map_tensors(
-        batch, lambda tensor: tensor[selection] if tensor.dim() and tensor.shape[0] == of else tensor
-    )
+    return map_tensors(batch, lambda tensor: tensor[selection] if tensor.dim() and tensor.shape[0] == of else tensor)
 
 
 def to_device(batch: Any, device: torch.device, *, dtype: torch.dtype | None = None) -> Any:

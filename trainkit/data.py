@@ -14,6 +14,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    TensorDataset,
     default_collate,
 )
 
@@ -109,11 +110,7 @@ class Data:
         dataset = self.dataset(stage)
         if dataset is None:
             raise UserError(f"there is no {stage} data; pass Data({stage}=dataset).")
-        source = (
-            self._from_loader(stage, dataset)
-            if isinstance(dataset, DataLoader)
-            else self._plain(stage, dataset)
-        )
+        source = self._from_loader(stage, dataset) if isinstance(dataset, DataLoader) else self._plain(stage, dataset)
         _check(source)
         return source
 
@@ -130,19 +127,18 @@ class Data:
         )
 
     def _from_loader(self, stage: str, loader: DataLoader[Any]) -> Source:
-        sampler = None
-        if not isinstance(loader.dataset, IterableDataset):
-            sampler = _own_sampler(stage, loader)
+        stream = isinstance(loader.dataset, IterableDataset)
+        sampling = loader if stream else _sampling_of(stage, loader)
         return Source(
             stage,
             loader.dataset,
-            batch_size=self._batch_size(stage, loader.batch_size),
+            batch_size=self._batch_size(stage, sampling.batch_size),
             collate=loader.collate_fn,
             workers=loader.num_workers,
-            shuffle=isinstance(loader.sampler, RandomSampler | DistributedSampler) and stage == "train",
-            drop_last=loader.drop_last and stage == "train",
+            shuffle=isinstance(sampling.sampler, RandomSampler | DistributedSampler) and stage == "train",
+            drop_last=sampling.drop_last and stage == "train",
             pin_memory=loader.pin_memory,
-            sampler=sampler,
+            sampler=None if stream else _own_sampler(stage, sampling.sampler),
         )
 
     def _batch_size(self, stage: str, of_loader: int | None) -> int | None:
@@ -151,22 +147,27 @@ class Data:
         return of_loader if self.batch_size is None or (of_loader and stage != "train") else self.batch_size
 
 
-def _own_sampler(stage: str, loader: DataLoader[Any]) -> Sampler[int] | None:
-    """Return the loader's sampler where it is the user's own, not one that the strategy's replaces."""
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+def _sampling_of(stage: str, loader: DataLoader[Any]) -> DataLoader[Any] | BatchSampler:
+    """Return where the loader's sampler, batch size and drop_last are: in itself, or in its batch sampler."""
+    if loader.batch_sampler is None:
+        return loader
+    if type(loader.batch_sampler) is not BatchSampler:
         raise UserError(
             f"the {stage} DataLoader has a batch_sampler of type {type(loader.batch_sampler).__name__}, which "
             "fixes who reads what; pass a sampler of single indices and a batch_size instead."
         )
-    sampler = loader.sampler
+    return loader.batch_sampler
+
+
+def _own_sampler(stage: str, sampler: Any) -> Sampler[int] | None:
+    """Return a loader's sampler where it is the user's own, not one that the strategy's replaces."""
     plain_random = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
     if plain_random or isinstance(sampler, SequentialSampler | DistributedSampler):
         return None
     if not isinstance(sampler, Sized):
-        raise UserError(
-            f"the {stage} DataLoader's sampler {type(sampler).__name__} needs a length (__len__)."
-        )
-    return sampler  # type: ignore[return-value]
+        raise UserError(f"the {stage} DataLoader's sampler {type(sampler).__name__} needs a length (__len__).")
+    own: Sampler[int] = sampler  # type: ignore[assignment] # sized, and a sampler as the loader takes it
+    return own
 
 
 def _check(source: Source) -> None:
@@ -187,6 +188,8 @@ def _check(source: Source) -> None:
         )
     if length == 0:
         raise UserError(f"the {stage} dataset is empty; check where its samples come from.")
+    if size is None and isinstance(source.dataset, TensorDataset):
+        raise UserError(f"the {stage} data is a TensorDataset of single samples; set batch_size.")
     if stage == "train" and size is not None and size > length:
         raise UserError(
             f"batch_size={size} is larger than the training data, which has {length} samples; "

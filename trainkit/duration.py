@@ -20,6 +20,8 @@ _SPELLINGS = {
     "h": "hour",
 }
 _SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
+_ROUNDING = 1e-12
+"""Fractions of an epoch are not exact in binary: what is this near to a multiple has reached it."""
 _TEXT = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -73,9 +75,7 @@ class Duration:
         elif isinstance(texts, Duration):
             texts = [texts]
         elif not isinstance(texts, Iterable):
-            raise UserError(
-                f"{where} = {texts!r} is not a duration; write for example '500step' or '2epoch'."
-            )
+            raise UserError(f"{where} = {texts!r} is not a duration; write for example '500step' or '2epoch'.")
         durations = [cls.parse(text, where=where) for text in texts]
         if not durations:
             raise UserError(f"{where} is empty; write for example '500step' or '2epoch'.")
@@ -93,7 +93,7 @@ class Duration:
 
     def reached(self, state: TrainState) -> bool:
         """Return whether training has lasted at least this long."""
-        return self.elapsed(state) >= self.value
+        return self.elapsed(state) >= self.value * (1 - _ROUNDING)
 
     def __str__(self) -> str:
         return f"{self.value:g}{self.unit}"
@@ -108,14 +108,16 @@ class Interval:
 
     def start(self, state: TrainState) -> None:
         """Count from the present state, which may be that of a resumed run."""
-        if self.duration is not None:
-            self._next = (
-                math.floor(self.duration.elapsed(state) / self.duration.value) + 1
-            ) * self.duration.value
+        if self.duration is None:
+            return
+        if self.duration.unit in _SECONDS:
+            state.clock_is_watched = True
+        passed = math.floor(self.duration.elapsed(state) / self.duration.value * (1 + _ROUNDING))
+        self._next = (passed + 1) * self.duration.value * (1 - _ROUNDING)
 
     def due(self, state: TrainState) -> bool:
         """Return whether another multiple of the duration has been reached since the last time it was."""
-        if self.duration is None or self.duration.elapsed(state) < self._next:
+        if self._next == math.inf or self.duration is None or self.duration.elapsed(state) < self._next:
             return False
         self.start(state)
         return True

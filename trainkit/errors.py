@@ -23,10 +23,10 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f" Did you mean '{matches[0]}'?" if matches else ""
 
 
-class Stopped(Exception):
-    """A signal ended the run after its state was saved."""
+class Stopped(SystemExit):
+    """SIGINT or SIGTERM ended the run, after its state was saved; not caught, it ends the program with 130 or 143."""
 
     def __init__(self, signal_name: str, exit_code: int) -> None:
-        super().__init__(f"stopped by {signal_name}")
+        super().__init__(exit_code)
         self.signal_name = signal_name
         self.exit_code = exit_code

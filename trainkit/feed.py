@@ -6,7 +6,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +73,7 @@ def make_feed(
     With `repeat_first` every epoch is the first one again: overfitting on the same few batches.
     """
     if source.is_stream:
-        return StreamFeed(source, strategy, seed=seed, limit=limit)
+        return StreamFeed(source, strategy, seed=seed, limit=limit, repeat_first=repeat_first)
     if source.batch_size is None:
         return ReadyFeed(source, strategy, seed=seed, limit=limit, repeat_first=repeat_first)
     return SampleFeed(source, strategy, seed=seed, limit=limit, repeat_first=repeat_first)
@@ -88,13 +89,11 @@ def _order(source: Source, *, seed: int) -> Order:
 class SampleFeed(Feed):
     """A map-style dataset: global batch t takes the positions from t * batch_size to (t + 1) * batch_size."""
 
-    def __init__(
-        self, source: Source, strategy: Strategy, *, seed: int, limit: int | None, repeat_first: bool
-    ) -> None:
+    def __init__(self, source: Source, strategy: Strategy, *, seed: int, limit: int | None, repeat_first: bool) -> None:
         super().__init__(source, strategy, seed=seed, limit=limit)
         assert source.batch_size is not None
         self._batch_size = source.batch_size
-        self._plan = strategy.plan(source.batch_size)
+        self._plan = strategy.plan(source.batch_size, even=source.stage == "train")
         self._repeat_first = repeat_first
         self._reader = make_reader(source.dataset, source.collate)
         self._sampler = strategy.sampler(source.dataset, _order(source, seed=seed))
@@ -113,7 +112,7 @@ class SampleFeed(Feed):
             epoch = 0
         starts = range(position, self._length, self._batch_size)
         shares = (self._cut(epoch, start, min(start + self._batch_size, self._length)) for start in starts)
-        for start, micro_batches in zip(starts, self._read_all(epoch, position, shares), strict=True):
+        for start, micro_batches in zip(starts, self._read_all(epoch, shares), strict=True):
             stop = min(start + self._batch_size, self._length)
             yield Window(micro_batches, stop - start, stop - start, stop == self._length)
 
@@ -121,7 +120,7 @@ class SampleFeed(Feed):
         mine = self._sampler.share(0, 0, self._length)
         size = self._plan.micro_batch_size
         shares = ([chunk] for chunk in mine.split(size)) if len(mine) else iter(())
-        for micro_batches in self._read_all(0, 0, shares):
+        for micro_batches in self._read_all(0, shares):
             yield from micro_batches
 
     def _used_length(self, num_samples: int) -> int:
@@ -137,38 +136,48 @@ class SampleFeed(Feed):
         size = self._plan.micro_batch_size
         return [mine] if 0 < len(mine) <= size else list(mine.split(size)) if len(mine) else []
 
-    def _read_all(
-        self, epoch: int, position: int, shares: Iterator[list[Tensor]]
-    ) -> Iterator[list[MicroBatch]]:
+    def _read_all(self, epoch: int, shares: Iterator[list[Tensor]]) -> Iterator[list[MicroBatch]]:
         """Yield the micro-batches of each share, read here or ahead by worker processes."""
         if self.source.workers == 0:
             read = self._reader.read
             for share in shares:
                 yield [MicroBatch(read(indices), len(indices)) for indices in share]
             return
-        all_shares = list(shares)
-        requests = list(chain.from_iterable(all_shares))
-        seeds = [request_seed(self.seed, epoch, int(indices[0])) for indices in requests]
-        batches = read_in_workers(
-            self._reader,
-            requests,
-            seeds=seeds,
-            workers=self.source.workers,
-            pin_memory=self.source.pin_memory and torch.cuda.is_available(),
-        )
-        for share in all_shares:
-            yield [MicroBatch(next(batches), len(indices)) for indices in share]
+        counts: deque[list[int]] = deque()  # of the shares that have been asked for and not been handed out
+
+        def requests() -> Iterator[tuple[Tensor, int]]:
+            for share in shares:
+                counts.append([len(indices) for indices in share])
+                for indices in share:
+                    yield indices, request_seed(self.seed, epoch, int(indices[0]))
+
+        pin_memory = self.source.pin_memory and torch.cuda.is_available()
+        batches = read_in_workers(self._reader, requests(), workers=self.source.workers, pin_memory=pin_memory)
+        yield from _grouped(batches, counts)
+
+
+def _grouped(batches: Iterator[Any], counts: deque[list[int]]) -> Iterator[list[MicroBatch]]:
+    """Yield consecutive batches as the micro-batches of their shares; `counts` are the samples of each, share by share."""
+    micro_batches: list[MicroBatch] = []
+    for batch in batches:
+        while not counts[0]:  # a share before this batch in which this rank has no samples
+            counts.popleft()
+            yield []
+        micro_batches.append(MicroBatch(batch, counts[0][len(micro_batches)]))
+        if len(micro_batches) == len(counts[0]):
+            counts.popleft()
+            yield micro_batches
+            micro_batches = []
+    yield from ([] for _ in counts)
 
 
 class ReadyFeed(Feed):
     """Ready-made global batches: ranks take every W-th row, micro-batches take consecutive rows of those."""
 
-    def __init__(
-        self, source: Source, strategy: Strategy, *, seed: int, limit: int | None, repeat_first: bool
-    ) -> None:
+    def __init__(self, source: Source, strategy: Strategy, *, seed: int, limit: int | None, repeat_first: bool) -> None:
         super().__init__(source, strategy, seed=seed, limit=limit)
         self._order = _order(source, seed=seed)
-        self._plan_for: Callable[[int], BatchPlan] = strategy.plan
+        self._plan_for: Callable[[int], BatchPlan] = partial(strategy.plan, even=False)
         self._repeat_first = repeat_first
         self._convert = None if source.collate is default_collate else source.collate
         self._length = min(self._order.num_samples, limit or self._order.num_samples)
@@ -212,11 +221,12 @@ class ReadyFeed(Feed):
 class StreamFeed(Feed):
     """An iterable dataset, read in its own order by every rank: of each global batch a rank keeps every W-th sample."""
 
-    def __init__(self, source: Source, strategy: Strategy, *, seed: int, limit: int | None) -> None:
+    def __init__(self, source: Source, strategy: Strategy, *, seed: int, limit: int | None, repeat_first: bool) -> None:
         super().__init__(source, strategy, seed=seed, limit=limit)
         assert source.batch_size is not None
         self._batch_size = source.batch_size
-        self._plan = strategy.plan(source.batch_size)
+        self._plan = strategy.plan(source.batch_size, even=source.stage == "train")
+        self._repeat_first = repeat_first
         self._states: dict[int, dict[str, Any]] = {}  # position -> the dataset's own state there
         self._restored: dict[str, Any] = {}
         self._keeps_position = source.workers == 0 and hasattr(source.dataset, "state_dict")
@@ -235,7 +245,8 @@ class StreamFeed(Feed):
     def windows(self, epoch: int, position: int) -> Iterator[Window]:
         set_epoch = getattr(self.source.dataset, "set_epoch", None)
         if set_epoch is not None:
-            set_epoch(epoch)
+            set_epoch(0 if self._repeat_first else epoch)
+        self._states.clear()
         samples = self._from(position)
         steps_before = position // self._batch_size
         steps_left = None if self.limit is None else self.limit - steps_before
@@ -294,9 +305,7 @@ class StreamFeed(Feed):
     def _take(self, samples: Iterator[Any], position: int) -> list[Any]:
         window = list(islice(samples, self._batch_size))
         if not window and position == 0:
-            raise UserError(
-                f"the {self.source.stage} stream gave no sample; check where its samples come from."
-            )
+            raise UserError(f"the {self.source.stage} stream gave no sample; check where its samples come from.")
         return [] if self.source.drop_last and len(window) < self._batch_size else window
 
     def _micro_batches(self, mine: list[Any]) -> list[MicroBatch]:

@@ -12,7 +12,7 @@ import torch
 
 from trainkit.batches import concatenate
 from trainkit.duration import Duration, Interval
-from trainkit.errors import NonFiniteLoss
+from trainkit.errors import NonFiniteLoss, UserError
 from trainkit.feed import Feed
 from trainkit.metrics import WeightedMeans
 from trainkit.rng import rng_untouched
@@ -40,9 +40,7 @@ class FitSchedule:
 class FitLoop:
     """Drives training: one window of micro-batches is one optimizer step."""
 
-    def __init__(
-        self, run: Run, schedule: FitSchedule, *, validation: EvalLoop | None, on_nonfinite: Policy
-    ) -> None:
+    def __init__(self, run: Run, schedule: FitSchedule, *, validation: EvalLoop | None, on_nonfinite: Policy) -> None:
         assert run.feed is not None and run.optimization is not None
         self._run = run
         self._feed: Feed = run.feed
@@ -57,42 +55,52 @@ class FitLoop:
 
     def run(self) -> None:
         """Train until a duration is reached or a stop is asked for; leaves why in `run.stop_reason`."""
+        run, state, strategy, task = self._run, self._run.state, self._run.strategy, self._run.task
+        optimization, means, on_step_end = self._optimization, self._means, run.hooks("on_step_end")
+        self._start()
+        while not self._finished():
+            run.emit("on_epoch_start")
+            first_step = state.step
+            for window in self._windows():
+                outputs = strategy.forward_backward(task, window)
+                norm = strategy.optimizer_step(optimization)
+                optimization.after_step()
+                state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
+                means.add(outputs, step=state.step)
+                if state.clock_is_watched:
+                    state.set_clock(strategy.broadcast_object(state.own_seconds))
+                if window.ends_epoch:
+                    optimization.after_epoch()
+                if self._log_interval.due(state):
+                    self._log(norm)
+                if self._evaluation_interval.due(state):
+                    self._evaluate()
+                for hook in on_step_end:
+                    hook(run)
+                if window.ends_epoch:
+                    run.emit("on_epoch_end")
+                if self._finished():
+                    break
+            if state.step == first_step:
+                raise UserError(self._nothing_to_train_on())
+        if self._check_finite():
+            self._log()
+        run.emit("on_fit_end")
+
+    def _start(self) -> None:
+        """Leave the task ready for its first step, and make up for an evaluation that a stop broke off."""
         run = self._run
         run.task.train()
+        run.task.zero_grad(set_to_none=True)
         run.state.start_clock()
         run.may_save = self._check_finite
         for interval in (self._log_interval, self._evaluation_interval):
             interval.start(run.state)
+        if any(duration.unit in ("second", "minute", "hour") for duration in self._max_duration):
+            run.state.clock_is_watched = True
         run.emit("on_fit_start")
-        while not self._finished():
-            run.emit("on_epoch_start")
-            self._train_epoch()
-        self._check_finite()
-        self._log()
-        run.emit("on_fit_end")
-
-    def _train_epoch(self) -> None:
-        """Train to the end of the present epoch, or until training is finished."""
-        run, state, strategy, task = self._run, self._run.state, self._run.strategy, self._run.task
-        optimization, means, on_step_end = self._optimization, self._means, run.hooks("on_step_end")
-        for window in self._windows():
-            outputs = strategy.forward_backward(task, window)
-            norm = strategy.optimizer_step(optimization)
-            optimization.after_step()
-            state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
-            means.add(outputs, step=state.step)
-            if window.ends_epoch:
-                optimization.after_epoch()
-            if self._log_interval.due(state):
-                self._log(norm)
-            if self._evaluation_interval.due(state):
-                self._evaluate()
-            for hook in on_step_end:
-                hook(run)
-            if window.ends_epoch:
-                run.emit("on_epoch_end")
-            if self._finished():
-                return
+        if run.state.evaluation_due and self._validation is not None:
+            self._evaluate()
 
     def _windows(self) -> Iterator[Window]:
         run, state = self._run, self._run.state
@@ -101,19 +109,25 @@ class FitLoop:
     def _finished(self) -> bool:
         """Return whether this was the last step; the same on every rank."""
         run, state = self._run, self._run.state
-        asked = run.signals.received is not None or run.stop_reason is not None
         for duration in self._max_duration:
             if duration.reached(state):
-                if duration.unit in ("step", "epoch", "sample"):
-                    run.request_stop(f"reached max_duration={duration}")
-                    return True
-                asked = True  # clocks differ between ranks, so that they have to agree
+                run.request_stop(f"reached max_duration={duration}")
+                return True
+        asked = run.signals.received is not None or run.stop_reason is not None
         if not run.strategy.agree_to_stop(asked):
             return False
         if run.signals.received is not None:
             run.stop_reason = run.signals.received.name
-        run.request_stop("reached max_duration" if asked else "another rank was asked to stop")
+        run.request_stop("another rank was asked to stop")
         return True
+
+    def _nothing_to_train_on(self) -> str:
+        state = self._run.state
+        return (
+            f"there is nothing to train on from position {state.position} of epoch {state.epoch}, which has "
+            f"{state.epoch_length if state.epoch_length is not None else 'too few'} items now. Resume with the data and "
+            "limits that the run began with, set a smaller batch_size, or drop_last=False."
+        )
 
     def _log(self, norm: torch.Tensor | None = None) -> None:
         """Write the means since the last time; the only place of training that waits for the device."""
@@ -122,7 +136,7 @@ class FitLoop:
         means = self._means.reduce(run.strategy)
         if not means:
             return
-        if not math.isfinite(means.get("loss", 0.0)):
+        if not math.isfinite(means.get("loss", 0.0)):  # a bad loss on any rank shows in the mean of all
             self._handle_nonfinite(first_bad)
         metrics = {f"train/{name}": value for name, value in means.items()}
         metrics["train/epoch"] = run.state.epochs
@@ -135,12 +149,15 @@ class FitLoop:
 
     def _evaluate(self) -> None:
         assert self._validation is not None
+        run = self._run
+        run.state.evaluation_due = True
         self._check_finite()
         metrics = self._validation.run()
-        self._run.task.train()
+        run.task.train()
         if metrics is not None:
+            run.state.evaluation_due = False
             self._optimization.after_validation(metrics)
-            self._run.emit("on_evaluation_end", "validation", metrics)
+            run.emit("on_evaluation_end", "validation", metrics)
 
     def _check_finite(self) -> bool:
         """Apply the policy to losses that were not logged yet, and return whether the weights may be saved."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +17,15 @@ if TYPE_CHECKING:
 
 _FOLD_AT = 512
 """Outputs that are kept one by one before they are summed up, which bounds memory."""
-_NEVER = 2**62
+
+
+@dataclass
+class _Column:
+    """One name's values, in the order in which they came."""
+
+    values: list[Tensor | float] = field(default_factory=list)
+    weights: list[Tensor | float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
 
 class WeightedMeans:
@@ -29,8 +39,8 @@ class WeightedMeans:
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._outputs: list[StepOutput] = []
         self._steps: list[int] = []
-        self._first_bad: Tensor | None = None
         self._sums: dict[str, Tensor] = {}  # name -> (2,): weighted sum, sum of weights
+        self._losses: list[tuple[Tensor, list[int]]] = []  # losses (outputs,) and the steps that they are of
 
     def add(self, outputs: Sequence[StepOutput], *, step: int = 0) -> None:
         """Count the outputs of one window, or of one evaluation batch."""
@@ -43,51 +53,47 @@ class WeightedMeans:
         """Return the means over all ranks and start anew; collective, and the one place that waits for the device."""
         self._fold()
         names, sums = strategy.sum_named(self._sums, device=self._device, dtype=self._dtype)
-        self._sums, self._first_bad = {}, None
-        if not names:
-            return {}
-        totals, weights = sums.unbind(1)  # (names,) each
-        means = (totals / weights).tolist()
-        return dict(zip(names, means, strict=True))
+        self._sums, self._losses = {}, []
+        pairs = zip(names, sums.tolist(), strict=True)  # sums: (names, 2)
+        return {name: total / weight if weight else math.nan for name, (total, weight) in pairs}
 
     def first_nonfinite_step(self) -> int | None:
         """Return the first step since the last `reduce` whose loss was not finite here; waits for the device."""
         self._fold()
-        step = _NEVER if self._first_bad is None else int(self._first_bad)
-        return None if step == _NEVER else step
+        # A sum is finite only if all that was added is: one number to look at as long as nothing is wrong.
+        if "loss" not in self._sums or math.isfinite(float(self._sums["loss"][0])):
+            return None
+        for losses, steps in self._losses:
+            for step, finite in zip(steps, torch.isfinite(losses).tolist(), strict=True):
+                if not finite:
+                    return step
+        return None
 
     def _fold(self) -> None:
         """Sum up the outputs kept one by one."""
-        self._note_nonfinite()
-        values: dict[str, list[Tensor | float]] = {}
-        weights: dict[str, list[Tensor | float]] = {}
-        for output in self._outputs:
-            named = output.metrics.items() if output.loss is None else [("loss", output.loss), *output.metrics.items()]
+        columns: dict[str, _Column] = {}
+        for output, step in zip(self._outputs, self._steps, strict=True):
+            named = output.metrics.items() if output.loss is None else (("loss", output.loss), *output.metrics.items())
             for name, value in named:
-                values.setdefault(name, []).append(value)
-                weights.setdefault(name, []).append(output.weight)
+                column = columns[name] if name in columns else columns.setdefault(name, _Column())
+                column.values.append(value)
+                column.weights.append(output.weight)
+                column.steps.append(step)
         self._outputs, self._steps = [], []
-        for name, collected in values.items():
-            weight = self._stack(weights[name])  # (outputs,)
-            total = torch.stack([(self._stack(collected) * weight).sum(), weight.sum()])
+        for name, column in columns.items():
+            values, weights = self._stack(column.values), self._stack(column.weights)  # (outputs,) each
+            total = torch.stack([values @ weights, weights.sum()])
             self._sums[name] = self._sums[name] + total if name in self._sums else total
+            if name == "loss":
+                self._losses.append((values, column.steps))
 
-    def _note_nonfinite(self) -> None:
-        """Keep on the device the first step whose loss was not finite."""
-        losses = [output.loss for output in self._outputs if output.loss is not None]
-        if not losses:
-            return
-        pairs = zip(self._outputs, self._steps, strict=True)
-        numbers = torch.tensor([step for output, step in pairs if output.loss is not None])
-        numbers = numbers.to(self._device, non_blocking=True)
-        bad = torch.where(torch.isfinite(torch.stack(losses)), _NEVER, numbers).min()
-        self._first_bad = bad if self._first_bad is None else torch.minimum(self._first_bad, bad)
-
-    def _stack(self, values: list[Tensor | float]) -> Tensor:
+    def _stack(self, values: Sequence[Tensor | float]) -> Tensor:
         """Return numbers or scalar tensors as one tensor on the device."""
-        if all(isinstance(value, Tensor) for value in values):
-            stacked = torch.stack([value.detach().reshape(()) for value in values if isinstance(value, Tensor)])
-            return stacked.to(self._device, self._dtype)
         if not any(isinstance(value, Tensor) for value in values):
             return torch.tensor(values, dtype=self._dtype).to(self._device, non_blocking=True)
-        return torch.stack([torch.as_tensor(v, dtype=self._dtype, device=self._device).reshape(()) for v in values])
+        scalars = [value if isinstance(value, Tensor) else torch.tensor(value) for value in values]
+        if any(scalar.dim() for scalar in scalars):
+            scalars = [scalar.reshape(()) for scalar in scalars]
+        if len({(scalar.device, scalar.dtype) for scalar in scalars}) > 1:
+            scalars = [scalar.to(self._device, self._dtype) for scalar in scalars]
+        return torch.stack(scalars).to(self._device, self._dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -145,6 +145,21 @@ class Optimization:
         """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
 
+    def check_saved(self, optimizer: Mapping[str, Any], schedules: Sequence[Any], *, where: str) -> None:
+        """Raise UserError if a checkpoint's optimizer or schedules are not of this kind."""
+        own = [_group_signature(group) for group in self.optimizer.param_groups]
+        saved = [_group_signature(group) for group in optimizer["param_groups"]]
+        if own != saved:
+            raise UserError(
+                f"{where} was saved with another optimizer: its parameter groups are {_described(saved)}, those of "
+                f"this run {_described(own)}. Use the same configure_optimizers to go on with it."
+            )
+        if len(schedules) != len(self.schedules):
+            raise UserError(
+                f"{where} was saved with {len(schedules)} learning-rate schedules, and this run has "
+                f"{len(self.schedules)}. Use the same configure_optimizers to go on with it."
+            )
+
     def schedule_state(self) -> list[dict[str, Any]]:
         """Return what a checkpoint keeps of the schedules."""
         return [schedule.scheduler.state_dict() for schedule in self.schedules]
@@ -169,13 +184,23 @@ def configure(
     task: TaskModule, *, clip: Clip, precision: Precision, total_steps: int | None, fused: bool, skip: bool
 ) -> Optimization:
     """Return what `task.configure_optimizers` gives, checked; raises UserError for what cannot be trained with."""
+    if next(iter(task.parameters()), None) is None:
+        raise UserError(
+            f"{type(task).__name__} has no parameters to train; make layers attributes of the task "
+            "(lists of them in nn.ModuleList)."
+        )
     wants_steps = "total_steps" in inspect.signature(task.configure_optimizers).parameters
     if wants_steps and total_steps is None:
         raise UserError(
             f"{type(task).__name__}.configure_optimizers asks for total_steps, which max_duration does not tell; "
             "give max_duration in steps, samples, or epochs of data with a length."
         )
-    returned = task.configure_optimizers(total_steps=total_steps) if wants_steps else task.configure_optimizers()
+    try:
+        returned = task.configure_optimizers(total_steps=total_steps) if wants_steps else task.configure_optimizers()
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        raise UserError(f"the optimizer of {type(task).__name__} has no parameters; pass self.parameters().") from None
     optimizer, schedules = _read(returned, task)
     owned = {id(parameter) for parameter in task.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -189,6 +214,18 @@ def configure(
     if fused:
         use_fused_kernel(optimizer, task)
     return Optimization(optimizer, schedules, clip=clip, precision=precision, skip=skip)
+
+
+def _group_signature(group: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
+    """Return what must agree for a saved group to fit: its number of parameters and the names of its settings."""
+    settings = {
+        name for name in group if name not in ("params", "fused", "foreach") and not name.startswith("initial_")
+    }
+    return len(group["params"]), frozenset(settings - {"max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"})
+
+
+def _described(groups: list[tuple[int, frozenset[str]]]) -> str:
+    return "; ".join(f"{count} parameters with {', '.join(sorted(settings))}" for count, settings in groups)
 
 
 def use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> bool:

@@ -17,18 +17,19 @@ _MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 NAMES = (*_TRUE_TYPES, *_MIXED_TYPES)
 
 
+_NOTHING = nullcontext()
+
+
 class Precision:
     """One of `fp32`, `bf16-mixed`, `fp16-mixed` (with a gradient scaler), `bf16-true`, `fp64`."""
 
     def __init__(self, name: str = "fp32", *, tf32: bool = False) -> None:
         if name not in NAMES:
-            raise UserError(
-                f"unknown precision {name!r}.{nearest(name, NAMES)} Choose one of {', '.join(NAMES)}."
-            )
+            raise UserError(f"unknown precision {name!r}.{nearest(name, NAMES)} Choose one of {', '.join(NAMES)}.")
         self.name = name
         self.tf32 = tf32
         self.scaler: GradScaler | None = None
-        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._autocast: Callable[[], AbstractContextManager[Any]] = _nothing
         self._dtype = _TRUE_TYPES.get(name, torch.float32)
 
     def setup(self, device: torch.device) -> None:
@@ -68,3 +69,7 @@ class Precision:
         """Go on with the scale that `saved` ended with; states without a scaler change nothing."""
         if self.scaler is not None and saved:
             self.scaler.load_state_dict(saved)
+
+
+def _nothing() -> AbstractContextManager[Any]:
+    return _NOTHING

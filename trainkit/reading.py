@@ -62,16 +62,16 @@ class SampleReader:
 
 
 def read_in_workers(
-    reader: Reader, requests: Sequence[Tensor], *, seeds: Sequence[int], workers: int, pin_memory: bool
+    reader: Reader, requests: Iterable[tuple[Tensor, int]], *, workers: int, pin_memory: bool
 ) -> Iterator[Any]:
-    """Yield the batch of each request, read ahead by `workers` processes.
+    """Yield the batch of each request (indices and a seed), read ahead by `workers` processes.
 
-    Each request is read under its own seed of python, numpy and torch, so that random augmentation does not depend
+    Each request is read under its seed of python, numpy and torch, so that random augmentation does not depend
     on how many workers there are, nor on where a resumed run starts.
     """
     loader: DataLoader[Any] = DataLoader(
         _RequestDataset(reader),
-        batch_sampler=list(zip(requests, seeds, strict=True)),  # type: ignore[arg-type] # one request is one "batch"
+        batch_sampler=requests,  # type: ignore[arg-type] # to the loader a request is the indices of one batch
         num_workers=workers,
         collate_fn=_unchanged,
         pin_memory=pin_memory,

@@ -125,6 +125,7 @@ class Run:
         """Go on where a checkpoint was written, on any strategy; collective."""
         assert self.optimization is not None and self.feed is not None
         self.load_weights(payload, where=where)
+        self.optimization.check_saved(payload["optimizer"], payload["schedules"], where=where)
         self.strategy.load_optimizer_state_dict(self.task, self.optimization, payload["optimizer"])
         self.optimization.load_schedule_state(payload["schedules"])
         self.precision.load_state_dict(payload["scaler"])
@@ -150,6 +151,15 @@ class Run:
             set_rng_state(states[self.strategy.rank])
         else:
             seed_everything(self.seed + 1_000_003 * self.state.step + self.strategy.rank)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the callbacks of an error, which stays the first whatever they raise; not collective."""
+        self.stop_reason = f"{type(error).__name__}: {error}"
+        for hook in self._hooks["on_exception"]:
+            try:
+                hook(self, error)
+            except Exception:
+                logger.exception("on_exception failed after %s", self.stop_reason)
 
     def close(self) -> None:
         """Close callbacks and loggers, each even if another fails."""

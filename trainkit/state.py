@@ -23,8 +23,13 @@ class TrainState:
     """Items of one epoch; unknown for streams."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The latest value of every logged metric, by its full name (`validation/loss`)."""
+    evaluation_due: bool = False
+    """Whether an evaluation was broken off and is still to be made."""
+    clock_is_watched: bool = False
+    """Whether an interval counts seconds, so that ranks have to agree on the time after every step."""
     _seconds_before: float = 0.0
     _started: float | None = None
+    _agreed: float | None = None
 
     @property
     def epochs(self) -> float:
@@ -33,13 +38,22 @@ class TrainState:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, those before a resume included."""
+        """Seconds of training, those before a resume included; once ranks agree on the time, as of the last step."""
+        return self.own_seconds if self._agreed is None else self._agreed
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds of training by this rank's own clock."""
         running = time.monotonic() - self._started if self._started is not None else 0.0
         return self._seconds_before + running
 
     def start_clock(self) -> None:
         """Count seconds from now on."""
         self._started = time.monotonic()
+
+    def set_clock(self, seconds: float) -> None:
+        """Take `seconds`, which are the same on every rank, as the time until the next call."""
+        self._agreed = seconds
 
     def advance(self, *, items: int, samples: int, ends_epoch: bool) -> None:
         """Count one optimizer step over `samples` samples."""
@@ -60,6 +74,7 @@ class TrainState:
             "samples": self.samples,
             "seconds": self.seconds,
             "metrics": dict(self.metrics),
+            "evaluation_due": self.evaluation_due,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -69,4 +84,5 @@ class TrainState:
         self.position = saved["position"]
         self.samples = saved["samples"]
         self.metrics = dict(saved["metrics"])
+        self.evaluation_due = saved["evaluation_due"]
         self._seconds_before = saved["seconds"]

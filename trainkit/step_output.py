@@ -27,7 +27,10 @@ class StepOutput:
 
 def read_training_output(returned: Any, num_samples: int, task: object) -> StepOutput:
     """Return the checked output of a `training_step`; raises UserError for one that cannot be trained on."""
-    output = _read(returned, num_samples, task, "training_step")
+    if isinstance(returned, Tensor):
+        output = StepOutput(returned, num_samples)
+    else:
+        output = _read(returned, num_samples, task, "training_step")
     loss = output.loss
     if loss is None:
         raise UserError(
@@ -54,7 +57,7 @@ def read_evaluation_output(returned: Any, num_samples: int, task: object, step_n
 
 def _read(returned: Any, num_samples: int, task: object, step_name: str) -> StepOutput:
     if isinstance(returned, Tensor):
-        return StepOutput(returned, num_samples)
+        returned = {"loss": returned}
     if not isinstance(returned, Mapping):
         raise UserError(
             f"{_name(task)}.{step_name} returned {_kind(returned)}; return the loss as a tensor, or a dict of "

@@ -28,6 +28,7 @@ from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
 T = TypeVar("T")
+_NO_SESSION = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,14 @@ class Strategy:
         """Micro-batches in which each rank is asked to take its part of a step (1 if there is only a limit on size)."""
         return self.accumulate or (2 if self.micro_batch_size is not None else 1)
 
-    def plan(self, batch_size: int) -> BatchPlan:
-        """Return how a global batch is cut; raises UserError where it cannot be cut as asked."""
+    def plan(self, batch_size: int, *, even: bool = True) -> BatchPlan:
+        """Return how a global batch is cut; raises UserError where it should be `even` and cannot be.
+
+        Batches that need not be even are those of evaluations, and ready-made ones of whatever size they have.
+        """
         share = -(-batch_size // self.world_size)  # of the rank that has most
         if self.accumulate is not None:
-            if batch_size % self.accumulate or share < self.accumulate:
+            if even and (batch_size % self.accumulate or share < self.accumulate):
                 raise UserError(_cannot_cut(batch_size, self.accumulate, self.world_size))
             size = -(-share // self.accumulate)
         else:
@@ -179,7 +183,7 @@ class Strategy:
 
     def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
         """Return the context of one backward: gradients are reduced over ranks in it if `sync`, else only added up."""
-        return nullcontext()
+        return _NO_SESSION
 
     def optimizer_step(self, optimization: Optimization) -> Tensor | None:
         """Unscale, clip, update, and drop the gradients; return their global norm where it was needed. Collective."""
@@ -273,7 +277,11 @@ class Strategy:
 
     def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
         """Give the optimizer the state in `saved`."""
-        optimization.optimizer.load_state_dict(saved)
+        own = optimization.optimizer.param_groups
+        pairs = zip(saved["param_groups"], own, strict=True)
+        # Which kernels are used is this run's own choice, not the one that was saved.
+        groups = [{**old, **{key: new[key] for key in ("fused", "foreach") if key in new}} for old, new in pairs]
+        optimization.optimizer.load_state_dict({**saved, "param_groups": groups})
 
 
 def _cannot_cut(batch_size: int, accumulate: int, world_size: int) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -168,7 +169,7 @@ class Trainer:
         """Train `task` in place and return what the run came to.
 
         `resume` is a run folder or a checkpoint; training goes on in the same folder at the very sample after the
-        last one. Raises KeyboardInterrupt after a SIGINT and SystemExit(143) after a SIGTERM, once the state is saved.
+        last one. After a SIGINT or SIGTERM it saves the state and raises Stopped, a SystemExit with code 130 or 143.
         """
         data = _as_data(data, "train")
         checkpoint = _checked(resume)
@@ -208,7 +209,12 @@ class Trainer:
                 f"the task is a {type(task).__name__}; subclass trainkit.TaskModule and pass an object of it."
             )
         self.strategy.validate()
-        data.source(stage)
+        source = data.source(stage)
+        if stage == "train":
+            if source.batch_size is not None:
+                self.strategy.plan(source.batch_size)
+            if self._validates(data):
+                data.source("validation")
 
     def _choose_run_dir(self, task: TaskModule, checkpoint: Path | None) -> Path | None:
         if self.fast_dev_run:
@@ -221,21 +227,23 @@ class Trainer:
 
     def _fit_on_rank(self, task: TaskModule, data: Data, checkpoint: Path | None, run_dir: Path | None) -> FitResult:
         with self._run_on_rank(task, data, run_dir) as run:
-            loop = self._prepare_fit(run, checkpoint)
             started = time.monotonic()
-            samples_before = run.state.samples
             try:
+                loop = self._prepare_fit(run, checkpoint)
+                samples_before = run.state.samples
                 loop.run()
             except BaseException as error:
-                run.stop_reason = f"{type(error).__name__}: {error}"
-                run.emit("on_exception", error)
+                run.report(error)
+                self._write_summary(run, _result(run, seconds=time.monotonic() - started, samples_before=0))
                 raise
-            finally:
-                result = _result(run, seconds=time.monotonic() - started, samples_before=samples_before)
-                if run.is_main and run.run_dir is not None:
-                    write_summary(run.run_dir, asdict(result))
+            result = _result(run, seconds=time.monotonic() - started, samples_before=samples_before)
+            self._write_summary(run, result)
             result.weights = self.strategy.weights_for_caller(task)
             return result
+
+    def _write_summary(self, run: Run, result: FitResult) -> None:
+        if run.is_main and run.run_dir is not None:
+            write_summary(run.run_dir, asdict(result))
 
     def _prepare_fit(self, run: Run, checkpoint: Path | None) -> FitLoop:
         """Bring task, optimizer and data into place on this rank, and a resumed run to where it was; collective."""
@@ -258,6 +266,12 @@ class Trainer:
         )
         self.strategy.prepare_optimization(run.task, run.optimization)
         validation = self._validation_loop(run)
+        followed = [schedule.metric for schedule in run.optimization.schedules if schedule.metric is not None]
+        if validation is None and followed:
+            raise UserError(
+                f"a schedule follows the metric {followed[0]!r}, but nothing is validated; pass Data(validation=...) "
+                "and evaluate_every='1epoch'."
+            )
         schedule = FitSchedule(self.max_duration, self.log_every, self.evaluate_every)
         loop = FitLoop(run, schedule, validation=validation, on_nonfinite=self.on_nonfinite)
         if checkpoint is not None:
@@ -265,7 +279,9 @@ class Trainer:
             run.restore(payload, where=str(checkpoint))
             run.restore_rng(payload)
         elif validation is not None and self.sanity_batches and not self.fast_dev_run:
-            self._eval_loop(run, "sanity", limit=self.sanity_batches).run()
+            metrics = self._eval_loop(run, "sanity", limit=self.sanity_batches).run()
+            if metrics is not None:
+                run.emit("on_evaluation_end", "sanity", metrics)
         self._open_loggers(run)
         return loop
 
@@ -305,8 +321,11 @@ class Trainer:
                     make_run_dir(run.run_dir)
                 try:
                     yield run
-                finally:
-                    run.close()
+                except BaseException:
+                    with suppress(Exception):  # the error on its way is the one that matters
+                        run.close()
+                    raise
+                run.close()
             finally:
                 strategy.teardown()
 
@@ -316,8 +335,12 @@ class Trainer:
             compile_forward(run.task)
 
     def _validation_loop(self, run: Run) -> EvalLoop | None:
-        wanted = run.data.has("validation") and self.evaluate_every is not None
-        return self._eval_loop(run, "validation", limit=self.limits["validation"]) if wanted else None
+        if not self._validates(run.data):
+            return None
+        return self._eval_loop(run, "validation", limit=self.limits["validation"])
+
+    def _validates(self, data: Data) -> bool:
+        return data.has("validation") and self.evaluate_every is not None
 
     def _eval_loop(self, run: Run, stage: str, *, limit: int | None) -> EvalLoop:
         source = run.data.source("validation" if stage == "sanity" else stage)
@@ -342,14 +365,18 @@ class Trainer:
 
     @contextmanager
     def _torch_flags(self) -> Iterator[None]:
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
-        torch.use_deterministic_algorithms(self.deterministic or before[0])
-        torch.autograd.set_detect_anomaly(self.detect_anomaly or before[1])
+        """Set torch's global switches for the run, and put them back."""
+        deterministic, anomaly = torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
+        torch.use_deterministic_algorithms(self.deterministic or deterministic)
+        torch.autograd.set_detect_anomaly(self.detect_anomaly or anomaly)
         try:
-            yield
+            with warnings.catch_warnings():
+                # A step that the fp16 scaler leaves out still counts for the schedules.
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                yield
         finally:
-            torch.use_deterministic_algorithms(before[0])
-            torch.autograd.set_detect_anomaly(before[1])
+            torch.use_deterministic_algorithms(deterministic)
+            torch.autograd.set_detect_anomaly(anomaly)
 
 
 def _as_data(data: Any, stage: str) -> Data:
@@ -388,6 +415,8 @@ def _policy(name: str) -> Policy:
 
 
 def _made(group: str, item: Any) -> Any:
+    if isinstance(item, type):
+        raise UserError(f"{item.__name__} is a class, and an object is wanted; write {item.__name__}().")
     return registry.make(group, item) if isinstance(item, str) else item
 
 
@@ -396,11 +425,16 @@ def _total_steps(durations: Sequence[Duration], feed: Feed, batch_size: int | No
     totals = []
     for duration in durations:
         if duration.unit == "step":
-            totals.append(math.ceil(duration.value))
-        elif duration.unit == "epoch" and feed.num_steps is not None:
-            totals.append(math.ceil(duration.value * feed.num_steps))
+            totals.append(int(duration.value))
+        elif feed.num_steps is None or feed.epoch_length is None:
+            continue
+        elif duration.unit == "epoch":
+            whole, part = divmod(duration.value, 1.0)
+            items = part * feed.epoch_length * (1 - 1e-12)
+            totals.append(int(whole) * feed.num_steps + math.ceil(items / (batch_size or 1)))
         elif duration.unit == "sample" and batch_size is not None:
-            totals.append(math.ceil(duration.value / batch_size))
+            whole, rest = divmod(int(duration.value), feed.epoch_length)
+            totals.append(int(whole) * feed.num_steps + math.ceil(rest / batch_size))
     return min(totals, default=None)
 
 
