@@ -157,7 +157,7 @@ class SampleFeed(Feed):
 
 
 def _grouped(batches: Iterator[Any], counts: deque[list[int]]) -> Iterator[list[MicroBatch]]:
-    """Yield consecutive batches as the micro-batches of their shares; `counts` are the samples of each, share by share."""
+    """Yield consecutive batches as the micro-batches of their shares, whose numbers of samples are in `counts`."""
     micro_batches: list[MicroBatch] = []
     for batch in batches:
         while not counts[0]:  # a share before this batch in which this rank has no samples

@@ -125,7 +125,7 @@ class FitLoop:
         state = self._run.state
         return (
             f"there is nothing to train on from position {state.position} of epoch {state.epoch}, which has "
-            f"{state.epoch_length if state.epoch_length is not None else 'too few'} items now. Resume with the data and "
+            f"{'too few' if state.epoch_length is None else state.epoch_length} items now. Resume with the data and "
             "limits that the run began with, set a smaller batch_size, or drop_last=False."
         )
 

@@ -218,10 +218,7 @@ def configure(
 
 def _group_signature(group: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
     """Return what must agree for a saved group to fit: its number of parameters and the names of its settings."""
-    settings = {
-        name for name in group if name not in ("params", "fused", "foreach") and not name.startswith("initial_")
-    }
-    return len(group["params"]), frozenset(settings - {"max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"})
+    return len(group["params"]), frozenset(name for name in group if name not in ("params", "fused", "foreach"))
 
 
 def _described(groups: list[tuple[int, frozenset[str]]]) -> str:
