@@ -1,0 +1,95 @@
+"""Ending training that no longer gets better."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainkit.callback import Callback
+from trainkit.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from trainkit.run import Run
+
+
+class EarlyStopping(Callback):
+    """Ends training when a metric of validation has not improved for some evaluations; NaN is no improvement.
+
+    Args:
+        metric: The metric of validation.
+        mode: Whether a small (`min`) or a large (`max`) value is good.
+        patience: Evaluations in a row without improvement after which training ends.
+        min_delta: By how much a value must be better than the best so far to be an improvement.
+        threshold: Training also ends as soon as the metric is this good; `None`: no value is good enough.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        metric: str = "validation/loss",
+        mode: Literal["min", "max"] = "min",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        threshold: float | None = None,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise UserError(
+                f"early_stopping.mode={mode!r} is unknown.{nearest(mode, ('min', 'max'))} Choose min or max."
+            )
+        if patience < 1:
+            raise UserError(f"early_stopping.patience must be at least 1 evaluation, got {patience}.")
+        if not min_delta >= 0:
+            raise UserError(f"early_stopping.min_delta must not be negative, got {min_delta}.")
+        self.metric = metric
+        self.mode = mode
+        self.patience = patience
+        self.min_delta = min_delta
+        self.threshold = threshold
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._best: float | None = None
+        self._best_step = 0
+        self._waited = 0
+
+    def on_fit_start(self, run: Run) -> None:
+        if not run.data.has("validation"):
+            raise UserError(
+                f"early_stopping.metric={self.metric!r} is a metric of validation, but the data has none; give "
+                "Data(validation=...), or leave early_stopping out."
+            )
+        if run.resumed_from is None:
+            self._best, self._best_step, self._waited = None, 0, 0
+
+    def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
+        if stage != "validation" or run.optimization is None:
+            return
+        if self.metric not in metrics:
+            raise UserError(
+                f"early_stopping.metric={self.metric!r} is no metric of validation.{nearest(self.metric, metrics)} "
+                f"There are: {', '.join(sorted(metrics)) or 'none'}."
+            )
+        self._count(metrics[self.metric], step=run.state.step)
+        reason = self._reason(metrics[self.metric])
+        if reason is not None:
+            run.request_stop(reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "best_step": self._best_step, "waited": self._waited}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._best, self._best_step, self._waited = saved["best"], saved["best_step"], saved["waited"]
+
+    def _count(self, value: float, *, step: int) -> None:
+        before = self._sign * math.inf if self._best is None else self._best
+        if self._sign * (before - value) > self.min_delta:
+            self._best, self._best_step, self._waited = value, step, 0
+        else:
+            self._waited += 1
+
+    def _reason(self, value: float) -> str | None:
+        if self.threshold is not None and self._sign * value <= self._sign * self.threshold:
+            return f"{self.metric} reached {value:.6g}, the threshold is {self.threshold:.6g}"
+        if self._waited < self.patience:
+            return None
+        best = "no value so far" if self._best is None else f"best {self._best:.6g} at step {self._best_step:,}"
+        return f"{self.metric} has not improved for {self._waited} evaluations ({best})"

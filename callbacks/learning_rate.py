@@ -1,0 +1,24 @@
+"""What the schedules make of the learning rate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainkit.callback import Callback
+
+if TYPE_CHECKING:
+    from trainkit.run import Run
+
+
+class LearningRateMonitor(Callback):
+    """Adds `train/learning_rate`; with several parameter groups one value each, `train/learning_rate.0` and so on.
+
+    A group that has a `"name"` is called by it. At step n it is the rate of step n + 1: schedules have stepped.
+    """
+
+    def on_log(self, run: Run, metrics: dict[str, float]) -> None:
+        assert run.optimization is not None
+        groups = [group for group in run.optimization.optimizer.param_groups if "lr" in group]
+        for index, group in enumerate(groups):
+            suffix = f".{group.get('name', index)}" if len(groups) > 1 else ""
+            metrics[f"train/learning_rate{suffix}"] = float(group["lr"])

@@ -1,0 +1,82 @@
+"""`metrics.csv`: one row for each time that metrics are written, one column for each metric."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainkit.checkpoint_file import write_text
+from trainkit.logger import Logger
+
+
+class CsvLogger(Logger):
+    """Appends rows to `metrics.csv`; a metric that was not written then leaves its cell empty.
+
+    A metric that is new adds a column on the right, for which the file is replaced at one instant. `time` is in
+    seconds since 1970; NaN and infinity are written as `nan` and `inf`.
+
+    Args:
+        filename: The file's name in the run's folder.
+
+    """
+
+    def __init__(self, *, filename: str = "metrics.csv") -> None:
+        self.filename = filename
+        self._path: Path | None = None
+        self._file: int | None = None
+        self._columns: list[str] = []
+
+    def open(self, folder: Path, *, step: int) -> None:
+        self.close()
+        self._path = folder / self.filename
+        self._columns, rows, torn = _read(self._path)
+        kept = [row for row in rows if int(row[0]) <= step]
+        if torn or len(kept) < len(rows) or not self._path.exists():
+            write_text(self._path, _text([self._columns, *kept]))
+        self._open_end()
+
+    def write(self, metrics: Mapping[str, float], *, step: int) -> None:
+        if self._file is None:
+            return
+        known = set(self._columns)
+        new = [name for name in metrics if name not in known]
+        if new:
+            self._add_columns(new)
+        row = {"step": step, "time": round(time.time(), 3), **metrics}
+        os.write(self._file, _text([[str(row.get(column, "")) for column in self._columns]]).encode())
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _add_columns(self, names: Sequence[str]) -> None:
+        assert self._path is not None
+        columns, rows, _ = _read(self._path)
+        self._columns = [*columns, *names]
+        write_text(self._path, _text([self._columns, *([*row, *[""] * len(names)] for row in rows)]))
+        self.close()
+        self._open_end()
+
+    def _open_end(self) -> None:
+        assert self._path is not None
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND, 0o644)
+
+
+def _read(path: Path) -> tuple[list[str], list[list[str]], bool]:
+    """Return the columns, the complete rows, and whether there is anything else, which a kill has left."""
+    text = path.read_text() if path.exists() else ""
+    complete = text[: text.rfind("\n") + 1]
+    columns, *rows = list(csv.reader(io.StringIO(complete))) or [["step", "time"]]
+    whole = [row for row in rows if len(row) == len(columns) and row[0].isdigit()]
+    return columns, whole, len(complete) < len(text) or len(whole) < len(rows)
+
+
+def _text(rows: Sequence[Sequence[str]]) -> str:
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(rows)
+    return stream.getvalue()

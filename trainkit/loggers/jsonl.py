@@ -1,0 +1,76 @@
+"""`metrics.jsonl`: one JSON object for each time that metrics are written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainkit.checkpoint_file import write_text
+from trainkit.logger import Logger
+
+
+class JsonlLogger(Logger):
+    """Appends to `metrics.jsonl` lines such as `{"step": 50, "time": 1767225600.1, "train/loss": 0.69}`.
+
+    `time` is in seconds since 1970. Every line is handed to the system at once, so that a killed process loses none.
+    JSON has no NaN and no infinity: they are the texts `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float()` and
+    JavaScript's `Number()` read.
+
+    Args:
+        filename: The file's name in the run's folder.
+
+    """
+
+    def __init__(self, *, filename: str = "metrics.jsonl") -> None:
+        self.filename = filename
+        self._file: int | None = None
+
+    def open(self, folder: Path, *, step: int) -> None:
+        self.close()
+        path = folder / self.filename
+        _cut_back(path, step=step)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, metrics: Mapping[str, float], *, step: int) -> None:
+        if self._file is None:
+            return
+        line: dict[str, float | str] = {"step": step, "time": round(time.time(), 3)}
+        line.update(metrics)
+        try:
+            text = json.dumps(line, allow_nan=False)
+        except ValueError:
+            text = json.dumps({name: _as_json(value) for name, value in line.items()})
+        os.write(self._file, f"{text}\n".encode())
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _cut_back(path: Path, *, step: int) -> None:
+    """Remove the lines beyond `step`, and a last line that a kill left unfinished."""
+    if not path.exists():
+        return
+    text = path.read_text()
+    kept = [line for line in text.splitlines(keepends=True) if line.endswith("\n") and _step_of(line) <= step]
+    if len("".join(kept)) < len(text):
+        write_text(path, "".join(kept))
+
+
+def _step_of(line: str) -> float:
+    """Return the step that a line is about; of one that a power cut has torn, infinity."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _as_json(value: float | str) -> float | str:
+    if isinstance(value, str) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
