@@ -13,9 +13,7 @@ def pick_device(name: str) -> torch.device:
     """Return the device called `name` (`auto`: the best one there is); raises UserError for one that is not there."""
     kind, _, index = str(name).partition(":")
     if kind not in _KINDS or (index and not index.isdigit()):
-        raise UserError(
-            f"unknown device {name!r}.{nearest(kind, _KINDS)} Choose auto, cpu, cuda, cuda:0 or mps."
-        )
+        raise UserError(f"unknown device {name!r}.{nearest(kind, _KINDS)} Choose auto, cpu, cuda, cuda:0 or mps.")
     if kind == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if _has_mps() else "cpu")
     if kind == "cuda":

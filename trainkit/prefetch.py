@@ -13,18 +13,14 @@ from trainkit.window import MicroBatch, Window
 Move = Callable[[Any], Any]
 
 
-def prefetched(
-    windows: Iterator[Window], move: Move, *, device: torch.device, pin_memory: bool
-) -> Iterator[Window]:
+def prefetched(windows: Iterator[Window], move: Move, *, device: torch.device, pin_memory: bool) -> Iterator[Window]:
     """Yield windows moved by `move`; on CUDA one window ahead, on a stream of its own and from pinned memory."""
     if device.type == "cuda":
         return _one_ahead(windows, move, device=device, pin_memory=pin_memory)
     return (_moved(window, move) for window in windows)
 
 
-def _one_ahead(
-    windows: Iterator[Window], move: Move, *, device: torch.device, pin_memory: bool
-) -> Iterator[Window]:
+def _one_ahead(windows: Iterator[Window], move: Move, *, device: torch.device, pin_memory: bool) -> Iterator[Window]:
     side = torch.cuda.Stream(device)
 
     def copy(window: Window) -> Window:
@@ -53,6 +49,4 @@ def _moved(window: Window, move: Move) -> Window:
 
 
 def _pinned(batch: Any) -> Any:
-    return map_tensors(
-        batch, lambda tensor: tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory()
-    )
+    return map_tensors(batch, lambda tensor: tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory())

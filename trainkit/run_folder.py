@@ -22,18 +22,14 @@ def choose_run_dir(name: str, *, parent: Path = Path("runs")) -> Path:
     """Return a folder `runs/<name>/<date_time>` that does not exist yet."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     suffixes = ("" if attempt == 0 else f"_{attempt}" for attempt in count())
-    return next(
-        path for path in (parent / name / (stamp + suffix) for suffix in suffixes) if not path.exists()
-    )
+    return next(path for path in (parent / name / (stamp + suffix) for suffix in suffixes) if not path.exists())
 
 
 def check_run_dir(folder: Path) -> None:
     """Raise UserError if the folder is not there and cannot be made, or cannot be written to; changes nothing."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise UserError(
-            f"the run folder {folder} cannot be made: {existing} is a file. Set run_dir to another path."
-        )
+        raise UserError(f"the run folder {folder} cannot be made: {existing} is a file. Set run_dir to another path.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"the run folder {folder} cannot be written to; set run_dir to a writable path.")
 
@@ -62,8 +58,6 @@ def write_config(folder: Path, config: str) -> None:
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`: what the run came to and why it ended."""
     known = {
-        key: str(value) if isinstance(value, Path) else value
-        for key, value in summary.items()
-        if key != "weights"
+        key: str(value) if isinstance(value, Path) else value for key, value in summary.items() if key != "weights"
     }
     write_text(folder / "summary.json", json.dumps(known, indent=2) + "\n")
