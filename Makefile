@@ -1,0 +1,42 @@
+# Every target sets up what it needs: `make train` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+.PHONY: train test test-slow test-all check format bench clean
+
+train: $(READY) ## train the handwritten-digits recipe; more: make train ARGS='trainer.max_duration=2epoch'
+	$(BIN)/trainkit fit recipe=digits $(ARGS)
+
+test: $(READY) ## the default tests, a few minutes on two cores
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(READY) ## the tests that take longer
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-all: test test-slow
+
+check: $(READY) ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	rm -rf build
+	$(BIN)/pip install --quiet --no-deps --target build/installed .
+	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p trainkit
+
+format: $(READY) ## put files into the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## the cost of a step; benchmarks/RESULTS.md says how the other tables are made
+	$(BIN)/python benchmarks/step_overhead.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
