@@ -10,25 +10,31 @@ import torch
 RETURN = "return"
 
 
-@dataclass(frozen=True, slots=True)
 class Slot:
     """Stands in a recorded structure for the tensor of a value."""
 
-    value: int
+    __slots__ = ("value",)
+
+    def __init__(self, value: int):
+        self.value = value
 
 
-@dataclass(frozen=True, slots=True)
 class Held:
     """Stands in a recorded structure for a parameter or buffer of the task itself."""
 
-    name: str
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        self.name = name
 
 
-@dataclass(frozen=True, slots=True)
 class Opaque:
     """Stands in a recorded structure for an object that is neither tensor nor constant."""
 
-    kind: str
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: str):
+        self.kind = kind
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-HEADER_TAG = 1 << 20
+HEADER_TAG = 1 << 28
 
 
 @dataclass(slots=True)

@@ -149,7 +149,7 @@ def candidates(recording: Recording, bonds: Sequence[Bond], crossing: Sequence[i
             chosen.add(min(places, key=lambda place: (crossing[place], -place)))
         if allowed[last]:
             chosen.add(last)
-    places = sorted(chosen - {0})
+    places = sorted(chosen - {0, len(recording.events) - 1})  # a stage does more than return
     if len(places) > MOST_CANDIDATES:
         stride = len(places) / MOST_CANDIDATES
         places = [places[int(index * stride)] for index in range(MOST_CANDIDATES)]

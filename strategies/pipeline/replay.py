@@ -241,7 +241,11 @@ class _Replay(EventMode):
                 return found
             shape = self._shapes[leaf.value]
             assert shape is not None, f"the shape of value {leaf.value} was not passed on"
-            return self._player.placeholder(leaf.value, shape)
+            outer, self._inside = self._inside, True  # what makes a placeholder is no event
+            try:
+                return self._player.placeholder(leaf.value, shape)
+            finally:
+                self._inside = outer
         if isinstance(leaf, Held):
             return self._player.held[leaf.name]
         return None if isinstance(leaf, Opaque) else leaf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -24,6 +24,7 @@ from .structures import Signature, signature
 AHEAD = 2
 """Receives are posted so many actions before they are needed, so that messages travel while others compute."""
 ReadLoss = Callable[[int, Any], Tensor]
+Around = Callable[[int], AbstractContextManager[Any]]
 
 
 @dataclass(slots=True)
@@ -75,15 +76,17 @@ class Runtime:
         actions: Iterable[Action],
         seed: int,
         read_loss: ReadLoss,
+        around: Around | None = None,
     ) -> None:
         """Add to the gradients of this rank's parameters those of all micro-batches.
 
+        `around(index)` gives a context for each action, such as a session that reduces gradients.
         `read_loss(micro_batch, returned)` gives the scalar that backward starts from, in the last stage. Every rank
         of the pipeline calls this with the same batches and its own actions of one schedule.
         """
         with generators_kept(self._device):
             run = _Run(self._messages, self._device, staged, step, batches, seed, read_loss)
-            self._carry_out(run, actions)
+            self._carry_out(run, actions, around)
 
     @torch.no_grad()
     def forward(
@@ -95,7 +98,7 @@ class Runtime:
             self._carry_out(run, actions)
         return run.returned
 
-    def _carry_out(self, run: _Run, actions: Iterable[Action]) -> None:
+    def _carry_out(self, run: _Run, actions: Iterable[Action], around: Around | None = None) -> None:
         todo = list(actions)
         self.spans = []
         begin = perf_counter()
@@ -103,7 +106,8 @@ class Runtime:
             for index, action in enumerate(todo):
                 for later in todo[index : index + 1 + AHEAD]:
                     run.post(later)
-                start = run.carry_out(action)
+                with around(index) if around is not None else nullcontext():
+                    start = run.carry_out(action)
                 self.spans.append(Span(action, start - begin, perf_counter() - begin))
         self._messages.finish()
 

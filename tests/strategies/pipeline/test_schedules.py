@@ -86,9 +86,7 @@ def test_several_stages_a_rank_never_wait_for_themselves_also_with_a_short_last_
 
 
 def _assert_complete(actions, num_stages, num_micro_batches):
-    everything = sorted(
-        (action.kind, action.stage, action.micro_batch) for todo in actions for action in todo
-    )
+    everything = sorted((action.kind, action.stage, action.micro_batch) for todo in actions for action in todo)
     assert everything == sorted(
         (kind, stage, micro_batch)
         for kind in (FORWARD, BACKWARD)
@@ -106,18 +104,14 @@ def _assert_happens_before(spans, num_stages):
 
 @settings(deadline=None, max_examples=60)
 @given(**sizes)
-def test_interleaved_holds_no_more_micro_batches_than_there_are_stages_behind_it(
-    num_ranks, num_micro_batches
-):
+def test_interleaved_holds_no_more_micro_batches_than_there_are_stages_behind_it(num_ranks, num_micro_batches):
     for rank, actions in enumerate(_actions(interleaved, num_ranks, num_micro_batches)):
         assert _most_in_flight(actions) <= num_ranks - rank
 
 
 @settings(deadline=None, max_examples=60)
 @given(stages_per_rank=st.integers(2, 4), **sizes)
-def test_several_stages_a_rank_hold_a_bounded_number_of_micro_batches(
-    num_ranks, num_micro_batches, stages_per_rank
-):
+def test_several_stages_a_rank_hold_a_bounded_number_of_micro_batches(num_ranks, num_micro_batches, stages_per_rank):
     for rank, actions in enumerate(
         _actions(interleaved_virtual, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
     ):

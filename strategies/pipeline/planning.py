@@ -1,0 +1,174 @@
+"""From a task and one batch to a recording with cuts: which modules are units, what they cost, where stages begin."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.errors import UserError
+
+from .events import Recording
+from .measuring import estimate, measure
+from .partition import Partition, StageCosts, dearest, manual_cuts, partition
+from .recording import Observation, Step, estimated_seconds, observe
+
+logger = logging.getLogger(__name__)
+
+Cuts = Sequence[str] | Mapping[str, int]
+
+GOOD_IMBALANCE = 1.05
+"""Modules are not opened further once the dearest stage is this close to the mean."""
+WORTH_OPENING = 0.98
+"""More events make every replay longer: finer units must make the dearest stage cheaper by this factor."""
+FINENESS = (2, 4, 8, 16)
+"""A module is opened where it takes more than this part of a stage; tried in turn."""
+
+
+def plan(
+    task: nn.Module,
+    step: Step,
+    batch: Any,
+    *,
+    num_stages: int,
+    balance: float = 0.0,
+    cuts: Cuts | None = None,
+    measured: bool = True,
+) -> tuple[Recording, Partition]:
+    """Return a recording of `step` and its partition: the user's `cuts`, or the best for this `balance`.
+
+    The step runs a few times on a copy of `batch`; the task is left as it was. With `measured` false costs follow
+    from operations and bytes alone, so that the task may lie on the meta device.
+    """
+    survey = observe(task, step, batch, units=frozenset())
+    if not survey.recording.parameter_users:
+        raise UserError(f"{type(task).__name__}'s step uses no parameter of the task: there is nothing to cut.")
+    if cuts is not None:
+        return _manual(task, step, batch, survey, cuts, num_stages=num_stages, measured=measured)
+    best: tuple[Recording, Partition] | None = None
+    best_cost = float("inf")
+    refusal: UserError | None = None
+    previous: frozenset[str] | None = None
+    for fineness in FINENESS:
+        recording = _record(task, step, batch, survey, limit=1.0 / (num_stages * fineness), opened=frozenset())
+        units = frozenset(event.name for event in recording.events if event.is_unit)
+        if units == previous:
+            continue
+        previous = units
+        _set_costs(recording, task, step, batch, measured=measured)
+        try:
+            found = partition(recording, num_stages=num_stages, balance=balance)
+        except UserError as error:
+            refusal = error
+            continue
+        cost = dearest(
+            found.cuts,
+            len(recording.events),
+            StageCosts.of(recording, num_stages=num_stages, balance=balance),
+        )
+        if cost < best_cost * WORTH_OPENING:
+            best, best_cost = (recording, found), cost
+        if best_cost * num_stages <= GOOD_IMBALANCE:
+            break
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
+def _manual(
+    task: nn.Module,
+    step: Step,
+    batch: Any,
+    survey: Observation,
+    cuts: Cuts,
+    *,
+    num_stages: int,
+    measured: bool,
+) -> tuple[Recording, Partition]:
+    wanted = [] if isinstance(cuts, Mapping) else list(cuts)
+    names = [name for name in survey.module_calls if name]
+    opened = {
+        ancestor
+        for name in names
+        if any(name == want or name.endswith(f".{want}") for want in wanted)
+        for ancestor in _ancestors(name)
+    }
+    if isinstance(cuts, Mapping):
+        limit = 0.0  # patterns may name any module
+    else:
+        limit = 1.0 / (num_stages * FINENESS[0])
+    recording = _record(task, step, batch, survey, limit=limit, opened=frozenset(opened))
+    _set_costs(recording, task, step, batch, measured=measured)
+    return recording, manual_cuts(recording, dict(cuts) if isinstance(cuts, Mapping) else wanted, num_stages=num_stages)
+
+
+def _record(
+    task: nn.Module, step: Step, batch: Any, survey: Observation, *, limit: float, opened: frozenset[str]
+) -> Recording:
+    """Return a recording whose units take at most `limit` of the step, where they can be opened."""
+    closed: frozenset[str] = frozenset()
+    while True:
+        units = choose_units(task, survey, limit=limit, opened=opened, closed=closed)
+        observation = observe(task, step, batch, units=units)
+        opaque = frozenset(
+            name
+            for name in observation.opaque_units - opened
+            if _can_be_opened(task, survey, name) and name not in closed
+        )
+        reading = frozenset(observation.reading_modules - opened - closed - opaque)
+        if opaque:
+            opened |= opaque
+        elif reading:
+            closed |= reading
+        else:
+            return observation.recording
+
+
+def choose_units(
+    task: nn.Module,
+    survey: Observation,
+    *,
+    limit: float,
+    opened: frozenset[str] = frozenset(),
+    closed: frozenset[str] = frozenset(),
+) -> frozenset[str]:
+    """Return the outermost modules that take at most `limit` of the step in one call, or cannot be opened."""
+    calls = survey.module_calls
+    whole = estimated_seconds(calls[""].cost) or 1.0
+    units: set[str] = set()
+    pending = [("", child) for child in calls[""].callees]
+    seen: set[str] = set()
+    while pending:
+        _, name = pending.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        share = estimated_seconds(calls[name].cost) / calls[name].num_calls / whole
+        asked = name in opened or (share > limit and name not in closed)
+        if asked and _can_be_opened(task, survey, name):
+            pending += [(name, child) for child in calls[name].callees]
+        else:
+            units.add(name)
+    return frozenset(units)
+
+
+def _can_be_opened(task: nn.Module, survey: Observation, name: str) -> bool:
+    module = task.get_submodule(name)
+    is_compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    return bool(survey.module_calls[name].callees) and not is_compiled
+
+
+def _set_costs(recording: Recording, task: nn.Module, step: Step, batch: Any, *, measured: bool) -> None:
+    if measured and torch.is_grad_enabled():
+        measure(recording, task, step, batch)
+    else:
+        estimate(recording)
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]

@@ -1,0 +1,684 @@
+"""The strategy `pipeline`: one task over several devices, cut into stages, with copies of the whole if asked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainkit.errors import UserError, nearest
+from trainkit.optimization import Optimization
+from trainkit.precision import Precision
+from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
+from trainkit.strategy import BatchPlan, Strategy
+from trainkit.task import TaskModule
+from trainkit.window import MicroBatch, Window
+
+from ..ddp.agreement import broadcast, gather
+from ..ddp.clipping import total_norm
+from ..ddp.reducer import Reducer, ReducerSettings
+from .events import Recording
+from .messages import Messages
+from .partition import Partition
+from .placement import Placement, keep_own_part, owned_bounds, place
+from .planning import plan
+from .recording import observe
+from .replay import Player
+from .runtime import Runtime, StagedStep
+from .schedules import (
+    FORWARD,
+    Action,
+    Span,
+    bubble,
+    forward_only,
+    interleaved,
+    interleaved_virtual,
+    simple,
+)
+from .segments import segments
+from .sharing import OutputSharing
+from .structures import signature
+from .table import PartitionPlan
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+SCHEDULES = ("simple", "interleaved", "interleaved_virtual")
+BALANCES = {"speed": 0.0, "memory": 1.0}
+MICRO_BATCHES_PER_STAGE = 2
+"""Micro-batches for each stage where the user says nothing: a third of the time is idle with so many."""
+
+
+class Pipeline(Strategy):
+    """Cuts the task into stages, one a process, and leads the micro-batches of each step through them.
+
+    Four ranks as two stages and two copies (replicas); replicas read different samples, stages the same::
+
+                    stage 0    stage 1
+        replica 0   rank 0 --> rank 1
+        replica 1   rank 2 --> rank 3
+
+    The task needs no change: its step is recorded on the first batch, cut, and run again on every rank, which
+    executes only its own part.
+
+    Args:
+        stages: Processes that share one copy of the task.
+        replicas: Copies that train on different samples.
+        schedule: `interleaved` (a backward as soon as it is possible), `simple` (all forwards, then all
+            backwards), `interleaved_virtual` (`interleaved`, with several stages on each rank).
+        stages_per_rank: Stages on each rank, for `interleaved_virtual`.
+        cuts: Names of the modules that begin the second and later stages, or a stage for each pattern of names;
+            by default found from what each module costs.
+        balance: `speed`, `memory`, or a share between 0 and 1 of memory against time.
+        device: `auto`, `cpu` or `cuda`.
+        accumulate: Micro-batches of a step on each replica; by default two for each stage.
+        micro_batch_size: Samples of a micro-batch, at most; another way to say it.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: int = 2,
+        replicas: int = 1,
+        schedule: str = "interleaved",
+        stages_per_rank: int = 2,
+        cuts: Sequence[str] | Mapping[str, int] | None = None,
+        balance: str | float = "speed",
+        device: str = "auto",
+        accumulate: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(device=device, accumulate=accumulate, micro_batch_size=micro_batch_size)
+        for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
+        if schedule not in SCHEDULES:
+            raise UserError(
+                f"unknown schedule {schedule!r}.{nearest(schedule, SCHEDULES)} Choose one of {', '.join(SCHEDULES)}."
+            )
+        self.stages = stages
+        self.replicas = replicas
+        self.schedule = schedule
+        self.stages_per_rank = stages_per_rank if schedule == "interleaved_virtual" else 1
+        self.cuts = cuts
+        self.balance = _balance(balance)
+        self.stage = 0
+        self.partition_plan: PartitionPlan | None = None
+        """The stages, once the first step has been planned."""
+        self._pipeline_group: dist.ProcessGroup | None = None
+        self._data_group: dist.ProcessGroup | None = None
+        self._placement: Placement | None = None
+        self._steps: dict[str, StagedStep] = {}
+        self._runtime: Runtime | None = None
+        self._sharing: OutputSharing | None = None
+        self._holder_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._reducer: Reducer | None = None
+        self._optimization: Optimization | None = None
+        self._with_gradient: list[str] | None = None
+        self._has_own_weight = False
+        self._host = torch.device("cpu")
+
+    # ---- Where the ranks are
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes in all."""
+        return self.stages * self.replicas
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and talks to the user: the first stage of the first replica."""
+        return self.rank == 0 and self.stage == 0
+
+    def setup(self, precision: Precision) -> None:
+        """Join the other ranks, and find this rank's stage and replica; collective."""
+        super().setup(precision)
+        if dist.is_initialized():
+            self._join()
+        messages = Messages(self._pipeline_group, rank=self.stage, device=self.device)
+        self._runtime = Runtime(messages, device=self.device)
+        self._sharing = OutputSharing(self._pipeline_group, rank=self.stage, device=self.device)
+
+    def _join(self) -> None:
+        if dist.get_world_size() != self.num_ranks:
+            raise UserError(
+                f"strategy.stages={self.stages} x strategy.replicas={self.replicas} need {self.num_ranks} processes, "
+                f"but there are {dist.get_world_size()}."
+            )
+        self.rank, self.stage = divmod(dist.get_rank(), self.stages)
+        self.world_size = self.replicas
+        # Every rank makes every group, in the same order.
+        for replica in range(self.replicas):
+            members = [replica * self.stages + stage for stage in range(self.stages)]
+            group = dist.new_group(members, backend="gloo")
+            if replica == self.rank:
+                self._pipeline_group = group
+        for stage in range(self.stages):
+            group = dist.new_group([replica * self.stages + stage for replica in range(self.replicas)])
+            if stage == self.stage:
+                self._data_group = group
+
+    def prepare(self, task: TaskModule) -> None:
+        """Leave rank 0's parameters and buffers on every rank; they stay in host memory until the first step is cut."""
+        self.precision.prepare(task)
+        task.to(self._host)
+        self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        if dist.is_initialized():
+            everyone = self._pipeline_group
+            assert everyone is not None and self._data_group is not None
+            state = [*task.parameters(), *task.buffers()]
+            if self.stage == 0 and self.replicas > 1:
+                broadcast(state, self._data_group)
+            broadcast(state, everyone)
+
+    def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
+        """Remember the optimizer, whose state follows the parameters to their stages."""
+        self._optimization = optimization
+
+    def teardown(self) -> None:
+        """Release what was acquired; may be called twice."""
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+
+    # ---- Who reads what
+
+    @property
+    def micro_batches_of_a_step(self) -> int:
+        """Micro-batches in which each replica takes its part of a step."""
+        return self.accumulate or MICRO_BATCHES_PER_STAGE * self.stages
+
+    def plan(self, batch_size: int) -> BatchPlan:
+        """Return how a global batch is cut; without a wish of the user's in enough micro-batches to fill the stages."""
+        if self.accumulate is not None or self.micro_batch_size is not None:
+            return super().plan(batch_size)
+        share = -(-batch_size // self.world_size)
+        size = -(-share // min(self.micro_batches_of_a_step, share))
+        return BatchPlan(batch_size, self.world_size, -(-share // size), size)
+
+    # ---- A step
+
+    def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+        """Leave in every `.grad` of this stage the gradient of the weighted mean loss over the global batch.
+
+        Returns the outputs of this replica's micro-batches, on every stage. Collective.
+        """
+        step = partial(self._call, task.training_step)
+        staged = self._staged(task, "training_step", step, window.micro_batches)
+        outputs: dict[int, StepOutput] = {}
+
+        def read_loss(index: int, returned: Any) -> Tensor:
+            micro_batch = window.micro_batches[index]
+            output = read_training_output(returned, micro_batch.num_samples, task)
+            loss = output.loss
+            assert loss is not None
+            output.loss = loss.detach()
+            outputs[index] = output
+            alone = micro_batch.num_samples == window.num_samples
+            share = 1.0 if alone else output.weight / window.num_samples
+            return self.precision.scale(loss if isinstance(share, float) and share == 1.0 else loss * share)
+
+        batches = [micro_batch.batch for micro_batch in window.micro_batches]
+        self._run_window(staged, step, batches, read_loss)
+        shared = self._share([outputs[index] for index in sorted(outputs)], staged, "training_step")
+        self._finish_gradients(task, shared, window)
+        return shared
+
+    def _call(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        with self.precision.forward():
+            return step(batch)
+
+    def _run_window(
+        self,
+        staged: StagedStep,
+        step: Callable[[Any], Any],
+        batches: list[Any],
+        read_loss: Callable[[int, Any], Tensor],
+    ) -> None:
+        assert self._runtime is not None
+        seed = _draw_seed()
+        actions = list(self._actions(len(batches)))
+        if self._reducer is None or not actions:
+            self._runtime.train(staged, step, batches, actions=actions, seed=seed, read_loss=read_loss)
+            if self._reducer is not None:
+                self._reducer.reduce_nothing()
+            return
+        reducer = self._reducer
+
+        def around(index: int) -> Any:
+            if actions[index].kind == FORWARD:
+                return nullcontext()
+            return reducer.session(sync=index == len(actions) - 1)
+
+        self._runtime.train(staged, step, batches, actions=actions, seed=seed, around=around, read_loss=read_loss)
+
+    def _actions(self, num_micro_batches: int) -> Iterator[Action]:
+        if self.schedule == "interleaved_virtual":
+            return interleaved_virtual(self.stage, self.stages, num_micro_batches, stages_per_rank=self.stages_per_rank)
+        schedule = simple if self.schedule == "simple" else interleaved
+        return schedule(self.stage, self.stages, num_micro_batches)
+
+    def _finish_gradients(self, task: TaskModule, outputs: Sequence[StepOutput], window: Window) -> None:
+        """Add up the gradients of parameters that several stages use, and divide by the task's own weights."""
+        parameters = dict(task.named_parameters())
+        if self._with_gradient is None:
+            self._agree_after_first_step(parameters, outputs)
+        assert self._with_gradient is not None and self._placement is not None
+        for ranks, names in self._placement.shared_by().items():
+            if self.stage in ranks:
+                for name in names:
+                    if name in self._with_gradient:
+                        parameter = parameters[name]
+                        if parameter.grad is None:
+                            parameter.grad = torch.zeros_like(parameter)
+                        dist.all_reduce(parameter.grad, group=self._holder_groups[ranks])
+        if not self._has_own_weight:
+            return
+        total = sum((output.weight for output in outputs), start=torch.zeros((), dtype=torch.float64))
+        if self.world_size == 1 and len(outputs) <= 1:
+            return
+        if self.world_size > 1:
+            total = self.all_reduce(torch.as_tensor(total, dtype=torch.float64))
+        self.scale_gradients(window.num_samples / total.to(self.device))
+
+    def _agree_after_first_step(self, parameters: dict[str, nn.Parameter], outputs: Sequence[StepOutput]) -> None:
+        mine = [name for name, parameter in parameters.items() if parameter.grad is not None]
+        answers = self._gather_everywhere((mine, any(output.own_weight for output in outputs)))
+        self._with_gradient = sorted({name for names, _ in answers for name in names})
+        self._has_own_weight = any(own for _, own in answers)
+
+    def gradient_norm(self, optimization: Optimization) -> Tensor:
+        """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
+        gradients = [parameter.grad for parameter in self._counted_parameters if parameter.grad is not None]
+        norm = total_norm(gradients, self.device)
+        square = norm.double().square()
+        if self._pipeline_group is not None:
+            square = square.cpu()
+            dist.all_reduce(square, group=self._pipeline_group)
+        return square.sqrt().to(norm)
+
+    def optimizer_step(self, optimization: Optimization) -> Tensor | None:
+        """Update this stage's parameters; a step that fp16 skips on one stage is skipped on all. Collective."""
+        if self.precision.scaler is None:
+            return super().optimizer_step(optimization)
+        return super().optimizer_step(_ScaledTogether(optimization, self._agree_on_overflow))
+
+    # ---- Evaluation
+
+    def evaluate(
+        self,
+        task: TaskModule,
+        micro_batch: MicroBatch,
+        step_name: Literal["validation_step", "test_step"],
+    ) -> StepOutput:
+        """Return the metrics of one batch, on every stage of this replica; collective over its stages."""
+
+        def read(returned: Any) -> StepOutput:
+            return read_evaluation_output(returned, micro_batch.num_samples, task, step_name)
+
+        staged, returned = self._forward(task, step_name, micro_batch)
+        outputs = [read(value) for value in returned]
+        return self._share(outputs, staged, step_name)[0]
+
+    def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
+        """Return the predictions for one batch, on every stage of this replica; collective over its stages."""
+        staged, returned = self._forward(task, "predict_step", micro_batch)
+        if self._pipeline_group is None:
+            return returned[0]
+        box = returned or [None]
+        dist.broadcast_object_list(box, group=self._pipeline_group, group_src=staged.segments[-1].rank)
+        return box[0]
+
+    def _forward(self, task: TaskModule, step_name: str, micro_batch: MicroBatch) -> tuple[StagedStep, list[Any]]:
+        assert self._runtime is not None
+        step = partial(self._call, getattr(task, step_name))
+        moved = MicroBatch(self._move_for_evaluation(micro_batch.batch), micro_batch.num_samples)
+        name = f"{step_name} in training mode" if task.training else step_name
+        staged = self._staged(task, name, step, [moved])
+        own = [segment.index for segment in staged.segments if segment.rank == self.stage]
+        actions = forward_only(own, 1)
+        returned = self._runtime.forward(staged, step, [moved.batch], actions=actions, seed=_draw_seed())
+        return staged, list(returned.values())
+
+    def gather_predictions(self, outputs: list[Any]) -> list[Any]:
+        """Return all replicas' predictions in the order of the dataset; collective."""
+        return _interleave(self.all_gather_object(outputs))
+
+    # ---- Planning
+
+    def _staged(
+        self,
+        task: TaskModule,
+        name: str,
+        step: Callable[[Any], Any],
+        micro_batches: Sequence[MicroBatch],
+    ) -> StagedStep:
+        """Return a step cut into segments; recorded by rank 0 when it is met for the first time. Collective then."""
+        if name not in self._steps:
+            recording, bounds, ranks, recorded = self._plan_first(task, step, micro_batches)
+            player = Player(recording, task, self.device)
+            self._steps[name] = StagedStep.of(player, segments(recording, bounds, ranks), recorded)
+        return self._steps[name]
+
+    def _plan_first(
+        self, task: TaskModule, step: Callable[[Any], Any], micro_batches: Sequence[MicroBatch]
+    ) -> tuple[Recording, list[tuple[int, int]], list[int], Any]:
+        is_first = self._placement is None
+        answer: Any = None
+        if self._global_rank == 0 or (not is_first and self.stage == 0):
+            try:
+                answer = self._record(task, step, micro_batches[0].batch)
+            except Exception as error:
+                self._tell(error, is_first=is_first)
+                raise
+        answer = self._tell(answer, is_first=is_first)
+        if isinstance(answer, BaseException):
+            raise answer
+        recording, partition, recorded = answer
+        if is_first:
+            self._settle(task, recording, partition, len(micro_batches))
+            bounds = partition.bounds(len(recording.events))
+            return recording, bounds, [index % self.stages for index in range(len(bounds))], recorded
+        assert self._placement is not None
+        bounds, ranks = owned_bounds(recording, self._placement, num_ranks=self.stages)
+        return recording, bounds, ranks, recorded
+
+    def _record(self, task: TaskModule, step: Callable[[Any], Any], batch: Any) -> tuple[Any, ...]:
+        if self._placement is not None:
+            units = frozenset(
+                event.name for event in self._steps[next(iter(self._steps))].recording.events if event.is_unit
+            )
+            with torch.no_grad():
+                return observe(task, step, batch, units=units).recording, None, signature(batch)
+        on_host = batch if self.device.type == "cpu" else _to_host(batch)
+        recording, partition = plan(
+            task,
+            step,
+            on_host,
+            num_stages=self.stages * self.stages_per_rank,
+            balance=self.balance,
+            cuts=self.cuts,
+            measured=self.device.type == "cpu",
+        )
+        return recording, partition, signature(batch)
+
+    def _tell(self, answer: Any, *, is_first: bool) -> Any:
+        """Return what the recording rank found: rank 0 for everyone, later the first stage for its own pipeline."""
+        if not dist.is_initialized():
+            return answer
+        box = [answer]
+        if is_first:
+            dist.broadcast_object_list(box, src=0)
+        else:
+            dist.broadcast_object_list(box, group=self._pipeline_group, group_src=0)
+        return box[0]
+
+    def _settle(self, task: TaskModule, recording: Recording, partition: Partition, num_micro_batches: int) -> None:
+        """Keep this stage's part of the task on the device, and arrange for gradients to be reduced."""
+        placement = place(task, recording, partition, num_ranks=self.stages)
+        self._placement = placement
+        keep_own_part(task, placement, rank=self.stage, device=self.device)
+        named = dict(task.named_parameters())
+        self._counted_parameters = [
+            parameter for name, parameter in named.items() if placement.counted(name, self.stage)
+        ]
+        self._keep_own_optimizer_state(named)
+        for replica in range(self.replicas):
+            for ranks in sorted(placement.shared_by()):
+                members = [replica * self.stages + stage for stage in ranks]
+                group = dist.new_group(members)
+                if replica == self.rank:
+                    self._holder_groups[ranks] = group
+        self._check_generators()
+        mine = [
+            (name, parameter)
+            for name, parameter in named.items()
+            if name in placement.used and placement.is_held(name, self.stage) and parameter.requires_grad
+        ]
+        if self._data_group is not None and self.replicas > 1 and mine:
+            self._reducer = Reducer(mine, group=self._data_group, settings=ReducerSettings(average=False))
+        self.partition_plan = PartitionPlan.of(
+            recording,
+            partition,
+            bubble=bubble(self.stages, max(num_micro_batches, 1), stages_per_rank=self.stages_per_rank),
+        )
+        if self.is_main:
+            logger.info("pipeline:\n%s", self.partition_plan)
+
+    def _keep_own_optimizer_state(self, named: dict[str, nn.Parameter]) -> None:
+        assert self._placement is not None
+        if self._optimization is None:
+            return
+        state = self._optimization.optimizer.state
+        for name, parameter in named.items():
+            if parameter in state:
+                if not self._placement.is_held(name, self.stage):
+                    del state[parameter]
+                else:
+                    _move_state(state[parameter], self.device)
+
+    def _check_generators(self) -> None:
+        """Let all stages of a pipeline draw the same random numbers from here on."""
+        if self._pipeline_group is not None:
+            state = torch.get_rng_state()
+            dist.broadcast(state, group=self._pipeline_group, group_src=0)
+            torch.set_rng_state(state)
+
+    # ---- Talking to the other ranks: those of other replicas, unless it says otherwise
+
+    @property
+    def _global_rank(self) -> int:
+        return self.rank * self.stages + self.stage
+
+    def _share(self, outputs: list[StepOutput], staged: StagedStep, kind: str) -> list[StepOutput]:
+        assert self._sharing is not None
+        source = staged.segments[-1].rank
+        return self._sharing.share(outputs if source == self.stage else None, source=source, kind=kind)
+
+    def _gather_everywhere(self, value: T) -> list[T]:
+        if not dist.is_initialized():
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
+        """Return the reduction of `tensor` over replicas; collective."""
+        if self._data_group is None or self.replicas == 1:
+            return tensor
+        operations = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+        reduced = tensor.clone()
+        dist.all_reduce(reduced, operations[op], group=self._data_group)
+        return reduced
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return each replica's value; collective."""
+        if self._data_group is None or self.replicas == 1:
+            return [value]
+        return gather(value, self._data_group)
+
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's value, on every stage of every replica; collective."""
+        if not dist.is_initialized():
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]  # type: ignore[no-any-return] # a list of anything holds it
+
+    def barrier(self) -> None:
+        """Return when every rank has come here; collective."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether `flag` is true on any rank, of any stage and replica; collective."""
+        if not dist.is_initialized():
+            return flag
+        found = torch.tensor([float(flag)], device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found.item())
+
+    def agree_to_stop(self, requested: bool) -> bool:
+        """Return on every rank whether any was asked to stop."""
+        return self.agree(requested)
+
+    def sum_named(
+        self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
+    ) -> tuple[list[str], Tensor]:
+        """Return the names known to any replica, and their sums over replicas."""
+        if self._data_group is None or self.replicas == 1:
+            return super().sum_named(sums, device=device, dtype=dtype)
+        answers = gather({name: value.cpu() for name, value in sums.items()}, self._data_group)
+        names = sorted({name for answer in answers for name in answer})
+        packed = torch.zeros(len(names), 2, dtype=dtype)
+        for answer in answers:
+            for row, name in enumerate(names):
+                if name in answer:
+                    packed[row] += answer[name].to(dtype)
+        return names, packed.to(device)
+
+    def _agree_on_overflow(self, found: Tensor) -> Tensor:
+        if self._pipeline_group is None:
+            return found
+        on_host = found.cpu()
+        dist.all_reduce(on_host, dist.ReduceOp.MAX, group=self._pipeline_group)
+        return on_host.to(found.device)
+
+    # ---- State, whole and under the bare task's names
+
+    def state_dict(self, task: TaskModule) -> dict[str, Any]:
+        """Return the task's parameters and buffers, complete on rank 0: each stage sends it what it holds."""
+        state = task.state_dict()
+        if self._placement is None or self._pipeline_group is None or self.rank != 0:
+            return state
+        names = _canonical_names(task)
+        for key in state:
+            source = self._placement.holders[names[key]][0] if key in names else 0
+            if source == 0:
+                continue
+            if self.stage == source:
+                dist.send(state[key].contiguous().cpu(), group=self._pipeline_group, group_dst=0)
+            elif self.stage == 0:
+                whole = torch.empty(state[key].shape, dtype=state[key].dtype)
+                dist.recv(whole, group=self._pipeline_group, group_src=source)
+                state[key] = whole
+        return state
+
+    def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
+        """Give each stage its part of the parameters and buffers in `saved`."""
+        if self._placement is None:
+            task.load_state_dict(saved)
+            return
+        names = _canonical_names(task)
+        current = task.state_dict()
+        if set(current) != set(saved):
+            task.load_state_dict(saved)  # raises with the names that differ
+        with torch.no_grad():
+            for key, tensor in current.items():
+                if key in names and self._placement.is_held(names[key], self.stage):
+                    tensor.copy_(saved[key])
+
+    def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
+        """Return the optimizer's state, complete on rank 0: each stage holds that of its parameters."""
+        state: dict[str, Any] = optimization.optimizer.state_dict()
+        if self._placement is None or self._pipeline_group is None or self.rank != 0:
+            return state
+        parts: list[Any] = [None] * self.stages
+        dist.gather_object(
+            state["state"],
+            parts if self.stage == 0 else None,
+            group=self._pipeline_group,
+            group_dst=0,
+        )
+        if self.stage == 0:
+            whole: dict[int, Any] = {}
+            for part in reversed(parts):
+                whole.update(part)
+            state["state"] = dict(sorted(whole.items()))
+        return state
+
+    def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
+        """Give this stage's optimizer the state of its own parameters in `saved`."""
+        if self._placement is None:
+            optimization.optimizer.load_state_dict(saved)
+            return
+        names = {id(parameter): name for name, parameter in task.named_parameters()}
+        own = {
+            index: state
+            for index, state in saved["state"].items()
+            if self._placement.is_held(names[id(optimization.parameters[index])], self.stage)
+        }
+        optimization.optimizer.load_state_dict({**saved, "state": own})
+
+    # ---- What happened when
+
+    def timeline(self) -> list[list[Span]]:
+        """Return what each stage of this replica did in the last window, and when; collective over its stages."""
+        assert self._runtime is not None
+        if self._pipeline_group is None:
+            return [self._runtime.spans]
+        return gather(self._runtime.spans, self._pipeline_group)
+
+
+class _ScaledTogether(Optimization):
+    """An optimization whose scaler hears of an overflow on any stage."""
+
+    def __init__(self, inner: Optimization, agree: Callable[[Tensor], Tensor]):
+        self.__dict__ = inner.__dict__
+        self._agree_on_overflow = agree
+
+    def unscale(self) -> None:
+        """Unscale this stage's gradients, and let all stages know of an overflow."""
+        super().unscale()
+        assert self._scaler is not None
+        found = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        device = next(iter(found), self.parameters[0].device)
+        worst = sum(found.values(), start=torch.zeros((), device=device))
+        found.clear()
+        found[device] = self._agree_on_overflow(worst)
+
+
+def _draw_seed() -> int:
+    """Return the seed of a window, drawn from torch's generator, which advances equally on all stages."""
+    return int(torch.randint(2**62, ()).item())
+
+
+def _balance(balance: str | float) -> float:
+    if isinstance(balance, str):
+        if balance not in BALANCES:
+            raise UserError(f"balance must be speed, memory or a number from 0 to 1, got {balance!r}.")
+        return BALANCES[balance]
+    if not 0.0 <= balance <= 1.0:
+        raise UserError(f"balance must be speed, memory or a number from 0 to 1, got {balance}.")
+    return float(balance)
+
+
+def _canonical_names(task: nn.Module) -> dict[str, str]:
+    """Return for each key of the state dict the first name of the parameter or buffer there."""
+    first = {id(tensor): name for name, tensor in (*task.named_parameters(), *task.named_buffers())}
+    state = task.state_dict(keep_vars=True)
+    return {key: first[id(tensor)] for key, tensor in state.items() if id(tensor) in first}
+
+
+def _move_state(state: dict[str, Any], device: torch.device) -> None:
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            state[key] = value.to(device)
+
+
+def _to_host(batch: Any) -> Any:
+    from trainkit.batches import to_device
+
+    return to_device(batch, torch.device("cpu"))
+
+
+def _interleave(shares: list[list[Any]]) -> list[Any]:
+    """Return what W ranks predicted for every W-th sample each, in the order of the samples."""
+    return shares[0] if len(shares) == 1 else [item for share in shares for item in share]

@@ -1,0 +1,97 @@
+"""Training by a strategy without a Trainer, and the same training by one process."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from trainkit.optimization import Clip, configure
+from trainkit.precision import Precision
+from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.single import SingleDevice
+from trainkit.window import MicroBatch, Window
+
+
+def windows(model, *, sizes, num_steps, replica=0, num_replicas=1, dtype=torch.float64, seed=5):
+    """Return windows with micro-batches of `sizes` samples, all replicas' or one's."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(num_steps):
+        batches = [model.batch(size, generator) for size in sizes]
+        mine = [
+            MicroBatch(_cast(batch, dtype), size)
+            for index, (batch, size) in enumerate(zip(batches, sizes, strict=True))
+            if index % num_replicas == replica
+        ]
+        found.append(Window(mine, sum(sizes), sum(sizes), False))
+    return found
+
+
+def _cast(batch, dtype):
+    if isinstance(batch, dict):
+        return {key: _cast(value, dtype) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_cast(value, dtype) for value in batch)
+    return batch.to(dtype) if batch.is_floating_point() else batch
+
+
+class Training:
+    """A task under a strategy, step by step."""
+
+    def __init__(self, task, strategy, *, precision="fp64", clip=None):
+        self.task, self.strategy = task, strategy
+        self.precision = Precision(precision)
+        strategy.setup(self.precision)
+        strategy.prepare(task)
+        self.optimization = configure(
+            task, clip=Clip(norm=clip), precision=self.precision, total_steps=None, fused=False, skip=False
+        )
+        strategy.prepare_optimization(task, self.optimization)
+        self.losses = []
+
+    def step(self, window):
+        outputs = self.strategy.forward_backward(self.task, window)
+        self.losses.append([float(output.loss) for output in outputs])
+        return outputs, self.strategy.optimizer_step(self.optimization)
+
+    def run(self, steps):
+        for window in steps:
+            self.step(window)
+        return self
+
+    def weights(self):
+        return {name: tensor.clone() for name, tensor in self.strategy.state_dict(self.task).items()}
+
+
+def make(model, seed=0, **settings):
+    torch.manual_seed(seed)
+    return model(**settings)
+
+
+def largest_difference(first, second):
+    assert first.keys() == second.keys()
+    return max(
+        float((first[name].double() - second[name].double()).abs().max()) for name in first if first[name].numel()
+    )
+
+
+def compare(model, *, sizes, num_steps=10, precision="fp64", clip=None, replicas=1, settings=None, **pipeline):
+    """Return the largest difference of weights and losses between a pipeline of all ranks and one process."""
+    settings = settings or {}
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    task = make(model, **settings)
+    single = copy.deepcopy(task)
+    strategy = Pipeline(stages=dist.get_world_size() // replicas, replicas=replicas, **pipeline)
+    training = Training(task, strategy, precision=precision, clip=clip)
+    mine = windows(model, sizes=sizes, num_steps=num_steps, replica=strategy.rank, num_replicas=replicas, dtype=dtype)
+    training.run(mine)
+    weights = training.weights()
+    strategy.teardown()
+    if dist.get_rank():
+        return None
+    reference = Training(single, SingleDevice(device="cpu"), precision=precision, clip=clip)
+    reference.run(windows(model, sizes=sizes, num_steps=num_steps, dtype=dtype))
+    difference = largest_difference(weights, reference.weights())
+    if replicas == 1:
+        losses = torch.tensor(training.losses) - torch.tensor(reference.losses)
+        difference = max(difference, float(losses.abs().max()))
+    return difference
