@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, default_convert
 
 from trainkit.batches import num_rows, rows
 from trainkit.data import Source
@@ -180,6 +180,7 @@ class ReadyFeed(Feed):
         self._plan_for: Callable[[int], BatchPlan] = partial(strategy.plan, even=False)
         self._repeat_first = repeat_first
         self._convert = None if source.collate is default_collate else source.collate
+        self._converts_as_usual = self._convert is default_convert
         self._length = min(self._order.num_samples, limit or self._order.num_samples)
         self._undivided = strategy.world_size == 1 and strategy.micro_batches_of_a_step == 1
 
@@ -206,7 +207,11 @@ class ReadyFeed(Feed):
 
     def _item(self, index: int) -> Any:
         item = self.source.dataset[index]
-        return item if self._convert is None else self._convert(item)
+        if self._convert is None:
+            return item
+        if self._converts_as_usual and type(item) is list and all(type(part) is Tensor for part in item):
+            return item  # a list of tensors is what the conversion would give
+        return self._convert(item)
 
     def _cut(self, batch: Any, count: int) -> list[MicroBatch]:
         mine = rows(batch, slice(self.rank, None, self.world_size), of=count)
