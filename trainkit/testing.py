@@ -112,9 +112,7 @@ def _load(name: str, file: str) -> ModuleType:
     return module
 
 
-def _run_rank(
-    call: _Call, rank: int, num_ranks: int, port: int, timeout: float, sender: connection.Connection
-) -> None:
+def _run_rank(call: _Call, rank: int, num_ranks: int, port: int, timeout: float, sender: connection.Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)

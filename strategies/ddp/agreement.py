@@ -26,7 +26,9 @@ def check_same_parameters(named: Sequence[tuple[str, Tensor]], group: dist.Proce
     if any(other != answers[0][1] for _, other in answers):
         difference = first_difference(gather(rows, group))
         assert difference is not None
-        raise RuntimeError(f"the ranks do not train the same parameters: {difference}. Build the same model on every rank.")
+        raise RuntimeError(
+            f"the ranks do not train the same parameters: {difference}. Build the same model on every rank."
+        )
     return answers[0][0]
 
 

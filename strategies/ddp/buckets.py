@@ -57,8 +57,7 @@ class BucketPlan:
     def draw(self) -> str:
         """Return the plan as a picture: `[5 3] [4*] [2 1]`, a star marking a sparse bucket."""
         return " ".join(
-            f"[{' '.join(map(str, layout.parameters))}{'*' if layout.sparse else ''}]"
-            for layout in self.buckets
+            f"[{' '.join(map(str, layout.parameters))}{'*' if layout.sparse else ''}]" for layout in self.buckets
         )
 
 
@@ -93,9 +92,7 @@ def default_cap_bytes(specs: Sequence[GradientSpec]) -> int:
     return min(max(total // 5, MIB), 25 * MIB)
 
 
-def _fill(
-    specs: Sequence[GradientSpec], order: Sequence[int], cap: int, first_cap: int
-) -> list[BucketLayout]:
+def _fill(specs: Sequence[GradientSpec], order: Sequence[int], cap: int, first_cap: int) -> list[BucketLayout]:
     closed: list[list[int]] = []
     open_buckets: dict[str, list[int]] = {}
     filled: dict[str, int] = {}  # bytes in the open bucket of each kind

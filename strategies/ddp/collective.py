@@ -34,19 +34,22 @@ class ProcessGroupTransport(Transport):
         self.flats = [torch.zeros(numel, dtype=dtype, device=self.device) for numel, dtype in sizes]
         return self.flats
 
-    def start(self, bucket: int, *, where: str) -> Reduction:
+    def start(self, bucket: int, *, where: str, timed: bool = False) -> Reduction:
         """Start to sum the allocated tensor number `bucket`."""
-        return self.start_tensor(self.flats[bucket], where=where)
+        return self.start_tensor(self.flats[bucket], where=where, timed=timed)
 
-    def start_tensor(self, tensor: Tensor, *, where: str) -> Reduction:
+    def start_tensor(self, tensor: Tensor, *, where: str, timed: bool = False) -> Reduction:
         """Start to sum any tensor, a sparse one included."""
         if self.group.size() == 1:
             return _Done()
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         if self.on_stream:
-            return work  # its wait only orders streams; nccl's own watchdog keeps the time
-        return PatientWork(work, where=where, board=self.board, timeout_seconds=self.timeout_seconds)
+            return _StreamWork(work)
+        patient = PatientWork(work, where=where, board=self.board, timeout_seconds=self.timeout_seconds)
+        if timed:
+            work.get_future().add_done_callback(patient.note_time)
+        return patient
 
     def close(self) -> None:
         """Release the tensors; may be called twice."""
@@ -58,6 +61,11 @@ class PatientWork:
 
     def __init__(self, work: dist.Work, *, where: str, board: FailureBoard, timeout_seconds: float) -> None:
         self.work, self.where, self.board, self.timeout_seconds = work, where, board, timeout_seconds
+        self.finished_at: float | None = None
+
+    def note_time(self, _: object) -> None:
+        """Note that the collective is done; called on the backend's thread."""
+        self.finished_at = time.perf_counter()
 
     def wait(self) -> None:
         """Return once the collective is done; raise with the root cause when a rank failed or did not come."""
@@ -84,11 +92,23 @@ class PatientWork:
         if slices > 1:
             self.board.note_waiting(self.where)
         if waited > self.timeout_seconds:
-            raise RankError(
-                f"waited {waited:.0f} s in {self.where}; who is where:\n{self.board.who_waits()}"
-            ) from None
+            raise RankError(f"waited {waited:.0f} s in {self.where}; who is where:\n{self.board.who_waits()}") from None
+
+
+class _StreamWork:
+    """A collective on a CUDA stream: waiting only orders streams, and nccl's own watchdog keeps the time."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work = work
+        self.finished_at: float | None = None
+
+    def wait(self) -> None:
+        """Let later kernels of the current stream run after the collective."""
+        self.work.wait()
 
 
 class _Done:
+    finished_at: float | None = None
+
     def wait(self) -> None:
         """Return at once: a single rank's sum is its own."""

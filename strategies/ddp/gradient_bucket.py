@@ -82,11 +82,13 @@ class GradientBucket:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient of each parameter, as views of the buffer."""
-        layout, views = self._bucket.layout, []
-        for slot, offset in zip(self._bucket.slots, layout.offsets, strict=True):
-            part = self._buffer[offset : offset + slot.parameter.numel()]
-            views.append(shaped_like(part, slot.parameter))
-        return views
+        return self.gradients_in(self._buffer)
+
+    def gradients_in(self, buffer: Tensor) -> list[Tensor]:
+        """Return the views of another buffer of the same layout."""
+        parameters = [slot.parameter for slot in self._bucket.slots]
+        pairs = zip(parameters, self._bucket.layout.offsets, strict=True)
+        return [shaped_like(buffer[offset : offset + p.numel()], p) for p, offset in pairs]
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters in the order of their gradients."""

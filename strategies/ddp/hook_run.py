@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Union
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from .failure import FailureBoard, RankError
 
 HookFuture = torch.futures.Future[Tensor]
 HookSteps = Generator[Any, Any, Tensor]
-CommunicationHook = Callable[[Any, Any], Union[HookFuture, HookSteps]]
+CommunicationHook = Callable[[Any, Any], HookFuture | HookSteps]
 
 SLICE_SECONDS = 0.5
 

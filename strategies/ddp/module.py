@@ -40,6 +40,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: Whether `.grad` is a part of a bucket: less memory and no copy.
         static_graph: Whether every step uses the same parameters equally often.
         transport: How gradients travel: "auto", "shared_memory" or "group".
+
     """
 
     def __init__(
@@ -303,5 +304,3 @@ def _check_devices(
         if device_ids and device.type == "cpu":
             raise ValueError(f"device_ids must be None for a module on the CPU, got {list(device_ids)}")
     return device
-
-

@@ -84,9 +84,7 @@ class Reducer:
         self.device = _only_device(self.parameters)
         self.board = StoreBoard(group, token=check_same_parameters(list(named_parameters), group))
         timeout = self.settings.timeout_seconds
-        self.collective = ProcessGroupTransport(
-            group, board=self.board, device=self.device, timeout_seconds=timeout
-        )
+        self.collective = ProcessGroupTransport(group, board=self.board, device=self.device, timeout_seconds=timeout)
         self.transport = open_transport(
             self.settings.transport,
             group=group,
@@ -110,6 +108,8 @@ class Reducer:
         self._next = 0  # bucket to launch
         self._moments = 0  # firings so far while learning
         self._fires = [0] * len(self.slots)
+        self.began_at = self.backward_ended_at = self.ended_at = 0.0  # seconds of time.perf_counter
+        self._never: list[int] = []  # parameters that a static graph does not use
         self._marked: frozenset[int] = frozenset()  # known not to take part
         self._shared: set[int] = set()  # whose earlier sum was divided, see `_share_carried`
         self._broken: str | None = None
@@ -120,7 +120,7 @@ class Reducer:
     # ---- The backward passes
 
     @contextmanager
-    def session(self, *, sync: bool = True, unused: Sequence[int] = ()) -> Iterator[None]:
+    def session(self, *, sync: bool = True) -> Iterator[None]:
         """Reduce the backward in this context when it ends, or with `sync=False` only add up; collective if `sync`.
 
         An exception leaves no session behind; where a reduction was already under way, the others are told.
@@ -129,7 +129,7 @@ class Reducer:
             with self.no_sync():
                 yield
             return
-        self.begin(unused)
+        self.begin()
         try:
             yield
         except BaseException as error:
@@ -151,15 +151,16 @@ class Reducer:
         """Reduce the backward that is running when it ends; called from one of its hooks."""
         if self._open or not self.sync:
             return
-        self.begin(unused)
-        self._marked = frozenset(unused)
+        self.begin()
+        self.mark_unused(unused)
         Variable._execution_engine.queue_callback(self._finish_armed)
 
-    def begin(self, unused: Sequence[int] = ()) -> None:
-        """Expect a backward; the parameters `unused` are known to take no part in it."""
+    def begin(self) -> None:
+        """Expect a backward."""
         if self._broken is not None:
             raise RuntimeError(f"gradients cannot be reduced any more: {self._broken}")
-        self._open, self._next = True, 0
+        self._open, self._next, self._marked = True, 0, frozenset()
+        self.began_at = time.perf_counter()
         if not self.buckets:
             return
         for bucket in self.buckets:
@@ -169,17 +170,25 @@ class Reducer:
             slot.remaining = slot.expected
         self._share_carried()
         self._fast = True
-        never = [slot.index for slot in self.slots if slot.expected == 0]
-        for index in {*never, *unused}:
-            self._contribute(self.slots[index])
-        if never or unused:
-            self._launch_ready()
+        if self._never:
+            self.mark_unused(self._never)
+
+    def mark_unused(self, unused: Sequence[int]) -> None:
+        """Do not wait for the parameters `unused`: they are known to take no part in the backward that follows."""
+        if not self._fast:
+            return
+        self._marked = self._marked.union(unused)
+        for index in unused:
+            if self.slots[index].remaining:
+                self._contribute(self.slots[index])
+        self._launch_ready()
 
     def finish(self) -> None:
         """Leave in every `.grad` the reduction over ranks. Collective; the backward has run.
 
         A parameter that no rank used keeps the gradient it had, or none.
         """
+        self.backward_ended_at = time.perf_counter()
         try:
             if not self.buckets:
                 self._settle()
@@ -193,6 +202,7 @@ class Reducer:
             self._open = self._fast = False
             self._shared.clear()
         self.step += 1
+        self.ended_at = time.perf_counter()
         if self.after_step is not None:
             self.after_step(self)
 
@@ -257,6 +267,10 @@ class Reducer:
         if not self.buckets:
             whole = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         return total_norm(whole, self.device)
+
+    def element_size(self, bucket: Bucket) -> int:
+        """Return the bytes of one gradient element in a bucket."""
+        return self._dtype(bucket.layout).itemsize
 
     def close(self) -> None:
         """Stop listening to gradients; may be called twice."""
@@ -483,7 +497,8 @@ class Reducer:
             for position in bucket.absent:
                 flags[position] = 0
         if self._hook is None:
-            bucket.reduction = self.transport.start(bucket.index, where=where)
+            timed = self.after_step is not None
+            bucket.reduction = self.transport.start(bucket.index, where=where, timed=timed)
             return
         if self.settings.unused != "error":
             bucket.flags = self.collective.start_tensor(bucket.used_flags, where=where)
@@ -523,8 +538,8 @@ class Reducer:
         for bucket in self.buckets:
             if bucket.reduction is not None:
                 bucket.reduction.wait()
+                bucket.finished_at = bucket.reduction.finished_at or time.perf_counter()
                 bucket.reduction = None
-            bucket.finished_at = time.perf_counter()
             if not self.settings.gradient_as_bucket_view:
                 _copy_back(bucket)
             if bucket.absent:
@@ -552,6 +567,7 @@ class Reducer:
                 bucket.flags.wait()
                 bucket.flags = None
             bucket.hook_run = None
+            bucket.finished_at = time.perf_counter()
 
     # ---- The first backward
 
@@ -574,6 +590,7 @@ class Reducer:
             slot.sparse_dim = sparse_dim
             fires = self._fires[slot.index]
             slot.expected = fires if self.settings.static_graph and self._moments else max(1, fires)
+        self._never = [slot.index for slot in self.slots if slot.expected == 0]
         self.plan = self._make_plan(sparse_dims, order=order, apart=unseen)
         self._make_buckets()
         for bucket in self.buckets:

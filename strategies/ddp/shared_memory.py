@@ -85,7 +85,7 @@ class SharedMemoryTransport(Transport):
             self.buckets.append(_SharedBucket(number, flats[self.rank], _shards(flats, self.rank)))
         return [bucket.flat for bucket in self.buckets]
 
-    def start(self, bucket: int, *, where: str) -> Reduction:
+    def start(self, bucket: int, *, where: str, timed: bool = False) -> Reduction:
         """Let the others know that this rank's part is in, and add what is already complete."""
         shared = self.buckets[bucket]
         shared.round += 1
@@ -150,9 +150,10 @@ class _SharedBucket:
 class _Waiting:
     """The reduction of one bucket; whoever waits for it helps with all of them."""
 
-    __slots__ = ("bucket", "transport", "where")
+    __slots__ = ("bucket", "finished_at", "transport", "where")
 
     def __init__(self, transport: SharedMemoryTransport, bucket: _SharedBucket, where: str) -> None:
+        self.finished_at: float | None = None
         self.transport, self.bucket, self.where = transport, bucket, where
 
     def wait(self) -> None:
@@ -339,5 +340,3 @@ def _shards(flats: list[Tensor], owner: int) -> list[list[Tensor]]:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-

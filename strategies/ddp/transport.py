@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 class Reduction(Protocol):
     """A sum over the ranks that is under way."""
 
+    finished_at: float | None
+    """When it was done, in seconds of time.perf_counter, where that is known; else None."""
+
     def wait(self) -> object:
         """Return once the tensor holds the sum over all ranks; raise when a rank failed or did not come in time."""
 
@@ -36,13 +39,16 @@ class Transport(ABC):
         """Return one flat tensor of zeros for each (elements, dtype). Collective. Earlier tensors stay readable."""
 
     @abstractmethod
-    def start(self, bucket: int, *, where: str) -> Reduction:
-        """Start to sum the allocated tensor number `bucket`; `where` names the place in messages."""
+    def start(self, bucket: int, *, where: str, timed: bool = False) -> Reduction:
+        """Start to sum the allocated tensor number `bucket`; `where` names the place in messages.
 
-    def progress(self) -> None:  # noqa: B027 - most transports need no help
+        With `timed` the reduction notes when it is done, also if nobody waits for it then.
+        """
+
+    def progress(self) -> None:
         """Do what can be done now for the reductions under way, without waiting."""
 
-    def fail(self, message: str) -> None:  # noqa: B027 - the board alone may do
+    def fail(self, message: str) -> None:
         """Let ranks that wait in this transport know at once why this one stops."""
 
     @abstractmethod

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as StockDDP
-
 from trainkit.strategies.ddp import DistributedDataParallel
+
 from trainkit.testing import run_ranks
 
 _spec = importlib.util.spec_from_file_location("ddp_test_models", Path(__file__).with_name("models.py"))
@@ -36,7 +36,8 @@ def differences(names, transport, steps):
         models.train(wrapped, case=case, rank=rank, steps=steps)
         models.train(StockDDP(stock, bucket_cap_mb=0.001, **case.arguments), case=case, rank=rank, steps=steps)
         to_stock = max(
-            (a - b).abs().max().item() for a, b in zip(ours.state_dict().values(), stock.state_dict().values())
+            (a - b).abs().max().item()
+            for a, b in zip(ours.state_dict().values(), stock.state_dict().values())
             if a.is_floating_point()
         )
         flat = torch.cat([p.detach().double().reshape(-1) for p in ours.parameters()])

@@ -1,0 +1,202 @@
+"""The strategy `ddp`: one process a device, gradients summed by our own Reducer while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import UserError, nearest
+from trainkit.optimization import Optimization
+from trainkit.step_output import StepOutput
+from trainkit.strategy import Strategy
+from trainkit.task import TaskModule
+from trainkit.window import MicroBatch, Window
+
+from ..process_group import ProcessGroupStrategy
+from .clipping import total_norm
+from .communication_hooks import HOOKS, AveragePeriod, make_hook
+from .graph import unreached_parameters
+from .overlap import BucketwiseOptimizer
+from .reducer import Reducer, ReducerSettings, Unused
+from .timeline import Timeline
+from .transport import TransportName
+
+_UNUSED = ("auto", "error", "find")
+_TRANSPORTS = ("auto", "shared_memory", "group")
+_NO_SESSION = nullcontext()
+
+
+class DDPStrategy(ProcessGroupStrategy):
+    """Every rank trains a copy of the task on its samples; gradients are added up in buckets during backward.
+
+        rank 0   forward  backward  . . . . . . .  step        bucket 0 travels while the
+        rank 1   forward  backward  . . . . . . .  step        gradients of bucket 1 are computed
+        buckets             [0======] [1======]
+
+    Args:
+        devices: Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU.
+        device: `auto`, `cpu` or `cuda`.
+        accumulate: Micro-batches of a step on each rank.
+        micro_batch_size: Samples on one device at once, at most.
+        bucket_mb: Size of a bucket in MiB; `None`: a fifth of all gradients, between 1 and 25.
+        unused: Parameters without a gradient: `auto` handles them, `error` names them, `find` looks for them.
+        static_graph: Whether every step uses the same parameters equally often.
+        transport: How gradients travel: `auto`, `shared_memory` (ranks of one host) or `group` (gloo, nccl).
+        hook: How gradients are compressed: `none`, `fp16`, `bf16`, `power_sgd`, `local_sgd`.
+        overlap_optimizer: Whether parameters are updated bucket by bucket, while others are still reduced.
+        broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
+        timeline: Whether to record when each bucket was ready, started and done.
+        timeout: Seconds to wait for another rank.
+        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: int | str = "auto",
+        device: str = "auto",
+        accumulate: int | None = None,
+        micro_batch_size: int | None = None,
+        bucket_mb: float | None = None,
+        unused: Unused = "auto",
+        static_graph: bool = False,
+        transport: TransportName = "auto",
+        hook: str = "none",
+        overlap_optimizer: bool = False,
+        broadcast_buffers: bool = True,
+        timeline: bool = False,
+        timeout: float = 1800.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            devices=devices,
+            device=device,
+            accumulate=accumulate,
+            micro_batch_size=micro_batch_size,
+            broadcast_buffers=broadcast_buffers,
+            timeout=timeout,
+            backend=backend,
+        )
+        if bucket_mb is not None and not bucket_mb > 0:
+            raise UserError(f"bucket_mb must be above 0 MiB, got {bucket_mb}.")
+        for name, value, valid in (
+            ("unused", unused, _UNUSED),
+            ("transport", transport, _TRANSPORTS),
+            ("hook", hook, tuple(HOOKS)),
+        ):
+            if value not in valid:
+                raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
+        self.settings = ReducerSettings(
+            average=False,
+            bucket_mb=bucket_mb,
+            unused=unused,
+            static_graph=static_graph,
+            transport=transport,
+            timeout_seconds=self.timeout_seconds,
+        )
+        self.hook = hook
+        self.overlap_optimizer = overlap_optimizer
+        self.record_timeline = timeline
+        self.timeline: Timeline | None = None
+        self.reducer: Reducer | None = None
+        self._period: AveragePeriod | None = None
+        self._trains_all = False  # the optimizer has exactly the reduced parameters
+        self._overlapped: BucketwiseOptimizer | None = None
+
+    # ---- Before and after training
+
+    def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
+        """Listen to the gradients of all trained parameters; collective."""
+        named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
+        self.reducer = Reducer(named, group=self.group, settings=self.settings)
+        self._trains_all = {id(p) for p in optimization.parameters} == {id(p) for _, p in named}
+        if self.hook != "none":
+            state, hook, self._period = make_hook(self.hook, self.group)
+            self.reducer.register_hook(state, hook)
+        if self.overlap_optimizer:
+            self._overlap(optimization)
+        if self.record_timeline:
+            self.timeline = Timeline(rank=self.rank)
+            self.reducer.after_step = self.timeline.record
+
+    def _overlap(self, optimization: Optimization) -> None:
+        assert self.reducer is not None
+        clip = optimization.clip
+        if clip.norm is not None or clip.value is not None or optimization.skip_nonfinite or self.precision.scaler:
+            raise UserError(
+                "overlap_optimizer=true updates parameters before all gradients are known, which clip_norm, clip_value, "
+                "on_nonfinite=skip and fp16-mixed need. Set strategy.overlap_optimizer=false, or leave those out."
+            )
+        self._overlapped = BucketwiseOptimizer(optimization.optimizer)
+        self.reducer.after_bucket = self._overlapped.step
+
+    def tell_failure(self, why: str) -> None:
+        """Let the other ranks know that this one stops."""
+        if self.reducer is not None and self.world_size > 1:
+            self.reducer.fail(why)
+
+    def teardown(self) -> None:
+        """Stop listening to gradients and leave the group; may be called twice."""
+        if self.timeline is not None and self.log_dir is not None:
+            self.timeline.write(Path(self.log_dir) / f"timeline_rank_{self.rank}.json")
+        self.timeline = None
+        if self.reducer is not None:
+            self.reducer.close()
+            self.reducer = None
+        super().teardown()
+
+    # ---- A step
+
+    def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
+        """Return the context of one backward: its gradients are added up over ranks if `sync`."""
+        return _NO_SESSION if self.reducer is None else self.reducer.session(sync=sync)
+
+    def backward(self, output: StepOutput, micro_batch: MicroBatch, window: Window) -> None:
+        """Add this micro-batch's part to the gradients and free its graph."""
+        reducer = self.reducer
+        if reducer is not None and reducer.is_open and self.settings.unused == "find" and output.loss is not None:
+            reducer.mark_unused(unreached_parameters([output.loss], reducer.parameters))
+        super().backward(output, micro_batch, window)
+
+    def contribute_nothing(self) -> None:
+        """Take part in the reduction of the ranks that have samples, without any; collective."""
+        assert self.reducer is not None
+        self.reducer.reduce_nothing()
+
+    def finish_gradients(self, outputs: Sequence[StepOutput], window: Window) -> None:
+        """Divide by the sum of weights over all ranks where the task gave weights of its own; collective."""
+        super().finish_gradients(outputs, window)
+        if self._weighted and self._overlapped is not None:
+            raise UserError(
+                "overlap_optimizer=true updates parameters before the sum of the weights that training_step returned "
+                "is known. Set strategy.overlap_optimizer=false."
+            )
+
+    def optimizer_step(self, optimization: Optimization) -> Tensor | None:
+        """Unscale, clip, update, and drop the gradients; return their global norm where it was needed; collective."""
+        norm = None
+        if self._overlapped is not None:
+            optimization.zero_grad()  # every bucket was stepped as soon as it was reduced
+        else:
+            norm = Strategy.optimizer_step(self, optimization)
+        if self._period is not None:
+            self._period.after_step(optimization.parameters)
+        return norm
+
+    def gradient_norm(self, optimization: Optimization) -> Tensor:
+        """Return the global 2-norm of the gradients, computed on the flat buckets where they hold all of them."""
+        if self._trains_all and self.reducer is not None:
+            return self.reducer.gradient_norm()
+        return total_norm(optimization.gradients(), self.device)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply every gradient that `forward_backward` left."""
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        with torch.no_grad():
+            torch._foreach_mul_(gradients, factor)

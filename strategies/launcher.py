@@ -1,0 +1,314 @@
+"""Starting ranks on this machine, and ending them together.
+
+    caller ── start_processes ──┬── rank 0   its value comes back through a file
+      │  watches, forwards      ├── rank 1
+      │  SIGINT and SIGTERM     └── rank 2   raises: its traceback comes back, the others are stopped
+
+Ranks are started by torch.distributed.elastic as fresh processes that import what they need; the command line is
+not run again. Each asks the kernel to be killed when the caller dies, so that none is left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
+
+from trainkit.errors import Stopped, UserError
+
+from .ddp.failure import RankError
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 5.0  # for the other ranks to end by themselves after the first failure
+PR_SET_PDEATHSIG = 1
+VALUE_FILE = "value.pickle"
+
+logger = logging.getLogger(__name__)
+
+
+class RankFailure(RuntimeError):
+    """A rank died, or raised what cannot be raised again here; the message says which and how."""
+
+
+class RankTraceback(Exception):
+    """Carries the text of another process's traceback, so that it is shown first."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """Where a started rank finds itself and the others."""
+
+    rank: int
+    world_size: int
+    store_port: int
+    caller_pid: int
+    folder: str  # private to this launch: failures and the value
+    log_dir: str | None
+    num_threads: int | None  # None: as the environment says
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    rank: int
+    when: float
+    error: BaseException | None  # None if it cannot be pickled
+    text: str
+    consequence: bool  # of another rank's failure
+
+
+def launch_ranks(
+    run: Callable[[], T], *, num_ranks: int, enter: Callable[[RankEnvironment], None], log_dir: Path | None
+) -> T:
+    """Return what `run` returned on rank 0 of `num_ranks` new processes, each of which calls `enter` first.
+
+    Raises the error of the rank that failed first, with that rank's traceback. Ranks other than 0 write to
+    `rank_<k>.log` in `log_dir` what they would print.
+    """
+    payload = _pickle((enter, run))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    num_threads = None if "OMP_NUM_THREADS" in os.environ else 1
+    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
+        logs = None if log_dir is None else str(log_dir)
+        environments = [
+            RankEnvironment(rank, num_ranks, store.port, os.getpid(), folder, logs, num_threads)
+            for rank in range(num_ranks)
+        ]
+        with _signals_kept() as received:
+            context = start_processes(
+                name="trainkit",
+                entrypoint=_run_rank,
+                args={rank: (payload, environment) for rank, environment in enumerate(environments)},
+                envs={rank: _variables(environment) for rank, environment in enumerate(environments)},
+                logs_specs=DefaultLogsSpecs(log_dir=folder),
+                start_method="spawn",
+            )
+            _watch(context, Path(folder), received)
+        value: T = pickle.loads((Path(folder) / VALUE_FILE).read_bytes())
+    return value
+
+
+def _pickle(call: object) -> bytes:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UserError(
+            "training was started while a rank was importing your script. Put what starts it below "
+            'if __name__ == "__main__": so that importing the script does not train.'
+        )
+    try:
+        # As bytes, because multiprocessing would share the memory of tensors: all ranks would train the same weights.
+        return pickle.dumps(call)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"the run cannot be sent to other processes: {error}. Define the task, the dataset and what they hold "
+            "at the top level of a module (no lambdas or local classes), or start the program with torchrun."
+        ) from error
+
+
+def _variables(environment: RankEnvironment) -> dict[str, str]:
+    variables = {
+        "RANK": str(environment.rank),
+        "LOCAL_RANK": str(environment.rank),
+        "WORLD_SIZE": str(environment.world_size),
+        "LOCAL_WORLD_SIZE": str(environment.world_size),
+    }
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are here, whatever the host's name resolves to
+    return variables
+
+
+# ---- In the rank
+
+
+def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
+    """Run one rank and leave its value, or its failure, in the launch's folder."""
+    _die_with(environment.caller_pid)
+    os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
+    if environment.rank > 0 and environment.log_dir is not None:
+        _redirect_output(Path(environment.log_dir) / f"rank_{environment.rank}.log")
+    if environment.num_threads is not None:
+        torch.set_num_threads(environment.num_threads)
+    folder = Path(environment.folder)
+    try:
+        enter, run = pickle.loads(payload)
+        enter(environment)
+        value = run()
+        if environment.rank == 0:
+            _write(folder / VALUE_FILE, pickle.dumps(value))
+    except BaseException as error:
+        failure = _describe(environment.rank, error)
+        _write(folder / f"failure_{environment.rank}.pickle", failure)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At once: with a peer gone, taking down the process group may wait or abort.
+        os._exit(1)
+
+
+def _die_with(caller_pid: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != caller_pid:  # it died before it could be asked for
+            os._exit(1)
+        return
+    watcher = threading.Thread(target=_exit_without, args=(caller_pid,), daemon=True)
+    watcher.start()
+
+
+def _exit_without(caller_pid: int) -> None:
+    while os.getppid() == caller_pid:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _redirect_output(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def _describe(rank: int, error: BaseException) -> bytes:
+    text = f"rank {rank}: " + "".join(traceback.format_exception(error))
+    failure = _Failure(rank, time.time(), error, text, isinstance(error, RankError))
+    try:
+        described = pickle.dumps(failure)
+        pickle.loads(described)  # some exceptions can be pickled, but not made again
+    except Exception:
+        described = pickle.dumps(_Failure(rank, failure.when, None, text, failure.consequence))
+    return described
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_suffix(".writing")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+# ---- In the caller
+
+
+@contextmanager
+def _signals_kept() -> Iterator[list[int]]:
+    """Leave the handlers as they were: starting processes through elastic replaces some."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(context: PContext, folder: Path, received: list[int]) -> None:
+    """Return when all ranks have ended well; otherwise end them all and raise the first failure."""
+    pids = context.pids()
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, forward)
+        signal.signal(signal.SIGTERM, forward)
+    ended: dict[int, int] = {}  # rank -> exit code, in the order of dying
+    try:
+        while True:
+            for rank, pid in pids.items():
+                if rank not in ended:
+                    code = _exit_code(pid)
+                    if code is not None:
+                        ended[rank] = code
+            if any(ended.values()):
+                break
+            if context.wait(0) is not None:
+                return
+            time.sleep(POLL_SECONDS)
+        _let_end(pids, ended)
+    finally:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is told below
+        context.close(signal.SIGKILL)
+    _raise_failure(folder, pids, ended, received)
+
+
+def _let_end(pids: dict[int, int], ended: dict[int, int]) -> None:
+    """Give the other ranks a while to notice the failure and to say what they saw."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while len(ended) < len(pids) and time.monotonic() < deadline:
+        for rank, pid in pids.items():
+            if rank not in ended:
+                code = _exit_code(pid)
+                if code is not None:
+                    ended[rank] = code
+        time.sleep(POLL_SECONDS)
+
+
+def _exit_code(pid: int) -> int | None:
+    """Return the exit code of a child that has ended (negative: the signal), leaving it to be reaped."""
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0  # reaped by elastic, which then has its result
+    if result is None:
+        return None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def _raise_failure(folder: Path, pids: dict[int, int], ended: dict[int, int], received: list[int]) -> None:
+    failures = [_read(path) for path in folder.glob("failure_*.pickle")]
+    causes = sorted((f for f in failures if not f.consequence), key=lambda f: f.when)
+    killed = [rank for rank, code in ended.items() if code < 0]
+    if killed and not causes:
+        rank = killed[0]
+        name = signal.Signals(-ended[rank]).name
+        if received and -ended[rank] == received[0]:  # before it could listen to signals
+            raise Stopped(name, 128 + received[0])
+        raise RankFailure(f"rank {rank} (pid {pids[rank]}) was killed by {name}{_reason(name)}.")
+    if not failures:
+        rank, code = next((rank, code) for rank, code in ended.items() if code)
+        raise RankFailure(f"rank {rank} (pid {pids[rank]}) ended with exit code {code} and left no word.")
+    first = (causes or sorted(failures, key=lambda f: f.when))[0]
+    if isinstance(first.error, UserError | Stopped | KeyboardInterrupt):
+        raise first.error
+    if first.error is None:
+        raise RankFailure(f"rank {first.rank} failed") from RankTraceback(first.text)
+    raise first.error from RankTraceback(first.text)
+
+
+def _read(path: Path) -> _Failure:
+    failure = pickle.loads(path.read_bytes())
+    assert isinstance(failure, _Failure)
+    return failure
+
+
+def _reason(name: str) -> str:
+    return "; if nobody did that on purpose, the machine ran out of memory" if name == "SIGKILL" else ""

@@ -1,0 +1,314 @@
+"""What strategies over torch.distributed share: one process a device, and collectives between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.batches import concatenate
+from trainkit.devices import pick_device
+from trainkit.errors import UserError
+from trainkit.precision import Precision
+from trainkit.step_output import StepOutput
+from trainkit.strategy import Strategy
+from trainkit.task import TaskModule
+from trainkit.window import MicroBatch, Window
+
+from .ddp.agreement import broadcast, gather
+from .launcher import RankEnvironment, launch_ranks
+from .stop_agreement import StopAgreement
+
+T = TypeVar("T")
+
+_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class ProcessGroupStrategy(Strategy):
+    """One process a device, started here or by torchrun, that talk through a process group.
+
+    Every rank trains a copy of the task on its own samples; subclasses say how gradients are reduced. After
+    `forward_backward` every rank has the sum of the ranks' gradients, each weighted by its part of the global batch.
+
+    Args:
+        devices: Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU.
+        device: `auto`, `cpu` or `cuda`.
+        accumulate: Micro-batches of a step on each rank.
+        micro_batch_size: Samples on one device at once, at most.
+        broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
+        timeout: Seconds to wait for another rank.
+        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: int | str = "auto",
+        device: str = "auto",
+        accumulate: int | None = None,
+        micro_batch_size: int | None = None,
+        broadcast_buffers: bool = True,
+        timeout: float = 1800.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(device=device, accumulate=accumulate, micro_batch_size=micro_batch_size)
+        if devices != "auto" and (isinstance(devices, bool) or not isinstance(devices, int) or devices < 1):
+            raise UserError(f"devices must be 'auto' or a whole number, at least 1, got {devices!r}.")
+        if timeout <= 0:
+            raise UserError(f"timeout must be above 0 seconds, got {timeout}.")
+        self.devices = devices
+        self.backend = backend
+        self.broadcast_buffers = broadcast_buffers
+        self.timeout_seconds = float(timeout)
+        self.log_dir: Path | None = None  # where ranks other than 0 write what they print
+        self._environment: RankEnvironment | None = None  # of a rank that was started here
+        self._owns_group = False
+        self._names: list[str] = []  # of metrics, agreed by all ranks
+        self._buffers: list[Tensor] = []
+        self._weighted: bool | None = None  # whether steps return weights of their own; known after the first
+        self._stop: StopAgreement | None = None
+
+    # ---- Where the ranks are
+
+    def validate(self) -> None:
+        """Raise UserError for more devices than there are."""
+        device = pick_device(self._requested_device)
+        if device.type == "mps":
+            raise UserError(f"{type(self).__name__} runs on cpu or cuda, not on mps; set strategy.device=cpu.")
+        count = torch.cuda.device_count() if device.type == "cuda" else 0
+        if device.type == "cuda" and self.backend != "gloo" and self.num_ranks() > count and not _is_joining():
+            raise UserError(
+                f"devices={self.devices}, but torch sees {count} CUDA device{'s' * (count != 1)}; set "
+                f"strategy.devices={count}, or strategy.device=cpu."
+            )
+        if self.backend != "auto" and not dist.is_backend_available(self.backend):
+            raise UserError(f"backend={self.backend!r} is not part of this torch build; set strategy.backend=auto.")
+
+    def num_ranks(self) -> int:
+        """Return the number of ranks that are started on this machine."""
+        if isinstance(self.devices, int):
+            return self.devices
+        return torch.cuda.device_count() if pick_device(self._requested_device).type == "cuda" else 2
+
+    def launch(self, run: Callable[[], T]) -> T:
+        """Call `run` on every rank and return what it returned on rank 0 (under torchrun: on this rank)."""
+        if _is_joining():
+            return self._run_or_tell(run)
+        started = _Started(self, run)
+        return launch_ranks(started, num_ranks=self.num_ranks(), enter=started.enter, log_dir=self.log_dir)
+
+    def _run_or_tell(self, run: Callable[[], T]) -> T:
+        """Run, and if that fails let ranks that wait for this one know why."""
+        try:
+            return run()
+        except BaseException as error:
+            self.tell_failure(f"{type(error).__name__}: {error}")
+            raise
+
+    def tell_failure(self, why: str) -> None:
+        """Let the other ranks know that this one stops."""
+
+    def setup(self, precision: Precision) -> None:
+        """Join the other ranks and choose this rank's device; collective."""
+        kind = pick_device(self._requested_device).type
+        if not dist.is_initialized():
+            self._join_group(kind)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device("cpu")
+        if kind == "cuda":
+            local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+            self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        self.precision = precision
+        precision.setup(self.device)
+        self._names, self._weighted = [], None
+        self._stop = StopAgreement(self.group) if self.world_size > 1 else None
+
+    def _join_group(self, kind: str) -> None:
+        backend = self.backend
+        if backend == "auto":
+            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        limit = timedelta(seconds=self.timeout_seconds)
+        environment = self._environment
+        if environment is None:
+            dist.init_process_group(backend, timeout=limit)
+        else:
+            store = dist.TCPStore("127.0.0.1", environment.store_port, is_master=False, timeout=limit)
+            rank, world_size = environment.rank, environment.world_size
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        self._owns_group = True
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that have copies of the task."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def prepare(self, task: TaskModule) -> None:
+        """Leave the task on the device, with rank 0's parameters and buffers on every rank; collective."""
+        super().prepare(task)
+        broadcast([*task.parameters(), *task.buffers()], self.group)
+        self._buffers = list(task.buffers()) if self.broadcast_buffers else []
+
+    def weights_for_caller(self, task: TaskModule) -> dict[str, Any] | None:
+        """Return the trained weights on rank 0 if the caller is in another process."""
+        if self._environment is None or self.rank != 0:
+            return None
+        return {name: tensor.cpu() for name, tensor in self.state_dict(task).items()}
+
+    def teardown(self) -> None:
+        """Leave the process group if this strategy joined it; may be called twice."""
+        self._stop, self._buffers = None, []
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+
+    # ---- A step
+
+    def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+        """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
+        if not window.micro_batches:
+            self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss
+            self.contribute_nothing()
+        outputs = super().forward_backward(task, window)
+        if self._buffers:
+            broadcast(self._buffers, self.group)
+        return outputs
+
+    def contribute_nothing(self) -> None:
+        """Take part in the reduction of the ranks that have samples, without any; collective."""
+        raise NotImplementedError
+
+    def finish_gradients(self, outputs: Sequence[StepOutput], window: Window) -> None:
+        """Divide by the sum of weights over all ranks where the task gave weights of its own; collective."""
+        own = any(output.own_weight for output in outputs)
+        if self._weighted is False:
+            if own:
+                raise UserError(
+                    "training_step returned a weight, but did not in the first step; return one always or never."
+                )
+            return
+        undivided = self._is_undivided(window.micro_batches, window)
+        total = sum(float(output.weight) for output in outputs) if own else 0.0
+        sums = torch.tensor([total, float(own), float(own and undivided)], dtype=torch.float64)
+        total, any_own, any_undivided = self.all_reduce(sums.to(self.device)).tolist()
+        self._weighted = bool(any_own)
+        if any_own and not any_undivided:
+            self.scale_gradients(window.num_samples / total)
+
+    def _is_undivided(self, micro_batches: Sequence[MicroBatch], window: Window) -> bool:
+        """Whether one micro-batch is the whole window: its loss is not weighted at all."""
+        return len(micro_batches) == 1 and micro_batches[0].num_samples == window.num_samples
+
+    # ---- Talking to the other ranks
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
+        """Return the reduction of `tensor` over ranks; collective."""
+        reduced = tensor.detach().clone()
+        dist.all_reduce(reduced, _OPS[op], group=self.group)
+        return reduced
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return each rank's value, in the order of ranks; collective."""
+        return gather(value, self.group)
+
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's value; collective."""
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, dist.get_global_rank(self.group, 0), group=self.group)
+        received: T = values[0]
+        return received
+
+    def barrier(self) -> None:
+        """Return when every rank has come here; collective."""
+        dist.barrier(group=self.group)
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether `flag` is true on any rank; collective."""
+        return bool(self.all_reduce(torch.tensor([int(flag)], device=self.device), "max").item())
+
+    def agree_to_stop(self, requested: bool) -> bool:
+        """Return on every rank after the same step whether any rank was asked to stop."""
+        return requested if self._stop is None else self._stop.after_step(requested)
+
+    def sum_named(
+        self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
+    ) -> tuple[list[str], Tensor]:
+        """Return the names known to any rank, and their `(names, 2)` sums over ranks; one collective."""
+        packed = self._packed(sums, device, dtype)
+        dist.all_reduce(packed, group=self.group)
+        if packed[-1, 0].item():  # a rank has a name that not all know: agree on names, and add up again
+            known = set(self._names)
+            for names in self.all_gather_object(sorted(sums)):
+                self._names += [name for name in names if name not in known]
+                known.update(names)
+            packed = self._packed(sums, device, dtype)
+            dist.all_reduce(packed, group=self.group)
+        present = [index for index, (_, weight) in enumerate(packed[:-1].tolist()) if weight]
+        return [self._names[index] for index in present], packed[present]
+
+    def _packed(self, sums: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
+        packed = torch.zeros(len(self._names) + 1, 2, device=device, dtype=dtype)
+        for index, name in enumerate(self._names):
+            if name in sums:
+                packed[index] = sums[name]
+        packed[-1, 0] = float(any(name not in self._names for name in sums))
+        return packed
+
+    def gather_predictions(self, outputs: list[Any]) -> list[Any]:
+        """Return on rank 0 all predictions in the order of the dataset, elsewhere nothing; collective."""
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        mine = concatenate(outputs) if outputs else None
+        dist.gather_object(mine, gathered, dist.get_global_rank(self.group, 0), group=self.group)
+        parts = [part for part in gathered or [] if part is not None]
+        return [interleave(parts)] if parts else []
+
+
+class _Started:
+    """What a started rank runs: the strategy's copy of it, then the caller's `run`."""
+
+    def __init__(self, strategy: ProcessGroupStrategy, run: Callable[[], Any]) -> None:
+        self.strategy, self.run = strategy, run
+
+    def enter(self, environment: RankEnvironment) -> None:
+        """Tell the strategy which rank it is."""
+        self.strategy._environment = environment
+
+    def __call__(self) -> Any:
+        """Run, telling the others of a failure."""
+        return self.strategy._run_or_tell(self.run)
+
+
+def interleave(parts: Sequence[Any]) -> Any:
+    """Return rows in their original order, of which rank r took every W-th from the r-th on.
+
+    rank 0: a c e    rank 1: b d    ->    a b c d e
+    """
+    first, count = parts[0], len(parts)
+    if isinstance(first, Tensor):
+        whole = first.new_empty((sum(len(part) for part in parts), *first.shape[1:]))
+        for rank, part in enumerate(parts):
+            whole[rank::count] = part
+        return whole
+    if isinstance(first, Mapping):
+        return {key: interleave([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(interleave(columns) for columns in zip(*parts, strict=True))
+    items: list[Any] = [None] * sum(len(part) for part in parts)
+    for rank, part in enumerate(parts):
+        items[rank::count] = part
+    return items
+
+
+def _is_joining() -> bool:
+    """Whether this process is one of several ranks already: under torchrun, or where a group was initialized."""
+    return dist.is_initialized() or all(name in os.environ for name in _TORCHRUN_VARIABLES)

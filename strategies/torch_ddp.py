@@ -1,0 +1,142 @@
+"""The strategy `torch_ddp`: the same as `ddp` over PyTorch's own DistributedDataParallel, for comparison."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainkit.errors import UserError
+from trainkit.optimization import Optimization
+from trainkit.step_output import StepOutput, read_training_output
+from trainkit.task import TaskModule
+from trainkit.window import MicroBatch, Window
+
+from .process_group import ProcessGroupStrategy
+
+
+class TorchDDP(ProcessGroupStrategy):
+    """PyTorch's Reducer under the same sampling, weighting and launching as `ddp`.
+
+    Args:
+        devices: Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU.
+        device: `auto`, `cpu` or `cuda`.
+        accumulate: Micro-batches of a step on each rank.
+        micro_batch_size: Samples on one device at once, at most.
+        bucket_mb: Size of a bucket in MiB; `None`: PyTorch's own.
+        find_unused: Whether parameters may take no part in the loss.
+        static_graph: Whether every step uses the same parameters equally often.
+        gradient_as_bucket_view: Whether gradients are parts of the buckets.
+        broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
+        timeout: Seconds to wait for another rank.
+        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: int | str = "auto",
+        device: str = "auto",
+        accumulate: int | None = None,
+        micro_batch_size: int | None = None,
+        bucket_mb: float | None = None,
+        find_unused: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        broadcast_buffers: bool = True,
+        timeout: float = 1800.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            devices=devices,
+            device=device,
+            accumulate=accumulate,
+            micro_batch_size=micro_batch_size,
+            broadcast_buffers=broadcast_buffers,
+            timeout=timeout,
+            backend=backend,
+        )
+        self.bucket_mb = bucket_mb
+        self.find_unused = find_unused
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self._wrapped: DistributedDataParallel | None = None
+        self._through: _Through | None = None
+        self._last: MicroBatch | None = None
+
+    def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
+        """Wrap the training step, beside the task, so that the task's own names do not change; collective."""
+        self._wrapped = DistributedDataParallel(
+            _TrainingStep(task),
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            broadcast_buffers=False,  # done after each step, as all strategies do
+            bucket_cap_mb=self.bucket_mb,
+            find_unused_parameters=self.find_unused,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+        )
+        self._through = _Through(self._wrapped)
+
+    def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+        """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
+        if window.micro_batches:
+            self._last = window.micro_batches[0]
+        assert self._through is not None
+        return super().forward_backward(self._through, window)
+
+    def contribute_nothing(self) -> None:
+        """Take part in a reduction with the last batch at weight zero: PyTorch's Reducer needs a backward."""
+        if self._last is None or self._wrapped is None:
+            raise UserError(
+                "torch_ddp cannot start with a global batch smaller than the number of ranks; set strategy=ddp, or a "
+                "larger batch_size."
+            )
+        returned = self._wrapped(self._last.batch)
+        loss = read_training_output(returned, 1, self._wrapped.module.task).loss
+        assert loss is not None
+        (loss * 0.0).backward()
+
+    def backward(self, output: StepOutput, micro_batch: MicroBatch, window: Window) -> None:
+        """Add this micro-batch's part to the gradients, such that PyTorch's mean over ranks is the sum."""
+        loss = output.loss
+        assert loss is not None
+        undivided = self._is_undivided(window.micro_batches, window)
+        share = 1.0 if undivided else output.weight / window.num_samples
+        self.precision.scale(loss * (share * self.world_size)).backward()
+        output.loss = loss.detach()
+
+    def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
+        """Return the context of one backward: its gradients are reduced over ranks if `sync`."""
+        if sync or self._wrapped is None:
+            return nullcontext()
+        return self._wrapped.no_sync()
+
+    def teardown(self) -> None:
+        """Drop the wrapper and leave the group; may be called twice."""
+        self._wrapped = self._through = self._last = None
+        super().teardown()
+
+
+class _TrainingStep(nn.Module):
+    """A module whose forward is the task's training step: what PyTorch's wrapper needs."""
+
+    def __init__(self, task: TaskModule) -> None:
+        super().__init__()
+        self.task = task
+
+    def forward(self, batch: Any) -> Any:
+        return self.task.training_step(batch)
+
+
+class _Through(TaskModule):
+    """Stands in for the task where its training step is called."""
+
+    def __init__(self, wrapped: DistributedDataParallel) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def training_step(self, batch: Any) -> Any:
+        return self.wrapped(batch)
