@@ -1,0 +1,208 @@
+"""Evaluation counts every sample exactly once, with the weight it has (contract C5)."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+from trainkit.strategies.single import SingleDevice
+
+from tests.tasks import (
+    FakeRank,
+    NumberStream,
+    Recorder,
+    Regression,
+    RegressionStream,
+    WeightedRegression,
+    regression_data,
+    weighted_data,
+)
+from trainkit import Data
+from trainkit.feed import make_feed
+
+
+def mean_error(task, dataset):
+    inputs, targets = dataset.tensors
+    return (task(inputs) - targets).square().mean().item()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 11, 50])
+@pytest.mark.parametrize("strategy", [{}, {"accumulate": 3}, {"micro_batch_size": 2}], ids=str)
+def test_the_metrics_do_not_depend_on_the_batch_size(make_trainer, batch_size, strategy):
+    task, dataset = Regression(hidden=8, dropout=0.5), regression_data(11)
+    trainer = make_trainer(SingleDevice(device="cpu", **strategy))
+    metrics = trainer.validate(task, Data(validation=dataset, batch_size=batch_size))
+    assert set(metrics) == {"validation/loss", "validation/absolute"}
+    assert metrics["validation/loss"] == pytest.approx(mean_error(task.eval(), dataset), rel=1e-6)
+
+
+@given(num_samples=st.integers(1, 40), batch_size=st.integers(1, 17), world_size=st.integers(1, 5))
+def test_over_all_ranks_each_sample_comes_once(num_samples, batch_size, world_size):
+    data = Data(validation=TensorDataset(torch.arange(num_samples)), batch_size=batch_size)
+    seen = []
+    for rank in range(world_size):
+        feed = make_feed(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        for micro_batch in feed.batches():
+            assert len(micro_batch.batch[0]) == micro_batch.num_samples
+            seen += micro_batch.batch[0].tolist()
+    assert sorted(seen) == list(range(num_samples))
+
+
+@given(num_samples=st.integers(1, 40), batch_size=st.integers(1, 17), world_size=st.integers(1, 5))
+def test_over_all_ranks_each_sample_of_a_stream_comes_once(num_samples, batch_size, world_size):
+    data = Data(validation=NumberStream(num_samples), batch_size=batch_size)
+    seen = []
+    for rank in range(world_size):
+        feed = make_feed(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        for micro_batch in feed.batches():
+            assert len(micro_batch.batch) == micro_batch.num_samples
+            seen += micro_batch.batch.tolist()
+    assert sorted(seen) == list(range(num_samples))
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), world_size=st.integers(1, 5))
+def test_over_all_ranks_each_row_of_ready_made_batches_comes_once(sizes, world_size):
+    batches = list(torch.arange(sum(sizes)).split(sizes))
+    data = Data(validation=batches)
+    seen = []
+    for rank in range(world_size):
+        feed = make_feed(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        for micro_batch in feed.batches():
+            assert len(micro_batch.batch) == micro_batch.num_samples
+            seen += micro_batch.batch.tolist()
+    assert sorted(seen) == list(range(sum(sizes)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_worker_processes_change_nothing(make_trainer, workers):
+    task, dataset = Regression(), regression_data(11)
+    metrics = make_trainer().validate(task, Data(validation=dataset, batch_size=4, workers=workers))
+    assert metrics["validation/loss"] == pytest.approx(mean_error(task, dataset), rel=1e-6)
+
+
+def test_the_weights_of_the_task_count_in_evaluation(make_trainer):
+    task, dataset = WeightedRegression(), weighted_data(11)
+    metrics = make_trainer().validate(task, Data(validation=dataset, batch_size=4))
+    inputs, targets, tokens = dataset.tensors
+    losses = (task(inputs) - targets).square().squeeze(1)
+    expected = ((losses * tokens).sum() / tokens.sum()).item()
+    assert metrics == {"validation/loss": pytest.approx(expected, rel=1e-6)}
+
+
+@pytest.mark.parametrize("data", [regression_data(11), RegressionStream(11)], ids=["dataset", "stream"])
+def test_predictions_come_in_the_order_of_the_data(make_trainer, data):
+    task = Regression()
+    predictions = make_trainer(SingleDevice(device="cpu", micro_batch_size=3)).predict(
+        task, Data(predict=data, batch_size=4)
+    )
+    torch.testing.assert_close(predictions, task(regression_data(11).tensors[0]).detach())
+    assert not predictions.requires_grad
+
+
+def test_predictions_of_any_kind_are_joined(make_trainer):
+    class Kinds(Regression):
+        def predict_step(self, batch):
+            outputs = self(batch[0])
+            return {"both": (outputs, -outputs), "words": [f"{value:.3f}" for value in outputs.flatten()]}
+
+    task = Kinds()
+    predictions = make_trainer().predict(task, Data(predict=regression_data(11), batch_size=4))
+    expected = task(regression_data(11).tensors[0]).detach()
+    torch.testing.assert_close(predictions["both"], (expected, -expected))
+    assert predictions["words"] == [f"{value:.3f}" for value in expected.flatten()]
+
+
+def test_test_step_is_validation_step_unless_there_is_one(make_trainer):
+    class Tested(Regression):
+        def test_step(self, batch):
+            return {"answer": 42.0}
+
+    data = Data(test=regression_data(6), batch_size=4)
+    assert set(make_trainer().test(Regression(), data)) == {"test/loss", "test/absolute"}
+    assert make_trainer().test(Tested(), data) == {"test/answer": 42.0}
+
+
+def test_evaluation_runs_in_evaluation_mode_without_gradients(make_trainer):
+    class Looking(Regression):
+        def validation_step(self, batch):
+            assert not self.training
+            assert not torch.is_grad_enabled()
+            assert not torch.is_inference_mode_enabled()
+            return super().validation_step(batch)
+
+        def training_step(self, batch):
+            assert self.training
+            return super().training_step(batch)
+
+    data = Data(train=regression_data(8), validation=regression_data(4), batch_size=4)
+    make_trainer(evaluate_every="1step", sanity_batches=2, max_duration="2epoch").fit(Looking(), data)
+
+
+@pytest.mark.parametrize(
+    ("setting", "call", "stage"),
+    [
+        ("limit_validation_batches", "validate", "validation"),
+        ("limit_test_batches", "test", "test"),
+        ("limit_predict_batches", "predict", "predict"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["dataset", "stream", "ready"])
+def test_a_limit_counts_global_batches(make_trainer, setting, call, stage, kind):
+    seen = []
+
+    class Counting(Regression):
+        def validation_step(self, batch):
+            seen.append(len(batch[0]))
+            return super().validation_step(batch)
+
+        def predict_step(self, batch):
+            seen.append(len(batch[0]))
+            return super().predict_step(batch)
+
+    made = {
+        "dataset": regression_data(11),
+        "stream": RegressionStream(11),
+        "ready": [list(batch) for batch in zip(*(t.split(4) for t in regression_data(11).tensors), strict=True)],
+    }
+    data = Data(**{stage: made[kind]}, batch_size=None if kind == "ready" else 4)
+    getattr(make_trainer(**{setting: 2}), call)(Counting(), data)
+    assert seen == [4, 4]
+
+
+def test_validation_during_training_has_the_numbers_of_validation_by_itself(make_trainer):
+    recorder, task = Recorder(), Regression()
+    data = Data(train=regression_data(18), validation=regression_data(7, seed=1), batch_size=4)
+    make_trainer(callbacks=[recorder]).fit(task, data)
+    assert recorder.evaluations == [(5, "validation", make_trainer().validate(task, data))]
+
+
+def test_a_loader_for_evaluation_keeps_its_own_batch_size(make_trainer):
+    sizes = []
+
+    class Sizes(Regression):
+        def validation_step(self, batch):
+            sizes.append(len(batch[0]))
+            return super().validation_step(batch)
+
+    data = Data(train=regression_data(8), validation=DataLoader(regression_data(7), batch_size=5), batch_size=4)
+    make_trainer().fit(Sizes(), data)
+    assert sizes == [5, 2]
+
+
+def test_evaluating_writes_no_folder_and_leaves_the_weights_alone(make_trainer):
+    trainer, task = make_trainer(), Regression()
+    before = task.network[0].weight.detach().clone()
+    trainer.validate(task, Data(validation=regression_data(7), batch_size=4))
+    assert torch.equal(task.network[0].weight, before)
+    assert not trainer.run_dir.exists()
+
+
+def test_validation_can_use_the_weights_of_a_checkpoint(make_trainer):
+    from tests.tasks import StopAt
+
+    trained, data = Regression(), Data(train=regression_data(18), validation=regression_data(7, seed=1), batch_size=4)
+    trainer = make_trainer(callbacks=[StopAt(3)])
+    trainer.fit(trained, data)
+    fresh = Regression(init_seed=5)
+    metrics = make_trainer().validate(fresh, data, checkpoint=trainer.run_dir)
+    assert metrics == make_trainer().validate(trained, data)
