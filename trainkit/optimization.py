@@ -231,7 +231,8 @@ def _described(groups: list[tuple[int, frozenset[str]]]) -> str:
 def use_fused_kernel(optimizer: Optimizer, task: nn.Module, *, may_skip: bool = False) -> bool:
     """Switch a new optimizer to torch's fused kernel where it has one; return whether it did.
 
-    With `may_skip` it must be able to leave out its first step, which SGD with dampening cannot. The user's own `fused=` or `foreach=` is kept; subclasses, sparse gradients and other devices are left alone.
+    With `may_skip` it must be able to leave out its first step, which SGD with dampening cannot. The user's own
+    `fused=` or `foreach=` is kept; subclasses, sparse gradients and other devices are left alone.
     """
     devices = _FUSED_DEVICES.get(type(optimizer), ())
     if not devices or optimizer.state:
@@ -255,7 +256,7 @@ def use_fused_kernel(optimizer: Optimizer, task: nn.Module, *, may_skip: bool = 
 
 
 def _fill_momentum(optimizer: Optimizer) -> None:
-    """Have the buffers that fused SGD makes in its first step, as the kernel leaves them unwritten if that is skipped."""
+    """Have the buffers that fused SGD makes in its first step; if that is skipped the kernel leaves them unwritten."""
     if type(optimizer) is not SGD:
         return
     for group in optimizer.param_groups:
