@@ -1,45 +1,63 @@
-"""Finding strategies, callbacks and loggers by their short names."""
+"""Finding strategies, callbacks and loggers by their short names.
+
+A name is a YAML file of a config group, or an installed package's entry point in the group `trainkit.strategies`,
+`trainkit.callbacks` or `trainkit.loggers`. A strategy's file holds `_target_` and its arguments;
+a callback's or logger's file holds them below its name, so that several can stand side by side.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module, resources
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from trainkit.errors import UserError, nearest
 
-_GROUPS = {"strategy": "strategies", "callbacks": "callbacks", "logger": "loggers", "recipe": "recipes"}
+_PLUGIN_GROUPS = {"strategy": "strategies", "callbacks": "callbacks", "logger": "loggers"}
 
 
 def names(group: str) -> list[str]:
-    """Return the names that can be written for a config group: its YAML files and installed packages' entry points."""
-    return sorted({*_files(group), *(point.name for point in _points(group))})
+    """Return the names that can be written for a config group; those that stand for several others left out."""
+    files = [name for name in _files(group) if "defaults" not in _content(group, name)]
+    return sorted({*files, *(point.name for point in _points(group))})
 
 
 def make(group: str, name: str) -> Any:
     """Return a new object of the given name with its default settings; raises UserError for an unknown name."""
-    for point in _points(group):
-        if point.name == name:
-            return point.load()()
+    if name not in _files(group):  # searching what is installed takes milliseconds
+        for point in _points(group):
+            if point.name == name:
+                return point.load()()
     settings = dict(_settings(group, name))
     module, _, attribute = settings.pop("_target_").rpartition(".")
     return getattr(import_module(module), attribute)(**settings)
 
 
+def plugin_settings() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (group, name, settings) for each entry point of an installed package."""
+    for group in _PLUGIN_GROUPS:
+        for point in _points(group):
+            settings: dict[str, Any] = {"_target_": point.value.replace(":", ".")}
+            yield group, point.name, settings if group == "strategy" else {point.name: settings}
+
+
 @cache
 def _settings(group: str, name: str) -> Mapping[str, Any]:
-    files = _files(group)
-    if name not in files:
-        raise UserError(
-            f"unknown {group} {name!r}.{nearest(name, files)} There are: {', '.join(names(group))}."
-        )
+    content = _content(group, name) if name in _files(group) else None
+    if content is None or "defaults" in content:
+        raise UserError(f"unknown {group} {name!r}.{nearest(name, names(group))} There are: {', '.join(names(group))}.")
+    settings: dict[str, Any] = content if "_target_" in content else content[name]
+    return settings
+
+
+@cache
+def _content(group: str, name: str) -> dict[str, Any]:
     import yaml
 
-    settings: dict[str, Any] = yaml.safe_load(files[name].read_text())
-    # In a group of several entries (callbacks) the file holds one entry under its name.
-    return settings if "_target_" in settings else settings[name]
+    content: dict[str, Any] = yaml.safe_load(_files(group)[name].read_text(encoding="utf-8"))
+    return content
 
 
 @cache
@@ -48,5 +66,6 @@ def _files(group: str) -> dict[str, Any]:
     return {f.name.removesuffix(".yaml"): f for f in folder.iterdir() if f.name.endswith(".yaml")}
 
 
-def _points(group: str) -> Any:
-    return entry_points(group=f"trainkit.{_GROUPS[group]}")
+@cache
+def _points(group: str) -> list[EntryPoint]:
+    return list(entry_points(group=f"trainkit.{_PLUGIN_GROUPS[group]}")) if group in _PLUGIN_GROUPS else []

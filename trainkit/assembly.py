@@ -1,0 +1,69 @@
+"""A run put together from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
+from trainkit.composition import Settings
+from trainkit.errors import UserError
+from trainkit.extras import remedy
+from trainkit.rng import seed_everything
+from trainkit.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What the settings of a run describe."""
+
+    trainer: Trainer
+    task: Any
+    data: Any
+
+
+def assemble(settings: Settings, *, run_dir: Path | None, loggers: bool = True) -> Assembly:
+    """Return new objects for all that the settings name, the task drawn from `trainer.seed`.
+
+    Without `loggers` nothing is written but what callbacks write. Raises UserError for what a constructor refuses.
+    """
+    tree = settings.tree
+    # The order is fixed, and the task comes first: its weights must follow from the seed alone.
+    seed_everything(tree["trainer"].get("seed", 0))
+    task = _made("task", tree["task"])
+    data = _made("data", tree["data"])
+    trainer = Trainer(
+        _made("strategy", tree["strategy"]),
+        run_dir=run_dir,
+        callbacks=_all_made("callbacks", tree.get("callbacks")),
+        loggers=_all_made("logger", tree.get("logger")) if loggers else [],
+        config=settings.as_yaml(),
+        **tree["trainer"],
+    )
+    return Assembly(trainer, task, data)
+
+
+def _all_made(group: str, nodes: Mapping[str, Any] | None) -> list[Any]:
+    """Return the objects of a group; those set to `null` are off."""
+    return [_made(f"{group}.{name}", node) for name, node in (nodes or {}).items() if node is not None]
+
+
+def _made(path: str, node: Any) -> Any:
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        target = str(node.get("_target_")) if isinstance(node, Mapping) else path
+        if isinstance(cause, ModuleNotFoundError) and cause.name:
+            raise UserError(
+                f"{path}: {target} needs the package '{cause.name}', which is not installed. {remedy(cause.name)}"
+            ) from None
+        if isinstance(cause, TypeError) and "unexpected keyword argument" in str(cause):
+            raise UserError(f"{path}: {target} does not take it: {cause}") from None
+        if cause is None:
+            raise UserError(f"{path}: {error}") from None
+        raise cause  # the constructor's own error, with the user's code in its traceback

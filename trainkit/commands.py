@@ -1,0 +1,199 @@
+"""The commands that put a run together: fit, validate, test, predict and resume."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainkit.cli import Arguments
+from trainkit.composition import Settings, composing
+from trainkit.errors import Stopped, UserError
+
+_CHECKPOINTS = "checkpoints"
+_SETTINGS = "config.yaml"
+
+
+def fit(arguments: Arguments) -> int:
+    """Train, in a new folder; `config=PATH` repeats the settings of a run."""
+    saved = arguments.take("config")
+    if arguments.multirun:
+        from trainkit.sweep import sweep
+
+        return sweep(arguments)
+    with composing(arguments.config_dirs, saved=None if saved is None else _settings_file(Path(saved))) as composer:
+        settings = composer.settings(arguments.overrides, needs_task=not arguments.cfg)
+    if arguments.cfg:
+        return _show(settings, arguments)
+    return train(settings, new_run_dir(settings))
+
+
+def resume(arguments: Arguments) -> int:
+    """Continue a run in its own folder, with its settings and the overrides."""
+    path = _path(arguments, "trainkit resume runs/digits/2026-01-31_12-00-00")
+    settings = _settings_of_run(arguments, path)
+    if arguments.cfg:
+        return _show(settings, arguments)
+    _check_checkpoint(path)
+    chosen = settings.tree["run_dir"]
+    return train(settings, Path(chosen) if chosen else run_folder_of(path), resume=path)
+
+
+def validate(arguments: Arguments) -> int:
+    """Print the metrics of a trained task on all validation data."""
+    return _evaluate(arguments, lambda trainer: trainer.validate)
+
+
+def test(arguments: Arguments) -> int:
+    """Print the metrics of a trained task on all test data."""
+    return _evaluate(arguments, lambda trainer: trainer.test)
+
+
+def predict(arguments: Arguments) -> int:
+    """Write `predictions.pt` into the run's folder."""
+
+    def keep(predictions: Any, folder: Path) -> None:
+        import torch
+
+        path = folder / "predictions.pt"
+        part = path.with_suffix(".pt.part")
+        torch.save(predictions, part)
+        part.replace(path)
+        print(f"{_described(predictions)} in {path}")
+
+    return _evaluate(arguments, lambda trainer: trainer.predict, report=keep)
+
+
+# ---- Training
+
+
+def train(settings: Settings, run_dir: Path, *, resume: Path | None = None) -> int:
+    """Train in `run_dir` and return the exit code, having said where the run is."""
+    from trainkit.assembly import assemble
+
+    assembly = assemble(settings, run_dir=run_dir)
+    try:
+        result = assembly.trainer.fit(assembly.task, assembly.data, resume=resume)
+    except Stopped as stopped:
+        print(_farewell(stopped, run_dir), file=sys.stderr)
+        return stopped.exit_code
+    if result.run_dir is not None and assembly.trainer.strategy.rank == 0:
+        print(f"{result.exit_reason}; the run is in {result.run_dir}")
+    return 0
+
+
+def new_run_dir(settings: Settings) -> Path:
+    """Return the folder of a run that starts now; raises UserError if it holds a run already."""
+    from trainkit.run_folder import choose_run_dir
+
+    chosen = settings.tree.get("run_dir")
+    if chosen is None:
+        return choose_run_dir(settings.name)
+    folder = Path(chosen)
+    if (folder / _SETTINGS).exists() or (folder / _CHECKPOINTS).exists():
+        raise UserError(
+            f"run_dir={folder} holds a run already. Continue it: trainkit resume {folder}. Or choose another folder."
+        )
+    return folder
+
+
+def _farewell(stopped: Stopped, run_dir: Path) -> str:
+    from trainkit.checkpoint import resolve
+
+    try:
+        checkpoint = resolve(run_dir)
+    except UserError:
+        return f"{stopped}; nothing was saved, as the run has no checkpoint callback (+callbacks=checkpoint)."
+    return f"{stopped}; the state is saved in {checkpoint}. Continue: trainkit resume {run_dir}"
+
+
+# ---- Runs that are there already
+
+
+def run_folder_of(path: Path) -> Path:
+    """Return the run folder that `path`, a run folder, its checkpoints folder or a file in that, belongs to."""
+    folder = path if path.is_dir() else path.parent
+    return folder.parent if folder.name == _CHECKPOINTS else folder
+
+
+def _evaluate(
+    arguments: Arguments,
+    method: Callable[[Any], Callable[..., Any]],
+    *,
+    report: Callable[[Any, Path], None] | None = None,
+) -> int:
+    path = _path(arguments, f"trainkit {arguments.command} run=runs/digits/2026-01-31_12-00-00")
+    which = arguments.take("checkpoint")
+    settings = _settings_of_run(arguments, path)
+    if arguments.cfg:
+        return _show(settings, arguments)
+    checkpoint = _check_checkpoint(path, which)
+    from trainkit.assembly import assemble
+
+    assembly = assemble(settings, run_dir=None, loggers=False)
+    try:
+        outcome = method(assembly.trainer)(assembly.task, assembly.data, checkpoint=checkpoint)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_code
+    if report is None:
+        _print_metrics(outcome)
+    else:
+        report(outcome, run_folder_of(path))
+    return 0
+
+
+def _path(arguments: Arguments, example: str) -> Path:
+    """Return the run or checkpoint that was typed, as `run=PATH` or alone."""
+    typed = arguments.take("run")
+    if typed is None and arguments.overrides and "=" not in arguments.overrides[0]:
+        typed = arguments.overrides.pop(0)
+    if not typed:
+        raise UserError(f"{arguments.command} needs a run. Type {example}")
+    path = Path(typed)
+    if not path.exists():
+        _check_checkpoint(path)
+    return path
+
+
+def _check_checkpoint(path: Path, which: str | None = None) -> Path:
+    """Return the checkpoint to load; raises UserError where there is none. The last one is found again when loaded."""
+    from trainkit.checkpoint import resolve
+
+    chosen = resolve(path, which or "last")
+    return path if which in (None, "last") else chosen
+
+
+def _settings_of_run(arguments: Arguments, path: Path) -> Settings:
+    with composing(arguments.config_dirs, saved=_settings_file(run_folder_of(path))) as composer:
+        return composer.settings(arguments.overrides)
+
+
+def _settings_file(path: Path) -> Path:
+    """Return the file that holds a run's settings: `path` itself, or `config.yaml` in it."""
+    file = path / _SETTINGS if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{path} is no run's folder: there is no {_SETTINGS} in it.")
+    return file
+
+
+# ---- What is printed
+
+
+def _show(settings: Settings, arguments: Arguments) -> int:
+    print(settings.as_yaml() if arguments.resolve else settings.unresolved, end="")
+    return 0
+
+
+def _print_metrics(metrics: dict[str, float]) -> None:
+    width = max((len(name) for name in metrics), default=0)
+    for name, value in metrics.items():
+        print(f"{name:<{width}}  {value:.6g}")
+
+
+def _described(predictions: Any) -> str:
+    shape = getattr(predictions, "shape", None)
+    if shape is not None:
+        return f"predictions of shape {tuple(shape)}"
+    return f"{len(predictions)} predictions" if hasattr(predictions, "__len__") else "predictions"

@@ -1,0 +1,226 @@
+"""The settings of a run: composed by Hydra from groups, files and what was typed, and checked as a whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from trainkit.errors import UserError, nearest
+from trainkit.origins import Origins
+from trainkit.overrides import GROUPS, LISTS, Overrides
+from trainkit.problem import Problem, SettingsError, did_you_mean, likely, unknown_choice
+from trainkit.registry import plugin_settings
+from trainkit.strict import check
+
+CONFIG = "config"
+_SAVED = "settings_of_a_run"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run's settings."""
+
+    tree: dict[str, Any]
+    """Plain values; `recipe` is the name that was chosen, or `None`."""
+    unresolved: str
+    """As YAML, with interpolations as they were written."""
+
+    @property
+    def name(self) -> str:
+        """What the run's folder is named after: the recipe, or the task's class."""
+        return str(self.tree.get("recipe") or self.tree["task"]["_target_"]).rpartition(".")[2]
+
+    def as_yaml(self) -> str:
+        """Return the text that is kept with the run, and from which it can be repeated."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.tree))
+
+
+@contextmanager
+def composing(config_dirs: Sequence[str | Path] = (), *, saved: Path | None = None) -> Iterator[Composer]:
+    """Enter with Hydra knowing the package's groups, installed plugins and the user's folders.
+
+    With `saved`, the `config.yaml` of a run, its settings take the place of the package's defaults.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_module("trainkit.conf", version_base="1.3", job_name="trainkit"):
+        loader = GlobalHydra.instance().config_loader()
+        search_path = loader.get_search_path()
+        for folder in config_dirs:
+            path = f"file://{_existing_folder(folder)}"
+            search_path.prepend("--config-dir", path, anchor=SearchPathQuery(provider="schema", path=None))
+        loader.repository.initialize_sources(search_path)  # type: ignore[attr-defined] # of the one loader there is
+        for group, name, settings in plugin_settings():
+            ConfigStore.instance().store(group=group, name=name, node=settings, provider="plugin")
+        yield Composer(loader, saved)
+
+
+class Composer:
+    """Composes settings from what is typed."""
+
+    def __init__(self, loader: ConfigLoader, saved: Path | None) -> None:
+        self.loader = loader
+        self.config_name = CONFIG if saved is None else _SAVED
+        self._saved = saved
+
+    def options(self, group: str) -> list[str]:
+        """Return the names that can be chosen in a group."""
+        return self.loader.get_group_options(group)
+
+    def settings(self, texts: Sequence[str], *, needs_task: bool = True) -> Settings:
+        """Return the settings that the overrides lead to; raises SettingsError with all that is wrong."""
+        overrides = Overrides(texts, options=self.options)
+        problems = list(overrides.problems)
+        rendered = self.rendered(overrides)
+        config = self._composed(rendered, problems)
+        if config is None:
+            raise SettingsError(self._with_origins(problems, overrides, []))
+        recipe = config.hydra.runtime.choices.get("recipe") if self._saved is None else config.get("recipe")
+        with open_dict(config):
+            del config["hydra"]
+            _delete(config, overrides.deletions, problems)
+        settings = Settings({"recipe": recipe, **_resolved(config, problems)}, OmegaConf.to_yaml(config))
+        problems += self._checked(settings, problems, needs_task=needs_task)
+        if problems:
+            raise SettingsError(self._with_origins(problems, overrides, rendered))
+        return settings
+
+    def rendered(self, overrides: Overrides) -> list[str]:
+        """Return the overrides as Hydra takes them: what is typed for a key that is not there is found by the check."""
+        if self._saved is not None:
+            _store_saved(self._saved, without=overrides.replaced_groups)
+        chosen = {group: self._chosen(group, overrides) for group in overrides.additions}
+        return overrides.rendered(chosen)
+
+    def _chosen(self, group: str, overrides: Overrides) -> list[str]:
+        """Return what is chosen in a group before additions; a saved run's choice is in its settings already."""
+        if self._saved is not None:
+            return []
+        composed = self.loader.compute_defaults_list(CONFIG, overrides.rendered({}), RunMode.MULTIRUN)
+        choice: Any = composed.overrides.known_choices.get(group)
+        return [] if choice is None else list(choice) if isinstance(choice, (list, tuple)) else [str(choice)]
+
+    def _composed(self, rendered: list[str], problems: list[Problem]) -> DictConfig | None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Hydra's, about files that lack _self_
+                return compose(self.config_name, overrides=rendered, return_hydra_config=True)
+        except MissingConfigException as error:
+            problems.append(_missing_config(error))
+        except ConfigCompositionException as error:
+            problems.append(Problem("", _without_advice(error)))
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark
+            where = "" if mark is None else f"{mark.name}:{mark.line + 1}: "
+            problems.append(Problem("", f"{where}this is no YAML: {error.problem}"))
+        return None
+
+    def _checked(self, settings: Settings, problems: Sequence[Problem], *, needs_task: bool) -> list[Problem]:
+        # What hangs on a wrong choice would be told as wrong too.
+        wrong = {problem.key for problem in problems if problem.key in GROUPS}
+        found = check(
+            settings.tree,
+            options={group: self.options(group) for group in GROUPS},
+            needs_task=needs_task and "recipe" not in wrong,
+        )
+        return [problem for problem in found if problem.key.partition(".")[0] not in wrong]
+
+    def _with_origins(
+        self, problems: Sequence[Problem], overrides: Overrides, rendered: list[str]
+    ) -> list[Problem]:
+        origins = Origins()
+        if self._saved is not None:
+            origins.add_file(self._saved)
+        elif rendered:
+            origins.add_composed(self.loader, self.config_name, rendered)
+        for key, text in overrides.typed:
+            origins.add_typed(key, text)
+        return [
+            problem if problem.origin is not None else Problem(problem.key, problem.message, origins.of(problem.key))
+            for problem in problems
+        ]
+
+
+def _existing_folder(folder: str | Path) -> Path:
+    path = Path(folder).absolute()
+    if not path.is_dir():
+        beside = [child.name for child in path.parent.iterdir() if child.is_dir()] if path.parent.is_dir() else []
+        raise UserError(f"--config-dir {folder}: there is no such folder.{nearest(path.name, beside)}")
+    return path
+
+
+def _store_saved(path: Path, *, without: Sequence[str]) -> None:
+    """Let Hydra compose over the settings in `path`, but for groups that are chosen anew."""
+    saved = read_saved(path)
+    groups = [{group: None} for group in ("strategy", *LISTS)]
+    kept = {key: value for key, value in saved.items() if key not in without}
+    ConfigStore.instance().store(name=_SAVED, node=OmegaConf.create({"defaults": ["_self_", *groups], **kept}))
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Return the settings in a run's `config.yaml`, without its folder: that follows from where the file is."""
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"the settings of the run in {path} cannot be read: {error}") from None
+    if not isinstance(saved, dict) or not saved:
+        raise UserError(
+            f"{path} holds no settings: that run was started from Python. Resume it there: "
+            "Trainer(...).fit(task, data, resume=PATH)."
+        )
+    return {**{str(key): value for key, value in saved.items()}, "run_dir": None}
+
+
+def _delete(config: DictConfig, keys: Sequence[tuple[str, str]], problems: list[Problem]) -> None:
+    """Take away the keys that were typed with a `~`."""
+    for key, text in keys:
+        parent, _, name = key.rpartition(".")
+        node = OmegaConf.select(config, parent) if parent else config
+        if isinstance(node, DictConfig) and name in node:
+            del node[name]
+            continue
+        names = [str(known) for known in node] if isinstance(node, DictConfig) else []
+        near = [f"~{parent}.{other}" if parent else f"~{other}" for other in likely(name, names)]
+        hint = did_you_mean(near) if near else f"There are: {', '.join(names)}." if names else ""
+        problems.append(Problem(key, f"there is nothing to take away. {hint}", f"the command line: {text}"))
+
+
+def _resolved(config: DictConfig, problems: list[Problem]) -> dict[str, Any]:
+    try:
+        tree = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        problems.append(Problem(str(error.full_key or ""), str(error.msg).splitlines()[0]))
+        tree = OmegaConf.to_container(config)
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}
+
+
+def _missing_config(error: MissingConfigException) -> Problem:
+    """Return the problem of a file that another one asks for in its defaults list."""
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    asking = str(error).partition("In '")[2].partition("'")[0]
+    options = list(error.options or ())
+    message = unknown_choice(group, name, options) if group else f"there is no file '{name}.yaml'."
+    return Problem(group, message, f"the defaults list of {asking}.yaml" if asking else None)
+
+
+def _without_advice(error: ConfigCompositionException) -> str:
+    """Return Hydra's message without its advice to add what is not there."""
+    lines = [line for line in str(error).splitlines() if line.strip() and "append to your" not in line]
+    if error.__cause__ is not None:
+        lines.append(str(error.__cause__).splitlines()[0])
+    return "\n".join(lines)

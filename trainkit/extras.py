@@ -1,0 +1,21 @@
+"""The optional packages, and the extra that brings each."""
+
+from __future__ import annotations
+
+_EXTRAS = {
+    "sklearn": "recipes",
+    "matplotlib": "plots",
+    "transformers": "transformers",
+    "torchmetrics": "metrics",
+    "ray": "ray",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+}
+
+
+def remedy(package: str) -> str:
+    """Return what to type to have the package `package`, named as it is imported."""
+    top = package.partition(".")[0]
+    if top in _EXTRAS:
+        return f"Type: pip install 'trainkit[{_EXTRAS[top]}]'"
+    return f"If it is yours, start from the folder that holds it; else: pip install {top}"
