@@ -1,9 +1,9 @@
-"""What saving costs: against `torch.save` + fsync of the same bytes, and what training waits for when saving in the background.
+"""What saving costs against `torch.save` + fsync of the same bytes, and what training waits for in the background.
 
     python benchmarks/checkpointing.py [--parameters 60_000_000] [--rounds 7] [--folder .]
 
-Prints a table and, as its last line, the same figures as JSON. Rounds are interleaved, so that other work on the machine and
-the disk meets every variant; figures are medians, ratios are medians of the rounds' ratios.
+Prints a table and, as its last line, the same figures as JSON. Rounds are interleaved, so that other
+work on the machine and the disk meets every variant; figures are medians, ratios are medians of the rounds' ratios.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """A folder of checkpoints that a kill at any instant leaves readable, and the ways to choose one of them.
 
     checkpoints/
-        manifest.json       what is there: file, size, hash, step, epoch, metrics; replaced at one instant
-        step_100.pt         the payload, as torch.save writes it, with what the manifest says of it inside
+        manifest.json           what is there: file, size, hash, step, epoch, metrics; replaced at one instant
+        step_100.pt             the payload, as torch.save writes it, with what the manifest says of it inside
         step_200.pt
-        .step_300.pt.part   a save that is going on, or was killed: swept by the next save
+        .step_300.pt.part       a save that is going on, or was killed: swept by the next save
+        .step_100.pt.unlisted   says that step_100.pt goes when the manifest does not list it
 
 A file is written under its temporary name, brought to the disk and renamed before the manifest lists it, and is taken
 from the manifest before it is removed. So the manifest never lists a file that is not whole, and a file that it does
@@ -151,8 +152,7 @@ class CheckpointStore:
 
     def load_best(self, monitor: Monitor | None = None, *, fallback: bool = True, map_location: Any = "cpu") -> Loaded:
         """Return the best checkpoint that is not damaged, with the better ones that were skipped."""
-        ranked = self.ranked(*(monitor or self.monitor()))
-        return self._load_first(ranked, fallback=fallback, map_location=map_location)
+        return self._load_first(self.best_first(monitor), fallback=fallback, map_location=map_location)
 
     def entries(self) -> list[CheckpointEntry]:
         """Return what is saved, in the order of saving."""
@@ -182,6 +182,16 @@ class CheckpointStore:
         sign = 1.0 if mode == "min" else -1.0
         latest_first = [entry for entry in entries[::-1] if not math.isnan(entry.metrics.get(metric, math.nan))]
         return sorted(latest_first, key=lambda entry: sign * entry.metrics[metric])
+
+    def best_first(self, monitor: Monitor | None = None) -> list[CheckpointEntry]:
+        """Return the checkpoints by the given monitor, or the store's, or the run's; raise UserError without values."""
+        monitor = monitor or self.monitor()
+        ranked = self.ranked(*monitor)
+        if not ranked:
+            raise CheckpointError(
+                f"No checkpoint in {self.folder} has a value of '{monitor.metric}' yet. Choose 'last'."
+            )
+        return ranked
 
     def monitor(self) -> Monitor:
         """Return what makes a checkpoint the best: as given here, or by the run that saved them."""
@@ -247,15 +257,13 @@ class CheckpointStore:
             marker_of(path).touch()
             move(part_of(path), path)
             entry = _entry_of(path, content[HEADER], written)
-            replaced = [earlier for earlier in manifest.entries if earlier.name == entry.name]
-            if replaced:
-                self.verify(entry)
             kept = [earlier for earlier in manifest.entries if earlier.name != entry.name]
-            write_manifest(self.folder, Manifest([*kept, entry], self._monitor or manifest.monitor))
+            if len(kept) < len(manifest.entries):
+                self.verify(entry)
+            self._list([*kept, entry], instead_of=manifest)
         except BaseException:
             self._sweep_after_failure(manifest.entries)
             raise
-        _remove_files([marker_of(path), *(earlier.path for earlier in replaced)])
         return entry
 
     def _keep(self, choose: Callable[[list[CheckpointEntry]], list[CheckpointEntry]]) -> list[CheckpointEntry]:
@@ -266,8 +274,7 @@ class CheckpointStore:
                 kept = choose(manifest.entries)
                 removed = [entry for entry in manifest.entries if entry not in kept]
                 if removed:
-                    write_manifest(self.folder, Manifest(kept, self._monitor or manifest.monitor))
-                    _remove_files([entry.path for entry in removed])
+                    self._list(kept, instead_of=manifest)
                 return removed
         except OSError as error:
             raise CheckpointError(
@@ -275,8 +282,20 @@ class CheckpointStore:
                 f"All of them are still usable."
             ) from error
 
+    def _list(self, entries: list[CheckpointEntry], *, instead_of: Manifest) -> None:
+        """Replace the manifest's entries and remove the files that it does not list any more."""
+        try:
+            for entry in instead_of.entries:
+                if entry not in entries:
+                    marker_of(entry.path).touch()
+            write_manifest(self.folder, Manifest(entries, self._monitor or instead_of.monitor))
+        except BaseException:
+            self._sweep_after_failure(instead_of.entries)
+            raise
+        self._sweep(entries)
+
     def _sweep(self, listed: list[CheckpointEntry]) -> None:
-        """Remove what killed saves left: unfinished files, and files that were renamed but not listed any more."""
+        """Remove what is not listed: unfinished files, and marked ones; a kill leaves both to the next save."""
         names = {entry.path.name for entry in listed}
         for part in self.folder.glob(f".*{PART}"):
             part.unlink(missing_ok=True)
@@ -342,10 +361,7 @@ def resolve(path: Path | str, which: str = "last", *, monitor: Monitor | None = 
     if which == "last":
         return entries[-1].path
     if which == "best":
-        ranked = store.ranked(*store.monitor())
-        if not ranked:
-            raise CheckpointError(f"No checkpoint in {store.folder} has a value of '{store.monitor().metric}' yet.")
-        return ranked[0].path
+        return store.best_first()[0].path
     named = [entry.path for entry in entries if entry.name == which]
     if not named:
         names = ["last", "best", *(entry.name for entry in entries)]
@@ -406,11 +422,6 @@ def _free_path(folder: Path, name: str) -> Path:
         number += 1
         path = folder / f"{name}-{number}{SUFFIX}"
     return path
-
-
-def _remove_files(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
 
 
 def _listed(path: Path) -> CheckpointEntry | None:

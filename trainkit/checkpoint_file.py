@@ -6,19 +6,20 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from io import BufferedWriter, FileIO, RawIOBase
 from pathlib import Path
-from threading import Condition
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import Condition, Thread
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+Result = TypeVar("Result")
 
 PART = ".part"
 ALGORITHMS = ("sha256", "blake2b")
@@ -47,14 +48,15 @@ def write_payload(part: Path, payload: dict[str, Any]) -> Written:
 
     Raises OSError, with what was written so far left in `part`.
     """
-    with open(part, "wb", buffering=0) as raw, ThreadPoolExecutor(2, "checkpoint") as threads:
-        followed = _FollowedFile(raw.fileno(), threads)
-        hashed = threads.submit(followed.hash, part, fastest_algorithm())
+    with open(part, "wb", buffering=0) as raw:
+        followed = _FollowedFile(raw.fileno())
+        hashed = _Background(lambda: followed.hash(part, fastest_algorithm()))
         try:
             with BufferedWriter(followed, _BLOCK_BYTES) as file:
                 torch.save(payload, file)
         finally:
             followed.end()  # or the hashing thread would wait for ever
+            hashed.join()
         followed.sync()
         return hashed.result()
 
@@ -137,14 +139,13 @@ class _FollowedFile(RawIOBase):
     An error of the disk is kept and raised by `sync`, because `torch.save` would replace it by one of its own.
     """
 
-    def __init__(self, descriptor: int, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._threads = threads
         self._changed = Condition()
         self._size = 0
         self._ended = False
         self._error: OSError | None = None
-        self._syncing: Future[None] | None = None
+        self._syncing: _Background[None] | None = None
         self._synced = 0
 
     def writable(self) -> bool:
@@ -183,8 +184,7 @@ class _FollowedFile(RawIOBase):
 
     def sync(self) -> None:
         """Have all of the file on the disk; raise the first error that the disk has had with it."""
-        if self._syncing is not None:
-            self._syncing.result()  # the system tells each error only once
+        self._end_sync()
         if self._error is not None:
             raise self._error
         _sync(self._descriptor)
@@ -209,17 +209,43 @@ class _FollowedFile(RawIOBase):
 
     def _start_sync(self) -> None:
         """Let the disk begin now: otherwise it idles until all is written and then keeps everyone waiting."""
+        if self._syncing is None or not self._syncing.is_alive():
+            self._end_sync()
+            self._synced = self._size
+            self._syncing = _Background(lambda: os.fsync(self._descriptor))
+
+    def _end_sync(self) -> None:
         if self._syncing is not None:
-            if not self._syncing.done():
-                return
-            self._error = self._error or _disk_error(self._syncing)
-        self._synced = self._size
-        self._syncing = self._threads.submit(os.fsync, self._descriptor)
+            try:
+                self._syncing.result()
+            except OSError as error:  # the system tells it only once, so it must not be lost
+                self._error = self._error or error
+            self._syncing = None
 
 
-def _disk_error(done: Future[None]) -> OSError | None:
-    error = done.exception()
-    return error if isinstance(error, OSError) else None
+class _Background(Thread, Generic[Result]):
+    """Work that another thread does at once; unlike a pool's it may begin when the interpreter is about to end."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        super().__init__(name="checkpoint")
+        self._work = work
+        self._results: list[Result] = []
+        self._failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Keep what the work returns or raises."""
+        try:
+            self._results.append(self._work())
+        except BaseException as error:
+            self._failure = error
+
+    def result(self) -> Result:
+        """Wait, and return or raise what the work did."""
+        self.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._results[0]
 
 
 def _hasher(algorithm: str) -> Any:

@@ -69,7 +69,7 @@ class Manifest:
 
 
 def marker_of(path: Path) -> Path:
-    """Return the empty file that stands beside a checkpoint from just before its renaming until it is listed."""
+    """Return the empty file that stands beside a checkpoint while it is about to be listed, or to be removed."""
     return path.with_name(f".{path.name}{UNLISTED}")
 
 
@@ -262,6 +262,6 @@ def _too_new(path: Path, version: int) -> CheckpointError:
 def _foreign(path: Path, content: object) -> CheckpointError:
     keys = f" Its keys: {', '.join(map(str, list(content)[:10]))}." if isinstance(content, dict) else ""
     return CheckpointError(
-        f"{path} was not saved by trainkit, so there is no run to continue in it.{keys} To start from its weights, load "
-        f"them in your task's constructor: self.load_state_dict(torch.load(path, weights_only=True))"
+        f"{path} was not saved by trainkit, so there is no run to continue in it.{keys} To start from its weights, "
+        f"load them in your task's constructor: self.load_state_dict(torch.load(path, weights_only=True))"
     )

@@ -18,7 +18,7 @@ _MAPPINGS: tuple[type, ...] = (dict, OrderedDict, Counter)
 
 
 def plain(payload: dict[str, Any]) -> dict[str, Any]:
-    """Return the payload as it can be saved: numpy values as Python values and tensors, each tensor with its own bytes only.
+    """Return the payload as it can be saved: without numpy's types, and with each tensor's own bytes only.
 
     A view of a larger storage (a gradient bucket, a fusion buffer) is copied, since `torch.save` would write the whole
     storage; tensors that are the same bytes stay one. Raises UserError with the place of a value that would need

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class AsyncWriter:
     """Saves into a store from a background thread, one checkpoint at a time.
 
-    What goes wrong there is raised by the next call of `check`, `save`, `wait` or `close`, once. The copies' memory is kept and
-    used again by the next save, so host memory grows by one payload.
+    What goes wrong there is raised by the next call of `check`, `save`, `wait` or `close`, once.
+    The copies' memory is kept and used again by the next save, so host memory grows by one payload.
     """
 
     def __init__(self, store: CheckpointStore) -> None:

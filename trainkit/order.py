@@ -20,7 +20,9 @@ _LONG_WORD = 0xFFFFFFFFFFFFFFFF
 
 
 class GlobalOrder:
-    """The permutation of `num_samples` samples that each epoch follows; rank r of W takes `slice(epoch, start + r, stop, W)`.
+    """The permutation of `num_samples` samples that each epoch follows.
+
+    Rank r of W takes `slice(epoch, start + r, stop, W)` of the positions from start to stop.
 
     Up to `computed_above` samples the permutation is that of `torch.utils.data.DistributedSampler` with the same seed,
     and the one of the epoch in use is kept (8 bytes a sample). Above, each position is computed by itself from a keyed
@@ -45,9 +47,9 @@ class GlobalOrder:
         return self.num_samples
 
     def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
-        """Return the samples at positions `start, start + step, ...` below `stop` of the epoch: int64, owned by the caller.
+        """Return the samples at positions `start, start + step, ...` below `stop` of the epoch.
 
-        Positions past the end of the epoch are left out, as in a slice of a list.
+        They are int64 and the caller's own. Positions past the end of the epoch are left out, as in a slice of a list.
         """
         positions = _positions(start, stop, step, self.num_samples)
         if not self.shuffle:
@@ -82,11 +84,11 @@ class GlobalOrder:
 
 
 class WeightedOrder:
-    """`num_samples` draws with replacement an epoch, each sample as often as its weight says; a pure function of (seed, epoch).
+    """`num_samples` draws with replacement an epoch, each sample as often as its weight says.
 
-    Each position is drawn by itself, so a slice costs the same wherever it lies and nothing but the cumulated weights
-    is kept (8 bytes a sample). A sample of weight zero is never drawn. For balanced classes give every sample
-    the weight 1 / (samples in its class).
+    What is drawn is a pure function of (seed, epoch, position), so a slice costs the same wherever
+    it lies, and nothing but the cumulated weights is kept (8 bytes a sample). A sample of weight zero is never
+    drawn. For balanced classes give every sample the weight 1 / (samples in its class).
     """
 
     def __init__(self, weights: Tensor | Sequence[float], num_samples: int, *, seed: int) -> None:
@@ -155,7 +157,8 @@ class _BlockCache:
         if block is None:
             begin = number * _BLOCK
             block = self._compute(epoch, _arange(range(begin, min(begin + _BLOCK, self._num_samples))))
-            # Two blocks: slices that lie across a border read both, again and again. A new mapping: threads may read the old.
+            # Two blocks: slices that lie across a border read both, again and again.
+            # A new mapping: another thread may be reading the old one.
             latest = list(self._blocks.items())[-1:]
             self._blocks = dict([*latest, ((epoch, number), block)])
         return block
