@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from .event_mode import EventMode
 from .events import Event, Recording
 from .interception import Call, Interception
-from .recording import Step, estimated_seconds, unchanged
-from .structures import rebuild, tensors
+from .recording import CONSTANTS, Step, estimated_seconds, unchanged
+from .structures import leaves, rebuild, tensors
 
 WORTH_SECONDS = 50e-6
 """Calls that take less than this are not repeated."""
@@ -23,17 +23,23 @@ BACKWARD_PER_FORWARD = 2.0
 
 
 def measure(recording: Recording, task: nn.Module, step: Step, batch: Any, *, repeats: int = 3) -> None:
-    """Set the seconds of every event: the least of `repeats` runs, equal calls pooled; the task is left as it was."""
+    """Set the seconds of every event: the least of `repeats` runs, equal calls pooled; the task is left as it was.
+
+    Raises `Unrepeatable` for a step that does not make the same calls again.
+    """
     units = {event.name for event in recording.events if event.is_unit}
     interception = Interception({name: task.get_submodule(name) for name in units})
-    stopwatch = _Stopwatch(recording, interception, repeats)
-    batch = rebuild(batch, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
-    with ExitStack() as stack:
-        stack.enter_context(unchanged(task))
-        stack.enter_context(interception.installed())
-        stack.enter_context(interception.session(stopwatch))
-        stack.enter_context(stopwatch)
-        step(batch)
+    passes = 1
+    while passes:
+        stopwatch = _Stopwatch(recording, interception, repeats if passes == 1 else 0)
+        copied = rebuild(batch, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+        with ExitStack() as stack:
+            stack.enter_context(unchanged(task))
+            stack.enter_context(interception.installed())
+            stack.enter_context(interception.session(stopwatch))
+            stack.enter_context(stopwatch)
+            step(copied)
+        passes = passes + 1 if stopwatch.has_stateful and passes < repeats else 0
     _pool(recording)
     recording.measured = True
 
@@ -45,6 +51,10 @@ def estimate(recording: Recording) -> None:
         event.cost.backward_seconds = BACKWARD_PER_FORWARD * event.cost.forward_seconds * _has_gradient(event)
 
 
+class Unrepeatable(Exception):
+    """Units that run several times change what the step does, for example by hooks that collect results."""
+
+
 class _Stopwatch(EventMode):
     """Measures the events of one run of a step, which must be those of the recording."""
 
@@ -53,6 +63,8 @@ class _Stopwatch(EventMode):
         self._events = recording.events
         self._interception = interception
         self._repeats = repeats
+        self.has_stateful = False
+        """Whether a unit was given an object with a state, such as a cache: such calls cannot be repeated."""
         self._next = 0
         self._inside = False
 
@@ -68,22 +80,32 @@ class _Stopwatch(EventMode):
 
     def _measure(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         event = self._events[self._next]
-        assert event.name == name, f"{name} was recorded as {event}"
+        if event.name != name:
+            raise Unrepeatable(f"{name} was recorded as {event}")
         self._inside = True
         try:
             with self._interception.session(None):
                 start = perf_counter()
                 result = call(*args, **kwargs)
                 seconds = perf_counter() - start
-                event.cost.forward_seconds = seconds
-                event.cost.backward_seconds = seconds * BACKWARD_PER_FORWARD * _has_gradient(event)
-                repeatable = not event.written and name != "__iter__"
-                if repeatable and (event.is_unit or seconds > WORTH_SECONDS) and not event.is_local:
-                    self._repeat(event, call, args, kwargs)
+                self._note(event, seconds)
+                worth = (event.is_unit or seconds > WORTH_SECONDS) and not event.is_local
+                if self._repeats and worth and not event.written and name != "__iter__":
+                    if all(isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in leaves((args, kwargs))):
+                        self._repeat(event, call, args, kwargs)
+                    else:
+                        self.has_stateful = True
         finally:
             self._inside = False
         self._next += 1
         return result
+
+    def _note(self, event: Event, seconds: float) -> None:
+        known = event.cost.forward_seconds
+        if not known or seconds < known:
+            event.cost.forward_seconds = seconds
+            if self._repeats or not known:
+                event.cost.backward_seconds = seconds * BACKWARD_PER_FORWARD * _has_gradient(event)
 
     def _repeat(self, event: Event, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward, backward = [event.cost.forward_seconds], []

@@ -12,7 +12,7 @@ from torch import nn
 from trainkit.errors import UserError
 
 from .events import Recording
-from .measuring import estimate, measure
+from .measuring import Unrepeatable, estimate, measure
 from .partition import Partition, StageCosts, dearest, manual_cuts, partition
 from .recording import Observation, Step, estimated_seconds, observe
 
@@ -164,9 +164,12 @@ def _can_be_opened(task: nn.Module, survey: Observation, name: str) -> bool:
 
 def _set_costs(recording: Recording, task: nn.Module, step: Step, batch: Any, *, measured: bool) -> None:
     if measured and torch.is_grad_enabled():
-        measure(recording, task, step, batch)
-    else:
-        estimate(recording)
+        try:
+            measure(recording, task, step, batch)
+            return
+        except Unrepeatable as error:
+            logger.info("costs are estimated, not measured: %s", error)
+    estimate(recording)
 
 
 def _ancestors(name: str) -> list[str]:

@@ -28,7 +28,7 @@ Step = Callable[[Any], Any]
 
 CHEAP_SHARE = 0.01
 """An event that follows from the batch alone is computed by every stage if it takes less than this of the step."""
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -289,7 +289,7 @@ class _Recorder(EventMode):
 
     def _recorded_leaf(self, event: Event, leaf: Any, products: dict[int, bool]) -> Any:
         if not isinstance(leaf, Tensor):
-            if isinstance(leaf, _CONSTANTS):
+            if isinstance(leaf, CONSTANTS):
                 return leaf
             if event.is_unit:
                 self._opaque_units.add(event.name)

@@ -1,0 +1,149 @@
+"""Small models of the `transformers` package, built from their configurations and used as they come."""
+
+import torch
+import transformers
+from trainkit.task import TaskModule
+
+transformers.logging.set_verbosity_error()
+
+
+class _Library(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.model = self.build()
+
+    def training_step(self, batch):
+        return self.model(**batch).loss
+
+    def validation_step(self, batch):
+        return {"loss": self.model(**batch).loss}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Gpt2(_Library):
+    @staticmethod
+    def build():
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_layer=4, n_embd=32, n_head=2, vocab_size=50, n_positions=16,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            )
+        )
+
+    @staticmethod
+    def batch(size, generator):
+        tokens = torch.randint(0, 50, (size, 12), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Llama(_Library):
+    @staticmethod
+    def build():
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                num_hidden_layers=4, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+                num_key_value_heads=2, vocab_size=50, max_position_embeddings=16,
+                bos_token_id=0, eos_token_id=0, pad_token_id=0,
+            )
+        )
+
+    @staticmethod
+    def batch(size, generator):
+        tokens = torch.randint(0, 50, (size, 12), generator=generator)
+        mask = torch.ones_like(tokens)
+        mask[0, 9:] = 0
+        return {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
+
+
+class Bert(_Library):
+    @staticmethod
+    def build():
+        return transformers.BertForMaskedLM(
+            transformers.BertConfig(
+                num_hidden_layers=4, hidden_size=32, intermediate_size=48, num_attention_heads=2,
+                vocab_size=50, max_position_embeddings=16,
+                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )
+        )
+
+    @staticmethod
+    def batch(size, generator):
+        tokens = torch.randint(0, 50, (size, 12), generator=generator)
+        labels = tokens.clone()
+        labels[:, ::2] = -100
+        mask = torch.ones_like(tokens)
+        mask[0, 9:] = 0
+        return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+
+
+class Vit(_Library):
+    @staticmethod
+    def build():
+        return transformers.ViTForImageClassification(
+            transformers.ViTConfig(
+                num_hidden_layers=4, hidden_size=32, intermediate_size=48, num_attention_heads=2,
+                image_size=16, patch_size=8, num_labels=5,
+                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )
+        )
+
+    @staticmethod
+    def batch(size, generator):
+        return {
+            "pixel_values": torch.randn(size, 3, 16, 16, generator=generator),
+            "labels": torch.randint(0, 5, (size,), generator=generator),
+        }
+
+
+class T5(_Library):
+    @staticmethod
+    def build():
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                num_layers=2, d_model=32, d_kv=16, d_ff=48, num_heads=2, vocab_size=50, dropout_rate=0.0,
+                decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+            )
+        )
+
+    @staticmethod
+    def batch(size, generator):
+        return {
+            "input_ids": torch.randint(2, 50, (size, 10), generator=generator),
+            "labels": torch.randint(2, 50, (size, 7), generator=generator),
+        }
+
+
+class Mixtral(_Library):
+    @staticmethod
+    def build():
+        return transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(
+                num_hidden_layers=4, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+                num_key_value_heads=2, vocab_size=50, max_position_embeddings=16, num_local_experts=4,
+                bos_token_id=0, eos_token_id=0, pad_token_id=0,
+            )
+        )
+
+    batch = Gpt2.batch
+
+
+class LibraryResNet(_Library):
+    @staticmethod
+    def build():
+        return transformers.ResNetForImageClassification(
+            transformers.ResNetConfig(
+                embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", num_labels=5
+            )
+        )
+
+    @staticmethod
+    def batch(size, generator):
+        return {
+            "pixel_values": torch.randn(size, 3, 16, 16, generator=generator),
+            "labels": torch.randint(0, 5, (size,), generator=generator),
+        }
+
+
+LIBRARY = {model.__name__: model for model in (Gpt2, Bert, Llama, Vit, T5, Mixtral, LibraryResNet)}
