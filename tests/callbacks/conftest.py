@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from trainkit.strategies.single import SingleDevice
+
+from trainkit.callback import Callback
+from trainkit.data import Data
+from trainkit.task import TaskModule
+from trainkit.trainer import FitResult, Trainer
+
+
+class Scripted(TaskModule):
+    """A linear model with dropout whose validation gives the values that it is told to give, one each time."""
+
+    def __init__(self, validation: Sequence[float] = ()) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.dropout = nn.Dropout(0.2)
+        self.validation = list(validation)
+        self.at_step: dict[int, Callable[[], object]] = {}
+        self.steps = 0
+
+    def training_step(self, batch: Any) -> Tensor:
+        self.steps += 1
+        self.at_step.get(self.steps, lambda: None)()
+        features, target = batch
+        return nn.functional.mse_loss(self.net(self.dropout(features)), target)
+
+    def validation_step(self, batch: Any) -> dict[str, Tensor]:
+        value = self.validation.pop(0) if self.validation else 1.0
+        return {"loss": torch.tensor(value), "accuracy": torch.tensor(0.5)}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.fixture
+def scripted() -> type[Scripted]:
+    return Scripted
+
+
+@pytest.fixture
+def data() -> Data:
+    """Ten steps an epoch; a validation is one batch."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(40, 4, generator=generator)
+    dataset = TensorDataset(features, features.sum(1, keepdim=True))
+    return Data(train=dataset, validation=TensorDataset(features[:4], features[:4, :1]), batch_size=4)
+
+
+@pytest.fixture
+def fit(data: Data, tmp_path: Path) -> Callable[..., FitResult]:
+    """Train 20 steps, validating after every second one, with the callbacks that are given and no others."""
+
+    def run(
+        task: TaskModule,
+        *callbacks: Callback,
+        resume: Path | None = None,
+        without_validation: bool = False,
+        **settings: Any,
+    ) -> FitResult:
+        torch.manual_seed(0)
+        used = Data(train=data.source("train").dataset, batch_size=4) if without_validation else data
+        defaults = {"max_duration": "20step", "evaluate_every": "2step", "log_every": "5step", "sanity_batches": 0}
+        settings = {"run_dir": tmp_path / "run", "loggers": [], **defaults, **settings}
+        return Trainer(SingleDevice(device="cpu"), callbacks=callbacks, **settings).fit(task, used, resume=resume)
+
+    return run

@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.callbacks.early_stopping import EarlyStopping
+
+from trainkit.callback import Callback
+from trainkit.checkpoint import CheckpointEntry, CheckpointStore, DamagedCheckpoint
+from trainkit.errors import NonFiniteLoss, Stopped, UserError
+from trainkit.run import Run
+from trainkit.trainer import FitResult
+
+Fit = Callable[..., FitResult]
+
+
+class Weights(Callback):
+    """Keeps the weights after every step."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, torch.Tensor] = {}
+
+    def on_step_end(self, run: Run) -> None:
+        self.after[run.state.step] = next(run.task.parameters()).detach().clone()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "run" / "checkpoints")
+
+
+def saved(store: CheckpointStore) -> list[tuple[int, str]]:
+    return [(entry.step, entry.reason) for entry in store.entries()]
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def fail() -> object:
+        raise error
+
+    return fail
+
+
+def test_a_checkpoint_is_saved_at_every_interval_and_at_the_end(
+    fit: Fit, scripted: Any, store: CheckpointStore
+) -> None:
+    fit(scripted(), Checkpoint(every="6step", keep_last=None))
+
+    assert saved(store) == [(6, "interval"), (12, "interval"), (18, "interval"), (20, "end")]
+
+
+def test_a_step_is_saved_once_though_the_interval_the_metric_and_the_end_ask_for_it(
+    fit: Fit, scripted: Any, store: CheckpointStore
+) -> None:
+    task = scripted([1.0 / n for n in range(1, 11)])
+
+    fit(task, Checkpoint(every="10step", metric="validation/loss", keep_last=None))
+
+    assert [entry.step for entry in store.entries()] == list(range(2, 21, 2))
+
+
+def test_only_the_latest_are_kept(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+    fit(scripted(), Checkpoint(every="3step", keep_last=2))
+
+    assert [entry.step for entry in store.entries()] == [18, 20]
+    assert {path.name for path in store.folder.glob("*.pt")} == {entry.path.name for entry in store.entries()}
+
+
+def test_the_best_two_and_the_latest_are_kept(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+    # steps                2    4    6    8    10   12   14   16   18   20
+    task = scripted([0.9, 0.3, 0.8, 0.2, 0.7, 0.6, 0.9, 0.9, 0.9, 0.9])
+
+    fit(task, Checkpoint(every="5step", metric="validation/loss", keep_best=2))
+
+    assert [entry.step for entry in store.entries()] == [4, 8, 20]
+    assert [entry.step for entry in store.ranked("validation/loss", "min") if entry.reason == "best"] == [8, 4]
+    assert store.monitor() == ("validation/loss", "min")
+
+
+def test_the_largest_value_is_the_best_in_mode_max(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+    task = scripted([0.1, 0.9, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
+
+    fit(task, Checkpoint(every=None, metric="validation/loss", mode="max"))
+
+    assert [entry.step for entry in store.entries()] == [4, 20]
+
+
+def test_a_metric_measured_before_an_interval_does_not_make_its_checkpoint_one_of_the_best(
+    fit: Fit, scripted: Any, store: CheckpointStore
+) -> None:
+    """Step 9 is saved while the latest value is still that of step 8; it must not push step 8 out."""
+    task = scripted([0.9, 0.8, 0.7, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9])
+
+    fit(task, Checkpoint(every="9step", metric="validation/loss"), max_duration="11step")
+
+    assert [entry.step for entry in store.entries()] == [8, 11]
+
+
+def test_nan_is_never_the_best(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+    fit(scripted([float("nan")] * 10), Checkpoint(every=None, metric="validation/loss"))
+
+    assert saved(store) == [(20, "end")]
+
+
+def test_an_unknown_metric_is_answered_with_the_nearest_name(fit: Fit, scripted: Any) -> None:
+    with pytest.raises(UserError, match=r"validation/acuracy.*Did you mean 'validation/accuracy'"):
+        fit(scripted(), Checkpoint(metric="validation/acuracy"))
+
+
+def test_a_metric_without_validation_data_is_refused_at_the_start(fit: Fit, scripted: Any) -> None:
+    task = scripted()
+
+    with pytest.raises(UserError, match="the data has none"):
+        fit(task, Checkpoint(metric="validation/loss"), without_validation=True)
+
+    assert task.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "mim"}, "Did you mean 'min'"),
+        ({"keep_best": 0}, "keep_best must be at least 1"),
+        ({"keep_last": 0}, "keep_last must be at least 1"),
+        ({"every": "5 stepp"}, "checkpoint.every.*Did you mean"),
+    ],
+)
+def test_a_wrong_setting_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Checkpoint(**settings)
+
+
+def test_an_exception_leaves_the_last_complete_step(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+    task, weights = scripted(), Weights()
+    task.at_step[8] = raising(RuntimeError("bug in the model"))
+
+    with pytest.raises(RuntimeError, match="bug in the model"):
+        fit(task, weights, Checkpoint())
+
+    assert saved(store) == [(7, "exception")]
+    assert torch.equal(store.load_last().payload["task"]["net.weight"], weights.after[7])
+
+
+def test_training_goes_on_where_an_exception_left_it(
+    fit: Fit, scripted: Any, store: CheckpointStore, tmp_path: Path
+) -> None:
+    task = scripted()
+    task.at_step[8] = raising(RuntimeError("bug in the model"))
+    with pytest.raises(RuntimeError):
+        fit(task, Checkpoint())
+
+    repaired = scripted()
+    result = fit(repaired, Checkpoint(), resume=tmp_path / "run")
+
+    assert result.steps == 20
+    assert repaired.steps == 13
+
+
+def test_an_exception_in_the_middle_of_an_update_leaves_nothing(
+    fit: Fit, scripted: Any, store: CheckpointStore
+) -> None:
+    task = scripted()
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+    task.configure_optimizers = lambda: optimizer
+    task.at_step[8] = lambda: optimizer.register_step_pre_hook(lambda *_: raising(RuntimeError("out of memory"))())
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fit(task, Checkpoint())
+
+    assert saved(store) == []
+
+
+def test_a_loss_that_is_not_finite_leaves_nothing(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+    task = scripted()
+    task.at_step[8] = lambda: task.net.weight.data.fill_(float("nan"))
+
+    with pytest.raises(NonFiniteLoss):
+        fit(task, Checkpoint(every=None))
+
+    assert saved(store) == []
+
+
+def test_an_exception_soon_after_a_loss_that_is_not_finite_leaves_nothing(
+    fit: Fit, scripted: Any, store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No log point has noticed the loss when the exception comes."""
+    task = scripted()
+    task.at_step[7] = lambda: task.net.weight.data.fill_(float("nan"))
+    task.at_step[8] = raising(RuntimeError("bug in the model"))
+
+    with pytest.raises(RuntimeError, match="bug in the model"):
+        fit(task, Checkpoint(), log_every="20step", evaluate_every=None)
+
+    assert saved(store) == []
+    assert "could not be saved after the exception" in caplog.text
+
+
+def test_the_second_interrupt_leaves_at_once(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+    task = scripted()
+    task.at_step[8] = raising(KeyboardInterrupt())
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(task, Checkpoint())
+
+    assert saved(store) == []
+
+
+def test_a_failing_save_does_not_hide_the_exception(
+    fit: Fit, scripted: Any, store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = scripted()
+    store.folder.parent.mkdir()
+    store.folder.touch()  # where the folder of checkpoints would have to be
+    task.at_step[8] = raising(RuntimeError("bug in the model"))
+
+    with pytest.raises(RuntimeError, match="bug in the model"), caplog.at_level(logging.ERROR):
+        fit(task, Checkpoint())
+
+    assert "step 7 could not be saved" in caplog.text
+
+
+def test_nothing_is_saved_after_an_exception_when_that_is_switched_off(
+    fit: Fit, scripted: Any, store: CheckpointStore
+) -> None:
+    task = scripted()
+    task.at_step[8] = raising(RuntimeError("bug in the model"))
+
+    with pytest.raises(RuntimeError):
+        fit(task, Checkpoint(save_on_exception=False))
+
+    assert saved(store) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_the_step_it_came_in(
+    fit: Fit, scripted: Any, store: CheckpointStore, number: signal.Signals
+) -> None:
+    task, weights = scripted(), Weights()
+    task.at_step[7] = lambda: os.kill(os.getpid(), number)
+
+    with pytest.raises(Stopped):
+        fit(task, weights, Checkpoint(save_at_end=False))
+
+    assert saved(store) == [(7, number.name)]
+    assert torch.equal(store.load_last().payload["task"]["net.weight"], weights.after[7])
+
+
+def test_the_end_is_not_saved_when_that_is_switched_off(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+    fit(scripted(), Checkpoint(every="15step", save_at_end=False))
+
+    assert saved(store) == [(15, "interval")]
+
+
+def test_an_older_checkpoint_outlives_a_newer_one_that_is_damaged(
+    fit: Fit, scripted: Any, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole_save = CheckpointStore.save
+
+    def damaging_save(self: CheckpointStore, *arguments: Any, **keywords: Any) -> CheckpointEntry:
+        entry = whole_save(self, *arguments, **keywords)
+        if entry.step == 12:
+            os.truncate(entry.path, entry.size // 2)
+        return entry
+
+    monkeypatch.setattr(CheckpointStore, "save", damaging_save)
+
+    with pytest.raises(DamagedCheckpoint):
+        fit(scripted(), Checkpoint(every="6step"))
+
+    assert store.load_last().entry.step == 6
+
+
+def test_time_intervals_are_looked_at_when_training_logs(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+    fit(scripted(), Checkpoint(every="0.0001s", keep_last=None))
+
+    assert [entry.step for entry in store.entries()] == [5, 10, 15, 20]
+
+
+def test_the_best_of_before_a_resume_stay_the_best(
+    fit: Fit, scripted: Any, store: CheckpointStore, tmp_path: Path
+) -> None:
+    fit(scripted([0.9, 0.1, 0.5]), Checkpoint(every=None, metric="validation/loss"), max_duration="6step")
+    before = [entry.step for entry in store.entries()]
+
+    fit(
+        scripted([0.5, 0.4]),
+        Checkpoint(every=None, metric="validation/loss"),
+        max_duration="10step",
+        resume=tmp_path / "run",
+    )
+
+    assert before == [4, 6]
+    assert [entry.step for entry in store.entries()] == [4, 10]
+
+
+def test_a_resumed_run_with_nothing_left_to_do_saves_nothing(
+    fit: Fit, scripted: Any, store: CheckpointStore, tmp_path: Path
+) -> None:
+    fit(scripted(), Checkpoint())
+    before = store.entries()
+
+    fit(scripted(), Checkpoint(), resume=tmp_path / "run")
+
+    assert store.entries() == before
+
+
+def test_what_other_callbacks_made_of_an_evaluation_is_in_the_checkpoint_that_it_led_to(
+    fit: Fit, scripted: Any, store: CheckpointStore
+) -> None:
+    """Early stopping comes after the checkpoint in the list, and still is saved with this evaluation counted."""
+    fit(scripted([0.5]), Checkpoint(metric="validation/loss"), EarlyStopping(), max_duration="3step")
+
+    best = next(entry for entry in store.entries() if entry.step == 2)
+    assert store.load(best)["callbacks"]["EarlyStopping"] == {"best": 0.5, "best_step": 2, "waited": 0}
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    yield
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

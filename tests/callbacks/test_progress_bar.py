@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyte
+import pytest
+
+PROGRAM = """
+import fcntl, sys, termios, time
+
+if sys.stdout.isatty():
+    fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # so that Ctrl-C typed into the terminal is a signal
+import torch
+from torch.utils.data import TensorDataset
+from trainkit import Data, TaskModule, Trainer, UserError
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.errors import Stopped
+
+class Slow(TaskModule):
+    def __init__(self, raise_at=None):
+        super().__init__()
+        self.net, self.raise_at, self.steps = torch.nn.Linear(4, 1), raise_at, 0
+
+    def training_step(self, batch):
+        time.sleep(0.01)
+        self.steps += 1
+        if self.steps == 15:
+            print("printed by the task")
+        if self.steps == self.raise_at:
+            raise RuntimeError("a bug in the task")
+        return {"loss": (self.net(batch[0]) - batch[1]).square().mean(), "accuracy": torch.tensor(0.75)}
+
+    def validation_step(self, batch):
+        time.sleep(0.05)
+        return {"loss": (self.net(batch[0]) - batch[1]).square().mean()}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+torch.manual_seed(0)
+x = torch.randn(120, 4)
+dataset = TensorDataset(x, x.sum(1, keepdim=True))
+data = Data(train=dataset, validation=TensorDataset(x[:40], x[:40].sum(1, keepdim=True)), batch_size=4)
+trainer = Trainer(
+    max_duration="2epoch", evaluate_every="20step", log_every="5step", run_dir=sys.argv[1], loggers=[],
+    callbacks=["model_summary", "throughput", Checkpoint(metric="validation/loss", every=None), "progress_bar"],
+)
+mode = sys.argv[2]
+try:
+    if mode == "validate":
+        trainer.validate(Slow(), data)
+    else:
+        trainer.fit(Slow(raise_at=25 if mode == "raise" else None), data)
+except Stopped as stopped:
+    sys.exit(stopped.exit_code)
+"""
+
+
+@dataclass
+class Shown:
+    """What a terminal showed while a program ran in it."""
+
+    screens: list[list[str]] = field(default_factory=list)
+    cursor_hidden: bool = False
+    exit_code: int | None = None
+
+    @property
+    def last(self) -> str:
+        return "\n".join(self.screens[-1])
+
+    def having(self, *texts: str) -> list[list[str]]:
+        """The screens on which every one of the texts stood."""
+        return [screen for screen in self.screens if all(text in "\n".join(screen) for text in texts)]
+
+
+def run_in_terminal(
+    folder: Path, mode: str, *, columns: int = 90, rows: int = 45, type_when: tuple[str, bytes] | None = None
+) -> Shown:
+    """Run the program in a pseudo-terminal; type something once a text is on the screen."""
+    screen = pyte.Screen(columns, rows)
+    stream = pyte.ByteStream(screen)
+    near, far = pty.openpty()
+    fcntl.ioctl(far, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(folder / "run"), mode],
+        stdin=far,
+        stdout=far,
+        stderr=far,
+        start_new_session=True,
+        env={**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
+    )
+    os.close(far)
+    shown = Shown()
+    try:
+        for output in iter(lambda: _read(near), b""):
+            stream.feed(output)
+            shown.screens.append([line.rstrip() for line in screen.display])
+            if type_when is not None and shown.having(type_when[0]):
+                os.write(near, type_when[1])
+                type_when = None
+        shown.exit_code = process.wait(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(near)
+    shown.cursor_hidden = screen.cursor.hidden
+    return shown
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # how a pseudo-terminal says that the other end is closed
+        return b""
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    return run_in_terminal(tmp_path_factory.mktemp("whole"), "fit")
+
+
+def test_the_display_shows_epoch_step_loss_metrics_speed_and_time_left(whole_run: Shown) -> None:
+    screen = whole_run.having("epoch 2/2", "ETA")[0]
+
+    head, numbers = next((line, screen[i + 1]) for i, line in enumerate(screen) if "ETA" in line)
+    assert "━" in head and "─" in head
+    assert "/60" in head and "%" in head
+    assert all(word in numbers for word in ("loss ", "accuracy 0.75", "samples/s"))
+
+
+def test_the_bar_of_a_validation_is_below_that_of_training(whole_run: Shown) -> None:
+    screen = whole_run.having("validation  ━", "/10")[0]
+
+    headline = next(i for i, line in enumerate(screen) if "ETA" in line)
+    assert screen[headline].startswith("epoch 1/2")
+    assert screen[headline + 2].startswith("validation  ━")
+
+
+def test_the_result_of_a_validation_stays_while_training_goes_on(whole_run: Shown) -> None:
+    assert whole_run.having("validation/loss", "ETA")
+
+
+def test_what_is_printed_meanwhile_stands_above_one_whole_display(whole_run: Shown) -> None:
+    screens = whole_run.having("printed by the task", "ETA")
+
+    assert screens
+    for screen in whole_run.having("ETA"):
+        assert sum("ETA" in line for line in screen) == 1
+    for screen in screens:
+        assert screen.index("printed by the task") < next(i for i, line in enumerate(screen) if "ETA" in line)
+
+
+def test_the_end_leaves_a_table_of_metrics_and_checkpoints_and_no_display(whole_run: Shown) -> None:
+    assert whole_run.exit_code == 0
+    assert "ETA" not in whole_run.last
+    assert not whole_run.cursor_hidden
+    assert "reached max_duration=2epoch: 60 steps, 2 epochs, 240 samples" in whole_run.last
+    assert "train/loss" in whole_run.last
+    (best,) = [line for line in whole_run.screens[-1] if "step_00000060.pt" in line]
+    assert best.endswith("best, last")
+
+
+@pytest.mark.slow
+def test_a_narrow_terminal_cuts_lines_instead_of_wrapping_them(tmp_path: Path) -> None:
+    shown = run_in_terminal(tmp_path, "fit", columns=40)
+
+    screens = shown.having("epoch 1/2", "━")
+    assert screens
+    for screen in screens:
+        assert sum(line.startswith("epoch") for line in screen) == 1
+        assert screen[next(i for i, line in enumerate(screen) if line.startswith("epoch")) + 1][:4] in ("loss", "0 sa")
+
+
+def test_ctrl_c_takes_the_display_away_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+    shown = run_in_terminal(tmp_path, "fit", type_when=("samples/s", b"\x03"))
+
+    assert shown.exit_code == 130
+    assert "ETA" not in shown.last
+    assert not shown.cursor_hidden
+    assert "SIGINT: " in shown.last
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*.pt"))
+
+
+def test_an_exception_takes_the_display_away_and_is_readable(tmp_path: Path) -> None:
+    shown = run_in_terminal(tmp_path, "raise")
+
+    assert shown.exit_code == 1
+    assert "ETA" not in shown.last
+    assert not shown.cursor_hidden
+    assert "RuntimeError: a bug in the task" in shown.screens[-1]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt")].count("step_00000024.pt") == 1
+
+
+@pytest.mark.slow
+def test_an_evaluation_by_itself_has_a_bar(tmp_path: Path) -> None:
+    shown = run_in_terminal(tmp_path, "validate")
+
+    assert shown.having("validation  ━", "/10")
+    assert "━" not in shown.last
+    assert "validation/loss" in shown.last
+
+
+@pytest.fixture(scope="module")
+def piped(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What goes into a pipe, with the variables set that make many programs colour it all the same."""
+    folder = tmp_path_factory.mktemp("piped")
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(folder), "fit"],
+        capture_output=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "PYTHONIOENCODING": "utf-8"},
+    )
+    return finished.stdout.decode()
+
+
+def test_a_pipe_gets_no_control_characters(piped: str) -> None:
+    assert {character for character in piped if not character.isprintable()} == {"\n"}
+
+
+def test_a_pipe_gets_a_line_for_every_log_point_and_every_evaluation(piped: str) -> None:
+    lines = piped.splitlines()
+
+    def starts(text: str) -> int:
+        return sum(line.startswith(text) for line in lines)
+
+    assert [starts(f"step {step}/60  epoch {1 + (step > 30)}/2  loss ") for step in range(5, 61, 5)] == [1] * 12
+    assert [starts(f"step {step}  validation/loss ") for step in (20, 40, 60)] == [1] * 3
+    assert all("samples/s  ETA " in line for line in lines if line.startswith("step 10/60"))
+
+
+def test_a_pipe_gets_the_final_tables(piped: str) -> None:
+    assert "\nMetrics\n" in piped
+    assert any(line.endswith("best, last") for line in piped.splitlines())

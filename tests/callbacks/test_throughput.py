@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from trainkit.callbacks.throughput import Throughput
+
+from trainkit.callback import Callback
+from trainkit.run import Run
+from trainkit.trainer import FitResult
+
+Fit = Callable[..., FitResult]
+
+
+class Log(Callback):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, float]] = []
+
+    def on_log(self, run: Run, metrics: dict[str, float]) -> None:
+        self.entries.append(dict(metrics))
+
+
+def test_steps_and_samples_are_counted_over_the_last_log_interval(fit: Fit, scripted: Any) -> None:
+    """The first five steps are slow; they do not show in the figures of the next five."""
+    task, log = scripted(), Log()
+    task.at_step = {step: lambda: time.sleep(0.02) for step in range(1, 6)}
+
+    fit(task, Throughput(), log, evaluate_every=None)
+
+    slow, *fast = [entry["train/steps_per_second"] for entry in log.entries]
+    assert slow < 50 < min(fast)
+    first = log.entries[0]
+    assert first["train/samples_per_second"] == pytest.approx(4 * first["train/steps_per_second"])
+
+
+def test_evaluation_time_is_left_out(fit: Fit, scripted: Any) -> None:
+    task, log = scripted(), Log()
+    validation_step = task.validation_step
+
+    def slow_validation_step(batch: Any) -> Any:
+        time.sleep(0.2)
+        return validation_step(batch)
+
+    task.validation_step = slow_validation_step
+
+    fit(task, Throughput(), log, evaluate_every="4step", log_every="5step")
+
+    assert min(entry["train/steps_per_second"] for entry in log.entries) > 5 / 0.2
