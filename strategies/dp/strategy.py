@@ -1,0 +1,298 @@
+"""The strategy `dp`: one process drives several devices, of which the first is the master."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainkit.batches import concatenate, to_device
+from trainkit.data import Source
+from trainkit.devices import pick_device
+from trainkit.errors import UserError
+from trainkit.precision import Precision
+from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
+from trainkit.strategy import BatchPlan, Strategy
+from trainkit.task import TaskModule
+from trainkit.window import MicroBatch, Window
+
+from .replicas import replicate
+from .scatter import cut
+from .stopwatch import MEASURED_STEPS, WARM_UP_STEPS, Stopwatch
+from .threads import ReplicaThreads
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReplicaPlan(BatchPlan):
+    """A global batch cut in micro-batches, of which `num_devices` at a time are computed side by side."""
+
+    num_devices: int = 1
+
+    def __str__(self) -> str:
+        rounds = -(-self.micro_batches // self.num_devices)
+        return (
+            f"global batch {self.batch_size} = {self.world_size} rank x {rounds} round{'s' * (rounds > 1)} x "
+            f"{self.num_devices} devices x {self.micro_batch_size} samples"
+        )
+
+
+class DataParallel(Strategy):
+    """One process and a thread for each device; the first device is the master.
+
+        master     scatter  replicate  forward 0           gather  loss  backward 0   sum  step
+        device 1                       forward 1                         backward 1
+
+    Each micro-batch goes to one replica, which runs the task's training_step on it. The master adds up the weighted
+    losses and runs one backward, which sums the gradients on it. There is one rank: it reads all samples.
+
+    Replicas share the process's random generators; those that draw from the same one take turns, so that a run can
+    be repeated. Of buffers and other attributes that a step changes, those of replica 0 are kept.
+
+    Args:
+        devices: A list such as [cuda:0, cuda:1] or [cpu, cpu], a number of devices, or "auto": all GPUs, or two
+            replicas on the CPU. A device may be named twice.
+        accumulate: Rounds of a step, in each of which every device takes a micro-batch.
+        micro_batch_size: Samples on one device at once, at most.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: int | str | Sequence[str] = "auto",
+        accumulate: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(accumulate=accumulate, micro_batch_size=micro_batch_size)
+        self._requested_devices = _checked(devices)
+        self._threads: ReplicaThreads | None = None
+        self._watch = Stopwatch([])
+
+    # ---- Where the devices are
+
+    @cached_property
+    def devices(self) -> list[torch.device]:
+        """The replicas' devices, the master first; raises UserError for one that is not there."""
+        requested = self._requested_devices
+        if requested is None:
+            requested = torch.cuda.device_count() if torch.cuda.is_available() else 2
+        names = _counted(requested) if isinstance(requested, int) else requested
+        devices = [_indexed(pick_device(name)) for name in names]
+        if len({device.type for device in devices}) > 1:
+            raise UserError(
+                f"devices={[str(device) for device in devices]} are of several kinds; name devices of one kind, such "
+                "as strategy.devices=[cuda:0,cuda:1] or strategy.devices=[cpu,cpu]."
+            )
+        return devices
+
+    def validate(self) -> None:
+        """Raise UserError for devices that are not there."""
+        assert self.devices
+
+    def setup(self, precision: Precision) -> None:
+        """Make the first device the master and start the threads of the others."""
+        self.device = self.devices[0]
+        self.precision = precision
+        precision.setup(self.device)
+        self._threads = ReplicaThreads(self.devices)
+        self._watch = Stopwatch(self.devices)
+
+    def teardown(self) -> None:
+        """End the threads; may be called twice."""
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None
+
+    # ---- Who reads what
+
+    @property
+    def micro_batches_of_a_step(self) -> int:
+        """Micro-batches in which a step is taken: one for each device and round."""
+        return len(self.devices) * super().micro_batches_of_a_step
+
+    def plan(self, batch_size: int, *, even: bool = True) -> ReplicaPlan:
+        """Return how a global batch is cut; raises UserError where it should be `even` and cannot be."""
+        count = len(self.devices)
+        round_size = super().plan(batch_size, even=even).micro_batch_size if self.accumulate else batch_size
+        size = -(-round_size // count)
+        if self.micro_batch_size is not None:
+            size = min(size, self.micro_batch_size)
+        return ReplicaPlan(batch_size, self.world_size, -(-batch_size // size), size, count)
+
+    def windows(self, windows: Iterator[Window], source: Source) -> Iterator[Window]:
+        """Return the windows; micro-batches of several devices are moved when they are scattered."""
+        return super().windows(windows, source) if len(set(self.devices)) == 1 else windows
+
+    # ---- A step
+
+    def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+        """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch."""
+        self._watch.start_step()
+        outputs: list[StepOutput] = []
+        for start in range(0, len(window.micro_batches), len(self.devices)):
+            shards = window.micro_batches[start : start + len(self.devices)]
+            outputs += self._forward_backward_round(task, shards, window)
+        self.finish_gradients(outputs, window)
+        if self._watch.end_step():
+            self._tell_shares()
+        return outputs
+
+    def _forward_backward_round(
+        self, task: TaskModule, shards: Sequence[MicroBatch], window: Window
+    ) -> list[StepOutput]:
+        """Add to the gradients what the shards, one for each device, contribute."""
+        outputs = self._on_replicas(task, shards, _training_step, kind="training_step")
+        with self._watch.phase("gather"):
+            outputs = [self._gathered(output) for output in outputs]
+            total = self._combined(outputs, shards, window)
+        self.precision.scale(total).backward()
+        for output in outputs:
+            assert output.loss is not None
+            output.loss = output.loss.detach()
+        return outputs
+
+    def _on_replicas(self, task: TaskModule, shards: Sequence[MicroBatch], step: Any, *, kind: str) -> list[Any]:
+        """Return what `step(replica, shard, precision)` returns on each device."""
+        assert self._threads is not None
+        devices = self.devices[: len(shards)]
+        with self._watch.phase("scatter"):
+            moved = [self._scattered(shard, device) for shard, device in zip(shards, devices, strict=True)]
+        with self._watch.phase("replicate"):
+            replicas = replicate(task, devices, phase=self._watch.phase)
+        calls = [partial(step, replica, shard, self.precision) for replica, shard in zip(replicas, moved, strict=True)]
+        return self._threads.run(calls, kind=kind)
+
+    def _scattered(self, shard: MicroBatch, device: torch.device) -> MicroBatch:
+        if device.type == "cpu" and self.precision.batch_type is None:
+            return shard
+        return MicroBatch(to_device(shard.batch, device, dtype=self.precision.batch_type), shard.num_samples)
+
+    def _gathered(self, output: StepOutput) -> StepOutput:
+        """Return the output with its loss and weight on the master; metrics are moved when they are logged."""
+        loss = None if output.loss is None else output.loss.to(self.device)
+        weight = output.weight.to(self.device) if isinstance(output.weight, Tensor) else output.weight
+        return StepOutput(loss, weight, output.metrics, output.own_weight)
+
+    def _combined(self, outputs: Sequence[StepOutput], shards: Sequence[MicroBatch], window: Window) -> Tensor:
+        """Return the shards' losses, each at its part of the window, added up."""
+        terms = []
+        for output, shard in zip(outputs, shards, strict=True):
+            assert output.loss is not None
+            undivided = shard.num_samples == window.num_samples
+            terms.append(output.loss if undivided else output.loss * (output.weight / window.num_samples))
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+
+    def _tell_shares(self) -> None:
+        shares = self._watch.shares()
+        logger.warning(
+            "dp spent %.0f %% of steps %d to %d on moving things through the master (%s), and all replicas share one "
+            "Python process. strategy=ddp trains to the same weights with a process for each device: it moves only "
+            "gradients, while backward runs, and is usually quicker.",
+            sum(shares.values()),
+            WARM_UP_STEPS + 1,
+            WARM_UP_STEPS + MEASURED_STEPS,
+            ", ".join(f"{name} {share:.0f} %" for name, share in shares.items()),
+        )
+
+    # ---- Evaluation
+
+    def evaluate(
+        self, task: TaskModule, micro_batch: MicroBatch, step_name: Literal["validation_step", "test_step"]
+    ) -> StepOutput:
+        """Return the metrics of one batch, each a weighted mean over its shards."""
+        step = partial(_evaluation_step, step_name)
+        outputs = self._on_replicas(task, self._cut(micro_batch), step, kind=step_name)
+        return outputs[0] if len(outputs) == 1 else self._mean([self._gathered(output) for output in outputs])
+
+    def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
+        """Return the predictions for one batch, gathered on the master."""
+        outputs = self._on_replicas(task, self._cut(micro_batch), _predict_step, kind="predict_step")
+        return concatenate([to_device(output, self.device) for output in outputs])
+
+    def _cut(self, micro_batch: MicroBatch) -> list[MicroBatch]:
+        parts = cut(micro_batch.batch, micro_batch.num_samples, parts=len(self.devices))
+        return [MicroBatch(batch, num_samples) for batch, num_samples in parts]
+
+    def _mean(self, outputs: Sequence[StepOutput]) -> StepOutput:
+        total = sum(output.weight for output in outputs)
+        named: dict[str, Tensor | float] = {}
+        for name in dict.fromkeys(name for output in outputs for name in _named(output)):
+            having = [output for output in outputs if name in _named(output)]
+            weight = sum(output.weight for output in having)
+            products = [self._on_master(_named(output)[name]) * output.weight for output in having]
+            named[name] = sum(products) / _not_zero(weight)
+        loss = named.pop("loss", None)
+        assert loss is None or isinstance(loss, Tensor)
+        return StepOutput(loss, total, named, any(output.own_weight for output in outputs))
+
+    def _on_master(self, value: Tensor | float) -> Tensor | float:
+        return value.to(self.device) if isinstance(value, Tensor) else value
+
+
+def _training_step(replica: TaskModule, shard: MicroBatch, precision: Precision) -> StepOutput:
+    with precision.forward():
+        returned = replica.training_step(shard.batch)
+    return read_training_output(returned, shard.num_samples, replica)
+
+
+def _evaluation_step(
+    step_name: Literal["validation_step", "test_step"], replica: TaskModule, shard: MicroBatch, precision: Precision
+) -> StepOutput:
+    with precision.forward():
+        returned = getattr(replica, step_name)(shard.batch)
+    return read_evaluation_output(returned, shard.num_samples, replica, step_name)
+
+
+def _predict_step(replica: TaskModule, shard: MicroBatch, precision: Precision) -> Any:
+    with precision.forward():
+        return replica.predict_step(shard.batch)
+
+
+def _named(output: StepOutput) -> dict[str, Tensor | float]:
+    return output.metrics if output.loss is None else {"loss": output.loss, **output.metrics}
+
+
+def _not_zero(weight: float | Tensor) -> float | Tensor:
+    """Return a divisor for a sum that is zero as well when the weight is."""
+    return torch.where(weight == 0, 1.0, weight) if isinstance(weight, Tensor) else weight or 1.0
+
+
+def _checked(devices: Any) -> int | tuple[str, ...] | None:
+    """Return the number or the names of devices, `None` for "auto"."""
+    if devices == "auto":
+        return None
+    if isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1:
+        return devices
+    if isinstance(devices, Sequence) and not isinstance(devices, str) and len(devices):
+        return tuple(str(device) for device in devices)
+    raise UserError(
+        f"devices must be 'auto', a number of devices or a list of them, got {devices!r}; write strategy.devices=2 or "
+        "strategy.devices=[cuda:0,cuda:1]."
+    )
+
+
+def _counted(count: int) -> list[str]:
+    """Return the first `count` GPUs, or as many replicas on the CPU where there is no GPU."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if there == 0:
+        return ["cpu"] * count
+    if count > there:
+        raise UserError(
+            f"devices={count}, but torch sees {there} CUDA device{'s' * (there != 1)}; set strategy.devices={there}, "
+            f"or name a device more than once: strategy.devices=[{','.join(['cuda:0'] * count)}]."
+        )
+    return [f"cuda:{index}" for index in range(count)]
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return the device as tensors on it name it."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
