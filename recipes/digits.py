@@ -94,9 +94,7 @@ class DigitsData(Data):
         num_train: int | None = None,
         workers: int = 0,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, workers=workers
-        )
+        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, workers=workers)
         if num_train is not None and num_train < 1:
             raise UserError(f"data.num_train must be at least 1 image, got {num_train}.")
         self.num_train = num_train

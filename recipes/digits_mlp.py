@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import AdamW
+from trainkit.recipes.digits import NUM_CLASSES, measure
 
 from trainkit.errors import UserError
-from trainkit.recipes.digits import NUM_CLASSES, measure
 from trainkit.task import TaskModule
 
 
@@ -24,14 +24,10 @@ class DigitsMLP(TaskModule):
 
     """
 
-    def __init__(
-        self, *, width: int = 128, depth: int = 2, lr: float = 2e-3, weight_decay: float = 0.1
-    ) -> None:
+    def __init__(self, *, width: int = 128, depth: int = 2, lr: float = 2e-3, weight_decay: float = 0.1) -> None:
         super().__init__()
         if width < 1 or depth < 0:
-            raise UserError(
-                f"task.width must be at least 1 and task.depth at least 0, got {width} and {depth}."
-            )
+            raise UserError(f"task.width must be at least 1 and task.depth at least 0, got {width} and {depth}.")
         self.lr = lr
         self.weight_decay = weight_decay
         sizes = [64, *[width] * depth]

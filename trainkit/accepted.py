@@ -58,8 +58,10 @@ class Accepted:
         near = nearest(str(value), [str(choice) for choice in self.choices])
         if kind == "float" and value == int(value) and "int" in self.kinds:
             near = f" Write {int(value)}."
-        return f"{_shown(value)} is {_WORDS[kind]}, but must be {self}.{near}" if not self.choices else (
-            f"{_shown(value)} is not {self}.{near}"
+        return (
+            f"{_shown(value)} is {_WORDS[kind]}, but must be {self}.{near}"
+            if not self.choices
+            else (f"{_shown(value)} is not {self}.{near}")
         )
 
     def __str__(self) -> str:
@@ -76,9 +78,7 @@ def read_annotation(node: ast.expr, alias: Callable[[str], ast.expr | None], dep
     if depth > 8:
         return ANYTHING
     if isinstance(node, ast.Constant):
-        if node.value is None:
-            return Accepted(frozenset({"none"}))
-        return _read_text(node.value, alias, depth) if isinstance(node.value, str) else ANYTHING
+        return _read_constant(node.value, alias, depth)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return read_annotation(node.left, alias, depth + 1) | read_annotation(node.right, alias, depth + 1)
     if isinstance(node, ast.Subscript):
@@ -90,9 +90,11 @@ def read_annotation(node: ast.expr, alias: Callable[[str], ast.expr | None], dep
     return ANYTHING if meaning is None else read_annotation(meaning, alias, depth + 1)
 
 
-def _read_text(text: str, alias: Callable[[str], ast.expr | None], depth: int) -> Accepted:
+def _read_constant(value: Any, alias: Callable[[str], ast.expr | None], depth: int) -> Accepted:
+    if not isinstance(value, str):
+        return Accepted(frozenset({"none"})) if value is None else ANYTHING
     try:
-        return read_annotation(ast.parse(text, mode="eval").body, alias, depth + 1)
+        return read_annotation(ast.parse(value, mode="eval").body, alias, depth + 1)
     except SyntaxError:
         return ANYTHING
 

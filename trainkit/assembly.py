@@ -56,7 +56,7 @@ def _made(path: str, node: Any) -> Any:
     try:
         return instantiate(node, _convert_="all")
     except InstantiationException as error:
-        cause = error.__cause__
+        cause = error.__cause__ or UserError(f"{path}: {error}")
         target = str(node.get("_target_")) if isinstance(node, Mapping) else path
         if isinstance(cause, ModuleNotFoundError) and cause.name:
             raise UserError(
@@ -64,6 +64,4 @@ def _made(path: str, node: Any) -> Any:
             ) from None
         if isinstance(cause, TypeError) and "unexpected keyword argument" in str(cause):
             raise UserError(f"{path}: {target} does not take it: {cause}") from None
-        if cause is None:
-            raise UserError(f"{path}: {error}") from None
-        raise cause  # the constructor's own error, with the user's code in its traceback
+        raise cause from None  # the constructor's own error, with the user's code in its traceback

@@ -110,7 +110,7 @@ def _run(argv: list[str]) -> int:
     if wants_help:
         print(command_help.of_command(arguments))
         return 0
-    _make_working_folder_importable()
+    make_working_folder_importable()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("trainkit").setLevel(logging.INFO)
     return _function(COMMANDS[name])(arguments)
@@ -150,7 +150,7 @@ def _parse(name: str, rest: list[str]) -> tuple[Arguments, bool]:
     return arguments, read.help
 
 
-def _make_working_folder_importable() -> None:
+def make_working_folder_importable() -> None:
     """Let `task._target_=my_package.MyTask` find what lies here, as `python -m` does."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

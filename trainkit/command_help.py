@@ -83,7 +83,10 @@ def _groups(arguments: Arguments) -> list[str]:
 
 
 def _keys(arguments: Arguments) -> list[str]:
-    lines = ["keys (set with key.key=value), with their defaults:", *_indented(resources.files("trainkit.conf") / "config.yaml")]
+    lines = [
+        "keys (set with key.key=value), with their defaults:",
+        *_indented(resources.files("trainkit.conf") / "config.yaml"),
+    ]
     for text in arguments.overrides:
         group, _, names = text.lstrip("+").partition("=")
         for name in names.strip("[]").split(","):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainkit.cli import Arguments
 from trainkit.composition import Settings, composing
 from trainkit.errors import Stopped, UserError
+
+if TYPE_CHECKING:
+    from trainkit.trainer import FitResult
 
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "config.yaml"
@@ -26,7 +29,7 @@ def fit(arguments: Arguments) -> int:
         settings = composer.settings(arguments.overrides, needs_task=not arguments.cfg)
     if arguments.cfg:
         return _show(settings, arguments)
-    return train(settings, new_run_dir(settings))
+    return _train(settings, _new_run_dir(settings))
 
 
 def resume(arguments: Arguments) -> int:
@@ -37,7 +40,7 @@ def resume(arguments: Arguments) -> int:
         return _show(settings, arguments)
     _check_checkpoint(path)
     chosen = settings.tree["run_dir"]
-    return train(settings, Path(chosen) if chosen else run_folder_of(path), resume=path)
+    return _train(settings, Path(chosen) if chosen else run_folder_of(path), resume=path)
 
 
 def validate(arguments: Arguments) -> int:
@@ -68,44 +71,52 @@ def predict(arguments: Arguments) -> int:
 # ---- Training
 
 
-def train(settings: Settings, run_dir: Path, *, resume: Path | None = None) -> int:
-    """Train in `run_dir` and return the exit code, having said where the run is."""
+def trained(settings: Settings, run_dir: Path, *, resume: Path | None = None) -> FitResult:
+    """Return what training with the settings came to, in `run_dir`."""
     from trainkit.assembly import assemble
 
     assembly = assemble(settings, run_dir=run_dir)
-    try:
-        result = assembly.trainer.fit(assembly.task, assembly.data, resume=resume)
-    except Stopped as stopped:
-        print(_farewell(stopped, run_dir), file=sys.stderr)
-        return stopped.exit_code
-    if result.run_dir is not None and assembly.trainer.strategy.rank == 0:
-        print(f"{result.exit_reason}; the run is in {result.run_dir}")
-    return 0
+    return assembly.trainer.fit(assembly.task, assembly.data, resume=resume)
 
 
-def new_run_dir(settings: Settings) -> Path:
-    """Return the folder of a run that starts now; raises UserError if it holds a run already."""
-    from trainkit.run_folder import choose_run_dir
-
-    chosen = settings.tree.get("run_dir")
-    if chosen is None:
-        return choose_run_dir(settings.name)
-    folder = Path(chosen)
-    if (folder / _SETTINGS).exists() or (folder / _CHECKPOINTS).exists():
-        raise UserError(
-            f"run_dir={folder} holds a run already. Continue it: trainkit resume {folder}. Or choose another folder."
-        )
-    return folder
-
-
-def _farewell(stopped: Stopped, run_dir: Path) -> str:
+def farewell(stopped: Stopped, run_dir: Path) -> str:
+    """Return where the state of a stopped run is, and what to type to continue it."""
     from trainkit.checkpoint import resolve
 
     try:
         checkpoint = resolve(run_dir)
     except UserError:
-        return f"{stopped}; nothing was saved, as the run has no checkpoint callback (+callbacks=checkpoint)."
+        return f"{stopped}; nothing is saved: the run has no checkpoint callback (+callbacks=checkpoint)."
     return f"{stopped}; the state is saved in {checkpoint}. Continue: trainkit resume {run_dir}"
+
+
+def check_is_new(folder: Path) -> None:
+    """Raise UserError if a folder holds a run already."""
+    if (folder / _SETTINGS).exists() or (folder / _CHECKPOINTS).exists() or (folder / "multirun.yaml").exists():
+        raise UserError(
+            f"run_dir={folder} holds a run already. Continue it: trainkit resume {folder}. Or choose another folder."
+        )
+
+
+def _train(settings: Settings, run_dir: Path, *, resume: Path | None = None) -> int:
+    try:
+        result = trained(settings, run_dir, resume=resume)
+    except Stopped as stopped:
+        print(farewell(stopped, run_dir), file=sys.stderr)
+        return stopped.exit_code
+    if result.run_dir is not None:
+        print(f"the run is in {result.run_dir}")
+    return 0
+
+
+def _new_run_dir(settings: Settings) -> Path:
+    from trainkit.run_folder import choose_run_dir
+
+    chosen = settings.tree.get("run_dir")
+    if chosen is None:
+        return choose_run_dir(settings.name)
+    check_is_new(Path(chosen))
+    return Path(chosen)
 
 
 # ---- Runs that are there already

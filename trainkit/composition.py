@@ -89,11 +89,12 @@ class Composer:
         config = self._composed(rendered, problems)
         if config is None:
             raise SettingsError(self._with_origins(problems, overrides, []))
-        recipe = config.hydra.runtime.choices.get("recipe") if self._saved is None else config.get("recipe")
+        recipe = config.hydra.runtime.choices.get("recipe")
         with open_dict(config):
             del config["hydra"]
             _delete(config, overrides.deletions, problems)
-        settings = Settings({"recipe": recipe, **_resolved(config, problems)}, OmegaConf.to_yaml(config))
+        settings = settings_of(config, recipe, problems)
+        _drop_settings_of_absent(settings.tree, overrides)
         problems += self._checked(settings, problems, needs_task=needs_task)
         if problems:
             raise SettingsError(self._with_origins(problems, overrides, rendered))
@@ -139,9 +140,7 @@ class Composer:
         )
         return [problem for problem in found if problem.key.partition(".")[0] not in wrong]
 
-    def _with_origins(
-        self, problems: Sequence[Problem], overrides: Overrides, rendered: list[str]
-    ) -> list[Problem]:
+    def _with_origins(self, problems: Sequence[Problem], overrides: Overrides, rendered: list[str]) -> list[Problem]:
         origins = Origins()
         if self._saved is not None:
             origins.add_file(self._saved)
@@ -199,14 +198,27 @@ def _delete(config: DictConfig, keys: Sequence[tuple[str, str]], problems: list[
         problems.append(Problem(key, f"there is nothing to take away. {hint}", f"the command line: {text}"))
 
 
-def _resolved(config: DictConfig, problems: list[Problem]) -> dict[str, Any]:
+def settings_of(config: Any, recipe: str | None, problems: list[Problem] | None = None) -> Settings:
+    """Return composed settings with all interpolations resolved; those that cannot be are added to `problems`."""
     try:
         tree = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
+        if problems is None:
+            raise UserError(str(error.msg)) from None
         problems.append(Problem(str(error.full_key or ""), str(error.msg).splitlines()[0]))
         tree = OmegaConf.to_container(config)
     assert isinstance(tree, dict)
-    return {str(key): value for key, value in tree.items()}
+    named = {"recipe": recipe, **{str(key): value for key, value in tree.items()}}
+    return Settings(named, OmegaConf.to_yaml(config))
+
+
+def _drop_settings_of_absent(tree: dict[str, Any], overrides: Overrides) -> None:
+    """Forget what a recipe wishes of callbacks and loggers that were put aside by choosing others."""
+    for group in set(LISTS) & set(overrides.replaced_groups):
+        for name, node in list((tree.get(group) or {}).items()):
+            typed = any(key.startswith(f"{group}.{name}") for key, _ in overrides.typed)
+            if not typed and isinstance(node, Mapping) and "_target_" not in node:
+                del tree[group][name]
 
 
 def _missing_config(error: MissingConfigException) -> Problem:

@@ -20,7 +20,7 @@ class Origins:
         self._places: dict[str, str] = {}
 
     def of(self, key: str) -> str:
-        """Return where `key` was set, or else a key below it, or the nearest around it; empty where nothing is known."""
+        """Return where `key` was set, or one below or the nearest around it; empty where nothing is known."""
         if key in self._places:
             return self._places[key]
         for known in reversed(self._places):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,9 +29,20 @@ class _Part:
         return self.override.key_or_group
 
     @property
+    def is_sweep(self) -> bool:
+        return self.override.is_sweep_override()
+
+    @property
+    def values(self) -> list[str]:
+        """The override, or one for each value of a sweep."""
+        if not self.is_sweep:
+            return [self.text]
+        return [f"{self.override.get_key_element()}={value}" for value in self.override.sweep_string_iterator()]
+
+    @property
     def names(self) -> list[str]:
         """What is chosen in a group."""
-        if self.override.is_sweep_override():
+        if self.is_sweep:
             values: list[Any] = [_plain(value) for value in self.override.sweep_iterator()]
         else:
             values = [self.override.value()]
@@ -44,9 +56,7 @@ class Overrides:
     `callbacks=[a,b]` and `logger=...` replace what is chosen; `+callbacks=c` adds to it.
     """
 
-    def __init__(
-        self, texts: Sequence[str], *, options: Callable[[str], list[str]], sweep: bool = False
-    ) -> None:
+    def __init__(self, texts: Sequence[str], *, options: Callable[[str], list[str]], sweep: bool = False) -> None:
         self.problems: list[Problem] = []
         self._options = options
         self._sweep = sweep
@@ -76,11 +86,16 @@ class Overrides:
                 added.setdefault(part.key, []).extend(part.names)
         return added
 
+    def jobs(self) -> list[list[str]]:
+        """Return the overrides of each combination of values; ranges that only a sweeper can sample are left out."""
+        values = [part.values for part in self._parts if part.override.is_discrete_sweep() or not part.is_sweep]
+        return [list(texts) for texts in product(*values)]
+
     def rendered(self, chosen: Mapping[str, Sequence[str]]) -> list[str]:
         """Return what Hydra is given, deletions left out; `chosen` is what additions are added to."""
         lines = []
         for part in self._parts:
-            replaced = part.key in chosen and part.is_group and not part.override.is_sweep_override()
+            replaced = part.key in chosen and part.is_group and not part.is_sweep
             if replaced or _is_addition(part) or (_is_deletion(part) and not self._sweep):
                 continue
             lines.append(_line(part))
@@ -105,7 +120,7 @@ class Overrides:
         return [part]
 
     def _wrong(self, part: _Part, options: list[str]) -> str | None:
-        if part.override.is_sweep_override() and not self._sweep:
+        if part.is_sweep and not self._sweep:
             values = part.text.partition("=")[2]
             return f"several values; add -m to try one after the other, or write [{values}] for a list"
         if not part.is_group or part.override.is_delete():

@@ -11,7 +11,9 @@ from trainkit.errors import UserError
 _SHOWN = 12
 # What other trainers call it.
 _FAMILIAR = {
-    **dict.fromkeys(("max_epochs", "max_epoch", "epochs", "num_epochs", "max_steps", "max_time"), "trainer.max_duration"),
+    **dict.fromkeys(
+        ("max_epochs", "max_epoch", "epochs", "num_epochs", "max_steps", "max_time"), "trainer.max_duration"
+    ),
     **dict.fromkeys(("val_check_interval", "check_val_every_n_epoch", "eval_interval"), "trainer.evaluate_every"),
     **dict.fromkeys(("log_every_n_steps", "log_interval", "logging_steps"), "trainer.log_every"),
     **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "grad_clip", "clip_grad"), "trainer.clip_norm"),
@@ -46,7 +48,8 @@ class SettingsError(UserError):
     """The settings cannot be run; the message lists every problem."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = list(dict.fromkeys(problems))
+        # The jobs of a sweep share most of their problems.
+        self.problems = list({(problem.key, problem.message): problem for problem in problems}.values())
         count = len(self.problems)
         title = "" if count == 1 else f"{count} problems in the settings; nothing was started.\n\n"
         super().__init__(title + "\n".join(str(problem) for problem in self.problems))

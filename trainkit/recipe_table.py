@@ -14,7 +14,9 @@ from trainkit.command_help import choices
 
 def recipes(arguments: Arguments) -> int:
     """Print a line for each recipe of the package and of the given config folders."""
-    rows = [(name, _line(path.read_text(encoding="utf-8"))) for name, path in sorted(choices(arguments, "recipe").items())]
+    rows = [
+        (name, _line(path.read_text(encoding="utf-8"))) for name, path in sorted(choices(arguments, "recipe").items())
+    ]
     folders = "".join(f" --config-dir {folder}" for folder in arguments.config_dirs)
     width = max((len(name) for name, _ in rows), default=0)
     for name, line in rows:
@@ -28,7 +30,9 @@ def _line(text: str) -> str:
     target = str((settings.get("task") or {}).get("_target_", ""))
     try:
         spec = find_spec(target.rpartition(".")[0])
-        docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) if spec and spec.origin else ""
+        docstring = (
+            ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) if spec and spec.origin else ""
+        )
     except (ImportError, ValueError, SyntaxError, OSError):
         return f"({target} cannot be read)"
     return (docstring or "").strip().partition("\n")[0]

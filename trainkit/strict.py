@@ -7,7 +7,8 @@ from typing import Any
 
 from trainkit.accepted import ANYTHING, Accepted
 from trainkit.problem import Problem, likely, there_are, unknown_choice, unknown_key
-from trainkit.signatures import Signature, TargetError, signature_of
+from trainkit.signatures import Signature, signature_of
+from trainkit.source import TargetError
 
 TRAINER = "trainkit.trainer.Trainer"
 # Arguments of the Trainer that have a place of their own at the top of the settings.
@@ -23,7 +24,9 @@ _OF_HYDRA = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 _MISSING = "???"
 
 
-def check(settings: Mapping[str, Any], *, options: Mapping[str, Sequence[str]], needs_task: bool = True) -> list[Problem]:
+def check(
+    settings: Mapping[str, Any], *, options: Mapping[str, Sequence[str]], needs_task: bool = True
+) -> list[Problem]:
     """Return all that is wrong with the settings of a run; nothing is instantiated.
 
     `options` are the names there are for each config group. `needs_task` says whether a missing task is wrong.
@@ -69,7 +72,9 @@ class _Check:
         if isinstance(node, Mapping) and "_target_" in node:
             yield from self._walk(section, node)
         elif node is not None and not isinstance(node, Mapping):
-            yield Problem(section, f"{node!r} is no mapping with a _target_; write {section}._target_=my_package.MyClass")
+            yield Problem(
+                section, f"{node!r} is no mapping with a _target_; write {section}._target_=my_package.MyClass"
+            )
         elif required:
             own = "MyTask" if section == "task" else "MyData"
             recipes = " or ".join(f"recipe={name}" for name in self._options.get("recipe", ()))
@@ -79,11 +84,11 @@ class _Check:
 
     def _strategy(self, node: Any) -> Iterator[Problem]:
         options = self._options.get("strategy", ())
-        if isinstance(node, str):
-            known = f"strategy={node}" if node in options else unknown_choice("strategy", node, options)
+        if isinstance(node, str) and node not in options:
+            yield Problem("strategy", unknown_choice("strategy", node, options))
+        elif isinstance(node, str):
             yield Problem(
-                "strategy",
-                f"a strategy is chosen on the command line, or in a file's defaults: '- override /strategy: {node}'. {known}",
+                "strategy", f"a choice, no value: write '- override /strategy: {node}' in the file's defaults"
             )
         elif not isinstance(node, Mapping) or "_target_" not in node:
             yield Problem("strategy", f"none is chosen; type strategy=single. {there_are(options)}")
