@@ -1,4 +1,4 @@
-"""What a recorded step consists of: events, the values that pass between them, and bonds that hold them together."""
+"""What a recorded step consists of: events, values that pass between them, bonds that hold them together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Opaque:
 
 @dataclass(slots=True)
 class Value:
-    """A tensor of the recorded step that is neither parameter nor buffer; written in place it stays the same."""
+    """A tensor of the recorded step, no parameter or buffer; written in place it stays the same value."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

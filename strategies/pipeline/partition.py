@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from trainkit.errors import UserError, nearest
 
@@ -39,7 +39,7 @@ class Partition:
     def bounds(self, num_events: int) -> list[tuple[int, int]]:
         """Return each stage's first event and the one after its last."""
         edges = [0, *self.cuts, num_events]
-        return list(zip(edges[:-1], edges[1:], strict=True))
+        return list(pairwise(edges))
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ def candidates(recording: Recording, bonds: Sequence[Bond], crossing: Sequence[i
     edges = sorted({0, *units, len(recording.events) - 1})
     allowed = _allowed(recording, bonds)
     chosen = set()
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in pairwise(edges):
         places = [place for place in range(first + 1, last + 1) if allowed[place]]
         if places:
             chosen.add(min(places, key=lambda place: (crossing[place], -place)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -72,7 +73,8 @@ def owned_bounds(
 
     Parameters stay where training put them, so that the segments follow them, forwards and back if need be.
     """
-    cuts, ranks = [0], []
+    cuts: list[int] = [0]
+    ranks: list[int] = []
     for event in recording.events:
         names = [*event.parameters, *event.buffers, *event.written_buffers]
         if not names or event.is_local:
@@ -89,9 +91,8 @@ def owned_bounds(
             cuts.append(event.index)
             ranks.append(min(able))
     edges = [*cuts, len(recording.events)]
-    bounds = list(zip(edges[:-1], edges[1:], strict=True))
     _check_bonds(recording, cuts[1:])
-    return bounds, ranks or [0]
+    return list(pairwise(edges)), ranks or [0]
 
 
 def _check_bonds(recording: Recording, cuts: list[int]) -> None:
@@ -99,5 +100,6 @@ def _check_bonds(recording: Recording, cuts: list[int]) -> None:
         for bond in recording.bonds:
             if bond.forbids(cut):
                 raise UserError(
-                    f"this step must change stage at {recording.events[cut]}, where its parameters are, but {bond.reason}."
+                    f"this step must change stage at {recording.events[cut]}, where its parameters are, but "
+                    f"{bond.reason}."
                 )

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from trainkit.errors import UserError
@@ -97,10 +96,7 @@ def _manual(
         if any(name == want or name.endswith(f".{want}") for want in wanted)
         for ancestor in _ancestors(name)
     }
-    if isinstance(cuts, Mapping):
-        limit = 0.0  # patterns may name any module
-    else:
-        limit = 1.0 / (num_stages * FINENESS[0])
+    limit = 0.0 if isinstance(cuts, Mapping) else 1.0 / (num_stages * FINENESS[0])  # patterns may name any module
     recording = _record(task, step, batch, survey, limit=limit, opened=frozenset(opened))
     _set_costs(recording, task, step, batch, measured=measured)
     return recording, manual_cuts(recording, dict(cuts) if isinstance(cuts, Mapping) else wanted, num_stages=num_stages)
@@ -163,7 +159,7 @@ def _can_be_opened(task: nn.Module, survey: Observation, name: str) -> bool:
 
 
 def _set_costs(recording: Recording, task: nn.Module, step: Step, batch: Any, *, measured: bool) -> None:
-    if measured and torch.is_grad_enabled():
+    if measured:
         try:
             measure(recording, task, step, batch)
             return

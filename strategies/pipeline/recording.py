@@ -27,7 +27,7 @@ from .structures import leaves, rebuild, tensors
 Step = Callable[[Any], Any]
 
 CHEAP_SHARE = 0.01
-"""An event that follows from the batch alone is computed by every stage if it takes less than this of the step."""
+"""What follows from the batch alone is computed by every stage if it takes less than this share of the step."""
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -55,7 +55,7 @@ class Observation:
 
 
 def observe(task: nn.Module, step: Step, batch: Any, *, units: frozenset[str]) -> Observation:
-    """Run `step` once on a copy of `batch` and write down its events; the task and all generators are left as they were.
+    """Return what one run of `step` on a copy of `batch` showed; the task and all generators are as they were.
 
     Calls of the modules named in `units` are one event each; every torch call outside of them is one too.
     """

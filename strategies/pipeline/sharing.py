@@ -90,7 +90,7 @@ class OutputSharing:
 
 
 def _numbers(outputs: list[StepOutput]) -> Tensor:
-    found = []
+    found: list[Tensor | float] = []
     for output in outputs:
         if output.loss is not None:
             found.append(output.loss)

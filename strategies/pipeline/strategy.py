@@ -16,13 +16,14 @@ from trainkit.errors import UserError, nearest
 from trainkit.optimization import Optimization
 from trainkit.precision import Precision
 from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
-from trainkit.strategy import BatchPlan, Strategy
+from trainkit.strategy import BatchPlan
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
 from ..ddp.agreement import broadcast, gather
 from ..ddp.clipping import total_norm
 from ..ddp.reducer import Reducer, ReducerSettings
+from ..process_group import ProcessGroupStrategy
 from .events import Recording
 from .messages import Messages
 from .partition import Partition
@@ -55,7 +56,7 @@ MICRO_BATCHES_PER_STAGE = 2
 """Micro-batches for each stage where the user says nothing: a third of the time is idle with so many."""
 
 
-class Pipeline(Strategy):
+class Pipeline(ProcessGroupStrategy):
     """Cuts the task into stages, one a process, and leads the micro-batches of each step through them.
 
     Four ranks as two stages and two copies (replicas); replicas read different samples, stages the same::
@@ -79,6 +80,10 @@ class Pipeline(Strategy):
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each replica; by default two for each stage.
         micro_batch_size: Samples of a micro-batch, at most; another way to say it.
+        broadcast_buffers: Whether buffers (batch-norm statistics) are those of the first replica after every step.
+        timeout: Seconds to wait for another rank.
+        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed, for what replicas say
+            to each other; between stages it is always gloo.
 
     """
 
@@ -94,8 +99,18 @@ class Pipeline(Strategy):
         device: str = "auto",
         accumulate: int | None = None,
         micro_batch_size: int | None = None,
+        broadcast_buffers: bool = True,
+        timeout: float = 1800.0,
+        backend: str = "auto",
     ) -> None:
-        super().__init__(device=device, accumulate=accumulate, micro_batch_size=micro_batch_size)
+        super().__init__(
+            device=device,
+            accumulate=accumulate,
+            micro_batch_size=micro_batch_size,
+            broadcast_buffers=broadcast_buffers,
+            timeout=timeout,
+            backend=backend,
+        )
         for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
@@ -121,16 +136,19 @@ class Pipeline(Strategy):
         self._holder_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._reducer: Reducer | None = None
         self._optimization: Optimization | None = None
-        self._with_gradient: list[str] | None = None
-        self._has_own_weight = False
+        self._with_gradient: set[str] | None = None
         self._host = torch.device("cpu")
 
     # ---- Where the ranks are
 
-    @property
     def num_ranks(self) -> int:
-        """Processes in all."""
+        """Return the number of processes: one for each stage of each replica."""
         return self.stages * self.replicas
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that have copies of this rank's part: the same stage of every replica."""
+        return super().group if self._data_group is None else self._data_group
 
     @property
     def is_main(self) -> bool:
@@ -140,16 +158,15 @@ class Pipeline(Strategy):
     def setup(self, precision: Precision) -> None:
         """Join the other ranks, and find this rank's stage and replica; collective."""
         super().setup(precision)
-        if dist.is_initialized():
-            self._join()
+        self._join()
         messages = Messages(self._pipeline_group, rank=self.stage, device=self.device)
         self._runtime = Runtime(messages, device=self.device)
         self._sharing = OutputSharing(self._pipeline_group, rank=self.stage, device=self.device)
 
     def _join(self) -> None:
-        if dist.get_world_size() != self.num_ranks:
+        if dist.get_world_size() != self.num_ranks():
             raise UserError(
-                f"strategy.stages={self.stages} x strategy.replicas={self.replicas} need {self.num_ranks} processes, "
+                f"strategy.stages={self.stages} x strategy.replicas={self.replicas} need {self.num_ranks()} processes, "
                 f"but there are {dist.get_world_size()}."
             )
         self.rank, self.stage = divmod(dist.get_rank(), self.stages)
@@ -170,23 +187,30 @@ class Pipeline(Strategy):
         self.precision.prepare(task)
         task.to(self._host)
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
-        if dist.is_initialized():
-            everyone = self._pipeline_group
-            assert everyone is not None and self._data_group is not None
-            state = [*task.parameters(), *task.buffers()]
-            if self.stage == 0 and self.replicas > 1:
-                broadcast(state, self._data_group)
-            broadcast(state, everyone)
+        everything = [*task.parameters(), *task.buffers()]
+        if self.stage == 0:
+            broadcast(everything, self.group)
+        broadcast(everything, self._stage_group)
 
     def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
         """Remember the optimizer, whose state follows the parameters to their stages."""
         self._optimization = optimization
 
+    def weights_for_caller(self, task: TaskModule) -> dict[str, Any] | None:
+        """Return the trained weights on the main rank if the caller is in another process; collective."""
+        if self._environment is None:
+            return None
+        weights = {name: tensor.cpu() for name, tensor in self.state_dict(task).items()}
+        return weights if self.is_main else None
+
     def teardown(self) -> None:
-        """Release what was acquired; may be called twice."""
+        """Leave the other ranks and release what was acquired; may be called twice."""
         if self._reducer is not None:
             self._reducer.close()
-            self._reducer = None
+        self._reducer = self._data_group = self._pipeline_group = None
+        self._steps.clear()
+        self._holder_groups.clear()
+        super().teardown()
 
     # ---- Who reads what
 
@@ -195,10 +219,10 @@ class Pipeline(Strategy):
         """Micro-batches in which each replica takes its part of a step."""
         return self.accumulate or MICRO_BATCHES_PER_STAGE * self.stages
 
-    def plan(self, batch_size: int) -> BatchPlan:
-        """Return how a global batch is cut; without a wish of the user's in enough micro-batches to fill the stages."""
+    def plan(self, batch_size: int, *, even: bool = True) -> BatchPlan:
+        """Return how a global batch is cut; without a wish of the user's into enough micro-batches for all stages."""
         if self.accumulate is not None or self.micro_batch_size is not None:
-            return super().plan(batch_size)
+            return super().plan(batch_size, even=even)
         share = -(-batch_size // self.world_size)
         size = -(-share // min(self.micro_batches_of_a_step, share))
         return BatchPlan(batch_size, self.world_size, -(-share // size), size)
@@ -221,14 +245,17 @@ class Pipeline(Strategy):
             assert loss is not None
             output.loss = loss.detach()
             outputs[index] = output
-            alone = micro_batch.num_samples == window.num_samples
-            share = 1.0 if alone else output.weight / window.num_samples
-            return self.precision.scale(loss if isinstance(share, float) and share == 1.0 else loss * share)
+            undivided = self._is_undivided(window.micro_batches, window)
+            return self.precision.scale(loss if undivided else loss * (output.weight / window.num_samples))
 
+        self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss, on every stage
         batches = [micro_batch.batch for micro_batch in window.micro_batches]
         self._run_window(staged, step, batches, read_loss)
         shared = self._share([outputs[index] for index in sorted(outputs)], staged, "training_step")
-        self._finish_gradients(task, shared, window)
+        self._add_up_shared_parameters(task)
+        self.finish_gradients(shared, window)
+        if self._buffers and self.replicas > 1:
+            broadcast(self._buffers, self.group)
         return shared
 
     def _call(self, step: Callable[[Any], Any], batch: Any) -> Any:
@@ -265,43 +292,31 @@ class Pipeline(Strategy):
         schedule = simple if self.schedule == "simple" else interleaved
         return schedule(self.stage, self.stages, num_micro_batches)
 
-    def _finish_gradients(self, task: TaskModule, outputs: Sequence[StepOutput], window: Window) -> None:
-        """Add up the gradients of parameters that several stages use, and divide by the task's own weights."""
+    def _add_up_shared_parameters(self, task: TaskModule) -> None:
+        """Leave on every stage that uses a parameter the sum of all stages' gradients."""
         parameters = dict(task.named_parameters())
         if self._with_gradient is None:
-            self._agree_after_first_step(parameters, outputs)
-        assert self._with_gradient is not None and self._placement is not None
+            mine = [name for name, parameter in parameters.items() if parameter.grad is not None]
+            answers = gather(mine, super().group)
+            self._with_gradient = {name for names in answers for name in names}
+        assert self._placement is not None
         for ranks, names in self._placement.shared_by().items():
-            if self.stage in ranks:
-                for name in names:
-                    if name in self._with_gradient:
-                        parameter = parameters[name]
-                        if parameter.grad is None:
-                            parameter.grad = torch.zeros_like(parameter)
-                        dist.all_reduce(parameter.grad, group=self._holder_groups[ranks])
-        if not self._has_own_weight:
-            return
-        total = sum((output.weight for output in outputs), start=torch.zeros((), dtype=torch.float64))
-        if self.world_size == 1 and len(outputs) <= 1:
-            return
-        if self.world_size > 1:
-            total = self.all_reduce(torch.as_tensor(total, dtype=torch.float64))
-        self.scale_gradients(window.num_samples / total.to(self.device))
-
-    def _agree_after_first_step(self, parameters: dict[str, nn.Parameter], outputs: Sequence[StepOutput]) -> None:
-        mine = [name for name, parameter in parameters.items() if parameter.grad is not None]
-        answers = self._gather_everywhere((mine, any(output.own_weight for output in outputs)))
-        self._with_gradient = sorted({name for names, _ in answers for name in names})
-        self._has_own_weight = any(own for _, own in answers)
+            if self.stage not in ranks:
+                continue
+            for name in names:
+                if name in self._with_gradient:
+                    parameter = parameters[name]
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    dist.all_reduce(parameter.grad, group=self._holder_groups[ranks])
 
     def gradient_norm(self, optimization: Optimization) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
         gradients = [parameter.grad for parameter in self._counted_parameters if parameter.grad is not None]
         norm = total_norm(gradients, self.device)
         square = norm.double().square()
-        if self._pipeline_group is not None:
-            square = square.cpu()
-            dist.all_reduce(square, group=self._pipeline_group)
+        square = square.cpu()
+        dist.all_reduce(square, group=self._stage_group)
         return square.sqrt().to(norm)
 
     def optimizer_step(self, optimization: Optimization) -> Tensor | None:
@@ -330,10 +345,8 @@ class Pipeline(Strategy):
     def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
         """Return the predictions for one batch, on every stage of this replica; collective over its stages."""
         staged, returned = self._forward(task, "predict_step", micro_batch)
-        if self._pipeline_group is None:
-            return returned[0]
         box = returned or [None]
-        dist.broadcast_object_list(box, group=self._pipeline_group, group_src=staged.segments[-1].rank)
+        dist.broadcast_object_list(box, group=self._stage_group, group_src=staged.segments[-1].rank)
         return box[0]
 
     def _forward(self, task: TaskModule, step_name: str, micro_batch: MicroBatch) -> tuple[StagedStep, list[Any]]:
@@ -346,10 +359,6 @@ class Pipeline(Strategy):
         actions = forward_only(own, 1)
         returned = self._runtime.forward(staged, step, [moved.batch], actions=actions, seed=_draw_seed())
         return staged, list(returned.values())
-
-    def gather_predictions(self, outputs: list[Any]) -> list[Any]:
-        """Return all replicas' predictions in the order of the dataset; collective."""
-        return _interleave(self.all_gather_object(outputs))
 
     # ---- Planning
 
@@ -388,15 +397,18 @@ class Pipeline(Strategy):
             return recording, bounds, [index % self.stages for index in range(len(bounds))], recorded
         assert self._placement is not None
         bounds, ranks = owned_bounds(recording, self._placement, num_ranks=self.stages)
+        if torch.is_grad_enabled() and ranks != [index % self.stages for index in range(len(self._first.segments))]:
+            raise UserError(
+                f"training_step goes through the stages in the order {ranks}, since the task was cut by what it was asked "
+                "first, an evaluation that calls its modules in another order. Train before you evaluate: "
+                "trainer.sanity_batches=0."
+            )
         return recording, bounds, ranks, recorded
 
     def _record(self, task: TaskModule, step: Callable[[Any], Any], batch: Any) -> tuple[Any, ...]:
         if self._placement is not None:
-            units = frozenset(
-                event.name for event in self._steps[next(iter(self._steps))].recording.events if event.is_unit
-            )
-            with torch.no_grad():
-                return observe(task, step, batch, units=units).recording, None, signature(batch)
+            units = frozenset(event.name for event in self._first.recording.events if event.is_unit)
+            return observe(task, step, batch, units=units).recording, None, signature(batch)
         on_host = batch if self.device.type == "cpu" else _to_host(batch)
         recording, partition = plan(
             task,
@@ -409,15 +421,18 @@ class Pipeline(Strategy):
         )
         return recording, partition, signature(batch)
 
+    @property
+    def _first(self) -> StagedStep:
+        """The step by which the task was cut."""
+        return next(iter(self._steps.values()))
+
     def _tell(self, answer: Any, *, is_first: bool) -> Any:
         """Return what the recording rank found: rank 0 for everyone, later the first stage for its own pipeline."""
-        if not dist.is_initialized():
-            return answer
         box = [answer]
         if is_first:
             dist.broadcast_object_list(box, src=0)
         else:
-            dist.broadcast_object_list(box, group=self._pipeline_group, group_src=0)
+            dist.broadcast_object_list(box, group=self._stage_group, group_src=0)
         return box[0]
 
     def _settle(self, task: TaskModule, recording: Recording, partition: Partition, num_micro_batches: int) -> None:
@@ -442,8 +457,10 @@ class Pipeline(Strategy):
             for name, parameter in named.items()
             if name in placement.used and placement.is_held(name, self.stage) and parameter.requires_grad
         ]
-        if self._data_group is not None and self.replicas > 1 and mine:
-            self._reducer = Reducer(mine, group=self._data_group, settings=ReducerSettings(average=False))
+        if self.broadcast_buffers:
+            self._buffers = [buffer for name, buffer in task.named_buffers() if placement.is_held(name, self.stage)]
+        if self.replicas > 1 and mine:
+            self._reducer = Reducer(mine, group=self.group, settings=ReducerSettings(average=False))
         self.partition_plan = PartitionPlan.of(
             recording,
             partition,
@@ -466,10 +483,9 @@ class Pipeline(Strategy):
 
     def _check_generators(self) -> None:
         """Let all stages of a pipeline draw the same random numbers from here on."""
-        if self._pipeline_group is not None:
-            state = torch.get_rng_state()
-            dist.broadcast(state, group=self._pipeline_group, group_src=0)
-            torch.set_rng_state(state)
+        state = torch.get_rng_state()
+        dist.broadcast(state, group=self._stage_group, group_src=0)
+        torch.set_rng_state(state)
 
     # ---- Talking to the other ranks: those of other replicas, unless it says otherwise
 
@@ -482,73 +498,36 @@ class Pipeline(Strategy):
         source = staged.segments[-1].rank
         return self._sharing.share(outputs if source == self.stage else None, source=source, kind=kind)
 
-    def _gather_everywhere(self, value: T) -> list[T]:
-        if not dist.is_initialized():
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        return values
+    @property
+    def _stage_group(self) -> dist.ProcessGroup:
+        """The stages of this rank's replica."""
+        assert self._pipeline_group is not None
+        return self._pipeline_group
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
         """Return the reduction of `tensor` over replicas; collective."""
-        if self._data_group is None or self.replicas == 1:
-            return tensor
-        operations = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-        reduced = tensor.clone()
-        dist.all_reduce(reduced, operations[op], group=self._data_group)
-        return reduced
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Return each replica's value; collective."""
-        if self._data_group is None or self.replicas == 1:
-            return [value]
-        return gather(value, self._data_group)
+        return tensor.detach().clone() if self.replicas == 1 else super().all_reduce(tensor, op)
 
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's value, on every stage of every replica; collective."""
-        if not dist.is_initialized():
-            return value
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0)
-        return box[0]  # type: ignore[no-any-return] # a list of anything holds it
+        received: T = box[0]
+        return received
 
     def barrier(self) -> None:
-        """Return when every rank has come here; collective."""
-        if dist.is_initialized():
-            dist.barrier()
+        """Return when every rank, of any stage and replica, has come here; collective."""
+        dist.barrier()
 
     def agree(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank, of any stage and replica; collective."""
-        if not dist.is_initialized():
-            return flag
-        found = torch.tensor([float(flag)], device=self.device)
+        found = torch.tensor([int(flag)], device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found.item())
 
-    def agree_to_stop(self, requested: bool) -> bool:
-        """Return on every rank whether any was asked to stop."""
-        return self.agree(requested)
-
-    def sum_named(
-        self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
-    ) -> tuple[list[str], Tensor]:
-        """Return the names known to any replica, and their sums over replicas."""
-        if self._data_group is None or self.replicas == 1:
-            return super().sum_named(sums, device=device, dtype=dtype)
-        answers = gather({name: value.cpu() for name, value in sums.items()}, self._data_group)
-        names = sorted({name for answer in answers for name in answer})
-        packed = torch.zeros(len(names), 2, dtype=dtype)
-        for answer in answers:
-            for row, name in enumerate(names):
-                if name in answer:
-                    packed[row] += answer[name].to(dtype)
-        return names, packed.to(device)
-
     def _agree_on_overflow(self, found: Tensor) -> Tensor:
-        if self._pipeline_group is None:
-            return found
         on_host = found.cpu()
-        dist.all_reduce(on_host, dist.ReduceOp.MAX, group=self._pipeline_group)
+        dist.all_reduce(on_host, dist.ReduceOp.MAX, group=self._stage_group)
         return on_host.to(found.device)
 
     # ---- State, whole and under the bare task's names
@@ -556,7 +535,7 @@ class Pipeline(Strategy):
     def state_dict(self, task: TaskModule) -> dict[str, Any]:
         """Return the task's parameters and buffers, complete on rank 0: each stage sends it what it holds."""
         state = task.state_dict()
-        if self._placement is None or self._pipeline_group is None or self.rank != 0:
+        if self._placement is None or self.rank != 0:
             return state
         names = _canonical_names(task)
         for key in state:
@@ -564,10 +543,10 @@ class Pipeline(Strategy):
             if source == 0:
                 continue
             if self.stage == source:
-                dist.send(state[key].contiguous().cpu(), group=self._pipeline_group, group_dst=0)
+                dist.send(state[key].contiguous().cpu(), group=self._stage_group, group_dst=0)
             elif self.stage == 0:
                 whole = torch.empty(state[key].shape, dtype=state[key].dtype)
-                dist.recv(whole, group=self._pipeline_group, group_src=source)
+                dist.recv(whole, group=self._stage_group, group_src=source)
                 state[key] = whole
         return state
 
@@ -588,13 +567,13 @@ class Pipeline(Strategy):
     def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
         """Return the optimizer's state, complete on rank 0: each stage holds that of its parameters."""
         state: dict[str, Any] = optimization.optimizer.state_dict()
-        if self._placement is None or self._pipeline_group is None or self.rank != 0:
+        if self._placement is None or self.rank != 0:
             return state
         parts: list[Any] = [None] * self.stages
         dist.gather_object(
             state["state"],
             parts if self.stage == 0 else None,
-            group=self._pipeline_group,
+            group=self._stage_group,
             group_dst=0,
         )
         if self.stage == 0:
@@ -622,9 +601,7 @@ class Pipeline(Strategy):
     def timeline(self) -> list[list[Span]]:
         """Return what each stage of this replica did in the last window, and when; collective over its stages."""
         assert self._runtime is not None
-        if self._pipeline_group is None:
-            return [self._runtime.spans]
-        return gather(self._runtime.spans, self._pipeline_group)
+        return gather(self._runtime.spans, self._stage_group)
 
 
 class _ScaledTogether(Optimization):
@@ -677,8 +654,3 @@ def _to_host(batch: Any) -> Any:
     from trainkit.batches import to_device
 
     return to_device(batch, torch.device("cpu"))
-
-
-def _interleave(shares: list[list[Any]]) -> list[Any]:
-    """Return what W ranks predicted for every W-th sample each, in the order of the samples."""
-    return shares[0] if len(shares) == 1 else [item for share in shares for item in share]

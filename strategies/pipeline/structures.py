@@ -38,18 +38,12 @@ def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
     """Return `value` in new containers of the same types, each leaf replaced by `replace(leaf)`."""
     if isinstance(value, Tensor):
         return replace(value)
-    if type(value) is dict:
-        return {key: rebuild(item, replace) for key, item in value.items()}
     if isinstance(value, Mapping):
-        clone: Any = copy.copy(value)
-        for key, item in value.items():
-            clone[key] = rebuild(item, replace)
-        return clone
-    if isinstance(value, tuple):
+        return _with_items(value, {key: rebuild(item, replace) for key, item in value.items()})
+    if isinstance(value, (list, tuple)):
         items = [rebuild(item, replace) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else _same_type(value, items)
-    if isinstance(value, list):
-        return _same_type(value, [rebuild(item, replace) for item in value])
+        # A named tuple takes its items one by one; `torch.Size` and results such as `torch.return_types.max` do not.
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if _is_dataclass(value):
         clone = copy.copy(value)
         for field in dataclasses.fields(value):
@@ -63,8 +57,13 @@ def signature(value: Any) -> Signature:
     return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors(value))
 
 
-def _same_type(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    return type(value)(items)  # `torch.Size` and named results of torch (`torch.return_types`) take a list too
+def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return items
+    clone: Any = copy.copy(value)
+    for key, item in items.items():
+        clone[key] = item
+    return clone
 
 
 def _is_dataclass(value: Any) -> bool:

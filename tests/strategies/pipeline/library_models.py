@@ -2,6 +2,7 @@
 
 import torch
 import transformers
+
 from trainkit.task import TaskModule
 
 transformers.logging.set_verbosity_error()
@@ -27,8 +28,16 @@ class Gpt2(_Library):
     def build():
         return transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
-                n_layer=4, n_embd=32, n_head=2, vocab_size=50, n_positions=16,
-                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+                n_layer=4,
+                n_embd=32,
+                n_head=2,
+                vocab_size=50,
+                n_positions=16,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                bos_token_id=0,
+                eos_token_id=0,
             )
         )
 
@@ -43,9 +52,16 @@ class Llama(_Library):
     def build():
         return transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
-                num_hidden_layers=4, hidden_size=32, intermediate_size=48, num_attention_heads=4,
-                num_key_value_heads=2, vocab_size=50, max_position_embeddings=16,
-                bos_token_id=0, eos_token_id=0, pad_token_id=0,
+                num_hidden_layers=4,
+                hidden_size=32,
+                intermediate_size=48,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=50,
+                max_position_embeddings=16,
+                bos_token_id=0,
+                eos_token_id=0,
+                pad_token_id=0,
             )
         )
 
@@ -62,9 +78,14 @@ class Bert(_Library):
     def build():
         return transformers.BertForMaskedLM(
             transformers.BertConfig(
-                num_hidden_layers=4, hidden_size=32, intermediate_size=48, num_attention_heads=2,
-                vocab_size=50, max_position_embeddings=16,
-                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                num_hidden_layers=4,
+                hidden_size=32,
+                intermediate_size=48,
+                num_attention_heads=2,
+                vocab_size=50,
+                max_position_embeddings=16,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
             )
         )
 
@@ -83,9 +104,15 @@ class Vit(_Library):
     def build():
         return transformers.ViTForImageClassification(
             transformers.ViTConfig(
-                num_hidden_layers=4, hidden_size=32, intermediate_size=48, num_attention_heads=2,
-                image_size=16, patch_size=8, num_labels=5,
-                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                num_hidden_layers=4,
+                hidden_size=32,
+                intermediate_size=48,
+                num_attention_heads=2,
+                image_size=16,
+                patch_size=8,
+                num_labels=5,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
             )
         )
 
@@ -102,8 +129,16 @@ class T5(_Library):
     def build():
         return transformers.T5ForConditionalGeneration(
             transformers.T5Config(
-                num_layers=2, d_model=32, d_kv=16, d_ff=48, num_heads=2, vocab_size=50, dropout_rate=0.0,
-                decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+                num_layers=2,
+                d_model=32,
+                d_kv=16,
+                d_ff=48,
+                num_heads=2,
+                vocab_size=50,
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+                pad_token_id=0,
+                eos_token_id=1,
             )
         )
 
@@ -120,9 +155,17 @@ class Mixtral(_Library):
     def build():
         return transformers.MixtralForCausalLM(
             transformers.MixtralConfig(
-                num_hidden_layers=4, hidden_size=32, intermediate_size=48, num_attention_heads=4,
-                num_key_value_heads=2, vocab_size=50, max_position_embeddings=16, num_local_experts=4,
-                bos_token_id=0, eos_token_id=0, pad_token_id=0,
+                num_hidden_layers=4,
+                hidden_size=32,
+                intermediate_size=48,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=50,
+                max_position_embeddings=16,
+                num_local_experts=4,
+                bos_token_id=0,
+                eos_token_id=0,
+                pad_token_id=0,
             )
         )
 

@@ -4,10 +4,11 @@ import copy
 
 import torch
 import torch.distributed as dist
-from trainkit.optimization import Clip, configure
-from trainkit.precision import Precision
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
+
+from trainkit.optimization import Clip, configure
+from trainkit.precision import Precision
 from trainkit.window import MicroBatch, Window
 
 
