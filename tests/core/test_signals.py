@@ -1,0 +1,164 @@
+"""Being asked to stop by SIGINT or SIGTERM."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.tasks import Recorder, Regression, SaveAtEnd, assert_same_bits, regression_data
+from trainkit import Callback, Data
+from trainkit.errors import Stopped
+from trainkit.signals import StopSignals
+
+DATA = Data(train=regression_data(18), validation=regression_data(8, seed=1), batch_size=4)
+
+
+class SendAt(Callback):
+    """Sends this process a signal after a step."""
+
+    def __init__(self, number, step, times=1):
+        self.number, self.step, self.times = number, step, times
+
+    def on_step_end(self, run):
+        if run.state.step == self.step:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_mid_epoch_ends_the_run_after_the_step_with_its_exit_code(make_trainer, number, code):
+    recorder = Recorder()
+    before = signal.getsignal(number)
+    trainer = make_trainer(callbacks=[SendAt(number, 2), recorder, SaveAtEnd()], max_duration="2epoch")
+    with pytest.raises(Stopped) as caught:
+        trainer.fit(Regression(), DATA)
+    assert caught.value.exit_code == code
+    assert caught.value.signal_name == number.name
+    assert recorder.steps_of("on_step_end") == [1, 2]
+    assert recorder.moments[-3:] == [("on_fit_end", 2), ("on_save", 2), ("close", 2)]
+    assert not any(name.startswith("on_exception") for name, _ in recorder.moments)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_ended_by_a_signal_goes_on_to_the_weights_of_an_uninterrupted_one(make_trainer, number):
+    whole, resumed = Regression(hidden=8, dropout=0.5), Regression(hidden=8, dropout=0.5)
+    make_trainer(max_duration="2epoch").fit(whole, DATA)
+    trainer = make_trainer(callbacks=[SendAt(number, 7), SaveAtEnd()], max_duration="2epoch")
+    with pytest.raises(Stopped):
+        trainer.fit(Regression(hidden=8, dropout=0.5), DATA)
+    make_trainer(max_duration="2epoch").fit(resumed, DATA, resume=trainer.run_dir)
+    assert_same_bits(resumed, whole)
+
+
+def test_a_signal_during_evaluation_ends_it_and_then_the_run(make_trainer):
+    class Terminated(Regression):
+        validated = 0
+
+        def validation_step(self, batch):
+            self.validated += 1
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().validation_step(batch)
+
+    task, recorder = Terminated(), Recorder()
+    with pytest.raises(Stopped):
+        make_trainer(callbacks=[recorder], max_duration="9epoch").fit(task, DATA)
+    assert task.validated == 1
+    assert recorder.evaluations == []
+    assert recorder.moments[-2:] == [("on_fit_end", 5), ("close", 5)]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_signal_ends_an_evaluation_by_itself(make_trainer, stage):
+    class Terminated(Regression):
+        def forward(self, inputs):
+            os.kill(os.getpid(), signal.SIGINT)
+            return super().forward(inputs)
+
+    name = "validation" if stage == "validate" else stage
+    with pytest.raises(Stopped) as caught:
+        getattr(make_trainer(), stage)(Terminated(), Data(**{name: regression_data(8)}, batch_size=4))
+    assert caught.value.exit_code == 130
+
+
+def test_a_second_interrupt_ends_the_run_at_once(make_trainer):
+    recorder = Recorder()
+    before = signal.getsignal(signal.SIGINT)
+    trainer = make_trainer(callbacks=[SendAt(signal.SIGINT, 2, times=2), recorder])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Regression(), DATA)
+    assert [name for name, _ in recorder.moments[-2:]] == ["on_exception KeyboardInterrupt", "close"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_handlers_are_put_back_whatever_happens(raises):
+    def mine(number, frame):
+        raise AssertionError
+
+    before = {number: signal.signal(number, mine) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        try:
+            with StopSignals() as signals:
+                assert signals.received is None
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert signals.received is signal.SIGTERM
+                if raises:
+                    raise KeyError
+        except KeyError:
+            pass
+        assert signal.getsignal(signal.SIGINT) is mine
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_outside_the_main_thread_training_works_and_no_handler_is_set(make_trainer):
+    before = signal.getsignal(signal.SIGINT)
+    results = []
+    thread = threading.Thread(target=lambda: results.append(make_trainer().fit(Regression(), DATA)))
+    thread.start()
+    thread.join(60)
+    assert results[0].steps == 5
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_program_that_is_told_to_stop_saves_and_ends_with_the_exit_code(tmp_path, number, code):
+    program = f"""
+import sys, torch
+from trainkit import Callback, Data, TaskModule, Trainer
+from torch.utils.data import TensorDataset
+
+class Task(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch):
+        return self.layer(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Talk(Callback):
+    def on_step_end(self, run):
+        if run.state.step == 5:
+            print("ready", flush=True)
+    def on_fit_end(self, run):
+        run.save(reason="end")
+
+Trainer(run_dir={str(tmp_path / "run")!r}, callbacks=[Talk()], loggers=[], max_duration="1h").fit(
+    Task(), Data(train=TensorDataset(torch.randn(16, 2)), batch_size=4)
+)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert errors == b""
+    assert len(list((tmp_path / "run" / "checkpoints").glob("*.pt"))) == 1

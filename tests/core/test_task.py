@@ -1,0 +1,78 @@
+"""A task knows no trainer, rank or device, and is told what it lacks."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tasks import Regression, regression_data
+from trainkit import Data, TaskModule, UserError
+
+DATA = Data(train=regression_data(8), validation=regression_data(4), batch_size=4)
+
+
+class WithOptimizer(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_step_runs_with_a_batch_and_nothing_else():
+    task = Regression()
+    batch = [torch.ones(3, 4), torch.ones(3, 1)]
+    assert task.training_step(batch).shape == ()
+    assert set(task.validation_step(batch)) == {"loss", "absolute"}
+    assert task.test_step(batch) == task.validation_step(batch)
+    assert torch.equal(task.predict_step(batch), task(batch[0]))
+
+
+def test_predicting_is_calling_the_task_unless_it_says_otherwise():
+    class Calls(TaskModule):
+        def forward(self, batch):
+            return batch + 1
+
+    assert Calls().predict_step(torch.ones(1)) == 2
+
+
+def test_a_task_without_training_step_is_told_to_define_it(make_trainer):
+    with pytest.raises(UserError, match=r"WithOptimizer has no training_step; define training_step\(self, batch\)"):
+        make_trainer().fit(WithOptimizer(), DATA)
+
+
+def test_a_task_without_validation_step_is_told_to_define_it(make_trainer):
+    class NoValidation(WithOptimizer):
+        def training_step(self, batch):
+            return self.layer(batch[0]).sum()
+
+    with pytest.raises(UserError, match=r"NoValidation has no validation_step; define validation_step\(self, batch\)"):
+        make_trainer(sanity_batches=1).fit(NoValidation(), DATA)
+
+
+def test_a_task_without_an_optimizer_is_told_what_to_write(make_trainer):
+    class NoOptimizer(TaskModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+    with pytest.raises(UserError, match=r"define configure_optimizers\(self\): return torch\.optim\.AdamW\(self\.par"):
+        make_trainer().fit(NoOptimizer(), DATA)
+
+
+def test_a_task_is_copied_and_pickled_like_any_module():
+    task = Regression()
+    for copied in (copy.deepcopy(task), pickle.loads(pickle.dumps(task))):
+        assert torch.equal(copied.network[0].weight, task.network[0].weight)
+
+
+def test_training_changes_the_task_in_place_and_wraps_nothing(make_trainer):
+    task = Regression()
+    names, layer, parameters = list(task.state_dict()), task.network[0], set(map(id, task.parameters()))
+    make_trainer().fit(task, DATA)
+    assert list(task.state_dict()) == names
+    assert task.network[0] is layer
+    assert set(map(id, task.parameters())) == parameters
