@@ -177,7 +177,10 @@ class DataParallel(Strategy):
     def _gathered(self, output: StepOutput) -> StepOutput:
         """Return the output with its loss and weight on the master; metrics are moved when they are logged."""
         loss = None if output.loss is None else output.loss.to(self.device)
-        weight = output.weight.to(self.device) if isinstance(output.weight, Tensor) else output.weight
+        weight = output.weight
+        if isinstance(weight, Tensor):
+            # A number of tokens divided by an integer would be rounded to float32, whatever the precision.
+            weight = weight.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
         return StepOutput(loss, weight, output.metrics, output.own_weight)
 
     def _combined(self, outputs: Sequence[StepOutput], shards: Sequence[MicroBatch], window: Window) -> Tensor:
