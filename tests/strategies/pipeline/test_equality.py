@@ -1,0 +1,112 @@
+"""A pipeline trains to the weights of one process, whatever the task is."""
+
+import pytest
+import torch
+
+from tests.strategies.pipeline.models import OWN, Gpt, ManyInputs, Mlp
+from tests.strategies.pipeline.training import compare
+from trainkit.testing import run_ranks
+
+DOUBLE, SINGLE = 1e-10, 1e-6
+SHORT_LAST = [4, 4, 4, 3]
+
+
+def _differences(cases):
+    return {case["name"]: compare(case["model"], **case["settings"]) for case in cases}
+
+
+def _case(model, *, name=None, **settings):
+    return {"name": name or model.__name__, "model": model, "settings": {"sizes": SHORT_LAST, **settings}}
+
+
+def _assert_equal(num_ranks, cases, *, tolerance):
+    differences = run_ranks(_differences, num_ranks, cases, timeout=150)[0]
+
+    assert len(differences) == len(cases)
+    assert {name: value for name, value in differences.items() if not value <= tolerance} == {}
+
+
+def test_every_kind_of_task_in_two_stages_has_the_weights_of_one_process():
+    _assert_equal(2, [_case(model) for model in OWN.values()], tolerance=DOUBLE)
+
+
+@pytest.mark.slow
+def test_every_kind_of_task_in_four_stages_has_the_weights_of_one_process():
+    _assert_equal(4, [_case(model) for model in OWN.values()], tolerance=DOUBLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_simple_schedule_has_the_weights_of_one_process(num_ranks):
+    _assert_equal(num_ranks, [_case(model, schedule="simple") for model in OWN.values()], tolerance=DOUBLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_single_precision_agrees_as_far_as_it_goes(num_ranks):
+    _assert_equal(num_ranks, [_case(model, precision="fp32") for model in OWN.values()], tolerance=SINGLE)
+
+
+def test_stages_with_copies_and_clipping_have_the_weights_of_one_process():
+    cases = [
+        _case(Mlp, replicas=2, clip=0.2),
+        _case(Gpt, replicas=2, clip=0.2, num_steps=5),
+        _case(ManyInputs, name="weights that the task gives itself", replicas=2),
+        _case(Gpt, name="several stages a rank", replicas=2, clip=0.2, schedule="interleaved_virtual", num_steps=5),
+        _case(Mlp, name="a replica without samples", replicas=2, sizes=[3], num_steps=3),
+    ]
+
+    _assert_equal(4, cases, tolerance=DOUBLE)
+
+
+def test_several_stages_a_rank_have_the_weights_of_one_process():
+    cases = [
+        _case(model, schedule="interleaved_virtual", num_steps=4, name=f"{model.__name__} {sizes}", sizes=sizes)
+        for model in (Mlp, Gpt)
+        for sizes in ([3, 3, 2], [2, 2, 2, 2])
+    ]
+
+    _assert_equal(2, cases, tolerance=DOUBLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_models_of_the_transformers_package_need_no_change(num_ranks):
+    pytest.importorskip("transformers", reason="needs the package transformers: pip install 'trainkit[transformers]'")
+    from tests.strategies.pipeline.library_models import LIBRARY
+
+    in_double = [_case(model, num_steps=5) for name, model in LIBRARY.items() if name != "Mixtral"]
+    _assert_equal(num_ranks, in_double, tolerance=DOUBLE)
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_of_the_transformers_package_needs_no_change():
+    pytest.importorskip("transformers", reason="needs the package transformers: pip install 'trainkit[transformers]'")
+    from tests.strategies.pipeline.library_models import LIBRARY
+
+    _assert_equal(2, [_case(LIBRARY["Mixtral"], precision="fp32", num_steps=5)], tolerance=SINGLE)
+
+
+def _masks(schedule):
+    """Return the weights after training with dropout."""
+    from trainkit.strategies.pipeline.strategy import Pipeline
+
+    from tests.strategies.pipeline.training import Training, make, windows
+
+    torch.manual_seed(3)
+    strategy = Pipeline(stages=2, schedule=schedule, cuts=["net.7"], device="cpu")
+    task = make(Mlp, dropout=0.4)
+    training = Training(task, strategy).run(windows(Mlp, sizes=[4, 4, 4], num_steps=3))
+    weights = training.weights()
+    strategy.teardown()
+    return weights["net.0.weight"]
+
+
+def _both_masks():
+    return _masks("simple"), _masks("interleaved")
+
+
+def test_dropout_draws_the_same_masks_under_every_schedule():
+    simple, interleaved = run_ranks(_both_masks, 2, timeout=60)[0]
+
+    assert torch.equal(simple, interleaved)
