@@ -35,8 +35,7 @@ class GlobalOrder:
     def __init__(
         self, num_samples: int, *, seed: int, shuffle: bool = True, computed_above: int = COMPUTED_ABOVE
     ) -> None:
-        if not 0 <= num_samples <= LARGEST_ORDER:
-            raise ValueError(f"num_samples must be between 0 and 2**62, got {num_samples}")
+        _check(num_samples, seed)
         self.num_samples = num_samples
         self.seed = seed
         self.shuffle = shuffle
@@ -97,8 +96,7 @@ class WeightedOrder:
             raise ValueError(f"weights must be a list of one number for each sample, got shape {tuple(known.shape)}")
         if not bool(torch.isfinite(known).all()) or bool((known < 0).any()) or not bool((known > 0).any()):
             raise ValueError("weights must be finite and not negative, and at least one must be above zero")
-        if not 0 <= num_samples <= LARGEST_ORDER:
-            raise ValueError(f"num_samples must be between 0 and 2**62, got {num_samples}")
+        _check(num_samples, seed)
         self.num_samples = num_samples
         self.seed = seed
         self._cumulated = (known / known.max()).cumsum(0)  # (samples); the division keeps huge weights finite
@@ -129,6 +127,13 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     for number in (seed, epoch, index):
         state = _mix_long((state + 0x9E3779B97F4A7C15) & _LONG_WORD ^ number & _LONG_WORD)
     return state
+
+
+def _check(num_samples: int, seed: int) -> None:
+    if not 0 <= num_samples <= LARGEST_ORDER:
+        raise ValueError(f"num_samples must be between 0 and 2**62, got {num_samples}")
+    if not 0 <= seed < 1 << 63:  # with the epoch added torch still takes it
+        raise ValueError(f"seed must be between 0 and 2**63 - 1, got {seed}")
 
 
 class _BlockCache:

@@ -292,6 +292,15 @@ def test_lost_manifest_is_made_anew_from_undamaged_files(
     assert [entry.step for entry in store.entries()] == [0, 1, 7]
 
 
+def test_file_of_a_killed_save_is_not_chosen_without_a_manifest_either(tmp_path: Path) -> None:
+    store = filled(tmp_path, [3.0, 2.0])
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / ".step_1.pt.unlisted").touch()
+    assert [entry.step for entry in store.entries()] == [0]
+    store.save(payload_of(2), name="step_2", step=2, epoch=0)
+    assert files(tmp_path) == ["manifest.json", "step_0.pt", "step_2.pt"]
+
+
 def test_edited_manifest_is_not_believed(tmp_path: Path) -> None:
     store = filled(tmp_path, [3.0, 2.0])
     manifest = tmp_path / "manifest.json"

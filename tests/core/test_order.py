@@ -31,7 +31,7 @@ def test_order_without_shuffling_counts() -> None:
     assert GlobalOrder(10, seed=1, shuffle=False).slice(3, 2, 9, 3).tolist() == [2, 5, 8]
 
 
-@given(num_samples=st.integers(0, 3000), seed=st.integers(0, 2**64), epoch=st.integers(0, 10**6))
+@given(num_samples=st.integers(0, 3000), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**6))
 @settings(max_examples=200, deadline=None)
 def test_computed_order_holds_each_sample_once(num_samples: int, seed: int, epoch: int) -> None:
     order = GlobalOrder(num_samples, seed=seed, computed_above=0)
@@ -173,6 +173,16 @@ def test_sizes_that_cannot_be_are_refused(num_samples: int) -> None:
         WeightedOrder([1.0], num_samples, seed=0)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_seeds_that_torch_would_not_take_are_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match="seed must be between"):
+        GlobalOrder(1, seed=seed)
+    with pytest.raises(ValueError, match="seed must be between"):
+        WeightedOrder([1.0], 1, seed=seed)
+    largest = GlobalOrder(3, seed=2**63 - 1)
+    assert sorted(largest.slice(10**6, 0, 3).tolist()) == [0, 1, 2]
+
+
 def test_samples_are_drawn_as_often_as_their_weights_say() -> None:
     weights = torch.tensor([0.0, 1.0, 2.0, 0.0, 5.0, 0.5, 0.0])
     count = 200_000
@@ -183,6 +193,16 @@ def test_samples_are_drawn_as_often_as_their_weights_say() -> None:
     chance = expected > 0
     z = ((counts - expected)[chance] / expected[chance].sqrt()).abs().max()
     assert z < 5
+
+
+@pytest.mark.parametrize(("uniform", "drawn"), [(0.0, 1), (0.25, 3), (1 - 2.0**-53, 3), (1.0, 3)])
+def test_sample_of_weight_zero_is_not_drawn_at_the_borders_either(
+    monkeypatch: pytest.MonkeyPatch, uniform: float, drawn: int
+) -> None:
+    monkeypatch.setattr(
+        "trainkit.order._uniform", lambda positions, *_: torch.full(positions.shape, uniform, dtype=torch.float64)
+    )
+    assert WeightedOrder([0.0, 1.0, 0.0, 3.0, 0.0], 1, seed=0).slice(0, 0, 1).tolist() == [drawn]
 
 
 def test_weighted_draws_of_neighbours_and_epochs_are_unrelated() -> None:

@@ -126,6 +126,16 @@ def test_every_flipped_byte_is_detected_and_the_previous_one_used(tmp_path: Path
     assert undetected < 0.5 * len(range(0, len(content), EVERY_BYTES))
 
 
+def test_part_that_is_marked_as_a_folder_is_detected_without_a_manifest(tmp_path: Path) -> None:
+    store, content = two_checkpoints(tmp_path)
+    directory = content.rindex(b"archive/data/0")  # the name in the archive's own list, 46 bytes into its entry
+    attributes = directory - 46 + 38
+    flipped = content[:attributes] + bytes([content[attributes] ^ 0x10]) + content[attributes + 1 :]
+    (tmp_path / "copy.pt").write_bytes(flipped)
+    with pytest.raises(DamagedCheckpoint, match="archive/data/0"):
+        store.load(tmp_path / "copy.pt")
+
+
 @pytest.mark.parametrize("listed", [True, False])
 def test_every_cut_is_detected_and_the_previous_one_used(tmp_path: Path, listed: bool) -> None:
     store, content = two_checkpoints(tmp_path)
