@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from trainkit.task import TaskModule
@@ -16,4 +19,15 @@ def compile_forward(task: TaskModule) -> None:
         task.compile()
         return
     for module in task.children():
-        module.compile()
+        _compile_call(module)
+
+
+def _compile_call(module: nn.Module) -> None:
+    """Compile a module's call as `module.compile()` does, also where the module is one of torch's own."""
+    call = module._call_impl
+
+    def inlined(*inputs: Any, **named: Any) -> Any:
+        # A frame outside torch: the compiler passes over calls whose outermost frame is torch's.
+        return call(*inputs, **named)  # type: ignore[no-untyped-call] # torch does not annotate it
+
+    module._compiled_call_impl = torch.compile(inlined)

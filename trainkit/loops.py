@@ -52,6 +52,7 @@ class FitLoop:
         self._on_nonfinite = on_nonfinite
         self._means = WeightedMeans(run.strategy.device)
         self._weights_are_sound = True
+        self._norm: torch.Tensor | None = None  # of the last step's gradients
 
     def run(self) -> None:
         """Train until a duration is reached or a stop is asked for; leaves why in `run.stop_reason`."""
@@ -63,7 +64,7 @@ class FitLoop:
             first_step = state.step
             for window in self._windows():
                 outputs = strategy.forward_backward(task, window)
-                norm = strategy.optimizer_step(optimization)
+                self._norm = strategy.optimizer_step(optimization)
                 optimization.after_step()
                 state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
                 means.add(outputs, step=state.step)
@@ -72,7 +73,7 @@ class FitLoop:
                 if window.ends_epoch:
                     optimization.after_epoch()
                 if self._log_interval.due(state):
-                    self._log(norm)
+                    self._log()
                 if self._evaluation_interval.due(state):
                     self._evaluate()
                 for hook in on_step_end:
@@ -129,7 +130,7 @@ class FitLoop:
             "limits that the run began with, set a smaller batch_size, or drop_last=False."
         )
 
-    def _log(self, norm: torch.Tensor | None = None) -> None:
+    def _log(self) -> None:
         """Write the means since the last time; the only place of training that waits for the device."""
         run = self._run
         first_bad = self._means.first_nonfinite_step()
@@ -140,8 +141,8 @@ class FitLoop:
             self._handle_nonfinite(first_bad)
         metrics = {f"train/{name}": value for name, value in means.items()}
         metrics["train/epoch"] = run.state.epochs
-        if norm is not None:
-            metrics["train/gradient_norm"] = float(norm)
+        if self._norm is not None:
+            metrics["train/gradient_norm"] = float(self._norm)
         if self._optimization.skipped_steps is not None:
             metrics["train/skipped_steps"] = float(self._optimization.skipped_steps)
         run.emit("on_log", metrics)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -227,16 +226,16 @@ class Trainer:
 
     def _fit_on_rank(self, task: TaskModule, data: Data, checkpoint: Path | None, run_dir: Path | None) -> FitResult:
         with self._run_on_rank(task, data, run_dir) as run:
-            started = time.monotonic()
+            before = _Progress(0.0, 0)
             try:
                 loop = self._prepare_fit(run, checkpoint)
-                samples_before = run.state.samples
+                before = _Progress(run.state.seconds, run.state.samples)
                 loop.run()
             except BaseException as error:
                 run.report(error)
-                self._write_summary(run, _result(run, seconds=time.monotonic() - started, samples_before=0))
+                self._write_summary(run, _result(run, before))
                 raise
-            result = _result(run, seconds=time.monotonic() - started, samples_before=samples_before)
+            result = _result(run, before)
             self._write_summary(run, result)
             result.weights = self.strategy.weights_for_caller(task)
             return result
@@ -446,15 +445,23 @@ def _run_dir_of(checkpoint: Path | None) -> Path | None:
     return folder.parent if folder.name == CHECKPOINTS else folder if checkpoint.is_dir() else None
 
 
-def _result(run: Run, *, seconds: float, samples_before: int) -> FitResult:
-    trained = run.state.samples - samples_before
+class _Progress(NamedTuple):
+    """How far a run had come when this part of it began."""
+
+    seconds: float
+    samples: int
+
+
+def _result(run: Run, before: _Progress) -> FitResult:
+    state = run.state
+    seconds = state.seconds - before.seconds
     return FitResult(
-        metrics=dict(run.state.metrics),
-        steps=run.state.step,
-        epochs=run.state.epochs,
-        samples=run.state.samples,
-        seconds=run.state.seconds,
-        samples_per_second=trained / seconds if seconds > 0 else 0.0,
+        metrics=dict(state.metrics),
+        steps=state.step,
+        epochs=state.epochs,
+        samples=state.samples,
+        seconds=state.seconds,
+        samples_per_second=(state.samples - before.samples) / seconds if seconds > 0 else 0.0,
         exit_reason=run.stop_reason or "finished",
         run_dir=run.run_dir,
     )
