@@ -17,7 +17,7 @@ TOGETHER_AT_MOST = 1.25
 """Users of a shared parameter stay in one stage if that makes the dearest stage at most this many times dearer."""
 STATES_PER_PARAMETER = 4
 """Parameter, gradient and two moments of the optimizer."""
-MOST_CANDIDATES = 300
+MOST_CANDIDATES = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,13 @@ def crossing_bytes(recording: Recording) -> list[int]:
 
 
 def candidates(recording: Recording, bonds: Sequence[Bond], crossing: Sequence[int]) -> list[int]:
-    """Return the events before which a cut may be: one between each two units, where the fewest bytes cross."""
+    """Return the events before which a cut may be: of very many, one between each two units with the fewest bytes."""
     units = [event.index for event in recording.events if event.is_unit or event.parameters]
     edges = sorted({0, *units, len(recording.events) - 1})
     allowed = _allowed(recording, bonds)
+    places = [place for place in range(1, len(recording.events) - 1) if allowed[place]]  # a stage does more than return
+    if len(places) <= MOST_CANDIDATES:
+        return places
     chosen = set()
     for first, last in pairwise(edges):
         places = [place for place in range(first + 1, last + 1) if allowed[place]]
@@ -149,7 +152,7 @@ def candidates(recording: Recording, bonds: Sequence[Bond], crossing: Sequence[i
             chosen.add(min(places, key=lambda place: (crossing[place], -place)))
         if allowed[last]:
             chosen.add(last)
-    places = sorted(chosen - {0, len(recording.events) - 1})  # a stage does more than return
+    places = sorted(chosen - {0, len(recording.events) - 1})
     if len(places) > MOST_CANDIDATES:
         stride = len(places) / MOST_CANDIDATES
         places = [places[int(index * stride)] for index in range(MOST_CANDIDATES)]

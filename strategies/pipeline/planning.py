@@ -96,7 +96,7 @@ def _manual(
         if any(name == want or name.endswith(f".{want}") for want in wanted)
         for ancestor in _ancestors(name)
     }
-    limit = 0.0 if isinstance(cuts, Mapping) else 1.0 / (num_stages * FINENESS[0])  # patterns may name any module
+    limit = 0.0 if isinstance(cuts, Mapping) else 1.0  # patterns may name any module
     recording = _record(task, step, batch, survey, limit=limit, opened=frozenset(opened))
     _set_costs(recording, task, step, batch, measured=measured)
     return recording, manual_cuts(recording, dict(cuts) if isinstance(cuts, Mapping) else wanted, num_stages=num_stages)

@@ -27,7 +27,9 @@ from .structures import leaves, rebuild, tensors
 Step = Callable[[Any], Any]
 
 CHEAP_SHARE = 0.01
-"""What follows from the batch alone is computed by every stage if it takes less than this share of the step."""
+"""What follows from the batch alone is computed by every stage if it takes less than this share of the step,"""
+CHEAP_SECONDS = 1e-4
+"""or less than this."""
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -315,7 +317,7 @@ class _Recorder(EventMode):
     def count_saved(self, tensor: Tensor) -> Tensor:
         """Count what autograd keeps for backward, each storage once, parameters not at all."""
         key = id(_base(tensor)) if tensor.is_meta else tensor.untyped_storage().data_ptr()
-        if key not in self._saved_storages and not isinstance(tensor, nn.Parameter):
+        if key not in self._saved_storages and id(_base(tensor)) not in self._parameters:
             self._saved_storages.add(key)
             self._activation_bytes += _num_bytes(tensor)
         return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
@@ -381,7 +383,7 @@ class _Recorder(EventMode):
                     or event.written_buffers
                     or event.name == RETURN
                     or touched & tainted
-                    or estimated_seconds(event.cost) > CHEAP_SHARE * seconds
+                    or estimated_seconds(event.cost) > max(CHEAP_SHARE * seconds, CHEAP_SECONDS)
                 )
                 if not event.is_local:
                     tainted.update(product.value for product in event.products)

@@ -1,0 +1,198 @@
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from trainkit.strategies.pipeline.recording import observe
+
+from tests.strategies.pipeline.models import Gpt, Mlp, ResNet
+from trainkit.errors import UserError
+
+
+def _record(task, batch, *units, step=None):
+    return observe(task, step or task.training_step, batch, units=frozenset(units)).recording
+
+
+class _Step(nn.Module):
+    """A task whose step is given."""
+
+    def __init__(self, step, **modules):
+        super().__init__()
+        self._step = step
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def training_step(self, batch):
+        return self._step(self, batch)
+
+
+def _names(recording):
+    return [event.name for event in recording.events]
+
+
+def test_a_unit_is_one_event_and_every_torch_call_between_units_is_another():
+    def step(task, batch):
+        return F.relu(task.first(batch) + 1).mean()
+
+    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+
+    assert _names(recording) == ["first", "add", "relu", "mean", "return"]
+
+
+def test_questions_about_shapes_are_no_events():
+    def step(task, batch):
+        rows, width = batch.shape
+        assert batch.dim() == 2 and len(batch) == rows and batch.size(1) == width and not batch.is_complex()
+        return task.first(batch).sum()
+
+    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+
+    assert _names(recording) == ["first", "sum", "return"]
+
+
+def test_what_follows_from_the_batch_alone_is_local():
+    def step(task, batch):
+        mask = torch.ones(2, dtype=torch.bool) & (batch["x"].sum(1) > 0)
+        return (task.first(batch["x"]).sum(1) * mask).sum()
+
+    recording = _record(_Step(step, first=nn.Linear(64, 64)), {"x": torch.randn(2, 64)}, "first")
+
+    local = {event.name: event.is_local for event in recording.events}
+    assert local["__and__"] and local["gt"] and local["ones"]
+    assert not local["first"] and not local["mul"]
+
+
+def test_a_write_in_place_makes_a_new_product_of_the_same_value():
+    def step(task, batch):
+        hidden = task.first(batch)
+        hidden += 1
+        return hidden.sum()
+
+    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+
+    first, added, *_ = recording.events
+    assert [product.value for product in first.products] == [product.value for product in added.products]
+    assert added.written == added.inputs
+
+
+def test_a_constant_that_a_model_value_is_written_to_is_not_local():
+    def step(task, batch):
+        table = torch.zeros(2, 2, 3)
+        table[:, 0] = task.first(batch)
+        return table.sum()
+
+    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+
+    assert [event.name for event in recording.events if event.is_local] == []
+
+
+def test_writing_through_a_view_binds_all_that_share_the_memory():
+    def step(task, batch):
+        hidden = task.first(batch)
+        part = hidden[:, :1]
+        hidden = hidden.relu()
+        part.mul_(2)
+        return hidden.sum() + part.sum()
+
+    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+
+    assert any(bond.forbids(2) and "several tensors share" in bond.reason for bond in recording.bonds)
+
+
+def test_a_tensor_left_behind_in_a_module_binds_its_maker_and_its_user():
+    class Leaves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            self.left = self.linear(x) * 2
+            return x + 1
+
+    def step(task, batch):
+        out = task.last(task.first(batch))
+        return (out + task.first.left).sum()
+
+    recording = _record(_Step(step, first=Leaves(), last=nn.Linear(3, 3)), torch.randn(2, 3), "first", "last")
+
+    assert [(bond.first, bond.last) for bond in recording.bonds] == [(0, 2)]
+    assert "module 'first'" in recording.bonds[0].reason
+
+
+def test_a_buffer_that_is_written_binds_all_its_users():
+    class Task(_Step):
+        def __init__(self):
+            super().__init__(None, first=nn.Linear(3, 3), last=nn.Linear(3, 3))
+            self.register_buffer("mean", torch.zeros(3))
+
+        def training_step(self, batch):
+            hidden = self.first(batch)
+            self.mean += hidden.detach().mean(0)
+            return (self.last(hidden) - self.mean).sum()
+
+    recording = _record(Task(), torch.randn(2, 3), "first", "last")
+
+    assert any("buffer 'mean'" in bond.reason for bond in recording.bonds)
+
+
+def test_a_number_read_from_a_model_value_is_marked():
+    def step(task, batch):
+        hidden = task.first(batch)
+        return hidden.sum() if hidden.abs().max() < 100 else hidden.mean()
+
+    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+
+    assert [event.name for event in recording.events if event.reads] == ["__bool__"]
+
+
+def test_parameters_are_found_where_they_are_used():
+    task = Gpt()
+    recording = _record(task, Gpt.batch(2, torch.Generator()), "tokens", "head", *(f"blocks.{i}" for i in range(4)))
+
+    users = {name: [recording.events[i].name for i in users] for name, users in recording.parameter_users.items()}
+    assert users["tokens.weight"] == ["tokens", "head"]
+    assert users["positions"] == ["__getitem__"]
+    assert users["blocks.1.qkv.bias"] == ["blocks.1"]
+
+
+def test_recording_leaves_buffers_gradients_batch_and_generators_as_they_were():
+    task = ResNet()
+    batch = ResNet.batch(4, torch.Generator())
+    before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
+    image = batch["image"].clone()
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+
+    def step(batch):
+        batch["image"] += torch.randn(()) * random.random()
+        return task.training_step(batch)
+
+    _record(task, batch, "stem", step=step)
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in task.state_dict().items())
+    assert all(parameter.grad is None for parameter in task.parameters())
+    assert torch.equal(batch["image"], image)
+    assert torch.equal(torch.get_rng_state(), torch_state) and random.getstate() == python_state
+    assert type(task.stem) is nn.Sequential
+
+
+def test_a_task_on_the_meta_device_is_recorded_with_its_operations_and_bytes():
+    with torch.device("meta"):
+        task = Mlp()
+        batch = (torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
+
+    recording = _record(task, batch, *(f"net.{index}" for index in range(20)))
+
+    linear = next(event for event in recording.events if event.name == "net.1")
+    assert linear.cost.flops == 2 * 4 * 16 * 16
+    assert linear.cost.activation_bytes == 4 * 16 * 4
+
+
+def test_a_step_that_runs_backward_itself_is_refused():
+    def step(task, batch):
+        loss = task.first(batch).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(UserError, match="Return the loss"):
+        _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
