@@ -29,7 +29,7 @@ from types import FrameType
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 
 from trainkit.errors import Stopped, UserError
@@ -88,7 +88,7 @@ def launch_ranks(
     `rank_<k>.log` in `log_dir` what they would print.
     """
     payload = _pickle((enter, run))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     num_threads = None if "OMP_NUM_THREADS" in os.environ else 1
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         logs = None if log_dir is None else str(log_dir)

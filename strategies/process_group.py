@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
 
 from trainkit.batches import concatenate
 from trainkit.devices import pick_device
@@ -103,7 +104,8 @@ class ProcessGroupStrategy(Strategy):
         if _is_joining():
             return self._run_or_tell(run)
         started = _Started(self, run)
-        return launch_ranks(started, num_ranks=self.num_ranks(), enter=started.enter, log_dir=self.log_dir)
+        value: T = launch_ranks(started, num_ranks=self.num_ranks(), enter=started.enter, log_dir=self.log_dir)
+        return value
 
     def _run_or_tell(self, run: Callable[[], T]) -> T:
         """Run, and if that fails let ranks that wait for this one know why."""
@@ -141,7 +143,7 @@ class ProcessGroupStrategy(Strategy):
         if environment is None:
             dist.init_process_group(backend, timeout=limit)
         else:
-            store = dist.TCPStore("127.0.0.1", environment.store_port, is_master=False, timeout=limit)
+            store = TCPStore("127.0.0.1", environment.store_port, is_master=False, timeout=limit)
             rank, world_size = environment.rank, environment.world_size
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         self._owns_group = True

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
 
 
 class RankFailure(AssertionError):
@@ -56,7 +57,7 @@ def rank_outcomes(
     """Return how each rank ended; after a first failure the others get `patience` seconds to end by themselves."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "trainkit.testing"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = _Call.of(fn, args)
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     ranks = [
@@ -117,7 +118,7 @@ def _run_rank(call: _Call, rank: int, num_ranks: int, port: int, timeout: float,
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
         answer = (call.run(), None)
     except BaseException:

@@ -29,7 +29,8 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.device.type != "cpu":
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32).square()
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+        return norm.square()
     if tensor.dtype in (torch.float16, torch.bfloat16):
         tensor = tensor.float()
     if tensor.is_complex():

@@ -118,7 +118,8 @@ def _factor(state: PowerSGD, index: int, position: int, matrix: Tensor) -> Tenso
 
 def _orthonormal(matrix: Tensor) -> Tensor:
     wide = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
-    return torch.linalg.qr(wide).Q.to(matrix.dtype)
+    basis: Tensor = torch.linalg.qr(wide).Q
+    return basis.to(matrix.dtype)
 
 
 def _join(tensors: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 FAILURE_KEY = "failure"
 WAITING_KEY = "waiting"
@@ -37,7 +38,7 @@ class StoreBoard:
     def __init__(self, group: dist.ProcessGroup, *, token: str) -> None:
         """Open the board that all ranks with the same `token` share."""
         self.rank, self.world_size = group.rank(), group.size()
-        self.store = dist.PrefixStore(f"trainkit/{group.group_name}/{token}", _store_of(group))
+        self.store = PrefixStore(f"trainkit/{group.group_name}/{token}", _store_of(group))
 
     def publish(self, message: str) -> None:
         """Leave `message` as the root cause unless another rank has been first."""
@@ -66,13 +67,13 @@ class StoreBoard:
         return self.store.get(key).decode()
 
 
-def _store_of(group: dist.ProcessGroup) -> dist.Store:
+def _store_of(group: dist.ProcessGroup) -> Store:
     read = getattr(group, "get_group_store", None)  # torch >= 2.9
     store = read() if read is not None else dist.distributed_c10d._get_default_store()
-    assert isinstance(store, dist.Store)
+    assert isinstance(store, Store)
     # A store of its own connection: reading must not wait behind a collective that blocks the shared one.
     clone = getattr(store, "clone", None)
     store = clone() if clone is not None else store
-    assert isinstance(store, dist.Store)
+    assert isinstance(store, Store)
     store.set_timeout(timedelta(seconds=10))
     return store

@@ -36,7 +36,7 @@ class HookRun:
         if isinstance(returned, Generator):
             self.steps = returned
             self._step(None)
-        elif isinstance(returned, torch.futures.Future):
+        elif isinstance(returned, torch._C.Future):  # what works give is not yet a torch.futures.Future
             self.waiting = returned
         else:
             raise RuntimeError(

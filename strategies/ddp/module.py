@@ -117,7 +117,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         super().train(mode)
         return self
 
-    @torch.compiler.disable
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         reducer = self.reducer
         if torch.is_grad_enabled():
@@ -131,7 +130,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             return inputs, kwargs
         return to_device(inputs, self._device), to_device(kwargs, self._device)
 
-    @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
         if not torch.is_grad_enabled() or not self.reducer.sync:
             return
@@ -193,9 +191,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         work = Join.notify_join_context(self)
         if work is not None:
             work.wait()
-            self._divide_by(int(work.result()[0].item()))
-        reduced = torch.full((1,), float(self.reducer.sync), device=self._device)
-        dist.all_reduce(reduced, group=self.process_group)
+        counts = torch.tensor([float(self.reducer.sync), 1.0], device=self._device)
+        dist.all_reduce(counts, group=self.process_group)
+        self._divide_by(int(counts[1].item()))
 
     def _divide_by(self, active: int) -> None:
         ranks = self.process_group.size() if self._divide_by_initial_world_size else max(1, active)
@@ -216,7 +214,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call] # nn.Module's own
         self.process_group = _world()  # a process group does not survive pickling; this is the default one
         self._make_reducer()
 
@@ -261,9 +259,9 @@ class _Shadow(JoinHook):
     def main_hook(self) -> None:
         """Answer each collective of the others' forward and backward, with zeros where values are asked for."""
         wrapper = self.wrapper
-        reduced = torch.zeros(1, device=wrapper.join_device)
-        dist.all_reduce(reduced, group=wrapper.process_group)
-        if not reduced.item():
+        counts = torch.zeros(2, device=wrapper.join_device)  # ranks that will reduce, ranks with a batch
+        dist.all_reduce(counts, group=wrapper.process_group)
+        if not counts[0].item():
             return
         if wrapper.broadcast_buffers and wrapper._buffers_to_share():
             source = wrapper._common_rank(-1)

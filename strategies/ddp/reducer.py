@@ -112,6 +112,7 @@ class Reducer:
         self._never: list[int] = []  # parameters that a static graph does not use
         self._marked: frozenset[int] = frozenset()  # known not to take part
         self._shared: set[int] = set()  # whose earlier sum was divided, see `_share_carried`
+        self._shadow = False  # this rank only takes part in the backward of the others
         self._broken: str | None = None
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot)) for slot in self.slots
@@ -216,8 +217,12 @@ class Reducer:
 
     def reduce_nothing(self) -> None:
         """Take part in a reduction without gradients of its own: this rank adds zeros. Collective."""
-        self.begin()
-        self.finish()
+        self._shadow = True
+        try:
+            self.begin()
+            self.finish()
+        finally:
+            self._shadow = False
 
     def _finish_armed(self) -> None:
         """Finish at the end of the backward, unless it gave no parameter a gradient (`torch.autograd.grad`)."""
@@ -402,7 +407,7 @@ class Reducer:
         """Fill the places of parameters whose hooks did not fire as often as expected, and launch the rest."""
         missing = [slot for bucket in self.buckets if bucket.pending for slot in bucket.slots if slot.remaining]
         absent = [slot for slot in missing if not slot.touched]
-        if self.settings.unused == "error" and absent and not self._shadowing(missing):
+        if self.settings.unused == "error" and absent and not self._shadow:
             self._raise_unused(absent)
         for slot in missing:
             self._contribute(slot)
@@ -429,16 +434,12 @@ class Reducer:
             shared = slot.index in self._shared
             slot.kept = gradient * self.world_size if shared else gradient.clone()
         if view is not None:
-            if gradient is None:
+            if gradient is None or self._shadow:
                 view.zero_()
             elif gradient is not view:
                 torch.mul(gradient, self.scale, out=view)
             elif self.scale != 1.0:
                 view.mul_(self.scale)
-
-    def _shadowing(self, missing: Sequence[Slot]) -> bool:
-        """Whether this rank runs no backward at all, but only takes part in that of the others."""
-        return len(missing) == len(self.slots)
 
     def _restore_unused(self, bucket: Bucket) -> None:
         """Give back what it had to each parameter that no rank used, and the result to the others."""
@@ -578,7 +579,7 @@ class Reducer:
             if gradient is not None and gradient.is_sparse:
                 slot.sparse_dim = gradient.sparse_dim()
         absent = [slot for slot in self.slots if not slot.arrived and not slot.touched]
-        if self.settings.unused == "error" and absent and not self._shadowing(absent):
+        if self.settings.unused == "error" and absent and not self._shadow:
             self._raise_unused(absent)
         order, unseen, sparse_dims = agree_on_order(
             [slot.arrived for slot in self.slots],

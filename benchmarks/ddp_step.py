@@ -1,0 +1,183 @@
+"""Step times of our Reducer against PyTorch's DistributedDataParallel, on two processes of this machine.
+
+    python benchmarks/ddp_step.py [--rounds 20] [--models mlp5,gpt4,mlp60]
+
+All contenders live in the same two processes, are visited once in each round in rotating order, and a sample is the
+slower rank's time. The table gives the median of the ratios within rounds, with quartiles. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as StockDDP
+
+from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+from trainkit.testing import run_ranks
+
+NAMES = ("no communication", "stock", "stock, best", "ours, gloo", "ours, shared memory", "drop-in, gloo")
+BEST = "stock, best"  # gradient_as_bucket_view and static_graph
+WARM_UP = 4
+BOOKKEEPING_PARAMETERS = 400
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, C)
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(2048, 160), nn.Embedding(32, 160)
+        self.blocks = nn.Sequential(*(Block(160, 4) for _ in range(12)))
+        self.norm = nn.LayerNorm(160)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions.weight
+        return self.norm(self.blocks(x)) @ self.tokens.weight.t()
+
+
+def mlp(width: int, depth: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
+    # model, input, steps in a sample
+    "mlp5": (lambda: mlp(710, 10), lambda: torch.randn(32, 710), 3),
+    "gpt4": (Gpt, lambda: torch.randint(0, 2048, (4, 32)), 2),
+    "mlp60": (lambda: mlp(2700, 8), lambda: torch.randn(16, 2700), 1),
+}
+
+
+class Contender:
+    """One way to train a copy of the model."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        self.model = model
+        self.wrapped: nn.Module = model
+        self.reducer: Reducer | None = None
+        if name == "stock":
+            self.wrapped = StockDDP(model)
+        elif name == BEST:
+            self.wrapped = StockDDP(model, gradient_as_bucket_view=True, static_graph=True)
+        elif name == "drop-in, gloo":
+            from trainkit.strategies.ddp import DistributedDataParallel
+
+            self.wrapped = DistributedDataParallel(
+                model, gradient_as_bucket_view=True, static_graph=True, transport="group"
+            )
+        elif name.startswith("ours"):
+            settings = ReducerSettings(average=False, transport="group" if "gloo" in name else "shared_memory")
+            group = dist.group.WORLD
+            assert group is not None
+            self.reducer = Reducer(list(model.named_parameters()), group=group, settings=settings)
+        self.share = 1.0 / dist.get_world_size() if self.reducer is not None else 1.0
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+
+    def step(self, x: Tensor) -> None:
+        with nullcontext() if self.reducer is None else self.reducer.session():
+            loss = self.wrapped(x).square().mean()
+            (loss * self.share).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def compare(model: str, rounds: int) -> dict[str, list[float]]:
+    """Return for each contender the seconds of a step in each round, the slower rank's."""
+    make, make_input, steps = MODELS[model]
+    torch.manual_seed(0)
+    start = make()
+    contenders = {name: Contender(name, copy.deepcopy(start)) for name in NAMES}
+    x = make_input()
+    for contender in contenders.values():
+        for _ in range(WARM_UP):
+            contender.step(x)
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    for turn in range(rounds):
+        for offset in range(len(NAMES)):
+            name = NAMES[(turn + offset) % len(NAMES)]
+            contenders[name].step(x)  # brings its own memory into the cache
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                contenders[name].step(x)
+            taken = torch.tensor((time.perf_counter() - begin) / steps, dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            seconds[name].append(taken.item())
+    return seconds
+
+
+def bookkeeping() -> float:
+    """Return the microseconds of our hook for one parameter, without copying or reducing."""
+    model = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(BOOKKEEPING_PARAMETERS))
+    group = dist.group.WORLD
+    assert group is not None
+    settings = ReducerSettings(average=False, transport="group")
+    reducer = Reducer(list(model.named_parameters()), group=group, settings=settings)
+    hooks = [next(iter(p._post_accumulate_grad_hooks.values())) for p in model]
+
+    def backward() -> None:
+        torch.stack(list(model)).sum().backward()
+
+    with reducer.session():
+        backward()
+    best = float("inf")
+    for _ in range(50):
+        reducer.begin()
+        begin = time.perf_counter()
+        for hook, parameter in zip(hooks, model, strict=True):
+            hook(parameter)
+        best = min(best, time.perf_counter() - begin)
+        reducer.finish()
+    return best / BOOKKEEPING_PARAMETERS * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--models", default=",".join(MODELS))
+    options = parser.parse_args()
+    results: dict[str, object] = {"bookkeeping_us": run_ranks(bookkeeping, 1)[0]}
+    print(f"bookkeeping: {results['bookkeeping_us']:.2f} us for each parameter\n")
+    print(f"{'model':7}{'contender':22}{'ms':>8}{'x stock':>9}{'x best':>8}  quartiles")
+    for model in options.models.split(","):
+        seconds = run_ranks(compare, 2, model, options.rounds, timeout=600)[0]
+        results[model] = {name: _row(model, name, seconds) for name in NAMES}
+    print(json.dumps(results))
+
+
+def _row(model: str, name: str, seconds: dict[str, list[float]]) -> dict[str, float]:
+    to_stock = statistics.median(a / b for a, b in zip(seconds[name], seconds["stock"], strict=True))
+    ratios = [a / b for a, b in zip(seconds[name], seconds[BEST], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    milliseconds = 1e3 * statistics.median(seconds[name])
+    print(f"{model:7}{name:22}{milliseconds:8.1f}{to_stock:9.2f}{middle:8.2f}  [{low:.2f}, {high:.2f}]")
+    return {"ms": milliseconds, "to_stock": to_stock, "to_best": middle, "low": low, "high": high}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Facts of the Reducer as strategies use it: sums over ranks, with the backward marked by a session."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainkit.strategies.ddp.buckets import MIB
+from trainkit.strategies.ddp.graph import unreached_parameters
+from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+from trainkit.testing import run_ranks
+
+SMALL_BUCKET = 300 / MIB
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.branches = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](torch.relu(self.stem(x)))
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def make(**settings: object) -> tuple[nn.Module, nn.Module, Reducer]:
+    torch.manual_seed(0)
+    model = Branches()
+    options = ReducerSettings(
+        **{"average": False, "bucket_mb": SMALL_BUCKET, "first_bucket_mb": SMALL_BUCKET, **settings}
+    )
+    return (
+        model,
+        copy.deepcopy(model),
+        Reducer(list(model.named_parameters()), group=dist.group.WORLD, settings=options),
+    )
+
+
+def gap(model: nn.Module, reference: nn.Module) -> float:
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max((a.grad - b.grad).abs().max().item() for a, b in pairs if b.grad is not None)
+
+
+def sums_are_left_in_views_of_the_buckets() -> None:
+    model, reference, reducer = make()
+    for _ in range(3):
+        model.zero_grad()
+        with reducer.session():
+            model(batch(dist.get_rank()), 0).sum().backward()
+    for rank in range(dist.get_world_size()):
+        reference(batch(rank), 0).sum().backward()
+    assert gap(model, reference) < 1e-5
+    used = [slot for slot in reducer.slots if slot.parameter.grad is not None]
+    assert len(used) == 4, "parameters that no rank used have no gradient"
+    for slot in used:
+        flat = slot.bucket.flat
+        assert slot.parameter.grad is slot.view
+        assert flat.data_ptr() <= slot.view.data_ptr() < flat.data_ptr() + flat.nbytes, "one set of gradients"
+    reducer.close()
+
+
+def a_second_session_adds_to_the_first() -> None:
+    model, reference, reducer = make()
+    for branch in (0, 1):
+        with reducer.session():
+            model(batch(dist.get_rank()), branch).sum().backward()
+    with reducer.session(sync=False):
+        model(batch(dist.get_rank()), 2).sum().backward()
+    with reducer.session():
+        model(batch(dist.get_rank()), 0).sum().backward()
+    for rank in range(dist.get_world_size()):
+        for branch in (0, 1, 2, 0):
+            reference(batch(rank), branch).sum().backward()
+    assert gap(model, reference) < 2e-5
+    reducer.close()
+
+
+def buckets_are_rebuilt_in_rank_0s_order_of_arrival() -> None:
+    model, _, reducer = make()
+    assert reducer.plan.draw().startswith("[7 6"), "reverse order, before anything is known"
+    with reducer.session():
+        model(batch(0), dist.get_rank() % 3).sum().backward()  # each rank another branch
+    plans: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, reducer.plan.draw())
+    assert len(set(plans)) == 1, plans
+    seen = [i for bucket in reducer.plan.buckets for i in bucket.parameters]
+    assert set(seen[:4]) == {0, 1, 2, 3}, "rank 0 has seen the stem and branch 0"
+    assert set(seen[4:]) == {4, 5, 6, 7}
+    reducer.close()
+
+
+def ranks_with_different_unused_parameters_agree(unused: str) -> None:
+    model, reference, reducer = make(unused=unused)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(4):
+        model.zero_grad()
+        with reducer.session():
+            loss = model(batch(rank), (step + rank) % 2).sum()
+            if unused == "find":
+                reducer.mark_unused(unreached_parameters([loss], reducer.parameters))
+            loss.backward()
+    for other in range(world_size):
+        reference(batch(other), (3 + other) % 2).sum().backward()
+    assert gap(model, reference) < 1e-5
+    assert model.branches[2].weight.grad is None
+    reducer.close()
+
+
+def a_gradient_that_nobody_adds_to_stays_as_it_is() -> None:
+    model, _, reducer = make(average=True)
+    with reducer.session():
+        model(batch(dist.get_rank()), 2).sum().backward()
+    kept = model.branches[2].weight.grad.clone()
+    for _ in range(2):
+        with reducer.session():
+            model(batch(dist.get_rank()), 0).sum().backward()
+    assert torch.equal(model.branches[2].weight.grad, kept)
+    reducer.close()
+
+
+def a_rank_without_samples_adds_zeros() -> None:
+    model, reference, reducer = make()
+    for _ in range(3):
+        model.zero_grad()
+        if dist.get_rank() == 0:
+            with reducer.session():
+                model(batch(0), 0).sum().backward()
+        else:
+            reducer.reduce_nothing()
+    reference(batch(0), 0).sum().backward()
+    assert gap(model, reference) == 0.0
+    reducer.close()
+
+
+def a_static_graph_learns_what_is_used() -> None:
+    model, reference, reducer = make(static_graph=True)
+    for _ in range(3):
+        model.zero_grad()
+        with reducer.session():
+            model(batch(dist.get_rank()), 1).sum().backward()
+    assert [slot.expected for slot in reducer.slots] == [1, 1, 0, 0, 1, 1, 0, 0]
+    for rank in range(dist.get_world_size()):
+        reference(batch(rank), 1).sum().backward()
+    assert gap(model, reference) < 1e-5
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"'branches.0.bias'.*0 expected|'branches.0.weight'.*0 expected"):
+        with reducer.session():
+            model(batch(dist.get_rank()), 0).sum().backward()
+    reducer.close()
+
+
+def the_norm_is_that_of_all_gradients() -> None:
+    model, _, reducer = make()
+    for _ in range(2):
+        model.zero_grad()
+        with reducer.session():
+            model(batch(dist.get_rank()), 0).sum().backward()
+    gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    expected = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm().item()
+    assert reducer.gradient_norm().item() == pytest.approx(expected, rel=1e-6)
+    reducer.close()
+
+
+def an_exception_before_any_reduction_leaves_no_session() -> None:
+    model, reference, reducer = make()
+    for attempt in range(2):
+        with pytest.raises(KeyError), reducer.session():
+            raise KeyError(attempt)
+        model.zero_grad()
+        with reducer.session():
+            model(batch(dist.get_rank()), 0).sum().backward()
+    for rank in range(dist.get_world_size()):
+        reference(batch(rank), 0).sum().backward()
+    assert gap(model, reference) < 1e-5
+    reducer.close()
+
+
+FACTS = [
+    sums_are_left_in_views_of_the_buckets,
+    a_second_session_adds_to_the_first,
+    buckets_are_rebuilt_in_rank_0s_order_of_arrival,
+    a_gradient_that_nobody_adds_to_stays_as_it_is,
+    a_rank_without_samples_adds_zeros,
+    the_norm_is_that_of_all_gradients,
+    an_exception_before_any_reduction_leaves_no_session,
+    a_static_graph_learns_what_is_used,
+]
+
+
+def all_facts() -> None:
+    for fact in FACTS:
+        fact()
+    for unused in ("auto", "find"):
+        ranks_with_different_unused_parameters_agree(unused)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_facts_of_the_reducer(num_ranks):
+    run_ranks(all_facts, num_ranks)
