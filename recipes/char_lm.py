@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sysconfig
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from trainkit.data import Data
@@ -25,6 +25,7 @@ from trainkit.task import TaskModule
 NUM_TOKENS = 256
 _PADDING = -1
 _INITIAL_STD = 0.02
+_WARMUP = 0.1  # of all steps
 # One file in so many is for validation.
 _VALIDATION_SHARE = 10
 
@@ -94,8 +95,8 @@ class CharLM(TaskModule):
         tokens: Tensor = self(_inputs(batch[0])).argmax(dim=2)
         return tokens
 
-    def configure_optimizers(self, total_steps: int) -> tuple[AdamW, OneCycleLR]:
-        """Return AdamW with one cycle of the learning rate over the whole run."""
+    def configure_optimizers(self, total_steps: int) -> tuple[AdamW, LambdaLR]:
+        """Return AdamW with a learning rate that rises, and then falls along a half cosine."""
         matrices = [parameter for parameter in self.parameters() if parameter.dim() >= 2]
         others = [parameter for parameter in self.parameters() if parameter.dim() < 2]
         groups = [
@@ -103,9 +104,7 @@ class CharLM(TaskModule):
             {"params": others, "weight_decay": 0.0},
         ]
         optimizer = AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
-        # After its last step the schedule is asked for one more rate.
-        schedule = OneCycleLR(optimizer, self.lr, total_steps=total_steps + 1, pct_start=0.1, cycle_momentum=False)
-        return optimizer, schedule
+        return optimizer, LambdaLR(optimizer, partial(_share_of_rate, total_steps=total_steps))
 
     def _measure(self, windows: Tensor) -> dict[str, Tensor]:
         targets = windows[:, 1:].long()  # (batch, context)
@@ -187,6 +186,14 @@ def source_texts(*, max_bytes: int) -> list[bytes]:
             "sources."
         )
     return texts
+
+
+def _share_of_rate(step: int, *, total_steps: int) -> float:
+    """Return the share of the highest learning rate: rising over a tenth of the steps, then falling to zero."""
+    warmup = max(1, round(_WARMUP * total_steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, total_steps - warmup))
 
 
 def _inputs(windows: Tensor) -> Tensor:

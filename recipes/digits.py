@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import TensorDataset
 
 from trainkit.data import Data
@@ -32,7 +32,7 @@ class DigitsTask(TaskModule):
 
     Args:
         width: Channels of the first stage; the second has twice as many.
-        lr: Highest learning rate, reached after a fifth of the steps.
+        lr: Learning rate of the first step; it falls to zero along a half cosine.
         weight_decay: Of AdamW.
 
     """
@@ -68,11 +68,10 @@ class DigitsTask(TaskModule):
         digits: Tensor = self(batch[0]).argmax(dim=1)
         return digits
 
-    def configure_optimizers(self, total_steps: int) -> tuple[AdamW, OneCycleLR]:
-        """Return AdamW with one cycle of the learning rate over the whole run."""
+    def configure_optimizers(self, total_steps: int) -> tuple[AdamW, CosineAnnealingLR]:
+        """Return AdamW with a learning rate that falls to zero along a half cosine."""
         optimizer = AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        # After its last step the schedule is asked for one more rate.
-        return optimizer, OneCycleLR(optimizer, self.lr, total_steps=total_steps + 1, pct_start=0.2)
+        return optimizer, CosineAnnealingLR(optimizer, T_max=total_steps)
 
 
 class DigitsData(Data):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from importlib import resources
-from importlib.abc import Traversable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.cli import COMMANDS, Arguments
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable  # it moves in later versions of Python
 
 _EXAMPLES = """\
 examples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +94,9 @@ class Composer:
             del config["hydra"]
             _delete(config, overrides.deletions, problems)
         settings = settings_of(config, recipe, problems)
-        _drop_settings_of_absent(settings.tree, overrides)
+        for group in set(LISTS) & set(overrides.replaced_groups):
+            typed = {key for key, _ in overrides.typed}
+            forget_absent(settings.tree, group, but=typed)
         problems += self._checked(settings, problems, needs_task=needs_task)
         if problems:
             raise SettingsError(self._with_origins(problems, overrides, rendered))
@@ -112,8 +114,12 @@ class Composer:
         if self._saved is not None:
             return []
         composed = self.loader.compute_defaults_list(CONFIG, overrides.rendered({}), RunMode.MULTIRUN)
-        choice: Any = composed.overrides.known_choices.get(group)
-        return [] if choice is None else list(choice) if isinstance(choice, (list, tuple)) else [str(choice)]
+        below = f"{group}/"
+        return [
+            str(default.config_path).removeprefix(below)
+            for default in composed.defaults
+            if str(default.config_path).startswith(below) and not str(default.parent).startswith(below)
+        ]
 
     def _composed(self, rendered: list[str], problems: list[Problem]) -> DictConfig | None:
         try:
@@ -152,6 +158,14 @@ class Composer:
             problem if problem.origin is not None else Problem(problem.key, problem.message, origins.of(problem.key))
             for problem in problems
         ]
+
+
+def forget_absent(tree: dict[str, Any], group: str, *, but: Collection[str] = ()) -> None:
+    """Drop what a recipe wishes of callbacks or loggers that others were chosen instead of; typed keys are kept."""
+    for name, node in list((tree.get(group) or {}).items()):
+        typed = any(key.startswith(f"{group}.{name}") for key in but)
+        if not typed and isinstance(node, Mapping) and "_target_" not in node:
+            del tree[group][name]
 
 
 def _existing_folder(folder: str | Path) -> Path:
@@ -210,15 +224,6 @@ def settings_of(config: Any, recipe: str | None, problems: list[Problem] | None 
     assert isinstance(tree, dict)
     named = {"recipe": recipe, **{str(key): value for key, value in tree.items()}}
     return Settings(named, OmegaConf.to_yaml(config))
-
-
-def _drop_settings_of_absent(tree: dict[str, Any], overrides: Overrides) -> None:
-    """Forget what a recipe wishes of callbacks and loggers that were put aside by choosing others."""
-    for group in set(LISTS) & set(overrides.replaced_groups):
-        for name, node in list((tree.get(group) or {}).items()):
-            typed = any(key.startswith(f"{group}.{name}") for key, _ in overrides.typed)
-            if not typed and isinstance(node, Mapping) and "_target_" not in node:
-                del tree[group][name]
 
 
 def _missing_config(error: MissingConfigException) -> Problem:

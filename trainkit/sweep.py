@@ -20,9 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainkit.cli import Arguments, make_working_folder_importable, print_traceback
 from trainkit.commands import check_is_new, farewell, trained
-from trainkit.composition import Composer, Settings, composing, settings_of
+from trainkit.composition import Composer, Settings, composing, forget_absent, settings_of
 from trainkit.errors import Stopped, UserError
-from trainkit.overrides import Overrides
+from trainkit.overrides import LISTS, Overrides
 from trainkit.problem import Problem, SettingsError
 
 _MOST_CHECKED = 200
@@ -98,6 +98,8 @@ def _run_job(config: DictConfig) -> JobOutcome:
     print(f"\njob {hydra.job.num}: {' '.join(typed)}", flush=True)
     try:
         settings = settings_of(OmegaConf.merge(config, {"run_dir": None}), hydra.runtime.choices.get("recipe"))
+        for group in LISTS:
+            forget_absent(settings.tree, group)
         outcome.metrics = trained(settings, run_dir).metrics
     except Stopped as stopped:
         print(farewell(stopped, run_dir), file=sys.stderr)

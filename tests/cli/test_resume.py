@@ -1,0 +1,86 @@
+"""Stopping and continuing a run from the command line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainkit.checkpoint import load_from
+from trainkit.cli import main
+
+TINY = ["recipe=digits_mlp", "data.num_train=96", "data.batch_size=16", "task.width=8", "logger=[jsonl]"]
+CHECKPOINTS = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=2step"]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def _weights(run):
+    return load_from(run).payload["task"]
+
+
+def test_a_run_continued_in_mid_epoch_has_the_weights_of_one_never_stopped():
+    assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=whole", "trainer.max_duration=10step"]) == 0
+    assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=parts", "trainer.max_duration=8step"]) == 0
+    assert main(["resume", "parts", "trainer.max_duration=10step"]) == 0
+    whole, parts = _weights("whole"), _weights("parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert len(Path("parts/metrics.jsonl").read_text().splitlines()) >= 1
+
+
+def test_a_run_continues_with_other_settings_and_another_choice_of_callbacks():
+    assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=2step"]) == 0
+    argv = ["resume", "run=run", "trainer.max_duration=4step", "strategy=single", "strategy.accumulate=2"]
+    assert main([*argv, "+callbacks=throughput", "logger=csv"]) == 0
+    settings = Path("run/config.yaml").read_text()
+    for part in ("accumulate: 2", "Checkpoint", "Throughput", "CsvLogger", "recipe: digits_mlp", "width: 8"):
+        assert part in settings
+    assert "JsonlLogger" not in settings
+    assert load_from("run").entry.step == 4
+
+
+def test_settings_of_a_run_cannot_be_mistyped_either(capsys):
+    assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=2step"]) == 0
+    capsys.readouterr()
+    assert main(["resume", "run", "trainer.max_duratoin=4step", "strategy=singel"]) == 2
+    said = capsys.readouterr().err
+    assert "Did you mean 'trainer.max_duration'?" in said
+    assert "Did you mean 'single'?" in said
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_a_signal_ends_the_run_resumably_and_says_how(number, code, tmp_path):
+    argv = ["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=1e6step", "trainer.evaluate_every=null"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainkit", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        limit = time.monotonic() + 90
+        while not list(Path("run").glob("checkpoints/*.pt")):
+            assert time.monotonic() < limit and process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == code, said
+    assert "Traceback" not in said
+    assert "Continue: trainkit resume run" in said
+    step = load_from("run").entry.step
+    assert main(["resume", "run", f"trainer.max_duration={step + 1}step"]) == 0
+    assert load_from("run").entry.step == step + 1

@@ -1,0 +1,155 @@
+"""The recipes: their settings agree with their code, they run tiny, and digits learns."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+import yaml
+from trainkit.recipes.char_lm import CharLM, SourceFiles, source_texts
+from trainkit.recipes.digits import DigitsData, DigitsTask
+
+from trainkit import Trainer, registry
+from trainkit.cli import main
+from trainkit.composition import composing
+from trainkit.errors import UserError
+from trainkit.signatures import signature_of
+
+RECIPES = registry.names("recipe")
+TINY = {
+    "digits": ["data.num_train=64", "data.batch_size=16", "task.width=4"],
+    "digits_mlp": ["data.num_train=64", "data.batch_size=16", "task.width=8"],
+    "char_lm": ["data.max_bytes=20000", "data.context=16", "data.batch_size=8", "task.width=16", "task.layers=1"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def _tree(recipe):
+    with composing() as composer:
+        return composer.settings([f"recipe={recipe}"]).tree
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_argument_of_a_recipe_stands_in_its_settings(recipe):
+    tree = _tree(recipe)
+    for section in ("task", "data"):
+        settings = {**tree[section]}
+        target = settings.pop("_target_")
+        assert set(settings) == set(signature_of(target).parameters)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_runs_tiny_with_everything_on(recipe, tmp_path):
+    argv = [f"recipe={recipe}", *TINY[recipe], "trainer.max_duration=4step", "trainer.limit_validation_batches=1"]
+    assert main(["fit", *argv, "run_dir=run"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert math.isfinite(summary["metrics"]["train/loss"])
+
+
+@pytest.mark.slow
+def test_digits_learns_ninety_eight_percent(tmp_path):
+    assert main(["fit", "recipe=digits", "run_dir=run", "callbacks=[]", "logger=[]"]) == 0
+    metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert metrics["validation/accuracy"] >= 0.98
+
+
+def test_digits_are_split_without_overlap_and_always_the_same():
+    data = DigitsData()
+    train, validation = data.dataset("train"), data.dataset("validation")
+    assert (len(train), len(validation)) == (1437, 360)
+    again = DigitsData(num_train=100)
+    torch.manual_seed(7)
+    assert torch.equal(again.dataset("train").tensors[0], train.tensors[0][:100])
+    assert torch.equal(again.dataset("validation").tensors[0], validation.tensors[0])
+    assert validation.tensors[1].bincount().min() > 20  # every digit is there
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'trainkit\[recipes\]'"):
+        DigitsData().dataset("train")
+
+
+def test_a_language_model_never_looks_ahead():
+    task = CharLM(context=12, width=16, layers=2, heads=2).eval()
+    tokens = torch.randint(0, 256, (3, 12))
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 256
+    with torch.no_grad():
+        before, after = task(tokens), task(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+def test_a_step_of_the_language_model_counts_bytes_and_leaves_padding_out():
+    task = CharLM(context=8, width=16, layers=1, heads=2)
+    windows = torch.randint(0, 256, (2, 9), dtype=torch.int16)
+    windows[1, 4:] = -1
+    output = task.training_step([windows])
+    assert output["weight"] == 8 + 3
+    assert output["bits_per_character"].item() == pytest.approx(output["loss"].item() / math.log(2))
+    parts = [task.training_step([windows[:1]]), task.training_step([windows[1:, :5]])]
+    mean = sum(part["loss"] * part["weight"] for part in parts) / output["weight"]
+    assert torch.allclose(output["loss"], mean)
+
+
+def test_an_untrained_language_model_knows_nothing():
+    windows = torch.randint(0, 256, (8, 33), dtype=torch.int16)
+    output = CharLM(context=32, width=64, layers=2).training_step([windows])
+    assert output["bits_per_character"].item() == pytest.approx(8.0, abs=0.2)
+
+
+def test_windows_hold_every_byte_of_every_file_once_as_a_target():
+    data = SourceFiles(context=16, max_bytes=30_000)
+    texts = source_texts(max_bytes=30_000)
+    assert sum(len(text) for text in texts) <= 30_000
+    train, validation = data.dataset("train").tensors[0], data.dataset("validation").tensors[0]
+    targets = torch.cat([train, validation])[:, 1:]
+    assert (targets != -1).sum() == sum(len(text) - 1 for text in texts)
+    first = bytes(validation[0].tolist())
+    assert first == texts[0][:17]
+
+
+def test_too_few_bytes_say_how_many_are_needed():
+    with pytest.raises(UserError, match=r"data\.max_bytes=100000"):
+        SourceFiles(max_bytes=10).dataset("train")
+
+
+def test_wrong_sizes_are_refused_by_name():
+    with pytest.raises(UserError, match=r"task\.heads=3"):
+        CharLM(width=16, heads=3)
+    with pytest.raises(UserError, match=r"task\.width"):
+        DigitsTask(width=0)
+
+
+def test_the_trainer_section_has_every_argument_of_the_trainer_with_its_default():
+    from trainkit.strict import OWN_PLACES
+
+    with composing() as composer:
+        tree = composer.settings([], needs_task=False).tree
+    import inspect
+
+    arguments = {
+        name: parameter.default
+        for name, parameter in inspect.signature(Trainer).parameters.items()
+        if name not in OWN_PLACES
+    }
+    assert tree["trainer"] == arguments
+
+
+def test_settings_read_alike_by_hydra_and_by_plain_yaml():
+    """The Python door reads them as plain YAML, which takes 1e-3 for a text."""
+    for group in ("strategy", "callbacks", "logger"):
+        for name in registry.names(group):
+            with composing() as composer:
+                chosen = [f"{group}={name}"] if group == "strategy" else [f"{group}=[{name}]"]
+                tree = composer.settings(chosen, needs_task=False).tree[group]
+            composed = tree if group == "strategy" else tree[name]
+            assert composed == registry._settings(group, name), yaml.safe_dump(composed)
