@@ -17,7 +17,7 @@ from tests.tasks import (
     regression_data,
     weighted_data,
 )
-from trainkit import Data
+from trainkit import Data, UserError
 from trainkit.feed import make_feed
 
 
@@ -206,3 +206,10 @@ def test_validation_can_use_the_weights_of_a_checkpoint(make_trainer):
     fresh = Regression(init_seed=5)
     metrics = make_trainer().validate(fresh, data, checkpoint=trainer.run_dir)
     assert metrics == make_trainer().validate(trained, data)
+
+
+@pytest.mark.parametrize("call", ["validate", "predict"])
+def test_a_stream_that_gives_nothing_is_an_error(make_trainer, call):
+    stage = "validation" if call == "validate" else call
+    with pytest.raises(UserError, match=f"the {stage} stream gave no sample"):
+        getattr(make_trainer(), call)(Regression(), Data(**{stage: RegressionStream(0)}, batch_size=4))

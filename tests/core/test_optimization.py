@@ -223,3 +223,7 @@ def test_a_schedule_on_a_metric_needs_a_validation(make_trainer, data, settings)
     refused(
         make_trainer, on_metric("validation/loss"), r"nothing is validated; pass Data\(validation=", data, **settings
     )
+
+
+def test_a_schedule_that_was_made_for_another_optimizer_is_refused(make_trainer):
+    refused(make_trainer, lambda task: (sgd(task), halving(sgd(task))), r"another optimizer")

@@ -1,10 +1,12 @@
 """Which samples of a global batch a rank takes."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
+from trainkit import UserError
 from trainkit.order import GlobalOrder
 from trainkit.sampling import SamplerOrder, ShareSampler
 
@@ -99,3 +101,16 @@ def test_a_users_sampler_is_told_the_epoch():
     assert order.slice(4, 0, 3).tolist() == [4, 4, 4]
     assert order.slice(5, 1, 3).tolist() == [5, 5]
     assert order.slice(4, 0, 3, 2).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("given", [10, 14])
+def test_a_users_sampler_that_gives_another_number_than_its_length_is_refused(given):
+    class Wrong(Sampler):
+        def __len__(self):
+            return 12
+
+        def __iter__(self):
+            return iter(range(given))
+
+    with pytest.raises(UserError, match=rf"Wrong.* {given} .*12"):
+        SamplerOrder(Wrong(), seed=0).slice(0, 0, 4)

@@ -280,7 +280,7 @@ def test_the_result_tells_what_the_run_came_to(make_trainer):
     assert (result.steps, result.epochs, result.samples) == (10, 2.0, 36)
     assert result.run_dir == trainer.run_dir
     assert result.weights is None
-    assert result.samples_per_second == pytest.approx(36 / result.seconds, rel=0.5)
+    assert result.samples_per_second == pytest.approx(36 / result.seconds, rel=0.05)
     assert (
         result.metrics["validation/loss"]
         == trainer.validate(task, data(validation=regression_data(6, seed=1)))["validation/loss"]
@@ -517,6 +517,30 @@ def test_a_subclass_of_an_optimizer_is_left_as_it_is(make_trainer):
 def test_a_wrong_setting_is_refused_with_what_to_type(settings, message):
     with pytest.raises(UserError, match=message):
         Trainer(**{"callbacks": [], "loggers": [], **settings})
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused(make_trainer):
+    with pytest.raises(UserError, match="LBFGS"):
+        make_trainer().fit(Regression(lambda task: torch.optim.LBFGS(task.parameters())), data())
+
+
+@pytest.mark.parametrize("setting", ["callbacks", "loggers"])
+@pytest.mark.parametrize("wrong", [[5], "checkpoint"])
+def test_what_is_no_callback_or_logger_is_refused(setting, wrong):
+    with pytest.raises(UserError, match=setting.removesuffix("s")):
+        Trainer(**{"callbacks": [], "loggers": [], setting: wrong})
+
+
+@pytest.mark.parametrize("seed", ["abc", -5, 1.5])
+def test_a_seed_is_a_whole_number_that_is_not_negative(seed):
+    with pytest.raises(UserError, match="seed"):
+        Trainer(callbacks=[], loggers=[], seed=seed)
+
+
+def test_a_strategy_is_chosen_by_one_word(tmp_path):
+    trainer = Trainer("single", callbacks=[], loggers=[], run_dir=tmp_path)
+    assert type(trainer.strategy) is SingleDevice
+    assert trainer.fit(Regression(), data()).steps == 5
 
 
 def test_what_is_no_task_is_refused(make_trainer):

@@ -167,6 +167,20 @@ def test_a_micro_batch_of_weight_zero_changes_nothing(make_trainer):
     assert_close(task, expected)
 
 
+@pytest.mark.parametrize("weight", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_a_window_whose_weights_are_all_zero_changes_nothing(make_trainer, weight, accumulate):
+    class Padding(Regression):
+        def training_step(self, batch):
+            return {"loss": super().training_step(batch), "weight": weight}
+
+    task = Padding()
+    before = weights(task)
+    strategy = SingleDevice(device="cpu", accumulate=accumulate)
+    make_trainer(strategy).fit(task, Data(train=regression_data(8), batch_size=4))
+    assert_same_bits(task, before)
+
+
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5),
     token_weights=st.booleans(),
