@@ -1,0 +1,318 @@
+"""`trainkit parity`: strategies that agree are shown equal, and whatever makes them differ is found and named."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.single import SingleDevice
+
+from tests.equality import TASKS, ConvNet, Perceptron, StepWeights, images, largest_difference, make, numbers
+from trainkit import Data, Trainer, UserError
+from trainkit.cli import Arguments
+from trainkit.parity import assert_resume_exact, assert_strategies_equal, compare_strategies
+from trainkit.parity_command import parity
+from trainkit.testing import run_ranks
+
+
+def perceptron_data(num_samples=29):
+    return Data(train=numbers(num_samples), batch_size=8)
+
+
+# ---- Equal strategies
+
+
+@pytest.mark.parametrize("name", ["perceptron", "gpt"])
+def test_strategies_that_agree_are_equal_in_every_column(name):
+    task, data = make(name, 29)
+    report = compare_strategies(task, data, ["dp", DataParallel(devices=["cpu"] * 3, accumulate=2)], steps=6)
+    assert report.is_equal and not report.causes
+    assert [row.strategy for row in report.rows] == ["single", "dp", "DataParallel"]
+    assert [row.verdict for row in report.rows] == ["reference", "equal", "equal"]
+    assert [row.layout for row in report.rows] == ["1 x 1 x 8", "1 x 2 x 4", "1 x 4 x 2"]
+    for row in report.rows[1:]:
+        assert 0 < row.weights.value < 1e-5 and row.seconds_a_step > 0
+
+
+def test_the_task_and_the_random_numbers_of_the_caller_are_left_alone():
+    task, data = make("perceptron", 16)
+    before = [parameter.clone() for parameter in task.parameters()]
+    state = torch.get_rng_state()
+    compare_strategies(task, data, ["single"], steps=2)
+    assert all(torch.equal(old, new) for old, new in zip(before, task.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_every_strategy_starts_from_the_same_weights_even_if_tasks_are_made_at_random():
+    class Unseeded(Perceptron):
+        def __init__(self):
+            super().__init__()
+            nn.init.normal_(self.network[0].weight, generator=torch.Generator().manual_seed(torch.seed() % 2**31))
+
+    assert compare_strategies(Unseeded, perceptron_data, ["dp"], steps=3).is_equal
+
+
+# ---- Strategies that are wrong
+
+
+class Corrupting(SingleDevice):
+    """Adds a little to one element of one parameter's gradient in one step."""
+
+    steps = 0
+
+    def finish_gradients(self, outputs, window):
+        super().finish_gradients(outputs, window)
+        self.steps += 1
+        if self.steps == 3:
+            self._trained[2].grad[1, 1] += 0.1
+
+
+def test_a_wrong_gradient_is_found_at_its_step_and_parameter():
+    report = compare_strategies(Perceptron(), perceptron_data(), [Corrupting(device="cpu")], steps=3)
+    row = report.rows[1]
+    assert (row.verdict, row.weights.step, row.weights.parameter) == ("different", 3, "network.2.weight")
+    assert row.gradient_norm.step == 3 and not report.is_equal
+
+
+class Doubling(SingleDevice):
+    def finish_gradients(self, outputs, window):
+        self.scale_gradients(2.0)
+
+
+def test_a_wrong_scale_is_found_even_under_an_optimizer_that_does_not_mind():
+    class Adaptive(Perceptron):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=1e-3, eps=1e-16)
+
+    row = compare_strategies(Adaptive(), perceptron_data(), [Doubling(device="cpu")], steps=3).rows[1]
+    assert row.weights.value < 1e-5
+    assert row.gradient_norm.value == pytest.approx(1.0, rel=1e-3) and row.verdict == "different"
+
+
+def test_weights_that_are_no_numbers_agree_with_nothing():
+    class Broken(SingleDevice):
+        def finish_gradients(self, outputs, window):
+            self.scale_gradients(float("nan"))
+
+    assert compare_strategies(Perceptron(), perceptron_data(), [Broken(device="cpu")], steps=1).rows[1].verdict == (
+        "different"
+    )
+
+
+def test_a_strategy_that_fails_is_a_row_with_its_error():
+    class Failing(SingleDevice):
+        def forward_backward(self, task, window):
+            raise RuntimeError("no such luck")
+
+    report = compare_strategies(Perceptron(), perceptron_data(), [Failing(device="cpu"), "dp"], steps=2)
+    assert [row.verdict for row in report.rows] == ["reference", "failed", "equal"]
+    assert "Failing failed: RuntimeError: no such luck" in report.as_table() and not report.is_equal
+
+
+def test_an_unknown_strategy_is_refused_before_training():
+    with pytest.raises(UserError, match=r"unknown strategy 'singel'. Did you mean 'single'\?"):
+        compare_strategies(Perceptron(), perceptron_data(), ["singel"])
+
+
+# ---- Causes
+
+
+def causes_of(task, data=None, *, settings=None, steps=3):
+    report = compare_strategies(task, data or perceptron_data(), ["dp"], steps=steps, trainer=settings)
+    assert not report.is_equal
+    return report.causes
+
+
+def test_batch_norm_is_named_as_the_cause():
+    (cause,) = causes_of(ConvNet(), Data(train=images(24), batch_size=8))
+    assert cause.startswith("batch norm (network.1) ")
+
+
+def test_dropout_is_named_as_the_cause():
+    class Dropping(Perceptron):
+        def build(self):
+            super().build()
+            self.drop = nn.Dropout(0.5)
+
+        def training_step(self, batch):
+            # Whatever the micro-batch, so that even replicas that take turns differ.
+            return functional.mse_loss(self.network(batch[0]) * self.drop(torch.ones(16))[0], batch[1])
+
+    assert [cause.split()[:2] for cause in causes_of(Dropping())] == [["dropout", "(drop)"]]
+
+
+def test_random_numbers_without_a_module_are_named_as_the_cause():
+    class Noisy(Perceptron):
+        def training_step(self, batch):
+            return functional.mse_loss(self.network(batch[0]) + torch.rand(()), batch[1])
+
+    (cause,) = causes_of(Noisy())
+    assert cause.startswith("training_step draws random numbers")
+
+
+@pytest.mark.parametrize("kind", ["sum", "contrast"])
+def test_a_loss_that_is_no_mean_over_samples_is_named_as_the_cause(kind):
+    class NoMean(Perceptron):
+        def training_step(self, batch):
+            outputs = self.network(batch[0])
+            if kind == "sum":
+                return functional.mse_loss(outputs, batch[1], reduction="sum")
+            return functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+    (cause,) = causes_of(NoMean(lr=0.01))
+    assert "is not the weighted mean of the losses of its halves" in cause
+
+
+def test_a_task_that_is_no_function_of_its_samples_is_named_as_the_cause():
+    ticks = itertools.count()
+
+    class Clocked(Perceptron):
+        def training_step(self, batch):
+            return super().training_step(batch)["loss"] * (1 + 0.1 * (next(ticks) % 7))
+
+    first = causes_of(Clocked())[0]
+    assert first.startswith("two equal runs of single differ by") and "step" in first
+
+
+def test_rounding_that_the_optimizer_enlarges_is_named_as_the_cause():
+    class Touchy(Perceptron):
+        """The gradient of the shift is nothing but rounding, and Adam makes whole steps of it."""
+
+        def build(self):
+            super().build()
+            self.shift = nn.Parameter(torch.zeros(()))
+
+        def training_step(self, batch):
+            logits = self.network(batch[0]) * torch.tensor([1.0, 2.0, 3.0]) + self.shift
+            return functional.cross_entropy(logits, (batch[1][:, 0] > 0).long())
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.1, eps=1e-30)
+
+    (cause,) = causes_of(Touchy(), steps=6)
+    assert "enlarges rounding" in cause and "fp64" in cause
+
+
+# ---- What is shown
+
+
+def test_the_report_is_a_table_and_json():
+    report = compare_strategies(ConvNet(), Data(train=images(24), batch_size=8), ["dp"], steps=2)
+    lines = report.as_table().splitlines()
+    assert lines[0].split()[:5] == ["strategy", "layout", "loss", "gradient", "norm"]
+    assert lines[0].endswith("verdict")
+    assert [line.split()[0] for line in lines[2:4]] == ["single", "dp"]
+    assert lines[4].startswith("not equal: 2 steps in fp32") and lines[5].startswith("cause: batch norm")
+    read = json.loads(report.as_json())
+    assert read["rows"][1]["weights"]["parameter"] == report.rows[1].weights.parameter and read["is_equal"] is False
+
+
+def test_the_command_prints_the_table_and_says_whether_all_agree_by_its_exit_code(capsys):
+    typed = ["recipe=digits_mlp", "task.width=8", "strategies=[single,dp]", "steps=2", "data.num_train=100"]
+    assert parity(Arguments("parity", list(typed))) == 0
+    assert "all equal: 2 steps" in capsys.readouterr().out
+    assert parity(Arguments("parity", [*typed, "tolerance=1e-30", "json=true"])) == 1
+    assert json.loads(capsys.readouterr().out)["is_equal"] is False
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("steps=many", "steps=many: write for example steps=20"),
+        ("json=perhaps", "json=perhaps: write for example json=true"),
+        ("strategies=[single,,dp]", r"write strategies=\[single,dp,ddp\]"),
+        ("steps=0", "steps must be at least 1"),
+    ],
+)
+def test_the_command_says_what_to_type(typed, message):
+    with pytest.raises(UserError, match=message):
+        parity(Arguments("parity", ["recipe=digits_mlp", typed]))
+
+
+# ---- Helpers for tests
+
+
+def test_assert_strategies_equal_shows_the_table_and_the_cause():
+    assert assert_strategies_equal(Perceptron(), perceptron_data(), ["dp"]).is_equal
+    with pytest.raises(AssertionError, match=r"(?s)do not agree.*dp .*different.*batch norm"):
+        assert_strategies_equal(ConvNet(), Data(train=images(24), batch_size=8), ["dp"])
+
+
+class Dropping(Perceptron):
+    def training_step(self, batch):
+        return functional.mse_loss(self.network(functional.dropout(batch[0], 0.3)), batch[1])
+
+
+@pytest.mark.parametrize("strategy", ["single", DataParallel(devices=["cpu"] * 3)])
+def test_assert_resume_exact_accepts_a_task_whose_random_numbers_are_saved(strategy):
+    assert_resume_exact(Dropping(), perceptron_data(), strategy)
+
+
+def test_assert_resume_exact_finds_state_that_is_not_saved():
+    class Hidden(Perceptron):
+        calls = 0.0  # of this object; a resumed run begins with 0 again
+
+        def training_step(self, batch):
+            self.calls += 1
+            return super().training_step(batch)["loss"] * self.calls
+
+    with pytest.raises(AssertionError, match=r"network.* differs by .*stopped after 3"):
+        assert_resume_exact(Hidden(lr=1e-3), perceptron_data())
+
+
+# ---- All strategies, tasks and layouts at once
+
+
+def trained(strategy, name, *, num_samples):
+    """Return the weights after each of two epochs' steps of 6 samples."""
+    task, data = make(name, num_samples, batch_size=6)
+    seen = StepWeights()
+    Trainer(
+        strategy,
+        max_duration="2epoch",
+        evaluate_every=None,
+        callbacks=[seen],
+        loggers=[],
+        run_dir=None,
+        sanity_batches=0,
+    ).fit(task, data)
+    return seen.steps
+
+
+def largest_differences(names):
+    """Run on each rank: every named strategy on every task, cut and length of the last batch, against `single`."""
+    from trainkit import registry
+
+    found = {}
+    for name in ("perceptron", "plain_conv_net", "gpt"):
+        for num_samples in (12, 13):  # 13: the last batch has one sample, so that ranks are without
+            single = trained(SingleDevice(device="cpu"), name, num_samples=num_samples)
+            for strategy, accumulate in itertools.product(names, (None, 3)):
+                if accumulate == 3 and torch.distributed.get_world_size() * accumulate > 6:
+                    continue
+                made = type(registry.make("strategy", strategy))
+                ours = trained(made(device="cpu", accumulate=accumulate), name, num_samples=num_samples)
+                found[f"{strategy} {name} {num_samples} {accumulate}"] = largest_difference(ours, single)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_every_strategy_of_several_processes_has_the_weights_of_single(num_ranks, tmp_path, monkeypatch):
+    from trainkit import registry
+
+    names = [name for name in ("ddp", "torch_ddp", "fusion") if name in registry.names("strategy")]
+    if not names:
+        pytest.skip("there is no strategy of several processes yet")
+    monkeypatch.chdir(tmp_path)
+    for found in run_ranks(largest_differences, num_ranks, names, timeout=150):
+        assert found and max(found.values()) < 1e-6, {key: value for key, value in found.items() if value >= 1e-6}
+
+
+def test_the_tasks_of_this_file_cover_the_kinds_that_are_promised():
+    assert {"perceptron", "plain_conv_net", "gpt"} <= set(TASKS)
