@@ -59,9 +59,10 @@ class Interception:
 
             def intercepted_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 session = self._session
-                if session is None:
+                name = names.get(id(module))  # none for a slice of a Sequential, which inherits the class
+                if session is None or name is None:
                     return original_call(module, *args, **kwargs)
-                return session.module_call(names[id(module)], original_call.__get__(module), args, kwargs)
+                return session.module_call(name, original_call.__get__(module), args, kwargs)
 
             namespace = {
                 "__call__": intercepted_call,

@@ -92,7 +92,9 @@ class _Stopwatch(EventMode):
                 worth = (event.is_unit or seconds > WORTH_SECONDS) and not event.is_local
                 if self._repeats and worth and not event.written and name != "__iter__":
                     if all(isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in leaves((args, kwargs))):
-                        self._repeat(event, call, args, kwargs)
+                        # A checkpoint around the unit must not see what the repetitions save.
+                        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+                            self._repeat(event, call, args, kwargs)
                     else:
                         self.has_stateful = True
         finally:
@@ -134,6 +136,10 @@ def _reached_parameters(outputs: list[Tensor], call: Call) -> list[Tensor]:
     if not isinstance(module, nn.Module):
         return []
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
 
 
 def _detached(leaf: Any) -> Any:

@@ -105,7 +105,8 @@ class Runtime:
         with run.staged.player.interception.installed():
             for index, action in enumerate(todo):
                 for later in todo[index : index + 1 + AHEAD]:
-                    run.post(later)
+                    if not run.post(later):
+                        break  # or a later message would be received in place of an earlier one
                 with around(index) if around is not None else nullcontext():
                     start = run.carry_out(action)
                 self.spans.append(Span(action, start - begin, perf_counter() - begin))
@@ -127,19 +128,20 @@ class _Run:
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     _parcels: dict[Action, list[tuple[Transfer, Parcel]]] = field(default_factory=dict)
 
-    def post(self, action: Action) -> None:
-        """Start receiving what an action needs, if it has not been started and shapes are known."""
+    def post(self, action: Action) -> bool:
+        """Start receiving what an action needs, unless it has been started; return false if its shapes are unknown."""
         if action in self._parcels:
-            return
+            return True
         segment = self.staged.segments[action.stage]
         shapes = self.staged.shapes.get((segment.index, signature(self.batches[action.micro_batch])))
         if shapes is None:
-            return
+            return False
         if action.kind == FORWARD:
             transfers = segment.receives
         else:
             transfers = [transfer for transfer in segment.sends if transfer.differentiable]
         self._parcels[action] = [(transfer, self._expect(transfer, action.kind, shapes)) for transfer in transfers]
+        return True
 
     def carry_out(self, action: Action) -> float:
         """Run an action, and return when it had all it needed."""

@@ -1,0 +1,340 @@
+"""What a pipeline costs: against torch.distributed.pipelining, in balance, in planning time, for each micro-batch.
+
+    python benchmarks/pipeline.py [--rounds 5] [--width 256] [--only speed,balance,planning,overhead]
+
+Two processes on this machine, one thread each. The contenders take turns, step by step, over the same two stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from trainkit.strategies.pipeline.partition import StageCosts, dearest
+from trainkit.strategies.pipeline.planning import plan
+from trainkit.strategies.pipeline.schedules import bubble
+from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.table import PartitionPlan
+
+from trainkit.precision import Precision
+from trainkit.task import TaskModule
+from trainkit.testing import run_ranks
+from trainkit.window import MicroBatch, Window
+
+VOCABULARY, LENGTH, BATCH_SIZE = 512, 64, 32
+MICRO_BATCHES = (2, 4, 8, 16)
+
+
+class Block(nn.Module):
+    """One layer of a transformer."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x after attention and feed-forward."""
+        rows, length, width = x.shape  # (rows, length, width)
+        q, k, v = self.qkv(self.first(x)).view(rows, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, width)
+        x = x + self.out(y)
+        return x + self.feed(self.second(x))
+
+
+class Gpt(TaskModule):
+    """A language model."""
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(torch.zeros(LENGTH, width))
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the loss of one micro-batch."""
+        x = self.tokens(batch[0]) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return loss_of(self.head(self.norm(x)), batch[1])
+
+
+class ResNet(TaskModule):
+    """A convolutional network with residual connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [32, 32, 64, 64, 128, 128]
+        self.stem = nn.Conv2d(3, 32, 3, 1, 1)
+        self.convolutions = nn.ModuleList(
+            [nn.Conv2d(a, b, 3, 1 + (a != b), 1) for a, b in zip([32, *widths], widths, strict=False)]
+        )
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width) for width in widths])
+        self.head = nn.Linear(128, 10)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the loss of one micro-batch."""
+        x = self.stem(batch[0])
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            y = torch.relu(norm(convolution(x)))
+            x = x + y if x.shape == y.shape else y
+        return F.cross_entropy(self.head(x.mean((2, 3))), batch[1])
+
+
+class UNet(TaskModule):
+    """A network whose late layers look at the results of early ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        down = [(3, 32), (32, 64), (64, 128)]
+        self.down = nn.ModuleList([nn.Conv2d(a, b, 3, 1, 1) for a, b in down])
+        self.up = nn.ModuleList([nn.Conv2d(2 * b, a if a > 3 else 16, 3, 1, 1) for a, b in reversed(down)])
+        self.last = nn.Conv2d(16, 3, 1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the loss of one micro-batch."""
+        x, skips = batch[0], []
+        for layer in self.down:
+            x = torch.relu(layer(x))
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        for layer in self.up:
+            skip = skips.pop()
+            x = F.interpolate(x, scale_factor=2)
+            if x.shape[1] != skip.shape[1]:
+                x = F.pad(x, (0, 0, 0, 0, 0, skip.shape[1] - x.shape[1]))
+            x = torch.relu(layer(torch.cat([x, skip], 1)))
+        return F.mse_loss(self.last(x), batch[0])
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy of all tokens."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class HandCut(nn.Module):
+    """One of two stages of `Gpt`, cut by hand as torch.distributed.pipelining wants it."""
+
+    def __init__(self, task: Gpt, stage: int, cut: int):
+        super().__init__()
+        self.stage, self.task = stage, task
+        self.blocks = task.blocks[:cut] if stage == 0 else task.blocks[cut:]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this stage's result."""
+        if self.stage == 0:
+            x = self.task.tokens(x) + self.task.positions
+        for block in self.blocks:
+            x = block(x)
+        return x if self.stage == 0 else self.task.head(self.task.norm(x))
+
+
+def speed_on_rank(width: int, depth: int, rounds: int, batch_size: int) -> dict[str, Any]:
+    """Return the median seconds of a step for each contender and number of micro-batches, and measured bubbles."""
+    rank, cut = dist.get_rank(), depth // 2
+    torch.manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
+    targets = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
+    times: dict[str, list[float]] = {}
+    bubbles: dict[int, list[float]] = {}
+    for count in MICRO_BATCHES:
+        contenders = {
+            "trainkit simple": _own("simple", width, depth, cut, tokens, targets, count),
+            "trainkit interleaved": _own("interleaved", width, depth, cut, tokens, targets, count),
+            "torch GPipe": _upstream(ScheduleGPipe, width, depth, cut, tokens, targets, count, rank),
+            "torch 1F1B": _upstream(Schedule1F1B, width, depth, cut, tokens, targets, count, rank),
+        }
+        for index in range(rounds + 2):
+            for name, (step, strategy) in contenders.items():
+                dist.barrier()
+                start = time.perf_counter()
+                step()
+                dist.barrier()
+                seconds = time.perf_counter() - start
+                if index >= 2:
+                    times.setdefault(f"{name} {count}", []).append(seconds)
+                    if name == "trainkit interleaved":
+                        busy = sum(span.end - span.start for spans in strategy.timeline() for span in spans)
+                        length = max(spans[-1].end for spans in strategy.timeline())
+                        bubbles.setdefault(count, []).append(1 - busy / (2 * length))
+    return {
+        "times": {name: median(values) for name, values in times.items()},
+        "bubbles": {count: median(values) for count, values in bubbles.items()},
+    }
+
+
+def _own(
+    schedule: str, width: int, depth: int, cut: int, tokens: Tensor, targets: Tensor, count: int
+) -> tuple[Callable[[], Any], Pipeline]:
+    torch.manual_seed(1)
+    task = Gpt(width, depth)
+    strategy = Pipeline(stages=2, schedule=schedule, cuts=[f"blocks.{cut}"], device="cpu")
+    strategy.setup(Precision())
+    strategy.prepare(task)
+    pairs = zip(tokens.chunk(count), targets.chunk(count), strict=True)
+    window = Window([MicroBatch(pair, len(pair[0])) for pair in pairs], len(tokens), len(tokens), False)
+
+    def step() -> None:
+        strategy.forward_backward(task, window)
+        for parameter in task.parameters():
+            parameter.grad = None
+
+    return step, strategy
+
+
+def _upstream(
+    schedule: Any, width: int, depth: int, cut: int, tokens: Tensor, targets: Tensor, count: int, rank: int
+) -> tuple[Callable[[], Any], Any]:
+    torch.manual_seed(1)
+    module = HandCut(Gpt(width, depth), rank, cut)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    runner = schedule(stage, n_microbatches=count, loss_fn=loss_of)
+
+    def step() -> None:
+        if rank == 0:
+            runner.step(tokens)
+        else:
+            runner.step(target=targets, losses=[])
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    return step, None
+
+
+def show_speed(arguments: argparse.Namespace) -> None:
+    """Print step times beside those of torch.distributed.pipelining."""
+    found = run_ranks(speed_on_rank, 2, arguments.width, arguments.depth, arguments.rounds, BATCH_SIZE, timeout=580)[0]
+    names = ["trainkit simple", "trainkit interleaved", "torch GPipe", "torch 1F1B"]
+    print(f"\nstep times, 2 stages, {BATCH_SIZE} x {LENGTH} tokens, width {arguments.width}, ms (median)")
+    print(
+        f"{'micro-batches':>14} {' '.join(f'{name:>21}' for name in names)} {'own / best':>11} {'bubble':>8} {'formula':>8}"
+    )
+    for count in MICRO_BATCHES:
+        times = [found["times"][f"{name} {count}"] for name in names]
+        ratio = min(times[:2]) / min(times[2:])
+        cells = " ".join(f"{seconds * 1e3:21.1f}" for seconds in times)
+        print(f"{count:>14} {cells} {ratio:11.3f} {found['bubbles'][count]:8.1%} {bubble(2, count):8.1%}")
+
+
+def show_balance() -> None:
+    """Print the imbalance of automatic plans, by their own costs."""
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(4, 3, 32, 32, generator=generator)
+    labels = torch.randint(0, 10, (4,), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator)
+    cases = {
+        "GPT": (Gpt(128, 8), (tokens, tokens)),
+        "ResNet": (ResNet(), (image, labels)),
+        "U-Net": (UNet(), (image, labels)),
+    }
+    print(f"\n{'model':>8} {'stages':>7} {'events':>7} {'imbalance':>10} {'best cuts':>10} {'seconds':>8}")
+    for name, (task, batch) in cases.items():
+        for stages in (2, 4):
+            start = time.perf_counter()
+            recording, partition = plan(task, task.training_step, batch, num_stages=stages)
+            seconds = time.perf_counter() - start
+            shown = PartitionPlan.of(recording, partition, bubble=0.0)
+            costs = StageCosts.of(recording, num_stages=stages, balance=0.0)
+            best = _best_limit([costs(0, index, index + 1) for index in range(len(recording.events))], stages)
+            ratio = dearest(partition.cuts, len(recording.events), costs) / best
+            print(
+                f"{name:>8} {stages:>7} {len(recording.events):>7} {shown.imbalance:>10.3f} {ratio:>10.3f} {seconds:>8.2f}"
+            )
+
+
+def _best_limit(costs: list[float], stages: int) -> float:
+    low, high = max(costs), sum(costs)
+    for _ in range(60):
+        middle, needed, filled = (low + high) / 2, 1, 0.0
+        for cost in costs:
+            if filled + cost > middle:
+                needed, filled = needed + 1, 0.0
+            filled += cost
+        low, high = (low, middle) if needed <= stages else (middle, high)
+    return high
+
+
+def show_planning() -> None:
+    """Print how long a deep model takes to be recorded and cut."""
+    tokens = torch.randint(0, VOCABULARY, (2, LENGTH))
+    for depth, measured in ((150, True), (150, False)):
+        task = Gpt(64, depth)
+        start = time.perf_counter()
+        recording, _ = plan(task, task.training_step, (tokens, tokens), num_stages=4, measured=measured)
+        how = "measured" if measured else "estimated"
+        print(f"\n{depth} layers, 4 stages, {how}: {time.perf_counter() - start:.2f} s, {len(recording.events)} events")
+
+
+def overhead_on_rank(depth: int) -> dict[str, float]:
+    """Return microseconds of a stage's forward in the pipeline, and of the same modules called directly."""
+    task = Gpt(64, depth)
+    strategy = Pipeline(stages=2, cuts=[f"blocks.{depth // 2}"], device="cpu")
+    strategy.setup(Precision())
+    strategy.prepare(task)
+    tokens = torch.randint(0, VOCABULARY, (1, LENGTH))
+    window = Window([MicroBatch((tokens, tokens), 1) for _ in range(4)], 4, 4, False)
+    for _ in range(3):
+        strategy.forward_backward(task, window)
+    staged = next(iter(strategy._steps.values()))
+    segment, player = staged.segments[dist.get_rank()], staged.player
+    shapes = next(iter(staged.shapes.values()))
+    hidden = torch.randn(1, LENGTH, 64)
+    received = {transfer.value: hidden for transfer in segment.receives}
+    with_pipeline, direct = [], []
+    for _ in range(60):
+        with player.interception.installed():
+            start = time.perf_counter()
+            player.run(segment, task.training_step, (tokens, tokens), received=received, shapes=shapes, seed=0)
+            with_pipeline.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        x = hidden if segment.index else task.tokens(tokens) + task.positions
+        for block in task.blocks[depth // 2 :] if segment.index else task.blocks[: depth // 2]:
+            x = block(x)
+        if segment.index:
+            loss_of(task.head(task.norm(x)), tokens)
+        direct.append(time.perf_counter() - start)
+    return {"pipeline": median(with_pipeline) * 1e6, "direct": median(direct) * 1e6}
+
+
+def show_overhead() -> None:
+    """Print what a replay costs beyond the stage's own modules."""
+    print(f"\n{'layers':>7} {'stage':>6} {'replay us':>10} {'direct us':>10} {'beyond us':>10}")
+    for depth in (8, 48):
+        for stage, found in enumerate(run_ranks(overhead_on_rank, 2, depth, timeout=200)):
+            beyond = found["pipeline"] - found["direct"]
+            print(f"{depth:>7} {stage:>6} {found['pipeline']:>10.0f} {found['direct']:>10.0f} {beyond:>10.0f}")
+
+
+def main() -> None:
+    """Run the parts asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--only", default="speed,balance,planning,overhead")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    parts = arguments.only.split(",")
+    if "balance" in parts:
+        show_balance()
+    if "planning" in parts:
+        show_planning()
+    if "overhead" in parts:
+        show_overhead()
+    if "speed" in parts:
+        show_speed(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""What the strategy promises beside equal weights; the ranks are started once for all facts."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.single import SingleDevice
+
+from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp, ResNet
+from tests.strategies.pipeline.training import Training, largest_difference, make, windows
+from trainkit.errors import UserError
+from trainkit.testing import RankFailure, run_ranks
+
+SIZES = [3, 3, 2]
+
+
+def _facts():
+    facts = {}
+    for fact in (_ownership, _saving, _evaluation, _norm, _scaler, _memory, _new_shapes, _timeline, _recompute):
+        facts.update(fact())
+    return facts
+
+
+def _pipeline(model, *, task=None, precision="fp64", clip=None, settings=None, **options):
+    task = make(model, **(settings or {})) if task is None else task
+    strategy = Pipeline(stages=dist.get_world_size(), device="cpu", **options)
+    return Training(task, strategy, precision=precision, clip=clip)
+
+
+def _ownership():
+    training = _pipeline(Gpt, settings={"width": 64})
+    before = {name: id(parameter) for name, parameter in training.task.named_parameters()}
+    training.run(windows(Gpt, sizes=SIZES, num_steps=1))
+    named = dict(training.task.named_parameters())
+    held = {name for name, parameter in named.items() if parameter.untyped_storage().nbytes() > 8}
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, held)
+    state = training.optimization.optimizer.state
+    return {
+        "held": everyone,
+        "identity": before == {name: id(parameter) for name, parameter in named.items()},
+        "shapes": {name: tuple(parameter.shape) for name, parameter in named.items()},
+        "optimizer": {name for name, parameter in named.items() if parameter in state} == held,
+        "plan": str(training.strategy.partition_plan),
+    }
+
+
+def _saving():
+    """Save under these stages, go on under one process and under these stages again."""
+    steps = windows(Gpt, sizes=SIZES, num_steps=6)
+    first = _pipeline(Gpt).run(steps[:3])
+    weights = first.weights()
+    optimizer = copy.deepcopy(first.strategy.optimizer_state_dict(first.task, first.optimization))
+    first.run(steps[3:])
+    final = first.weights()
+    box = [weights, optimizer]
+    dist.broadcast_object_list(box, src=0)
+    weights, optimizer = box
+
+    def resumed(training):
+        training.strategy.load_state_dict(training.task, weights)
+        training.strategy.load_optimizer_state_dict(training.task, training.optimization, copy.deepcopy(optimizer))
+        return training
+
+    placed = _pipeline(Gpt).run(steps[:1])  # already cut into stages when it is given the saved state
+    again = resumed(placed).run(steps[3:]).weights()
+    fresh = resumed(_pipeline(Gpt)).run(steps[3:]).weights()
+    if dist.get_rank():
+        return {}
+    single = resumed(Training(make(Gpt), SingleDevice(device="cpu"))).run(steps[3:]).weights()
+    return {
+        "keys": list(final) == list(make(Gpt).state_dict()),
+        "pipeline to pipeline": largest_difference(final, fresh),
+        "pipeline to running pipeline": largest_difference(final, again),
+        "pipeline to single": largest_difference(final, single),
+    }
+
+
+def _evaluation():
+    steps = windows(Mlp, sizes=SIZES, num_steps=2)
+    training = _pipeline(Mlp).run(steps)
+    early = _pipeline(Mlp)
+    whole = make(Mlp).double()
+    whole.load_state_dict(_shared(training.weights()))
+    batch = windows(Mlp, sizes=[7], num_steps=1, seed=9)[0].micro_batches[0]
+    with torch.no_grad():
+        found = training.strategy.evaluate(training.task.eval(), batch, "validation_step")
+        predicted = training.strategy.predict(training.task, batch)
+        expected, expected_prediction = whole.validation_step(batch.batch), whole.predict_step(batch.batch)
+        before = early.strategy.evaluate(early.task.eval(), batch, "validation_step")
+    trained = early.task.train() is early.task and early.run(steps)
+    return {
+        "evaluation": float(found.loss - expected["loss"]),
+        "evaluated metric": float(found.metrics["accuracy"]) - float(expected["accuracy"]),
+        "prediction": torch.equal(predicted, expected_prediction),
+        "evaluated before training": float(before.loss),
+        "trained after evaluating": largest_difference(_shared(trained.weights()), _shared(training.weights())),
+        "weight": found.weight,
+    }
+
+
+def _shared(value):
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _norm():
+    steps = windows(Gpt, sizes=SIZES, num_steps=1)
+    _, norm = _pipeline(Gpt, clip=0.1).step(steps[0])
+    if dist.get_rank():
+        return {}
+    _, expected = Training(make(Gpt), SingleDevice(device="cpu"), clip=0.1).step(steps[0])
+    return {"norm": float(norm - expected)}
+
+
+def _scaler():
+    """One stage overflows: no stage may step."""
+    training = _pipeline(Mlp, precision="fp16-mixed", cuts=["net.7"])
+    steps = windows(Mlp, sizes=SIZES, num_steps=2, dtype=torch.float32)
+    training.step(steps[0])
+    before, scale = training.weights(), training.precision.scaler.get_scale()
+    training.strategy.forward_backward(training.task, steps[1])
+    if training.strategy.stage == 1:
+        next(p.grad for p in training.task.parameters() if p.grad is not None).fill_(float("inf"))
+    training.strategy.optimizer_step(training.optimization)
+    return {
+        "skipped on all stages": largest_difference(before, training.weights()),
+        "scale": (training.precision.scaler.get_scale(), scale),
+    }
+
+
+def _memory():
+    """Count the activations that are alive at once."""
+    return {
+        f"micro-batches alive, {schedule}": _most_alive(_pipeline(Mlp, schedule=schedule, cuts=["net.7"]))
+        for schedule in ("simple", "interleaved")
+    }
+
+
+def _most_alive(training):
+    runtime = training.strategy._runtime
+    window = windows(Mlp, sizes=[2] * 12, num_steps=1)[0]
+    training.strategy.forward_backward(training.task, window)
+    in_flight = most = 0
+    for span in runtime.spans:
+        in_flight += 1 if span.action.kind == "F" else -1
+        most = max(most, in_flight)
+    measured = _peak_of_saved_bytes(training, window)
+    return most, measured
+
+
+def _peak_of_saved_bytes(training, window):
+    alive, peak = 0, 0
+
+    class Saved:
+        def __init__(self, tensor):
+            nonlocal alive, peak
+            self.tensor = tensor
+            alive += tensor.nbytes
+            peak = max(peak, alive)
+
+        def __del__(self):
+            nonlocal alive
+            alive -= self.tensor.nbytes
+
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        training.strategy.forward_backward(training.task, window)
+    return peak
+
+
+def _new_shapes():
+    """Train on batches of sizes, then of widths of another kind, than the one recorded."""
+    training = _pipeline(ManyInputs)
+    reference = Training(make(ManyInputs), SingleDevice(device="cpu"))
+    for sizes in ([4, 4], [5, 2], [1], [2, 3, 4, 5, 1]):
+        for window in windows(ManyInputs, sizes=sizes, num_steps=1):
+            training.step(window)
+            reference.step(window)
+    weights = training.weights()
+    return {} if dist.get_rank() else {"new shapes": largest_difference(weights, reference.weights())}
+
+
+def _timeline():
+    training = _pipeline(Mlp, cuts=["net.7"]).run(windows(Mlp, sizes=SIZES, num_steps=1))
+    spans = training.strategy.timeline()
+    return {"timeline": [[str(span.action) for span in stage] for stage in spans]}
+
+
+class _Checkpointed(ResNet):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.second_norm = torch.nn.Sequential(block.second_norm, torch.nn.Dropout(0.5))
+
+    def training_step(self, batch):
+        x = self.stem(batch["image"])
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return torch.nn.functional.cross_entropy(self.head(x.mean((2, 3))), batch["label"])
+
+
+class _Unchecked(_Checkpointed):
+    def training_step(self, batch):
+        return ResNet.training_step(self, batch)
+
+
+def _recompute():
+    """Dropout in a block that is run again in backward must drop the same elements."""
+    found = []
+    for model in (_Checkpointed, _Unchecked):
+        torch.manual_seed(0)
+        training = _pipeline(model, cuts=["blocks.2"])
+        torch.manual_seed(1)
+        window = windows(model, sizes=[3, 3], num_steps=1)[0]
+        training.strategy.forward_backward(training.task, window)
+        found.append([p.grad.clone() for p in training.task.parameters() if p.grad is not None])
+    return {"recomputed": max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))}
+
+
+@functools.cache
+def _found():
+    return run_ranks(_facts, 2, timeout=120)[0]
+
+
+def test_a_stage_holds_its_own_parameters_only_and_those_keep_their_identity():
+    found = _found()
+    first, second = found["held"]
+
+    assert first & second == {"tokens.weight"}
+    assert first | second == set(found["shapes"])
+    assert {"positions", "blocks.0.qkv.weight"} <= first
+    assert {"norm.weight", "blocks.3.qkv.weight"} <= second
+    assert found["identity"] and found["optimizer"]
+    assert found["shapes"]["blocks.3.qkv.weight"] == (192, 64)
+
+
+def test_a_saved_run_goes_on_under_other_strategies():
+    found = _found()
+
+    assert found["keys"]
+    assert found["pipeline to pipeline"] <= 1e-10
+    assert found["pipeline to running pipeline"] <= 1e-10
+    assert found["pipeline to single"] <= 1e-10
+
+
+def test_evaluation_and_prediction_are_those_of_the_whole_task():
+    found = _found()
+
+    assert abs(found["evaluation"]) < 1e-12 and abs(found["evaluated metric"]) < 1e-12
+    assert found["prediction"] is True
+    assert found["weight"] == 7
+
+
+def test_a_task_may_be_evaluated_before_it_is_trained():
+    assert _found()["evaluated before training"] > 0
+    assert _found()["trained after evaluating"] <= 1e-10
+
+
+def test_the_gradient_norm_counts_shared_parameters_once():
+    assert abs(_found()["norm"]) < 1e-12
+
+
+def test_a_step_that_overflows_on_one_stage_is_skipped_on_all():
+    found = _found()
+    scale, before = found["scale"]
+
+    assert found["skipped on all stages"] == 0.0
+    assert scale == before / 2
+
+
+def test_interleaved_keeps_fewer_activations_than_simple():
+    found = _found()
+    simple, simple_bytes = found["micro-batches alive, simple"]
+    interleaved, interleaved_bytes = found["micro-batches alive, interleaved"]
+
+    assert (simple, interleaved) == (12, 2)
+    assert interleaved_bytes <= simple_bytes * 3 / 12
+
+
+def test_batches_of_new_shapes_are_negotiated():
+    assert _found()["new shapes"] <= 1e-10
+
+
+def test_the_timeline_has_every_stage_of_the_last_window():
+    assert _found()["timeline"] == [
+        ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"],
+        ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"],
+    ]
+
+
+def test_a_checkpointed_block_draws_its_dropout_again():
+    assert _found()["recomputed"] < 1e-12
+
+
+def test_the_plan_is_kept_as_a_table():
+    assert "tokens.weight" in _found()["plan"]
+
+
+class _Departs(Mlp):
+    def training_step(self, batch):
+        hidden = self.net[:8](batch[0])
+        if batch[0].shape[0] == 2:
+            hidden = hidden.sin()
+        return torch.nn.functional.cross_entropy(self.net[8:](hidden), batch[1])
+
+
+class _Selects(Mlp):
+    def training_step(self, batch):
+        hidden = self.net[:8](batch[0])
+        hidden = hidden[hidden.sum(1) > 0.0]
+        return self.net[8:](hidden).square().sum()
+
+
+def _train(model, cuts):
+    _pipeline(model, cuts=cuts).run(windows(model, sizes=[5, 3, 2], num_steps=3))
+
+
+def test_a_step_that_departs_from_the_recording_stops_with_the_place_and_the_remedy():
+    with pytest.raises(RankFailure, match=r"micro-batch 2 in stage .*came to `sin`.*.*Move the branch"):
+        run_ranks(_train, 2, _Departs, ["net.8"], timeout=60)
+
+
+def test_a_shape_that_depends_on_values_is_refused_at_a_cut():
+    with pytest.raises(RankFailure, match="its shape depends on the values"):
+        run_ranks(_train, 2, _Selects, ["net.9"], timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "interleave"}, "Did you mean 'interleaved'"),
+        ({"stages": 0}, "stages must be a whole number"),
+        ({"replicas": True}, "replicas must be"),
+        ({"balance": "fast"}, "balance must be speed, memory"),
+        ({"balance": 1.5}, "from 0 to 1"),
+    ],
+)
+def test_settings_are_checked_at_once(settings, message):
+    with pytest.raises(UserError, match=message):
+        Pipeline(**settings)
+
+
+def test_micro_batches_fill_the_stages_unless_the_user_says_otherwise():
+    assert str(Pipeline(stages=2).plan(32)) == "global batch 32 = 1 rank x 4 micro-batches x 8 samples"
+    assert Pipeline(stages=4).plan(6).micro_batches == 6
+    assert Pipeline(stages=2, micro_batch_size=5).plan(32).micro_batches == 7
