@@ -159,8 +159,7 @@ class Checkpoint(Callback):
         """Return the best checkpoints, best first: of those alone whose metric was measured when they were saved."""
         if self.monitor is None:
             return []
-        chosen = [entry for entry in store.entries() if entry.reason == BEST]
-        if not any(self.monitor.metric in entry.metrics for entry in chosen):
+        if not any(self.monitor.metric in entry.metrics for entry in store.entries()):
             return []
         return [entry for entry in store.ranked(*self.monitor) if entry.reason == BEST][: self.keep_best]
 

@@ -7,8 +7,12 @@ validation  ━━━━━━━━━╺────────────�
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from trainkit.console import clock, terminal
 
@@ -29,25 +33,25 @@ class LiveDisplay:
         self._text = Text
         self._progress = progress
         self._refresh_per_second = refresh_per_second
-        self._live: Any = None
+        self._shown = ExitStack()
 
     def start(self) -> None:
         """Draw from now on; what is printed meanwhile appears above."""
         from rich.live import Live
 
-        self._live = Live(
+        live = Live(
             get_renderable=self.draw,
             console=terminal(),
             refresh_per_second=self._refresh_per_second,
             transient=True,
         )
-        self._live.start()
+        streams = (sys.stdout, sys.stderr)
+        self._shown.enter_context(live)
+        self._shown.enter_context(_logged_to_the_present_stderr(streams))
 
     def stop(self) -> None:
         """Leave the terminal as it was; may be called twice."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._shown.close()
 
     def draw(self) -> Text:
         """Return the display of this moment; it has the same number of lines in every moment of a fit."""
@@ -99,3 +103,21 @@ class LiveDisplay:
         done = round(fraction * _BAR_WIDTH)
         line.append("━" * done, style=colour)
         line.append("─" * (_BAR_WIDTH - done), style="dim")
+
+
+@contextmanager
+def _logged_to_the_present_stderr(streams: tuple[object, ...]) -> Iterator[None]:
+    """Let handlers of log messages that hold one of the streams write to `sys.stderr` meanwhile.
+
+    They took hold of it before the display replaced it, and would write into the middle of the display.
+    """
+    loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
+    handlers = [handler for found in loggers if isinstance(found, logging.Logger) for handler in found.handlers]
+    held = [(h, h.stream) for h in handlers if isinstance(h, logging.StreamHandler) and h.stream in streams]
+    for handler, _ in held:
+        handler.setStream(sys.stderr)
+    try:
+        yield
+    finally:
+        for handler, stream in held:
+            handler.setStream(stream)

@@ -67,9 +67,6 @@ class ProgressBar(Callback):
         if run.checkpoints is not None and run.checkpoints.entries():
             show(_checkpoints(run.checkpoints))
 
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self.close()
-
     def close(self) -> None:
         self._progress = None
         if self._display is not None:

@@ -108,6 +108,12 @@ def test_nan_is_never_the_best(fit: Fit, scripted: Any, store: CheckpointStore) 
     assert saved(store) == [(20, "end")]
 
 
+def test_of_equal_values_the_first_stays_the_best(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+    fit(scripted([0.5] * 10), Checkpoint(every=None, metric="validation/loss"))
+
+    assert saved(store) == [(2, "best"), (20, "end")]
+
+
 def test_an_unknown_metric_is_answered_with_the_nearest_name(fit: Fit, scripted: Any) -> None:
     with pytest.raises(UserError, match=r"validation/acuracy.*Did you mean 'validation/accuracy'"):
         fit(scripted(), Checkpoint(metric="validation/acuracy"))
@@ -176,12 +182,15 @@ def test_an_exception_in_the_middle_of_an_update_leaves_nothing(
     assert saved(store) == []
 
 
-def test_a_loss_that_is_not_finite_leaves_nothing(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+@pytest.mark.parametrize("noticed_by", [{"evaluate_every": None, "log_every": "4step"}, {"log_every": "20step"}])
+def test_a_loss_that_is_not_finite_leaves_nothing(
+    fit: Fit, scripted: Any, store: CheckpointStore, noticed_by: dict[str, Any]
+) -> None:
     task = scripted()
     task.at_step[8] = lambda: task.net.weight.data.fill_(float("nan"))
 
     with pytest.raises(NonFiniteLoss):
-        fit(task, Checkpoint(every=None))
+        fit(task, Checkpoint(every=None), **noticed_by)
 
     assert saved(store) == []
 

@@ -14,8 +14,9 @@ import pyte
 import pytest
 
 PROGRAM = """
-import fcntl, sys, termios, time
+import fcntl, logging, sys, termios, time
 
+logging.basicConfig(level=logging.INFO, format="logged: %(message)s")
 if sys.stdout.isatty():
     fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # so that Ctrl-C typed into the terminal is a signal
 import torch
@@ -154,8 +155,18 @@ def test_what_is_printed_meanwhile_stands_above_one_whole_display(whole_run: Sho
     assert screens
     for screen in whole_run.having("ETA"):
         assert sum("ETA" in line for line in screen) == 1
+        assert sum("samples/s" in line for line in screen) <= 1
     for screen in screens:
         assert screen.index("printed by the task") < next(i for i, line in enumerate(screen) if "ETA" in line)
+
+
+def test_what_is_logged_meanwhile_stands_on_lines_of_its_own(whole_run: Shown) -> None:
+    """Handlers hold the stream that they were made with, and would write into the middle of the display."""
+    (screen,) = whole_run.screens[-1:]
+
+    logged = [line for line in screen if "logged: saved" in line]
+    assert len(logged) >= 2
+    assert all(line.startswith("logged: saved") for line in logged)
 
 
 def test_the_end_leaves_a_table_of_metrics_and_checkpoints_and_no_display(whole_run: Shown) -> None:
@@ -164,7 +175,7 @@ def test_the_end_leaves_a_table_of_metrics_and_checkpoints_and_no_display(whole_
     assert not whole_run.cursor_hidden
     assert "reached max_duration=2epoch: 60 steps, 2 epochs, 240 samples" in whole_run.last
     assert "train/loss" in whole_run.last
-    (best,) = [line for line in whole_run.screens[-1] if "step_00000060.pt" in line]
+    (best,) = [line for line in whole_run.screens[-1] if line.startswith("  step_00000060.pt")]
     assert best.endswith("best, last")
 
 

@@ -37,6 +37,15 @@ def test_steps_and_samples_are_counted_over_the_last_log_interval(fit: Fit, scri
     assert first["train/samples_per_second"] == pytest.approx(4 * first["train/steps_per_second"])
 
 
+def test_steps_of_earlier_intervals_are_not_counted_again(fit: Fit, scripted: Any) -> None:
+    task, log = scripted(), Log()
+    task.at_step = {step: lambda: time.sleep(0.01) for step in range(1, 21)}
+
+    fit(task, Throughput(), log, evaluate_every=None)
+
+    assert max(entry["train/steps_per_second"] for entry in log.entries) < 100
+
+
 def test_evaluation_time_is_left_out(fit: Fit, scripted: Any) -> None:
     task, log = scripted(), Log()
     validation_step = task.validation_step

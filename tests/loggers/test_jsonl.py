@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from trainkit.loggers.jsonl import JsonlLogger
 
 
@@ -39,10 +41,11 @@ def test_resuming_cuts_what_was_written_beyond_the_step(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path)] == [10, 20, 21]
 
 
-def test_a_line_that_a_kill_has_torn_is_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [1, 10])
+def test_a_line_that_a_kill_has_torn_is_dropped(tmp_path: Path, missing: int) -> None:
     written(tmp_path, 10, 20)
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:-10])
+    path.write_bytes(path.read_bytes()[:-missing])
 
     written(tmp_path, 21, opened_at=20)
 
