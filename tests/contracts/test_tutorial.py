@@ -1,0 +1,109 @@
+"""The tutorial of docs/tutorial_equal_weights.md: accumulation, `dp` and `ddp` print the same weights."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.single import SingleDevice
+
+from trainkit import Callback, Data, TaskModule, Trainer
+from trainkit.testing import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "tutorial_equal_weights.md"
+NUM_SAMPLES = 48
+BATCH_SIZE = 4  # of one micro-batch
+
+
+class Line(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(16, 1, bias=False)
+        nn.init.ones_(self.line.weight)
+
+    def training_step(self, batch):
+        return self.line(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class EpochWeights(Callback):
+    def __init__(self):
+        self.weights = []
+
+    def on_epoch_end(self, run):
+        self.weights.append(run.task.line.weight.detach().clone())
+
+
+def inputs():
+    return torch.randn(NUM_SAMPLES, 16, generator=torch.Generator().manual_seed(1))
+
+
+def trained(strategy, parts, run_dir):
+    """Return the weights after each epoch."""
+    seen = EpochWeights()
+    trainer = Trainer(strategy, max_duration="2epoch", callbacks=[seen], loggers=[], run_dir=run_dir)
+    trainer.fit(Line(), Data(train=TensorDataset(inputs()), batch_size=BATCH_SIZE * parts))
+    return seen.weights
+
+
+def trained_on_this_rank(run_dir):
+    parts = torch.distributed.get_world_size()
+    return trained(DDPStrategy(device="cpu"), parts, run_dir)
+
+
+def written_by_hand(parts):
+    """Train as the tutorial does: micro-batches of 4 from perm[r::N], loss / N, backward N times, one step."""
+    task = Line()
+    optimizer = task.configure_optimizers()
+    weights = []
+    for epoch in range(2):
+        order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch))
+        shares = [order[rank::parts].split(BATCH_SIZE) for rank in range(parts)]
+        for micro_batches in zip(*shares, strict=True):
+            for indices in micro_batches:
+                (task.line(inputs()[indices]).sum() / parts).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(task.line.weight.detach().clone())
+    return weights
+
+
+def assert_printed_equal(weights, expected):
+    assert len(weights) == len(expected) == 2
+    for ours, theirs in zip(weights, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_accumulation_and_replicas_print_the_weights_of_the_hand_written_loop(parts, tmp_path):
+    expected = written_by_hand(parts)
+    assert_printed_equal(trained(SingleDevice(device="cpu", accumulate=parts), parts, tmp_path / "single"), expected)
+    assert_printed_equal(trained(DataParallel(devices=["cpu"] * parts), parts, tmp_path / "dp"), expected)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_each_rank_of_ddp_prints_the_weights_of_accumulation(parts, tmp_path):
+    expected = trained(SingleDevice(device="cpu", accumulate=parts), parts, tmp_path / "single")
+    for weights in run_ranks(trained_on_this_rank, parts, tmp_path / "ddp", timeout=120):
+        assert_printed_equal(weights, expected)
+
+
+@pytest.mark.slow
+def test_the_page_prints_what_it_says(tmp_path):
+    program, printed = re.findall(r"```(?:python|text)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (tmp_path / "page.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.stdout == printed, done.stderr
