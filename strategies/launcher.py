@@ -96,7 +96,7 @@ def launch_ranks(
             RankEnvironment(rank, num_ranks, store.port, os.getpid(), folder, logs, num_threads)
             for rank in range(num_ranks)
         ]
-        with _signals_kept() as received:
+        with _signals_kept() as received, _quiet_elastic():
             context = start_processes(
                 name="trainkit",
                 entrypoint=_run_rank,
@@ -193,13 +193,21 @@ def _redirect_output(path: Path) -> None:
 
 def _describe(rank: int, error: BaseException) -> bytes:
     text = f"rank {rank}: " + "".join(traceback.format_exception(error))
-    failure = _Failure(rank, time.time(), error, text, isinstance(error, RankError))
+    failure = _Failure(rank, time.time(), error, text, _is_consequence(error))
     try:
         described = pickle.dumps(failure)
         pickle.loads(described)  # some exceptions can be pickled, but not made again
     except Exception:
         described = pickle.dumps(_Failure(rank, failure.when, None, text, failure.consequence))
     return described
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether the error only says that another rank is gone."""
+    if isinstance(error, RankError):
+        return True
+    lost = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "recvValue failed")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in lost)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -227,6 +235,18 @@ def _signals_kept() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Keep elastic from logging a failure, with a traceback of its own: it is raised here."""
+    elastic = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    before = elastic.level
+    elastic.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        elastic.setLevel(before)
+
+
 def _watch(context: PContext, folder: Path, received: list[int]) -> None:
     """Return when all ranks have ended well; otherwise end them all and raise the first failure."""
     pids = context.pids()
@@ -250,12 +270,15 @@ def _watch(context: PContext, folder: Path, received: list[int]) -> None:
                         ended[rank] = code
             if any(ended.values()):
                 break
-            if context.wait(0) is not None:
+            result = context.wait(0)
+            if result is not None and not result.is_failed():
                 return
+            if result is not None:  # it was seen here first
+                ended.update({rank: failure.exitcode for rank, failure in result.failures.items()})
+                break
             time.sleep(POLL_SECONDS)
         _let_end(pids, ended)
     finally:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failure is told below
         context.close(signal.SIGKILL)
     _raise_failure(folder, pids, ended, received)
 

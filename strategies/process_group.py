@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -170,6 +171,12 @@ class ProcessGroupStrategy(Strategy):
     def teardown(self) -> None:
         """Leave the process group if this strategy joined it; may be called twice."""
         self._stop, self._buffers = None, []
+        failing = sys.exc_info()[1]
+        if failing is not None and self.world_size > 1:
+            # Others may wait for this rank: leaving now would give them a broken connection in place of the reason,
+            # and might wait for them. The process is about to end.
+            self.tell_failure(f"{type(failing).__name__}: {failing}")
+            return
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False

@@ -23,6 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
 
+# Imported once, in the process that ranks are forked from. torch._dynamo is what an optimizer's first step imports.
+_PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "pytest", "trainkit.testing", "trainkit.trainer"]
+
 
 class RankFailure(AssertionError):
     """A rank raised, died or ran out of time; the message holds its traceback."""
@@ -56,7 +59,7 @@ def rank_outcomes(
 ) -> list[Outcome]:
     """Return how each rank ended; after a first failure the others get `patience` seconds to end by themselves."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "trainkit.testing"])
+    context.set_forkserver_preload(_PRELOADED)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = _Call.of(fn, args)
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]

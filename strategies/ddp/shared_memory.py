@@ -248,7 +248,7 @@ class _Offer:
 def share_regions(group: dist.ProcessGroup, num_bytes: int) -> list[tuple[int, mmap.mmap]]:
     """Return (pid, memory) of every rank, each `num_bytes` of zeros but for a nonce at its start. Collective.
 
-    The memory has no name in any file system and no descriptor stays open, so nothing can be left behind.
+    The memory has no name in any file system and lives as long as its mappings, so nothing can be left behind.
     Raises `SharedMemoryError` on every rank, with the first rank's reason, when one of them cannot.
     """
     fd = -1

@@ -146,10 +146,10 @@ class DDPStrategy(ProcessGroupStrategy):
         if self.timeline is not None and self.log_dir is not None:
             self.timeline.write(Path(self.log_dir) / f"timeline_rank_{self.rank}.json")
         self.timeline = None
+        super().teardown()  # tells the others if this rank is failing, through the reducer
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
-        super().teardown()
 
     # ---- A step
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
 from trainkit.strategies.ddp.buckets import MIB
 from trainkit.strategies.ddp.graph import unreached_parameters
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+
 from trainkit.testing import run_ranks
 
 SMALL_BUCKET = 300 / MIB

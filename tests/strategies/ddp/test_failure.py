@@ -1,0 +1,111 @@
+"""What the healthy ranks learn, and how fast, when another fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from trainkit.strategies.ddp.failure import RankError
+from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+
+from trainkit.testing import RankFailure, rank_outcomes, run_ranks
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["group", "shared_memory"])
+
+
+def fail_in_step_2(transport: str, fault: str) -> tuple[str, float]:
+    """Train; in step 2 rank 1 fails. Return what the others learn, and the seconds until they did."""
+    model = nn.Linear(8, 8)
+    settings = ReducerSettings(transport=transport, timeout_seconds=2.0)
+    reducer = Reducer(list(model.named_parameters()), group=dist.group.WORLD, settings=settings)
+    rank = dist.get_rank()
+    start = time.monotonic()
+    try:
+        for step in range(4):
+            if rank == 1 and step == 2:
+                start = time.monotonic()
+                _fail(reducer, fault)
+            with reducer.session():
+                loss = model(torch.ones(2, 8)).sum()
+                start = time.monotonic()
+                loss.backward()
+    except RankError as error:
+        return str(error), time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+def _fail(reducer: Reducer, fault: str) -> None:
+    if fault == "raise":
+        reducer.fail("ValueError: bad batch in shard 17")
+        time.sleep(2.5)  # alive, but absent
+        os._exit(0)
+    elif fault == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "hang":
+        time.sleep(4.5)
+        os._exit(0)
+    elif fault == "slow":
+        time.sleep(1.5)
+
+
+@TRANSPORTS
+def test_the_root_cause_reaches_ranks_that_wait(transport):
+    outcomes = rank_outcomes(fail_in_step_2, 2, transport, "raise", timeout=10)
+    message, seconds = outcomes[0].value
+    assert "rank 1 failed in step 2: ValueError: bad batch in shard 17" in message
+    assert "backward of step 2, bucket 0 of 1" in message
+    assert seconds < 2.0
+
+
+@TRANSPORTS
+def test_a_killed_rank_is_noticed(transport):
+    outcomes = rank_outcomes(fail_in_step_2, 2, transport, "die", timeout=10)
+    assert outcomes[1].failure == "the process was killed by SIGKILL"
+    message, seconds = outcomes[0].value
+    assert "gone" in message
+    assert seconds < 3.0
+
+
+@TRANSPORTS
+def test_a_time_out_says_who_waits_where(transport):
+    outcomes = rank_outcomes(fail_in_step_2, 3, transport, "hang", timeout=12)
+    for rank in (0, 2):
+        message, seconds = outcomes[rank].value
+        assert "waited 2 s in backward of step 2, bucket 0 of 1" in message or "stopped while waiting" in message
+        assert 1.5 < seconds < 4.0
+    messages = outcomes[0].value[0] + outcomes[2].value[0]
+    assert "rank 1: has not come" in messages
+
+
+@TRANSPORTS
+def test_a_slow_rank_is_waited_for(transport):
+    assert [message for message, _ in run_ranks(fail_in_step_2, 2, transport, "slow")] == ["no error"] * 2
+
+
+def raise_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ArithmeticError("of rank 1")
+    time.sleep(20)
+
+
+def test_run_ranks_raises_the_first_failure_with_its_traceback():
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 failed.*raise_on_rank_1.*ArithmeticError: of rank 1"):
+        run_ranks(raise_on_rank_1, 2)
+    assert time.monotonic() - start < 10
+
+
+def sleep_for_long() -> None:
+    time.sleep(60)
+
+
+def test_run_ranks_keeps_its_time_limit():
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="had not ended"):
+        run_ranks(sleep_for_long, 2, timeout=1.5)
+    assert time.monotonic() - start < 10

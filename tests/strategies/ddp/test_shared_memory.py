@@ -1,0 +1,176 @@
+"""Sums through shared memory: right for every type and size, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from trainkit.strategies.ddp import shared_memory
+from trainkit.strategies.ddp.agreement import gather
+from trainkit.strategies.ddp.failure import StoreBoard
+from trainkit.strategies.ddp.shared_memory import SharedMemoryTransport, _shards, why_no_shared_memory
+from trainkit.strategies.ddp.transport import open_transport
+
+from trainkit.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd_create on this system")
+
+
+def transport_of_all_ranks() -> SharedMemoryTransport:
+    group = dist.group.WORLD
+    board = StoreBoard(group, token="test")
+    return SharedMemoryTransport(group, board=board, timeout_seconds=20)
+
+
+def open_files() -> set[str]:
+    return {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+
+
+def sums_of_all_types() -> list[str]:
+    transport = transport_of_all_ranks()
+    sizes = [
+        (1, torch.float32),
+        (100_003, torch.float32),
+        (0, torch.float32),
+        (777, torch.float64),
+        (1000, torch.bfloat16),
+        (33, torch.float16),
+        (400_000, torch.complex64),
+    ]
+    flats = transport.allocate(sizes)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    wrong = []
+    for turn in range(5):
+        parts = [
+            [torch.randn(n, dtype=dtype, generator=torch.Generator().manual_seed(100 * turn + r)) for n, dtype in sizes]
+            for r in range(world_size)
+        ]
+        reductions = []
+        for number, flat in enumerate(flats):
+            flat.copy_(parts[rank][number])
+            reductions.append(transport.start(number, where="a test"))
+            if rank == turn % world_size:
+                time.sleep(0.002)  # ranks are never in step
+        for number, reduction in enumerate(reductions):
+            reduction.wait()
+            expected = parts[0][number].clone()
+            for part in parts[1:]:
+                expected += part[number]  # in rank order, so that the sum is the same bit for bit
+            if not torch.equal(flats[number], expected):
+                wrong.append(f"turn {turn}, {sizes[number]}")
+    transport.close()
+    transport.close()
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_sums_of_all_types_are_exact_in_rank_order(num_ranks):
+    assert run_ranks(sums_of_all_types, num_ranks) == [[]] * num_ranks
+
+
+def leftovers() -> tuple[list[str], list[str], str]:
+    before = set(os.listdir("/dev/shm"))
+    files = open_files()
+    transport = open_transport(
+        "auto",
+        group=dist.group.WORLD,
+        board=StoreBoard(dist.group.WORLD, token="test"),
+        device=torch.device("cpu"),
+        timeout_seconds=20,
+    )
+    flats = transport.allocate([(1000, torch.float32)])
+    flats[0].fill_(1)
+    transport.start(0, where="a test").wait()
+    transport.close()
+    dist.barrier()
+    assert flats[0].sum() == 1000 * dist.get_world_size(), "gradients stay readable after close"
+    del flats
+    gc.collect()
+    memory = [name for name in open_files() - files if "memfd" in name]
+    return memory, sorted(set(os.listdir("/dev/shm")) - before), transport.name
+
+
+def test_shared_memory_is_the_choice_and_has_no_name_and_no_open_file():
+    assert run_ranks(leftovers, 2) == [([], [], "shared_memory")] * 2
+
+
+def falls_back(broken_rank: int) -> tuple[str | None, str]:
+    if dist.get_rank() == broken_rank:
+        shared_memory.os.memfd_create = _no_memory
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    reason = why_no_shared_memory(group, cpu)
+    board = StoreBoard(group, token="test")
+    return reason, open_transport("auto", group=group, board=board, device=cpu, timeout_seconds=20).name
+
+
+def _no_memory(name: str, flags: int) -> int:
+    raise OSError(12, "no memory")
+
+
+def test_all_ranks_use_the_group_if_one_cannot_share_memory():
+    for reason, name in run_ranks(falls_back, 2, 1):
+        assert "no memory" in reason
+        assert name == "group"
+
+
+def other_host() -> str | None:
+    make = shared_memory._make_offer
+
+    def pretended(num_bytes: int) -> object:
+        offer, fd = make(num_bytes)
+        return shared_memory._Offer(f"host {dist.get_rank()}", offer.pid, offer.fd, offer.nonce), fd
+
+    shared_memory._make_offer = pretended
+    return why_no_shared_memory(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_ranks_of_different_hosts_share_no_memory():
+    assert run_ranks(other_host, 2) == ["ranks 0 and 1 are on different hosts"] * 2
+
+
+def processes_of_a_group_of_its_own() -> list[int]:
+    ranks = [0, 2]
+    group = dist.new_group(ranks, timeout=timedelta(seconds=20))
+    if dist.get_rank() not in ranks:
+        return []
+    transport = SharedMemoryTransport(group, board=StoreBoard(group, token="test"), timeout_seconds=20)
+    (flat,) = transport.allocate([(10, torch.float32)])
+    flat.fill_(dist.get_rank() + 1)
+    transport.start(0, where="a test").wait()
+    assert len(gather(os.getpid(), group)) == 2
+    return flat[:2].int().tolist()
+
+
+def test_a_group_of_some_ranks_shares_memory_among_them():
+    assert run_ranks(processes_of_a_group_of_its_own, 3) == [[4, 4], [], [4, 4]]
+
+
+@given(numel=st.integers(0, 1_000_000), world_size=st.integers(1, 9))
+def test_shards_cover_each_element_once(numel, world_size):
+    flats: list[Tensor] = [torch.empty(numel, device="meta") for _ in range(world_size)]
+    chunks = [chunk for owner in range(world_size) for chunk in _shards(flats, owner)]
+    spans = sorted((chunk[0].storage_offset(), chunk[0].numel()) for chunk in chunks)
+    end = 0
+    for start, size in spans:
+        assert start == end
+        end += size
+    assert end == numel
+
+
+def test_no_process_of_a_test_is_left():
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
+    assert all("forkserver" in name or "resource_tracker" in name for name in names), names

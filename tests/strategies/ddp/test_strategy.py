@@ -1,0 +1,331 @@
+"""The strategies `ddp` and `torch_ddp` under the Trainer: the same weights as on one device, and orderly ends."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.torch_ddp import TorchDDP
+
+from trainkit import Data, TaskModule, Trainer, UserError
+from trainkit.testing import run_ranks
+
+NUM_SAMPLES = 53
+
+
+class Regression(TaskModule):
+    def __init__(self, *, weighted: bool = False, normalized: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        middle = nn.BatchNorm1d(16) if normalized else nn.Tanh()
+        self.net = nn.Sequential(nn.Linear(8, 16), middle, nn.Linear(16, 1))
+        self.weighted = weighted
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        errors = (self.net(x).squeeze(1) - y).square()
+        if not self.weighted:
+            return errors.mean()
+        tokens = 1 + (x[:, 0] > 0)  # each sample counts once or twice
+        return {"loss": (errors * tokens).sum() / tokens.sum(), "weight": tokens.sum()}
+
+    def validation_step(self, batch: Any) -> dict[str, Tensor]:
+        x, y = batch
+        return {"loss": (self.net(x).squeeze(1) - y).square().mean()}
+
+    def predict_step(self, batch: Any) -> Tensor:
+        return batch[1]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def samples() -> TensorDataset:
+    x = torch.randn(NUM_SAMPLES, 8, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.sum(1))
+
+
+def fit(strategy: Any, task: TaskModule, *, batch_size: int = 12, **settings: Any) -> Trainer:
+    trainer = Trainer(
+        strategy=strategy,
+        max_duration="3epoch",
+        callbacks=[],
+        loggers=[],
+        log_every="1step",
+        fast_dev_run=False,
+        run_dir=settings.pop("run_dir", f"/tmp/trainkit-tests-{os.getpid()}"),
+        **settings,
+    )
+    trainer.fit(task, Data(train=samples(), validation=samples(), batch_size=batch_size))
+    return trainer
+
+
+def flat(task: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in task.parameters()])
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # arguments of the task, of the strategy, of the Trainer
+    "plain": ({}, {}, {}),
+    "accumulated": ({}, {"accumulate": 2}, {}),
+    "small micro-batches": ({}, {"micro_batch_size": 2}, {}),
+    "weighted": ({"weighted": True}, {}, {}),
+    "weighted, accumulated": ({"weighted": True}, {"micro_batch_size": 2}, {}),
+    "clipped": ({}, {}, {"clip_norm": 0.5}),
+    "skipping": ({}, {}, {"on_nonfinite": "skip"}),
+    "bfloat16": ({}, {}, {"precision": "bf16-mixed"}),
+    "through gloo": ({}, {"transport": "group"}, {}),
+    "overlapped": ({}, {"overlap_optimizer": True, "bucket_mb": 0.0001}, {}),
+    "static": ({}, {"static_graph": True}, {}),
+    "found": ({}, {"unused": "find"}, {}),
+    "timed": ({}, {"timeline": True}, {}),
+}
+TOLERANCES = {"bfloat16": 2e-2}
+
+
+def distances_to_single(names: list[str], folder: str) -> dict[str, float]:
+    found = {}
+    for name in names:
+        task_arguments, arguments, settings = CASES[name]
+        own = {key: value for key, value in arguments.items() if key in ("accumulate", "micro_batch_size")}
+        start = Regression(**task_arguments)
+        strategies = {"ddp": DDPStrategy(device="cpu", **arguments)}
+        if arguments == own:
+            strategies["torch_ddp"] = TorchDDP(device="cpu", **own)
+        alone = copy.deepcopy(start)
+        if dist.get_rank() == 0:
+            fit(SingleDevice(device="cpu"), alone, run_dir=f"{folder}/single {name}", **settings)
+        weights = flat(alone)
+        dist.broadcast(weights, 0)
+        for kind, strategy in strategies.items():
+            task = copy.deepcopy(start)
+            fit(strategy, task, run_dir=f"{folder}/{kind} {name}", **settings)
+            found[f"{kind} {name}"] = (flat(task) - weights).abs().max().item()
+    return found
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [2, 3, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_weights_are_those_of_one_device(num_ranks, tmp_path):
+    # 53 samples in batches of 12 end with one of 5, which leaves ranks with unequal shares.
+    for rank in run_ranks(distances_to_single, num_ranks, list(CASES), str(tmp_path), timeout=150):
+        for name, distance in rank.items():
+            assert distance < TOLERANCES.get(name.split(" ", 1)[1], 2e-5), name
+
+
+def short_batches(folder: str) -> tuple[float, float]:
+    """The last batch has one sample: one of the ranks has it, the others have none."""
+    distances = []
+    for weighted in (False, True):
+        task, alone = Regression(weighted=weighted), Regression(weighted=weighted)
+        if dist.get_rank() == 0:
+            fit(SingleDevice(device="cpu"), alone, batch_size=13, run_dir=f"{folder}/single {weighted}")
+        weights = flat(alone)
+        dist.broadcast(weights, 0)
+        fit(DDPStrategy(device="cpu"), task, batch_size=13, run_dir=f"{folder}/ddp {weighted}")
+        distances.append((flat(task) - weights).abs().max().item())
+    return distances[0], distances[1]
+
+
+def test_ranks_without_samples_in_the_last_batch_add_nothing(tmp_path):
+    for distances in run_ranks(short_batches, 3, str(tmp_path)):
+        assert max(distances) < 2e-5
+
+
+def buffers_after_training(folder: str) -> list[float]:
+    task = Regression(normalized=True)
+    fit(DDPStrategy(device="cpu"), task, run_dir=folder)
+    return task.net[1].running_mean.tolist()
+
+
+def test_buffers_are_rank_0s_on_every_rank(tmp_path):
+    first, second = run_ranks(buffers_after_training, 2, str(tmp_path))
+    assert first == second
+
+
+# ---- Started ranks
+
+
+@pytest.mark.slow
+def test_started_ranks_bring_weights_metrics_and_predictions_back(tmp_path):
+    alone, task = Regression(), Regression()
+    fit(SingleDevice(device="cpu"), alone, run_dir=tmp_path / "single")
+    strategy = DDPStrategy(devices=2, device="cpu")
+    fit(strategy, task, run_dir=tmp_path / "ddp")
+    assert (flat(task) - flat(alone)).abs().max() < 2e-5
+    trainer = Trainer(strategy=strategy, callbacks=[], loggers=[])
+    predictions = trainer.predict(task, Data(predict=samples(), batch_size=12))
+    assert torch.equal(predictions, samples().tensors[1])
+
+
+class Failing(Regression):
+    def training_step(self, batch: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("rank 1 cannot go on")
+        return super().training_step(batch)
+
+
+@pytest.mark.slow
+def test_the_error_of_a_started_rank_comes_back_with_its_traceback(tmp_path, capfd):
+    start = time.monotonic()
+    with pytest.raises(ArithmeticError, match="rank 1 cannot go on") as raised:
+        fit(DDPStrategy(devices=2, device="cpu"), Failing(), run_dir=tmp_path)
+    cause = str(raised.value.__cause__)
+    assert "rank 1: Traceback" in cause
+    assert "in training_step" in cause
+    assert time.monotonic() - start < 40
+    assert "Traceback" not in capfd.readouterr().err, "it is shown once, by whoever handles the exception"
+
+
+def test_a_task_that_cannot_be_pickled_is_refused_with_advice(tmp_path):
+    task = Regression()
+    task.transform = lambda x: x
+    with pytest.raises(UserError, match="top level of a module"):
+        fit(DDPStrategy(devices=2, device="cpu"), task, run_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": 0}, "at least 1"),
+        ({"unused": "atuo"}, "Did you mean 'auto'"),
+        ({"transport": "nccl"}, "transport='nccl' is unknown"),
+        ({"hook": "fp61"}, "Did you mean 'fp16'"),
+        ({"bucket_mb": 0}, "above 0 MiB"),
+        ({"timeout": 0}, "above 0 seconds"),
+    ],
+)
+def test_wrong_settings_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        DDPStrategy(**arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_devices_that_are_not_there_are_refused_before_a_process_starts():
+    with pytest.raises(UserError, match="torch sees 0 CUDA devices"):
+        DDPStrategy(devices=2, device="cuda").validate()
+
+
+SCRIPT = """
+    import os, sys, time
+    from pathlib import Path
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    from trainkit import Data, TaskModule, Trainer
+    from trainkit.strategies.ddp import DDPStrategy
+
+    class Slow(TaskModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def training_step(self, batch):
+            Path(sys.argv[1], f"rank_{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+            time.sleep(0.05)
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    if __name__ == "__main__":
+        data = Data(train=TensorDataset(torch.randn(64, 4)), batch_size=4)
+        strategy = DDPStrategy(devices=2, device="cpu")
+        Trainer(strategy, max_duration="100000step", callbacks=[], loggers=[], run_dir=sys.argv[1]).fit(Slow(), data)
+"""
+
+
+@pytest.fixture
+def training(tmp_path):
+    """A process that trains on two ranks, and the pids of these."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    caller = subprocess.Popen([sys.executable, str(script), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    try:
+        files = [tmp_path / f"rank_{rank}.pid" for rank in range(2)]
+        deadline = time.monotonic() + 60
+        while not all(file.exists() and file.read_text() for file in files):
+            assert caller.poll() is None, caller.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield caller, [int(file.read_text()) for file in files]
+    finally:
+        caller.kill()
+        caller.wait()
+        caller.stderr.close()
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"{[pid for pid in pids if _runs(pid)]} still run"
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_no_rank_survives_a_killed_caller(training):
+    caller, pids = training
+    caller.kill()
+    wait_until_gone(pids, 5)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others_and_is_named(training):
+    caller, pids = training
+    os.kill(pids[1], signal.SIGKILL)
+    _, errors = caller.communicate(timeout=30)
+    assert caller.returncode == 1
+    assert f"rank 1 (pid {pids[1]}) was killed by SIGKILL" in errors
+    wait_until_gone(pids, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_all_ranks_after_the_same_step(training, number, code):
+    caller, pids = training
+    caller.send_signal(number)
+    _, errors = caller.communicate(timeout=30)
+    assert caller.returncode == code, errors
+    assert "Traceback" not in errors
+    wait_until_gone(pids, 1)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_as_well(tmp_path):
+    script = tmp_path / "train.py"
+    text = textwrap.dedent(SCRIPT).replace("100000step", "3step").replace("devices=2, ", "")
+    script.write_text(text)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in tmp_path.glob("*.pid")} == {"rank_0.pid", "rank_1.pid"}
