@@ -122,6 +122,9 @@ def report(rounds: dict[str, list[float]], *, parameters: int, size: int) -> Non
         "background_first_wait_s": round(wait[0], 4),
         "background_total_s": round(median(rounds["background_total"]), 3),
         "store_to_plain": round(median(ours / theirs for ours, theirs in zip(store, plain, strict=True)), 3),
+        "store_to_plain_best": round(min(store) / min(plain), 3),
+        "wait_to_store_best": round(min(wait) / min(store), 4),
+        "load_average": round(os.getloadavg()[0], 1),
         "wait_to_store": round(median(ours / theirs for ours, theirs in zip(wait[1:], store[1:], strict=True)), 4),
     }
     print(f"{figures['megabytes']} MB, {figures['rounds']} rounds, medians")
@@ -132,6 +135,10 @@ def report(rounds: dict[str, list[float]], *, parameters: int, size: int) -> Non
         f"{100 * figures['wait_to_store']:.1f} % of a save; the first {figures['background_first_wait_s']:.3f} s"
     )
     print(f"{'AsyncWriter until it is on the disk':<42}{figures['background_total_s']:>9.3f} s")
+    print(
+        f"The best round of each, where others share the machine: save {figures['store_to_plain_best']:.2f}x plain, "
+        f"wait {100 * figures['wait_to_store_best']:.1f} % of a save. Load average {figures['load_average']}."
+    )
     print(json.dumps(figures))
 
 
