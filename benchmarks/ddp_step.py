@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
-
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+
 from trainkit.testing import run_ranks
 
 NAMES = ("no communication", "stock", "stock, best", "ours, gloo", "ours, shared memory", "drop-in, gloo")

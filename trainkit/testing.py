@@ -62,11 +62,9 @@ def rank_outcomes(
     context.set_forkserver_preload(_PRELOADED)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = _Call.of(fn, args)
+    meeting = _Meeting(num_ranks, store.port, timeout)
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
-    ranks = [
-        context.Process(target=_run_rank, args=(call, rank, num_ranks, store.port, timeout, pipes[rank][1]))
-        for rank in range(num_ranks)
-    ]
+    ranks = [context.Process(target=_run_rank, args=(call, rank, meeting, pipes[rank][1])) for rank in range(num_ranks)]
     try:
         for process in ranks:
             process.start()
@@ -116,13 +114,22 @@ def _load(name: str, file: str) -> ModuleType:
     return module
 
 
-def _run_rank(call: _Call, rank: int, num_ranks: int, port: int, timeout: float, sender: connection.Connection) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """Where the ranks of one call meet, and for how long."""
+
+    num_ranks: int
+    port: int
+    timeout: float  # seconds
+
+
+def _run_rank(call: _Call, rank: int, meeting: _Meeting, sender: connection.Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(meeting.num_ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=meeting.timeout)
     try:
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        store = TCPStore("127.0.0.1", meeting.port, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=meeting.num_ranks, timeout=limit)
         answer = (call.run(), None)
     except BaseException:
         answer = (None, traceback.format_exc())

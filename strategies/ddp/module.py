@@ -43,7 +43,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the order is PyTorch's own
         self,
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,

@@ -520,6 +520,7 @@ class Reducer:
                 torch.zeros((dims, 0), dtype=torch.int64, device=self.device),
                 torch.zeros((0, *size[dims:]), dtype=slot.parameter.dtype, device=self.device),
                 size,
+                check_invariants=False,  # said aloud, since torch warns of a silent default
             )
         gradient = gradient.coalesce()
         slot.parameter.grad = gradient

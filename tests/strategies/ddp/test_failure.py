@@ -71,6 +71,7 @@ def test_a_killed_rank_is_noticed(transport):
     assert seconds < 3.0
 
 
+@pytest.mark.slow
 @TRANSPORTS
 def test_a_time_out_says_who_waits_where(transport):
     outcomes = rank_outcomes(fail_in_step_2, 3, transport, "hang", timeout=12)

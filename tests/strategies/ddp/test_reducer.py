@@ -151,9 +151,9 @@ def a_static_graph_learns_what_is_used() -> None:
         reference(batch(rank), 1).sum().backward()
     assert gap(model, reference) < 1e-5
     model.zero_grad()
-    with pytest.raises(RuntimeError, match=r"'branches.0.bias'.*0 expected|'branches.0.weight'.*0 expected"):
-        with reducer.session():
-            model(batch(dist.get_rank()), 0).sum().backward()
+    expected = pytest.raises(RuntimeError, match=r"'branches\.0\.(bias|weight)'.*0 expected")
+    with expected, reducer.session():
+        model(batch(dist.get_rank()), 0).sum().backward()
     reducer.close()
 
 
@@ -202,6 +202,6 @@ def all_facts() -> None:
         ranks_with_different_unused_parameters_agree(unused)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_facts_of_the_reducer(num_ranks):
     run_ranks(all_facts, num_ranks)

@@ -1,0 +1,63 @@
+"""The timeline of buckets, its picture and its advice."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from trainkit.strategies.ddp.timeline import MIB, BucketTimes, StepTimes, Timeline
+
+
+def timeline(*buckets: tuple[float, float, float], size: int = MIB, backward_end: float = 10.0) -> Timeline:
+    made = Timeline(rank=0)
+    times = tuple(BucketTimes(*bucket, size) for bucket in buckets)
+    end = max(backward_end, *(bucket.finished for bucket in times))
+    made.steps.append(StepTimes(1, 0.0, backward_end, end, times))
+    return made
+
+
+def test_the_hidden_share_counts_overlapping_buckets_once():
+    made = timeline((2, 2, 6), (4, 4, 8), (9, 10, 14))
+    assert made.steps[0].communication == 10
+    assert made.steps[0].hidden == 6
+    assert made.hidden_share == pytest.approx(0.6)
+
+
+def test_a_step_is_drawn_with_a_bar_for_each_bucket():
+    assert timeline((2, 2, 6), (4, 6, 12)).draw(width=12).splitlines() == [
+        "backward  ##########|",
+        "bucket 0    ====",
+        "bucket 1      ..======",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "advice"),
+    [
+        (timeline((10, 10, 15)), "Try strategy.bucket_mb=0.2"),
+        (timeline(*[(1, 1, 1.0001)] * 10, size=1024), "take less than 0.3 ms"),
+        (timeline((1, 1, 20), (2, 2, 30)), "cannot be hidden"),
+        (timeline((9, 9, 9.5), (1, 9, 9.9)), "Bucket 1 was ready long before"),
+    ],
+)
+def test_advice_names_what_to_type(made, advice):
+    assert advice in made.advice()[0]
+
+
+def test_a_step_whose_communication_is_hidden_needs_no_advice():
+    assert timeline((1, 1, 5), (5, 5, 9.9)).advice() == []
+
+
+def test_the_trace_has_an_event_for_each_bar(tmp_path):
+    path = tmp_path / "traces" / "timeline.json"
+    timeline((2, 2, 6), (4, 6, 12)).write(path)
+    trace = json.loads(path.read_text())
+    rows = [(event["tid"], event["ts"], event["dur"]) for event in trace["traceEvents"]]
+    assert rows == [
+        ("backward", 0.0, 10e6),
+        ("backward", 10e6, 2e6),
+        ("bucket 0", 2e6, 4e6),
+        ("bucket 1", 4e6, 2e6),
+        ("bucket 1", 6e6, 6e6),
+    ]
+    assert trace["otherData"]["hidden_share"] == pytest.approx(0.8)
