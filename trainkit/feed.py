@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -269,8 +269,8 @@ class StreamFeed(Feed):
 
     def batches(self) -> Iterator[MicroBatch]:
         samples = stream(self.source.dataset, workers=self.source.workers)
-        for _ in range(self.limit) if self.limit is not None else iter(int, 1):
-            window = list(islice(samples, self._batch_size))
+        for number in range(self.limit) if self.limit is not None else count():
+            window = self._take(samples, number)
             if not window:
                 return
             yield from self._micro_batches(window[self.rank :: self.world_size])
@@ -307,9 +307,10 @@ class StreamFeed(Feed):
             deque(islice(samples, position), maxlen=0)
         return samples
 
-    def _take(self, samples: Iterator[Any], position: int) -> list[Any]:
+    def _take(self, samples: Iterator[Any], taken: int) -> list[Any]:
+        """Return the samples of the next global batch; raises UserError for a stream from which none was `taken`."""
         window = list(islice(samples, self._batch_size))
-        if not window and position == 0:
+        if not window and taken == 0:
             raise UserError(f"the {self.source.stage} stream gave no sample; check where its samples come from.")
         return [] if self.source.drop_last and len(window) < self._batch_size else window
 

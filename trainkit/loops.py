@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -137,7 +136,7 @@ class FitLoop:
         means = self._means.reduce(run.strategy)
         if not means:
             return
-        if not math.isfinite(means.get("loss", 0.0)):  # a bad loss on any rank shows in the mean of all
+        if not self._means.loss_was_finite:
             self._handle_nonfinite(first_bad)
         metrics = {f"train/{name}": value for name, value in means.items()}
         metrics["train/epoch"] = run.state.epochs

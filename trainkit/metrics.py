@@ -35,6 +35,8 @@ class WeightedMeans:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.loss_was_finite = True
+        """Whether every loss of every rank was, that went into the last `reduce`."""
         self._device = device
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._outputs: list[StepOutput] = []
@@ -54,8 +56,9 @@ class WeightedMeans:
         self._fold()
         names, sums = strategy.sum_named(self._sums, device=self._device, dtype=self._dtype)
         self._sums, self._losses = {}, []
-        pairs = zip(names, sums.tolist(), strict=True)  # sums: (names, 2)
-        return {name: total / weight if weight else math.nan for name, (total, weight) in pairs}
+        reduced = dict(zip(names, sums.tolist(), strict=True))  # name -> [weighted sum, sum of weights]
+        self.loss_was_finite = math.isfinite(reduced["loss"][0]) if "loss" in reduced else True
+        return {name: total / weight if weight else math.nan for name, (total, weight) in reduced.items()}
 
     def first_nonfinite_step(self) -> int | None:
         """Return the first step since the last `reduce` whose loss was not finite here; waits for the device."""

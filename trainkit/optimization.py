@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainkit.errors import UserError, nearest
@@ -202,6 +202,11 @@ def configure(
             raise
         raise UserError(f"the optimizer of {type(task).__name__} has no parameters; pass self.parameters().") from None
     optimizer, schedules = _read(returned, task)
+    if isinstance(optimizer, LBFGS):
+        raise UserError(
+            "LBFGS evaluates the loss several times in one step, which the training loop does not offer; "
+            "use another optimizer, such as torch.optim.AdamW."
+        )
     owned = {id(parameter) for parameter in task.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not parameters:
@@ -277,10 +282,12 @@ def _read(returned: Any, task: TaskModule) -> tuple[Optimizer, list[Schedule]]:
     optimizer, rest = returned
     schedules = []
     for item in rest if isinstance(rest, (list, tuple)) else [rest]:
-        if isinstance(item, Schedule):
-            schedules.append(item)
-        elif isinstance(item, LRScheduler):
-            schedules.append(Schedule(item))
-        else:
+        schedule = Schedule(item) if isinstance(item, LRScheduler) else item
+        if not isinstance(schedule, Schedule):
             raise UserError(f"{name} returned {type(item).__name__} as a schedule; give an LRScheduler or a Schedule.")
+        if schedule.scheduler.optimizer is not optimizer:
+            raise UserError(
+                f"the schedule that {name} returned was made for another optimizer; make it from the one you return."
+            )
+        schedules.append(schedule)
     return optimizer, schedules

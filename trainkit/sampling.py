@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler, Sampler
 
+from trainkit.errors import UserError
 from trainkit.order import sample_seed
 
 
@@ -78,4 +79,10 @@ class SamplerOrder:
             torch.manual_seed(seed)
             if generator is not None:
                 generator.manual_seed(seed)
-            return torch.tensor([int(index) for index in self._sampler], dtype=torch.int64)
+            indices = [int(index) for index in self._sampler]
+        if len(indices) != self.num_samples:
+            raise UserError(
+                f"the sampler {type(self._sampler).__name__} gave {len(indices)} indices, but its __len__ says "
+                f"{self.num_samples}; make them agree."
+            )
+        return torch.tensor(indices, dtype=torch.int64)

@@ -168,14 +168,17 @@ class Strategy:
         """Add this micro-batch's part to the gradients and free its graph."""
         loss = output.loss
         assert loss is not None
-        share = 1.0 if micro_batch.num_samples == window.num_samples else output.weight / window.num_samples
+        if micro_batch.num_samples != window.num_samples:
+            share = output.weight / window.num_samples
+        else:
+            share = 1.0 if not output.own_weight else _one_unless_zero(output.weight)
         self.precision.scale(loss if isinstance(share, float) and share == 1.0 else loss * share).backward()
         output.loss = loss.detach()
 
     def finish_gradients(self, outputs: Sequence[StepOutput], window: Window) -> None:
         """Divide by the window's sum of weights where the task gave weights of its own; collective."""
         if len(outputs) > 1 and any(output.own_weight for output in outputs):
-            self.scale_gradients(window.num_samples / sum(output.weight for output in outputs))
+            self.scale_gradients(_quotient(window.num_samples, sum(output.weight for output in outputs)))
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply every gradient that `forward_backward` left."""
@@ -282,6 +285,18 @@ class Strategy:
         # Which kernels are used is this run's own choice, not the one that was saved.
         groups = [{**old, **{key: new[key] for key in ("fused", "foreach") if key in new}} for old, new in pairs]
         optimization.optimizer.load_state_dict({**saved, "param_groups": groups})
+
+
+def _one_unless_zero(weight: float | Tensor) -> float | Tensor:
+    """Return what a weight is over itself; a batch of nothing but padding, whose weight is 0, does not count."""
+    return (weight > 0).to(weight.dtype) if isinstance(weight, Tensor) else float(weight > 0)
+
+
+def _quotient(samples: int, weight: float | Tensor) -> float | Tensor:
+    """Return `samples / weight`, or 0 where the weight is."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, samples / weight, 0.0)
+    return samples / weight if weight else 0.0
 
 
 def _cannot_cut(batch_size: int, accumulate: int, world_size: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,8 +32,6 @@ from trainkit.run_folder import check_run_dir, choose_run_dir, make_run_dir, wri
 from trainkit.signals import StopSignals
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_CALLBACKS = ("model_summary", "learning_rate", "throughput", "checkpoint", "progress_bar")
 DEFAULT_LOGGERS = ("tensorboard", "jsonl")
@@ -127,7 +124,7 @@ class Trainer:
         self.max_duration = Duration.parse_all(max_duration, where="max_duration")
         self.evaluate_every = _duration(evaluate_every, "evaluate_every")
         self.log_every = Duration.parse(log_every, where="log_every")
-        self.seed = seed
+        self.seed = _seed(seed)
         self.precision = Precision(precision, tf32=tf32)
         self.clip = Clip(clip_norm, clip_value)
         self.compile = compile
@@ -145,11 +142,8 @@ class Trainer:
         self.overfit_batches = _limit("overfit_batches", overfit_batches)
         self.fast_dev_run = fast_dev_run
         self.run_dir = None if run_dir is None else Path(run_dir)
-        names = DEFAULT_CALLBACKS if callbacks is None else callbacks
-        self.callbacks: list[Callback] = [_made("callbacks", item) for item in names]
-        self.loggers: list[Logger] = [_made("logger", item) for item in DEFAULT_LOGGERS if loggers is None] + [
-            _made("logger", item) for item in loggers or ()
-        ]
+        self.callbacks: list[Callback] = _made_all("callbacks", DEFAULT_CALLBACKS if callbacks is None else callbacks)
+        self.loggers: list[Logger] = _made_all("logger", DEFAULT_LOGGERS if loggers is None else loggers)
         self.config = config
         if fast_dev_run:
             self.max_duration, self.evaluate_every = [Duration(1, "step")], Duration(1, "step")
@@ -354,10 +348,7 @@ class Trainer:
             destination.write_config(self.config)
 
     def _load(self, checkpoint: Path) -> dict[str, Any]:
-        loaded = load_from(checkpoint)
-        for skipped in loaded.skipped:
-            logger.warning("checkpoint %s cannot be used: %s", skipped.entry.path, skipped.reason)
-        return loaded.payload
+        return load_from(checkpoint).payload
 
     def _data_seed(self, data: Data) -> int:
         return self.seed if data.seed is None else data.seed
@@ -407,16 +398,31 @@ def _limit(name: str, value: int | None, *, least: int = 1) -> int | None:
     return value
 
 
+def _seed(seed: int) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise UserError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}.")
+    return seed
+
+
 def _policy(name: str) -> Policy:
     if name not in _POLICIES:
         raise UserError(f"on_nonfinite={name!r} is unknown.{nearest(name, _POLICIES)} Choose raise, skip or stop.")
     return _POLICIES[name]
 
 
-def _made(group: str, item: Any) -> Any:
-    if isinstance(item, type):
-        raise UserError(f"{item.__name__} is a class, and an object is wanted; write {item.__name__}().")
-    return registry.make(group, item) if isinstance(item, str) else item
+def _made_all(group: str, items: Any) -> list[Any]:
+    """Return the callbacks or loggers that a list names or holds; raises UserError for anything else."""
+    kind, name = (Callback, "callbacks") if group == "callbacks" else (Logger, "loggers")
+    if isinstance(items, str) or not isinstance(items, Sequence):
+        raise UserError(f"{name}={items!r} is not a list; write {name}=[{items!r}].")
+    made = []
+    for item in items:
+        if isinstance(item, type):
+            raise UserError(f"{item.__name__} is a class, and an object is wanted; write {item.__name__}().")
+        made.append(registry.make(group, item) if isinstance(item, str) else item)
+        if not isinstance(made[-1], kind):
+            raise UserError(f"{item!r} in {name} is neither a name nor a trainkit.{kind.__name__}.")
+    return made
 
 
 def _total_steps(durations: Sequence[Duration], feed: Feed, batch_size: int | None) -> int | None:
