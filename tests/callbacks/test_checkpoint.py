@@ -5,12 +5,13 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.early_stopping import EarlyStopping
+from trainkit.strategies.single import SingleDevice
 
 from trainkit.callback import Callback
 from trainkit.checkpoint import CheckpointEntry, CheckpointStore, DamagedCheckpoint
@@ -19,6 +20,7 @@ from trainkit.run import Run
 from trainkit.trainer import FitResult
 
 Fit = Callable[..., FitResult]
+T = TypeVar("T")
 
 
 class Weights(Callback):
@@ -29,6 +31,20 @@ class Weights(Callback):
 
     def on_step_end(self, run: Run) -> None:
         self.after[run.state.step] = next(run.task.parameters()).detach().clone()
+
+
+class OtherRanksAreDue(SingleDevice):
+    """Says what the clock of another rank would have it say."""
+
+    def agree(self, flag: bool) -> bool:
+        return True
+
+
+class OneOfSeveral(SingleDevice):
+    """Gathers from other ranks, as far as anyone can tell."""
+
+    def all_gather_object(self, value: T) -> list[T]:
+        return [value]
 
 
 @pytest.fixture
@@ -289,6 +305,27 @@ def test_time_intervals_are_looked_at_when_training_logs(fit: Fit, scripted: Any
     fit(scripted(), Checkpoint(every="0.0001s", keep_last=None))
 
     assert [entry.step for entry in store.entries()] == [5, 10, 15, 20]
+
+
+def test_a_time_is_over_on_all_ranks_when_it_is_over_on_one(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+    """Or those that save would wait for the others for ever."""
+    strategy = OtherRanksAreDue(device="cpu")
+
+    fit(scripted(), Checkpoint(every="1h", keep_last=None), strategy=strategy, evaluate_every=None, on_nonfinite="skip")
+
+    assert [entry.step for entry in store.entries()] == [5, 10, 15, 20]
+
+
+def test_an_exception_on_one_of_several_ranks_does_not_wait_for_the_others(
+    fit: Fit, scripted: Any, store: CheckpointStore
+) -> None:
+    task = scripted()
+    task.at_step[8] = raising(RuntimeError("bug in the model"))
+
+    with pytest.raises(RuntimeError):
+        fit(task, Checkpoint(every="5step"), strategy=OneOfSeveral(device="cpu"))
+
+    assert saved(store) == [(5, "interval")]
 
 
 def test_the_best_of_before_a_resume_stay_the_best(
