@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from trainkit.strategies.pipeline.partition import StageCosts, dearest
 from trainkit.strategies.pipeline.planning import plan
-from trainkit.strategies.pipeline.schedules import bubble
+from trainkit.strategies.pipeline.schedules import bubble, idle_share
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.pipeline.table import PartitionPlan
 
@@ -30,7 +30,7 @@ from trainkit.testing import run_ranks
 from trainkit.window import MicroBatch, Window
 
 VOCABULARY, LENGTH, BATCH_SIZE = 512, 64, 32
-MICRO_BATCHES = (2, 4, 8, 16)
+Step = Callable[[], None]
 
 
 class Block(nn.Module):
@@ -75,11 +75,10 @@ class ResNet(TaskModule):
 
     def __init__(self) -> None:
         super().__init__()
-        widths = [32, 32, 64, 64, 128, 128]
+        widths = [32] * 6 + [64] * 6 + [128] * 6
         self.stem = nn.Conv2d(3, 32, 3, 1, 1)
-        self.convolutions = nn.ModuleList(
-            [nn.Conv2d(a, b, 3, 1 + (a != b), 1) for a, b in zip([32, *widths], widths, strict=False)]
-        )
+        pairs = list(zip([32, *widths], widths, strict=False))
+        self.convolutions = nn.ModuleList([nn.Conv2d(a, b, 3, 1 + (a != b), 1) for a, b in pairs])
         self.norms = nn.ModuleList([nn.BatchNorm2d(width) for width in widths])
         self.head = nn.Linear(128, 10)
 
@@ -97,25 +96,29 @@ class UNet(TaskModule):
 
     def __init__(self) -> None:
         super().__init__()
-        down = [(3, 32), (32, 64), (64, 128)]
-        self.down = nn.ModuleList([nn.Conv2d(a, b, 3, 1, 1) for a, b in down])
-        self.up = nn.ModuleList([nn.Conv2d(2 * b, a if a > 3 else 16, 3, 1, 1) for a, b in reversed(down)])
+        widths = [16, 32, 64]
+        self.down = nn.ModuleList([_convolutions(a, b) for a, b in zip([3, *widths], widths, strict=False)])
+        self.middle = _convolutions(64, 64)
+        self.up = nn.ModuleList([_convolutions(128, 32), _convolutions(64, 16), _convolutions(32, 16)])
         self.last = nn.Conv2d(16, 3, 1)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the loss of one micro-batch."""
         x, skips = batch[0], []
-        for layer in self.down:
-            x = torch.relu(layer(x))
+        for layers in self.down:
+            x = layers(x)
             skips.append(x)
             x = F.max_pool2d(x, 2)
-        for layer in self.up:
-            skip = skips.pop()
-            x = F.interpolate(x, scale_factor=2)
-            if x.shape[1] != skip.shape[1]:
-                x = F.pad(x, (0, 0, 0, 0, 0, skip.shape[1] - x.shape[1]))
-            x = torch.relu(layer(torch.cat([x, skip], 1)))
+        x = self.middle(x)
+        for layers in self.up:
+            x = layers(torch.cat([F.interpolate(x, scale_factor=2), skips.pop()], 1))
         return F.mse_loss(self.last(x), batch[0])
+
+
+def _convolutions(inputs: int, outputs: int) -> nn.Sequential:
+    first, second = nn.Conv2d(inputs, outputs, 3, 1, 1), nn.Conv2d(outputs, outputs, 3, 1, 1)
+    third = nn.Conv2d(outputs, outputs, 3, 1, 1)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), third, nn.ReLU())
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -140,20 +143,20 @@ class HandCut(nn.Module):
         return x if self.stage == 0 else self.task.head(self.task.norm(x))
 
 
-def speed_on_rank(width: int, depth: int, rounds: int, batch_size: int) -> dict[str, Any]:
-    """Return the median seconds of a step for each contender and number of micro-batches, and measured bubbles."""
-    rank, cut = dist.get_rank(), depth // 2
+def speed_on_rank(width: int, depth: int, rounds: int, counts: list[int]) -> dict[str, Any]:
+    """Return the seconds of each contender's steps for each number of micro-batches, and measured bubbles."""
+    cut = depth // 2
     torch.manual_seed(0)
-    tokens = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
-    targets = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
+    tokens = torch.randint(0, VOCABULARY, (BATCH_SIZE, LENGTH))
+    batch = (tokens, torch.randint(0, VOCABULARY, (BATCH_SIZE, LENGTH)))
     times: dict[str, list[float]] = {}
     bubbles: dict[int, list[float]] = {}
-    for count in MICRO_BATCHES:
+    for count in counts:
         contenders = {
-            "trainkit simple": _own("simple", width, depth, cut, tokens, targets, count),
-            "trainkit interleaved": _own("interleaved", width, depth, cut, tokens, targets, count),
-            "torch GPipe": _upstream(ScheduleGPipe, width, depth, cut, tokens, targets, count, rank),
-            "torch 1F1B": _upstream(Schedule1F1B, width, depth, cut, tokens, targets, count, rank),
+            "trainkit simple": _own("simple", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
+            "trainkit interleaved": _own("interleaved", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
+            "torch GPipe": _upstream(ScheduleGPipe, task=Gpt(width, depth), cut=cut, batch=batch, count=count),
+            "torch 1F1B": _upstream(Schedule1F1B, task=Gpt(width, depth), cut=cut, batch=batch, count=count),
         }
         for index in range(rounds + 2):
             for name, (step, strategy) in contenders.items():
@@ -165,25 +168,19 @@ def speed_on_rank(width: int, depth: int, rounds: int, batch_size: int) -> dict[
                 if index >= 2:
                     times.setdefault(f"{name} {count}", []).append(seconds)
                     if name == "trainkit interleaved":
-                        busy = sum(span.end - span.start for spans in strategy.timeline() for span in spans)
-                        length = max(spans[-1].end for spans in strategy.timeline())
-                        bubbles.setdefault(count, []).append(1 - busy / (2 * length))
+                        bubbles.setdefault(count, []).append(idle_share(strategy.timeline()))
     return {
-        "times": {name: median(values) for name, values in times.items()},
+        "times": times,
         "bubbles": {count: median(values) for count, values in bubbles.items()},
     }
 
 
-def _own(
-    schedule: str, width: int, depth: int, cut: int, tokens: Tensor, targets: Tensor, count: int
-) -> tuple[Callable[[], Any], Pipeline]:
-    torch.manual_seed(1)
-    task = Gpt(width, depth)
+def _own(schedule: str, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor], count: int) -> tuple[Step, Pipeline]:
     strategy = Pipeline(stages=2, schedule=schedule, cuts=[f"blocks.{cut}"], device="cpu")
     strategy.setup(Precision())
     strategy.prepare(task)
-    pairs = zip(tokens.chunk(count), targets.chunk(count), strict=True)
-    window = Window([MicroBatch(pair, len(pair[0])) for pair in pairs], len(tokens), len(tokens), False)
+    pairs = zip(batch[0].chunk(count), batch[1].chunk(count), strict=True)
+    window = Window([MicroBatch(pair, len(pair[0])) for pair in pairs], BATCH_SIZE, BATCH_SIZE, False)
 
     def step() -> None:
         strategy.forward_backward(task, window)
@@ -193,19 +190,17 @@ def _own(
     return step, strategy
 
 
-def _upstream(
-    schedule: Any, width: int, depth: int, cut: int, tokens: Tensor, targets: Tensor, count: int, rank: int
-) -> tuple[Callable[[], Any], Any]:
-    torch.manual_seed(1)
-    module = HandCut(Gpt(width, depth), rank, cut)
+def _upstream(schedule: Any, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor], count: int) -> tuple[Step, None]:
+    rank = dist.get_rank()
+    module = HandCut(task, rank, cut)
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     runner = schedule(stage, n_microbatches=count, loss_fn=loss_of)
 
     def step() -> None:
         if rank == 0:
-            runner.step(tokens)
+            runner.step(batch[0])
         else:
-            runner.step(target=targets, losses=[])
+            runner.step(target=batch[1], losses=[])
         for parameter in module.parameters():
             parameter.grad = None
 
@@ -213,18 +208,21 @@ def _upstream(
 
 
 def show_speed(arguments: argparse.Namespace) -> None:
-    """Print step times beside those of torch.distributed.pipelining."""
-    found = run_ranks(speed_on_rank, 2, arguments.width, arguments.depth, arguments.rounds, BATCH_SIZE, timeout=580)[0]
+    """Print step times beside those of torch.distributed.pipelining: medians, and least times against noise."""
+    counts = [int(count) for count in arguments.micro_batches.split(",")]
+    found = run_ranks(speed_on_rank, 2, arguments.width, arguments.depth, arguments.rounds, counts, timeout=580)[0]
     names = ["trainkit simple", "trainkit interleaved", "torch GPipe", "torch 1F1B"]
-    print(f"\nstep times, 2 stages, {BATCH_SIZE} x {LENGTH} tokens, width {arguments.width}, ms (median)")
-    print(
-        f"{'micro-batches':>14} {' '.join(f'{name:>21}' for name in names)} {'own / best':>11} {'bubble':>8} {'formula':>8}"
-    )
-    for count in MICRO_BATCHES:
+    print(f"\nms a step: median (least of {arguments.rounds}); {BATCH_SIZE} x {LENGTH} tokens, width {arguments.width}")
+    titles = " ".join(f"{name:>21}" for name in names)
+    print(f"{'micro-batches':>14} {titles} {'own / best':>15} {'bubble':>8} {'formula':>8}")
+    for count in counts:
         times = [found["times"][f"{name} {count}"] for name in names]
-        ratio = min(times[:2]) / min(times[2:])
-        cells = " ".join(f"{seconds * 1e3:21.1f}" for seconds in times)
-        print(f"{count:>14} {cells} {ratio:11.3f} {found['bubbles'][count]:8.1%} {bubble(2, count):8.1%}")
+        ratios = [min(how(t) for t in times[:2]) / min(how(t) for t in times[2:]) for how in (median, min)]
+        cells = " ".join(f"{median(values) * 1e3:11.1f} ({min(values) * 1e3:7.1f})" for values in times)
+        print(
+            f"{count:>14} {cells} {ratios[0]:6.3f} ({ratios[1]:.3f})  {found['bubbles'][count]:8.1%} "
+            f"{bubble(2, count):8.1%}"
+        )
 
 
 def show_balance() -> None:
@@ -233,7 +231,7 @@ def show_balance() -> None:
     image = torch.randn(4, 3, 32, 32, generator=generator)
     labels = torch.randint(0, 10, (4,), generator=generator)
     tokens = torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator)
-    cases = {
+    cases: dict[str, tuple[TaskModule, Any]] = {
         "GPT": (Gpt(128, 8), (tokens, tokens)),
         "ResNet": (ResNet(), (image, labels)),
         "U-Net": (UNet(), (image, labels)),
@@ -248,9 +246,8 @@ def show_balance() -> None:
             costs = StageCosts.of(recording, num_stages=stages, balance=0.0)
             best = _best_limit([costs(0, index, index + 1) for index in range(len(recording.events))], stages)
             ratio = dearest(partition.cuts, len(recording.events), costs) / best
-            print(
-                f"{name:>8} {stages:>7} {len(recording.events):>7} {shown.imbalance:>10.3f} {ratio:>10.3f} {seconds:>8.2f}"
-            )
+            sizes = f"{name:>8} {stages:>7} {len(recording.events):>7}"
+            print(f"{sizes} {shown.imbalance:>10.3f} {ratio:>10.3f} {seconds:>8.2f}")
 
 
 def _best_limit(costs: list[float], stages: int) -> float:
@@ -320,6 +317,7 @@ def main() -> None:
     """Run the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--micro-batches", default="2,4,8,16")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--only", default="speed,balance,planning,overhead")
