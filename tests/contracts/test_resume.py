@@ -24,6 +24,7 @@ from tests.tasks import (
     weighted_data,
 )
 from trainkit import Callback, Data, Schedule
+from trainkit.checkpoint import CheckpointStore
 from trainkit.errors import Stopped, UserError
 
 STEPS_PER_EPOCH = 5  # 18 samples in batches of 4, the last of 2
@@ -548,3 +549,15 @@ def test_a_run_saved_without_fused_kernels_is_resumed_with_them(make_trainer, po
     task = Regression(adamw)
     again = make_trainer(max_duration="2epoch", on_nonfinite=policy)
     assert again.fit(task, plain_data(), resume=trainer.run_dir).steps == 10
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_a_run_saved_by_a_torch_whose_optimizer_had_a_setting_less_is_resumed(make_trainer, tmp_path, optimizer):
+    trainer = make_trainer(callbacks=[StopAt(3)], max_duration="2epoch")
+    trainer.fit(Regression(optimizer), plain_data())
+    payload = CheckpointStore(trainer.run_dir / "checkpoints").load_last().payload
+    for group in payload["optimizer"]["param_groups"]:
+        del group["differentiable"]  # torch fills in the default of a setting that came later
+    CheckpointStore(tmp_path / "older" / "checkpoints").save(payload, name="step_3", step=3, epoch=0)
+    again = make_trainer(max_duration="2epoch")
+    assert again.fit(Regression(optimizer), plain_data(), resume=tmp_path / "older").steps == 10

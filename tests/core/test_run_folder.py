@@ -84,6 +84,19 @@ def test_a_run_that_fails_says_so_in_its_summary(make_trainer):
     assert summary["exit_reason"] == "KeyError: 'boom'"
 
 
+def test_a_summary_is_valid_json_also_after_a_loss_that_was_not_finite(make_trainer):
+    class Bad(Regression):
+        def training_step(self, batch):
+            return super().training_step(batch) * float("nan")
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    trainer = make_trainer(on_nonfinite="stop", log_every="1step")
+    trainer.fit(Bad(), DATA)
+    json.loads((trainer.run_dir / "summary.json").read_text(), parse_constant=refuse)
+
+
 def test_the_config_of_an_earlier_part_of_the_run_is_kept(tmp_path):
     write_config(tmp_path, "a: 1\n")
     write_config(tmp_path, "a: 1\n")
