@@ -58,6 +58,8 @@ class Accepted:
         near = nearest(str(value), [str(choice) for choice in self.choices])
         if kind == "float" and value == int(value) and "int" in self.kinds:
             near = f" Write {int(value)}."
+        if "str" in self.kinds and kind in ("int", "float", "bool"):
+            near = f" Write '\"{_shown(value)}\"' to have it as text."
         return (
             f"{_shown(value)} is {_WORDS[kind]}, but must be {self}.{near}"
             if not self.choices

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainkit.cli import Arguments
 from trainkit.composition import Settings, composing
 from trainkit.errors import Stopped, UserError
 
 if TYPE_CHECKING:
-    from trainkit.trainer import FitResult
+    from trainkit.assembly import Assembly
 
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "config.yaml"
@@ -45,38 +46,20 @@ def resume(arguments: Arguments) -> int:
 
 def validate(arguments: Arguments) -> int:
     """Print the metrics of a trained task on all validation data."""
-    return _evaluate(arguments, lambda trainer: trainer.validate)
+    return _evaluate(arguments, lambda trainer: trainer.validate, report=_print_metrics)
 
 
 def test(arguments: Arguments) -> int:
     """Print the metrics of a trained task on all test data."""
-    return _evaluate(arguments, lambda trainer: trainer.test)
+    return _evaluate(arguments, lambda trainer: trainer.test, report=_print_metrics)
 
 
 def predict(arguments: Arguments) -> int:
     """Write `predictions.pt` into the run's folder."""
-
-    def keep(predictions: Any, folder: Path) -> None:
-        import torch
-
-        path = folder / "predictions.pt"
-        part = path.with_suffix(".pt.part")
-        torch.save(predictions, part)
-        part.replace(path)
-        print(f"{_described(predictions)} in {path}")
-
-    return _evaluate(arguments, lambda trainer: trainer.predict, report=keep)
+    return _evaluate(arguments, lambda trainer: trainer.predict, report=_keep_predictions)
 
 
 # ---- Training
-
-
-def trained(settings: Settings, run_dir: Path, *, resume: Path | None = None) -> FitResult:
-    """Return what training with the settings came to, in `run_dir`."""
-    from trainkit.assembly import assemble
-
-    assembly = assemble(settings, run_dir=run_dir)
-    return assembly.trainer.fit(assembly.task, assembly.data, resume=resume)
 
 
 def farewell(stopped: Stopped, run_dir: Path) -> str:
@@ -99,13 +82,16 @@ def check_is_new(folder: Path) -> None:
 
 
 def _train(settings: Settings, run_dir: Path, *, resume: Path | None = None) -> int:
+    from trainkit.assembly import assemble
+
+    assembly = assemble(settings, run_dir=run_dir)
     try:
-        result = trained(settings, run_dir, resume=resume)
+        result = assembly.trainer.fit(assembly.task, assembly.data, resume=resume)
     except Stopped as stopped:
-        print(farewell(stopped, run_dir), file=sys.stderr)
+        _say(assembly, farewell(stopped, run_dir), to=sys.stderr)
         return stopped.exit_code
     if result.run_dir is not None:
-        print(f"the run is in {result.run_dir}")
+        _say(assembly, f"the run is in {result.run_dir}")
     return 0
 
 
@@ -132,7 +118,7 @@ def _evaluate(
     arguments: Arguments,
     method: Callable[[Any], Callable[..., Any]],
     *,
-    report: Callable[[Any, Path], None] | None = None,
+    report: Callable[[Any, Path], None],
 ) -> int:
     path = _path(arguments, f"trainkit {arguments.command} run=runs/digits/2026-01-31_12-00-00")
     which = arguments.take("checkpoint")
@@ -146,11 +132,9 @@ def _evaluate(
     try:
         outcome = method(assembly.trainer)(assembly.task, assembly.data, checkpoint=checkpoint)
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        _say(assembly, str(stopped), to=sys.stderr)
         return stopped.exit_code
-    if report is None:
-        _print_metrics(outcome)
-    else:
+    if assembly.trainer.strategy.rank == 0:
         report(outcome, run_folder_of(path))
     return 0
 
@@ -177,8 +161,22 @@ def _check_checkpoint(path: Path, which: str | None = None) -> Path:
 
 
 def _settings_of_run(arguments: Arguments, path: Path) -> Settings:
+    file = run_folder_of(path) / _SETTINGS
+    if path.is_file() and not file.is_file():
+        return _settings_in_checkpoint(arguments, path)
     with composing(arguments.config_dirs, saved=_settings_file(run_folder_of(path))) as composer:
         return composer.settings(arguments.overrides)
+
+
+def _settings_in_checkpoint(arguments: Arguments, path: Path) -> Settings:
+    """Return the settings that a checkpoint keeps itself, for one that was moved away from its run."""
+    from trainkit.checkpoint import load_from
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / _SETTINGS
+        file.write_text(load_from(path).payload["config"], encoding="utf-8")
+        with composing(arguments.config_dirs, saved=file) as composer:
+            return composer.settings(arguments.overrides)
 
 
 def _settings_file(path: Path) -> Path:
@@ -197,7 +195,23 @@ def _show(settings: Settings, arguments: Arguments) -> int:
     return 0
 
 
-def _print_metrics(metrics: dict[str, float]) -> None:
+def _say(assembly: Assembly, line: str, *, to: TextIO | None = None) -> None:
+    """Print a line on one rank only: under torchrun each rank has come here by itself."""
+    if assembly.trainer.strategy.rank == 0:
+        print(line, file=to)
+
+
+def _keep_predictions(predictions: Any, folder: Path) -> None:
+    import torch
+
+    path = folder / "predictions.pt"
+    part = path.with_suffix(".pt.part")
+    torch.save(predictions, part)
+    part.replace(path)
+    print(f"{_described(predictions)} in {path}")
+
+
+def _print_metrics(metrics: dict[str, float], folder: Path) -> None:
     width = max((len(name) for name in metrics), default=0)
     for name, value in metrics.items():
         print(f"{name:<{width}}  {value:.6g}")

@@ -15,7 +15,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainkit.errors import UserError, nearest
 from trainkit.origins import Origins
 from trainkit.overrides import GROUPS, LISTS, Overrides
-from trainkit.problem import Problem, SettingsError, did_you_mean, likely, unknown_choice
+from trainkit.problem import Problem, SettingsError, did_you_mean, likely, there_are, unknown_choice
 from trainkit.registry import plugin_settings
 from trainkit.strict import check
 
@@ -87,12 +87,15 @@ class Composer:
         problems = list(overrides.problems)
         rendered = self.rendered(overrides)
         config = self._composed(rendered, problems)
+        if config is not None and overrides.deletions:
+            # Hydra deletes in the order of typing, but neither names what is near nor deletes a null.
+            present = _present(config, overrides.deletions, problems)
+            config = self._composed(self.rendered(overrides, deletions=present), problems)
         if config is None:
             raise SettingsError(self._with_origins(problems, overrides, []))
         recipe = config.hydra.runtime.choices.get("recipe")
         with open_dict(config):
             del config["hydra"]
-            _delete(config, overrides.deletions, problems)
         settings = settings_of(config, recipe, problems)
         for group in set(LISTS) & set(overrides.replaced_groups):
             typed = {key for key, _ in overrides.typed}
@@ -102,12 +105,12 @@ class Composer:
             raise SettingsError(self._with_origins(problems, overrides, rendered))
         return settings
 
-    def rendered(self, overrides: Overrides) -> list[str]:
+    def rendered(self, overrides: Overrides, *, deletions: Collection[str] = ()) -> list[str]:
         """Return the overrides as Hydra takes them: what is typed for a key that is not there is found by the check."""
         if self._saved is not None:
             _store_saved(self._saved, without=overrides.replaced_groups)
         chosen = {group: self._chosen(group, overrides) for group in overrides.additions}
-        return overrides.rendered(chosen)
+        return overrides.rendered(chosen, deletions=deletions)
 
     def _chosen(self, group: str, overrides: Overrides) -> list[str]:
         """Return what is chosen in a group before additions; a saved run's choice is in its settings already."""
@@ -128,7 +131,7 @@ class Composer:
                 return compose(self.config_name, overrides=rendered, return_hydra_config=True)
         except MissingConfigException as error:
             problems.append(_missing_config(error))
-        except ConfigCompositionException as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
             problems.append(Problem("", _without_advice(error)))
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
@@ -198,18 +201,20 @@ def read_saved(path: Path) -> dict[str, Any]:
     return {**{str(key): value for key, value in saved.items()}, "run_dir": None}
 
 
-def _delete(config: DictConfig, keys: Sequence[tuple[str, str]], problems: list[Problem]) -> None:
-    """Take away the keys that were typed with a `~`."""
+def _present(config: DictConfig, keys: Sequence[tuple[str, str]], problems: list[Problem]) -> list[str]:
+    """Return the keys that have a value, of those typed with a `~`; ones that are not there are a problem."""
+    present = []
     for key, text in keys:
         parent, _, name = key.rpartition(".")
         node = OmegaConf.select(config, parent) if parent else config
-        if isinstance(node, DictConfig) and name in node:
-            del node[name]
-            continue
         names = [str(known) for known in node] if isinstance(node, DictConfig) else []
-        near = [f"~{parent}.{other}" if parent else f"~{other}" for other in likely(name, names)]
-        hint = did_you_mean(near) if near else f"There are: {', '.join(names)}." if names else ""
-        problems.append(Problem(key, f"there is nothing to take away. {hint}", f"the command line: {text}"))
+        if name not in names:
+            near = [f"~{parent}.{other}" if parent else f"~{other}" for other in likely(name, names)]
+            hint = did_you_mean(near) if near else there_are(names)
+            problems.append(Problem(key, f"there is nothing to take away. {hint}", f"the command line: {text}"))
+        elif isinstance(node, DictConfig) and node.get(name) is not None:
+            present.append(key)
+    return present
 
 
 def settings_of(config: Any, recipe: str | None, problems: list[Problem] | None = None) -> Settings:
@@ -235,7 +240,7 @@ def _missing_config(error: MissingConfigException) -> Problem:
     return Problem(group, message, f"the defaults list of {asking}.yaml" if asking else None)
 
 
-def _without_advice(error: ConfigCompositionException) -> str:
+def _without_advice(error: Exception) -> str:
     """Return Hydra's message without its advice to add what is not there."""
     lines = [line for line in str(error).splitlines() if line.strip() and "append to your" not in line]
     if error.__cause__ is not None:

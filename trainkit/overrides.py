@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -91,12 +91,15 @@ class Overrides:
         values = [part.values for part in self._parts if part.override.is_discrete_sweep() or not part.is_sweep]
         return [list(texts) for texts in product(*values)]
 
-    def rendered(self, chosen: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return what Hydra is given, deletions left out; `chosen` is what additions are added to."""
+    def rendered(self, chosen: Mapping[str, Sequence[str]], *, deletions: Collection[str] = ()) -> list[str]:
+        """Return what Hydra is given, of deletions only those of the keys in `deletions`.
+
+        `chosen` is what additions to groups are added to.
+        """
         lines = []
         for part in self._parts:
             replaced = part.key in chosen and part.is_group and not part.is_sweep
-            if replaced or _is_addition(part) or (_is_deletion(part) and not self._sweep):
+            if replaced or _is_addition(part) or (_is_deletion(part) and part.key not in deletions):
                 continue
             lines.append(_line(part))
         for group, names in self.additions.items():
@@ -125,6 +128,8 @@ class Overrides:
             return f"several values; add -m to try one after the other, or write [{values}] for a list"
         if not part.is_group or part.override.is_delete():
             return None
+        if part.key in GROUPS and part.key not in LISTS and isinstance(part.override.value(), list):
+            return "takes one choice, not a list"
         for name in part.names:
             if name not in options:
                 return unknown_choice(part.key, name, options)
@@ -136,6 +141,8 @@ def _line(part: _Part) -> str:
     text = part.text.lstrip("+")
     if part.override.is_hydra_override() or part.override.is_delete() or "@" in text.partition("=")[0]:
         return part.text
+    if part.is_group and part.override.value() is None:
+        return f"{part.key}=[]" if part.key in LISTS else f"~{part.key}"
     if part.is_group:
         return text if part.key in GROUPS else part.text
     return f"++{text}"  # Without ++ Hydra itself refuses an unknown key, and advises to add it.

@@ -74,7 +74,7 @@ def unknown_key(path: str, valid: Iterable[str], *, everywhere: Iterable[str]) -
 def unknown_choice(group: str, name: str, options: Sequence[str]) -> str:
     """Return that a group has no such choice, with the nearest one and those there are."""
     near = likely(name, options)
-    return f"unknown {group} '{name}'. {did_you_mean(near) + ' ' if near else ''}{there_are(options)}"
+    return f"unknown {group.removesuffix('s')} '{name}'. {did_you_mean(near) + ' ' if near else ''}{there_are(options)}"
 
 
 def did_you_mean(near: Sequence[str]) -> str:

@@ -112,7 +112,12 @@ def _accepted(module: str, argument: ast.arg) -> Accepted:
         found = definition(module, name)
         return found[1].value if found is not None and isinstance(found[1], ast.Assign) else None
 
-    return ANYTHING if argument.annotation is None else read_annotation(argument.annotation, alias)
+    accepted = ANYTHING if argument.annotation is None else read_annotation(argument.annotation, alias)
+    if "duration" in (accepted.kinds or ()) and definition(module, "Duration") != definition(
+        "trainkit.duration", "Duration"
+    ):
+        return ANYTHING  # another class of that name
+    return accepted
 
 
 # ---- Asking the object

@@ -28,6 +28,8 @@ def is_module(name: str) -> bool:
         if missing == name or name.startswith(f"{missing}."):
             return False  # a part of the name itself is no package
         raise TargetError(f"{name} needs the package '{missing}', which is not installed. {remedy(missing)}") from None
+    except ValueError:  # a module that was made while running
+        return name in sys.modules
 
 
 @cache

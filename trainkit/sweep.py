@@ -16,10 +16,11 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from trainkit.cli import Arguments, make_working_folder_importable, print_traceback
-from trainkit.commands import check_is_new, farewell, trained
+from trainkit.commands import check_is_new, farewell
 from trainkit.composition import Composer, Settings, composing, forget_absent, settings_of
 from trainkit.errors import Stopped, UserError
 from trainkit.overrides import LISTS, Overrides
@@ -55,8 +56,12 @@ def sweep(arguments: Arguments) -> int:
         folder = _sweep_folder(first)
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        lines = [*composer.rendered(overrides), f"hydra.sweep.dir='{folder}'", *_OF_HYDRA]
-        batches = hydra.multirun(composer.config_name, _run_job, lines, with_log_configuration=False)
+        deletions = [key for key, _ in overrides.deletions]
+        lines = [*composer.rendered(overrides, deletions=deletions), f"hydra.sweep.dir='{folder}'", *_OF_HYDRA]
+        try:
+            batches = hydra.multirun(composer.config_name, _run_job, lines, with_log_configuration=False)
+        except HydraException as error:
+            raise UserError(str(error)) from None
     outcomes = _outcomes(batches)
     _report(outcomes, folder)
     return next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0)
@@ -89,6 +94,8 @@ def _sweep_folder(settings: Settings) -> Path:
 
 def _run_job(config: DictConfig) -> JobOutcome:
     """Train one job; called by Hydra's launcher, perhaps in another process."""
+    from trainkit.assembly import assemble
+
     make_working_folder_importable()
     hydra = HydraConfig.get()
     typed = [_as_typed(str(text)) for text in hydra.overrides.task]
@@ -100,7 +107,8 @@ def _run_job(config: DictConfig) -> JobOutcome:
         settings = settings_of(OmegaConf.merge(config, {"run_dir": None}), hydra.runtime.choices.get("recipe"))
         for group in LISTS:
             forget_absent(settings.tree, group)
-        outcome.metrics = trained(settings, run_dir).metrics
+        assembly = assemble(settings, run_dir=run_dir)
+        outcome.metrics = assembly.trainer.fit(assembly.task, assembly.data).metrics
     except Stopped as stopped:
         print(farewell(stopped, run_dir), file=sys.stderr)
         raise SystemExit(stopped.exit_code) from None  # it ends the sweep, not only this job

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainkit.cli import COMMANDS, main
 
@@ -120,6 +121,7 @@ def test_a_new_run_never_writes_into_the_folder_of_another(capsys):
 def test_the_kept_settings_repeat_the_run(capsys, tmp_path):
     quiet = ["callbacks=[]", "logger=[jsonl]"]
     assert main(["fit", *TINY, *quiet, "run_dir=first", "trainer.max_duration=3step", "task.lr=0.05"]) == 0
+    torch.manual_seed(1234)  # what was drawn before must not matter
     assert main(["fit", "config=first/config.yaml", "run_dir=second"]) == 0
     first, second = (
         json.loads((tmp_path / name / "summary.json").read_text())["metrics"] for name in ("first", "second")
@@ -163,8 +165,6 @@ def test_a_wrong_path_to_a_run_is_told_with_the_nearest_name(capsys):
 
 
 def test_a_trained_run_is_validated_tested_and_predicted_with(capsys, tmp_path):
-    import torch
-
     assert main(["fit", *TINY, "trainer.max_duration=2epoch", "run_dir=run"]) == 0
     trained = json.loads(Path("run/summary.json").read_text())["metrics"]["validation/loss"]
     capsys.readouterr()
@@ -176,8 +176,45 @@ def test_a_trained_run_is_validated_tested_and_predicted_with(capsys, tmp_path):
     assert main(["predict", "run=run", "callbacks=[]"]) == 0
     assert "predictions of shape (360,) in run/predictions.pt" in capsys.readouterr().out
     assert torch.load("run/predictions.pt").shape == (360,)
+    # A checkpoint that was moved away brings its settings with it.
+    moved = max(Path("run/checkpoints").glob("*.pt"))
+    moved.rename("moved.pt")
+    assert main(["validate", "run=moved.pt", "callbacks=[]"]) == 0
+    assert f"{trained:.6g}" in capsys.readouterr().out
+    Path("moved.pt").rename(moved)
     assert "Did you mean 'best'?" in _errors(capsys, "test", "run=run", "checkpoint=bets")
     assert "Did you mean 'task.width'?" in _errors(capsys, "validate", "run=run", "task.widht=4")
+
+
+def test_a_run_that_python_started_says_how_it_goes_on(capsys, make_trainer):
+    from trainkit.recipes.digits import DigitsData
+    from trainkit.recipes.digits_mlp import DigitsMLP
+
+    make_trainer(max_duration="1step", run_dir="run", callbacks=["checkpoint"]).fit(DigitsMLP(), DigitsData())
+    assert "holds no settings: that run was started from Python" in _errors(capsys, "resume", "run")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("trainkit re", ["resume", "recipes"]),
+        ("trainkit fit recipe=digits_", ["recipe=digits_mlp"]),
+        ("trainkit fit recipe=digits task.w", ["task.weight_decay=", "task.width="]),
+        ("trainkit fit -m trainer.max_", ["trainer.max_duration="]),
+    ],
+)
+def test_the_shell_completes_commands_choices_and_keys(line, expected, capsys, monkeypatch):
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert main(["completion", "query"]) == 0
+    assert sorted(capsys.readouterr().out.split()) == sorted(expected)
+
+
+def test_completion_prints_a_script_for_each_shell(capsys):
+    for shell in ("bash", "zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        assert "trainkit completion query" in capsys.readouterr().out
+    assert "Did you mean 'bash'?" in _errors(capsys, "completion", "bsh")
 
 
 def test_python_dash_m_works_at_the_root_of_the_repository():
