@@ -19,9 +19,11 @@ class Parcel:
     """A tensor that another rank sends, or has sent."""
 
     tensor: Tensor | None
+    """In host memory: the ranks of a pipeline talk through gloo."""
     work: dist.Work | None
     local: deque[Tensor] | None
     """Where the tensor comes from, if this very rank sends it."""
+    device: torch.device
 
     def open(self, what: str) -> Tensor:
         """Return the tensor once it is here; `what` is named in the error if it does not come."""
@@ -30,7 +32,7 @@ class Parcel:
         assert self.tensor is not None
         if self.work is not None:
             _wait(self.work, f"waited in vain for {what}")
-        return self.tensor
+        return self.tensor.to(self.device)
 
 
 class Messages:
@@ -50,7 +52,7 @@ class Messages:
             return
         if tensor.numel() == 0:
             return
-        tensor = tensor.contiguous()
+        tensor = tensor.cpu().contiguous()
         work = dist.isend(tensor, group=self._group, group_dst=to, tag=tag)
         if work is not None:
             self._under_way.append((work, tensor))
@@ -60,16 +62,17 @@ class Messages:
     def expect(self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int) -> Parcel:
         """Return the parcel that rank `source` sends with `tag`; receiving goes on in the background."""
         if source == self._rank:
-            return Parcel(None, None, self._local[tag])
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            return Parcel(None, None, self._local[tag], self._device)
+        tensor = torch.empty(shape, dtype=dtype)
         if tensor.numel() == 0:
-            return Parcel(tensor, None, None)
-        return Parcel(tensor, dist.irecv(tensor, group=self._group, group_src=source, tag=tag), None)
+            return Parcel(tensor, None, None, self._device)
+        work = dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
+        return Parcel(tensor, work, None, self._device)
 
     def send_header(self, header: Any, *, to: int, tag: int) -> None:
         """Start sending a small object."""
-        content = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8).to(self._device)
-        self.send(torch.tensor([content.numel()], device=self._device), to=to, tag=HEADER_TAG + 2 * tag)
+        content = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+        self.send(torch.tensor([content.numel()]), to=to, tag=HEADER_TAG + 2 * tag)
         self.send(content, to=to, tag=HEADER_TAG + 2 * tag + 1)
 
     def receive_header(self, *, source: int, tag: int, what: str) -> Any:

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,10 @@ def _same(value: Any) -> Any:
 class _Counter(TorchDispatchMode):
     """Adds up floating-point operations, bytes written and calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = Cost()
+    @cached_property
+    def total(self) -> Cost:
+        """What was counted so far."""
+        return Cost()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

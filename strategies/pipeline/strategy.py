@@ -342,6 +342,12 @@ class Pipeline(ProcessGroupStrategy):
         outputs = [read(value) for value in returned]
         return self._share(outputs, staged, step_name)[0]
 
+    def stop_evaluating(self, requested: bool) -> bool:
+        """Return whether a stage of this replica was asked to stop: none may leave the others in a batch. Collective."""
+        found = torch.tensor([int(requested)])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._stage_group)
+        return bool(found.item())
+
     def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
         """Return the predictions for one batch, on every stage of this replica; collective over its stages."""
         staged, returned = self._forward(task, "predict_step", micro_batch)
@@ -399,8 +405,8 @@ class Pipeline(ProcessGroupStrategy):
         bounds, ranks = owned_bounds(recording, self._placement, num_ranks=self.stages)
         if torch.is_grad_enabled() and ranks != [index % self.stages for index in range(len(self._first.segments))]:
             raise UserError(
-                f"training_step goes through the stages in the order {ranks}, since the task was cut by what it was asked "
-                "first, an evaluation that calls its modules in another order. Train before you evaluate: "
+                f"training_step goes through the stages in the order {ranks}, since the task was cut by what it was "
+                "asked first, an evaluation that calls its modules in another order. Train before you evaluate: "
                 "trainer.sanity_batches=0."
             )
         return recording, bounds, ranks, recorded

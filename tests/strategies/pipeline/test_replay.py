@@ -1,0 +1,124 @@
+import pytest
+import torch
+from torch import nn
+from trainkit.strategies.pipeline.planning import plan
+from trainkit.strategies.pipeline.replay import Departure, Player
+from trainkit.strategies.pipeline.segments import segments
+
+from tests.strategies.pipeline.models import OWN, Gpt, Mlp, UNet
+
+
+class _Chain:
+    """Stages of a task run one after the other in this process, values handed over by hand."""
+
+    def __init__(self, task, batch, num_stages, **settings):
+        self.task = task
+        recording, partition = plan(task, task.training_step, batch, num_stages=num_stages, measured=False, **settings)
+        self.player = Player(recording, task, torch.device("cpu"))
+        self.shapes = [value.shape for value in recording.values]
+        self.segments = segments(recording, partition.bounds(len(recording.events)), list(range(num_stages)))
+        self.values = {}
+
+    def run(self, batch, *, only=None):
+        for segment in self.segments:
+            if only is None or segment.index == only:
+                received = {transfer.value: self.values[transfer.value] for transfer in segment.receives}
+                with self.player.interception.installed():
+                    result = self.player.run(
+                        segment, self.task.training_step, batch, received=received, shapes=self.shapes, seed=0
+                    )
+                self.values.update(result.values)
+        return result.returned
+
+
+def _batch(model):
+    return model.batch(4, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_stages_one_after_the_other_return_what_the_step_returns(name, num_stages):
+    task = OWN[name]()
+    expected = task.training_step(_batch(OWN[name]))
+    chain = _Chain(task, _batch(OWN[name]), num_stages)
+
+    returned = chain.run(_batch(OWN[name]))
+
+    loss, expected_loss = (value["loss"] if isinstance(value, dict) else value for value in (returned, expected))
+    assert torch.allclose(loss, expected_loss, atol=1e-7)
+
+
+def test_a_stage_calls_its_own_modules_only():
+    task = Mlp()
+    called = []
+    for name, module in task.net.named_children():
+        module.register_forward_hook(lambda module, args, output, name=name: called.append(name))
+    chain = _Chain(task, _batch(Mlp), 2, cuts=["net.9"])
+    chain.run(_batch(Mlp), only=0)
+    called.clear()
+
+    chain.run(_batch(Mlp), only=1)
+
+    assert called == [str(index) for index in range(9, 20)]
+
+
+def test_skips_are_received_from_the_stage_that_made_them():
+    chain = _Chain(UNet(), _batch(UNet), 4)
+
+    sources = {transfer.source for transfer in chain.segments[3].receives}
+
+    assert len(sources) > 1
+
+
+def test_hooks_and_classes_of_modules_are_the_same_after_a_replay():
+    task = Gpt()
+    classes = [type(module) for module in task.modules()]
+    chain = _Chain(task, _batch(Gpt), 2)
+
+    chain.run(_batch(Gpt))
+
+    assert [type(module) for module in task.modules()] == classes
+
+
+class _Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.branch = False
+
+    def training_step(self, batch):
+        hidden = self.first(batch)
+        if self.branch:
+            hidden = hidden.sin()
+        return self.second(hidden).sum()
+
+
+def test_a_call_that_was_not_recorded_is_named_with_the_one_that_was():
+    chain = _Chain(_Branches(), torch.ones(2, 3), 2)
+    chain.task.branch = True
+
+    with pytest.raises(Departure, match=r"came to `sin` where the recorded step has module 'second'.*test_replay"):
+        chain.run(torch.ones(2, 3))
+
+
+class _Asks(nn.Module):
+    """Looks at a value of the first stage at its very end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def training_step(self, batch):
+        hidden = self.first(batch)
+        scale = hidden.abs().max().item()
+        return (self.second(hidden) / scale).sum()
+
+
+def test_a_number_read_in_an_early_stage_is_read_again_in_the_later_one():
+    task = _Asks()
+    expected = task.training_step(torch.ones(2, 3))
+
+    chain = _Chain(task, torch.ones(2, 3), 2, cuts=["second"])
+
+    assert torch.allclose(chain.run(torch.ones(2, 3)), expected)
+    assert len(chain.segments[1].receives) == 2
