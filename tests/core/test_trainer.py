@@ -1,8 +1,8 @@
 """The Trainer's settings, each seen in what a run does."""
 
 import os
-import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,17 +49,25 @@ def test_training_ends_with_the_first_duration_that_is_reached(make_trainer, max
     assert result.exit_reason == f"reached max_duration={reason}"
 
 
-@pytest.mark.parametrize("unit", ["second", "s"])
-def test_training_ends_after_its_seconds(make_trainer, unit):
-    class Slow(Callback):
-        def on_step_end(self, run):
-            time.sleep(0.02)
+class Clock(Callback):
+    """Stands in for the clock of training: every step takes a tenth of a second."""
 
-    started = time.monotonic()
-    result = make_trainer(max_duration=f"0.3{unit}", callbacks=[Slow()]).fit(Regression(), data())
-    assert time.monotonic() - started >= 0.3
-    assert 2 <= result.steps
-    assert result.exit_reason == "reached max_duration=0.3second"
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr("trainkit.state.time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def on_step_end(self, run):
+        self.now += 0.1
+
+
+@pytest.mark.parametrize("max_duration", ["0.55second", "0.55s", "9epoch,0.55s"])
+def test_training_ends_after_its_seconds(make_trainer, monkeypatch, max_duration):
+    trainer = make_trainer(max_duration=max_duration, callbacks=[Clock(monkeypatch)])
+    result = trainer.fit(Regression(), data())
+    # The clock is read before on_step_end, so the sixth tenth is seen after the seventh step.
+    assert result.steps == 7
+    assert result.seconds == pytest.approx(0.6)
+    assert result.exit_reason == "reached max_duration=0.55second"
 
 
 def test_epochs_of_a_stream_end_with_the_stream(make_trainer):
@@ -200,15 +208,14 @@ def test_validation_comes_as_often_as_asked(make_trainer, evaluate_every, steps)
     assert recorder.steps_of("on_evaluation_end validation") == steps
 
 
-def test_validation_may_come_every_few_seconds(make_trainer):
-    class Slow(Callback):
-        def on_step_end(self, run):
-            time.sleep(0.03)
-
+def test_validation_and_logs_may_come_every_few_seconds(make_trainer, monkeypatch):
     recorder = Recorder()
-    trainer = make_trainer(evaluate_every="0.1s", max_duration="12step", callbacks=[Slow(), recorder])
+    trainer = make_trainer(
+        evaluate_every="0.25s", log_every="0.45s", max_duration="12step", callbacks=[Clock(monkeypatch), recorder]
+    )
     trainer.fit(Regression(), data(validation=regression_data(6, seed=1)))
-    assert 2 <= len(recorder.steps_of("on_evaluation_end validation")) <= 6
+    assert recorder.steps_of("on_evaluation_end validation") == [4, 6, 9, 11]
+    assert recorder.steps_of("on_log") == [6, 10, 12]
 
 
 @pytest.mark.parametrize(("sanity_batches", "calls"), [(0, 0), (2, 2), (100, 3)])
