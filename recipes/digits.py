@@ -1,4 +1,4 @@
-"""Handwritten digits with a small convolutional network: 98 % of the images it has never seen, in half a minute.
+"""Handwritten digits with a small convolutional network: 98 % of the images it has never seen, in seconds.
 
 The images come inside scikit-learn: 1797 of them, 8 x 8 pixels, so that nothing is downloaded.
 """

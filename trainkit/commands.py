@@ -69,8 +69,8 @@ def farewell(stopped: Stopped, run_dir: Path) -> str:
     try:
         checkpoint = resolve(run_dir)
     except UserError:
-        return f"{stopped}; nothing is saved: the run has no checkpoint callback (+callbacks=checkpoint)."
-    return f"{stopped}; the state is saved in {checkpoint}. Continue: trainkit resume {run_dir}"
+        return f"stopped by {stopped.signal_name}; nothing is saved: the run has no checkpoint callback (+callbacks=checkpoint)."
+    return f"stopped by {stopped.signal_name}; the state is saved in {checkpoint}. Continue: trainkit resume {run_dir}"
 
 
 def check_is_new(folder: Path) -> None:
@@ -132,7 +132,7 @@ def _evaluate(
     try:
         outcome = method(assembly.trainer)(assembly.task, assembly.data, checkpoint=checkpoint)
     except Stopped as stopped:
-        _say(assembly, str(stopped), to=sys.stderr)
+        _say(assembly, f"stopped by {stopped.signal_name}", to=sys.stderr)
         return stopped.exit_code
     if assembly.trainer.strategy.rank == 0:
         report(outcome, run_folder_of(path))
