@@ -63,6 +63,7 @@ class Run:
     """Says whether the weights are sound; collective."""
 
     def __post_init__(self) -> None:
+        self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
         self._hooks = {moment: _overridden(self.callbacks, moment) for moment in MOMENTS}
         self.checkpoints = None if self.run_dir is None else CheckpointStore(self.run_dir / "checkpoints")
 
@@ -88,6 +89,7 @@ class Run:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write `metrics`, which are the same on every rank, by their full names (`validation/loss`)."""
         self.state.metrics.update(metrics)
+        self._measured_at.update(dict.fromkeys(metrics, self.state.step))
         for destination in self.loggers:
             destination.write(metrics, step=self.state.step)
 
@@ -111,7 +113,7 @@ class Run:
                     name=f"step_{self.state.step:08d}",
                     step=self.state.step,
                     epoch=self.state.epoch,
-                    metrics=self.state.metrics,
+                    metrics=self._metrics_of_this_step(),
                     reason=reason,
                 )
             except UserError as error:
@@ -189,6 +191,11 @@ class Run:
         }
         self.emit("on_save", payload)
         return payload
+
+    def _metrics_of_this_step(self) -> dict[str, float]:
+        """Return the metrics that were measured with the present weights: older ones say nothing about them."""
+        metrics, measured_at = self.state.metrics, self._measured_at
+        return {name: metrics[name] for name, step in measured_at.items() if step == self.state.step}
 
     def _layout(self) -> str:
         return f"{type(self.strategy).__name__} {self.plan}"
