@@ -283,7 +283,8 @@ def overhead_on_rank(depth: int) -> dict[str, float]:
     window = Window([MicroBatch((tokens, tokens), 1) for _ in range(4)], 4, 4, False)
     for _ in range(3):
         strategy.forward_backward(task, window)
-    staged = next(iter(strategy._steps.values()))
+    assert strategy._staging is not None
+    staged = strategy._staging.first
     segment, player = staged.segments[dist.get_rank()], staged.player
     shapes = next(iter(staged.shapes.values()))
     hidden = torch.randn(1, LENGTH, 64)

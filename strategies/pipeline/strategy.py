@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainkit.batches import to_device
 from trainkit.errors import UserError, nearest
 from trainkit.optimization import Optimization
 from trainkit.precision import Precision
@@ -24,13 +25,8 @@ from ..ddp.agreement import broadcast, gather
 from ..ddp.clipping import total_norm
 from ..ddp.reducer import Reducer, ReducerSettings
 from ..process_group import ProcessGroupStrategy
-from .events import Recording
 from .messages import Messages
-from .partition import Partition
-from .placement import Placement, keep_own_part, owned_bounds, place
-from .planning import plan
-from .recording import observe
-from .replay import Player
+from .placement import Placement, keep_own_part
 from .runtime import Runtime, StagedStep
 from .schedules import (
     FORWARD,
@@ -42,14 +38,21 @@ from .schedules import (
     interleaved_virtual,
     simple,
 )
-from .segments import segments
 from .sharing import OutputSharing
-from .structures import signature
+from .staging import Staging
 from .table import PartitionPlan
+from .whole_state import (
+    gather_optimizer_state,
+    gather_state,
+    keep_own_optimizer_state,
+    load_own_optimizer_state,
+    load_own_state,
+)
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+TRAINING = "training_step"
 SCHEDULES = ("simple", "interleaved", "interleaved_virtual")
 BALANCES = {"speed": 0.0, "memory": 1.0}
 MICRO_BATCHES_PER_STAGE = 2
@@ -129,15 +132,14 @@ class Pipeline(ProcessGroupStrategy):
         """The stages, once the first step has been planned."""
         self._pipeline_group: dist.ProcessGroup | None = None
         self._data_group: dist.ProcessGroup | None = None
-        self._placement: Placement | None = None
-        self._steps: dict[str, StagedStep] = {}
+        self._staging: Staging | None = None
         self._runtime: Runtime | None = None
         self._sharing: OutputSharing | None = None
         self._holder_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._reducer: Reducer | None = None
         self._optimization: Optimization | None = None
         self._with_gradient: set[str] | None = None
-        self._host = torch.device("cpu")
+        self._counted_parameters: list[nn.Parameter] = []
 
     # ---- Where the ranks are
 
@@ -161,6 +163,14 @@ class Pipeline(ProcessGroupStrategy):
         self._join()
         messages = Messages(self._pipeline_group, rank=self.stage, device=self.device)
         self._runtime = Runtime(messages, device=self.device)
+        self._staging = Staging(
+            num_ranks=self.stages,
+            stages_per_rank=self.stages_per_rank,
+            group=self._stage_group,
+            cuts=self.cuts,
+            balance=self.balance,
+            device=self.device,
+        )
         self._sharing = OutputSharing(self._pipeline_group, rank=self.stage, device=self.device)
 
     def _join(self) -> None:
@@ -185,7 +195,7 @@ class Pipeline(ProcessGroupStrategy):
     def prepare(self, task: TaskModule) -> None:
         """Leave rank 0's parameters and buffers on every rank; they stay in host memory until the first step is cut."""
         self.precision.prepare(task)
-        task.to(self._host)
+        task.to(torch.device("cpu"))
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         everything = [*task.parameters(), *task.buffers()]
         if self.stage == 0:
@@ -208,7 +218,7 @@ class Pipeline(ProcessGroupStrategy):
         if self._reducer is not None:
             self._reducer.close()
         self._reducer = self._data_group = self._pipeline_group = None
-        self._steps.clear()
+        self._staging = None
         self._holder_groups.clear()
         super().teardown()
 
@@ -235,7 +245,7 @@ class Pipeline(ProcessGroupStrategy):
         Returns the outputs of this replica's micro-batches, on every stage. Collective.
         """
         step = partial(self._call, task.training_step)
-        staged = self._staged(task, "training_step", step, window.micro_batches)
+        staged = self._staged(task, TRAINING, step, window.micro_batches)
         outputs: dict[int, StepOutput] = {}
 
         def read_loss(index: int, returned: Any) -> Tensor:
@@ -299,7 +309,6 @@ class Pipeline(ProcessGroupStrategy):
             mine = [name for name, parameter in parameters.items() if parameter.grad is not None]
             answers = gather(mine, super().group)
             self._with_gradient = {name for names in answers for name in names}
-        assert self._placement is not None
         for ranks, names in self._placement.shared_by().items():
             if self.stage not in ranks:
                 continue
@@ -338,22 +347,36 @@ class Pipeline(ProcessGroupStrategy):
         def read(returned: Any) -> StepOutput:
             return read_evaluation_output(returned, micro_batch.num_samples, task, step_name)
 
+        if self._must_evaluate_whole:
+            return super().evaluate(task, micro_batch, step_name)
         staged, returned = self._forward(task, step_name, micro_batch)
         outputs = [read(value) for value in returned]
         return self._share(outputs, staged, step_name)[0]
 
     def stop_evaluating(self, requested: bool) -> bool:
-        """Return whether a stage of this replica was asked to stop: none may leave the others in a batch. Collective."""
+        """Return whether a stage of this replica was asked to stop, so that none leaves the others in a batch."""
         found = torch.tensor([int(requested)])
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._stage_group)
         return bool(found.item())
 
     def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
         """Return the predictions for one batch, on every stage of this replica; collective over its stages."""
+        if self._must_evaluate_whole:
+            return super().predict(task, micro_batch)
         staged, returned = self._forward(task, "predict_step", micro_batch)
         box = returned or [None]
         dist.broadcast_object_list(box, group=self._stage_group, group_src=staged.segments[-1].rank)
         return box[0]
+
+    @property
+    def _must_evaluate_whole(self) -> bool:
+        """Whether replicas will cut the task together at the first step of training, so that no one may do it now."""
+        return self.replicas > 1 and self._optimization is not None and not self._is_placed
+
+    def _move_for_evaluation(self, batch: Any) -> Any:
+        if self._must_evaluate_whole:
+            return to_device(batch, torch.device("cpu"), dtype=self.precision.batch_type)
+        return super()._move_for_evaluation(batch)
 
     def _forward(self, task: TaskModule, step_name: str, micro_batch: MicroBatch) -> tuple[StagedStep, list[Any]]:
         assert self._runtime is not None
@@ -366,98 +389,52 @@ class Pipeline(ProcessGroupStrategy):
         returned = self._runtime.forward(staged, step, [moved.batch], actions=actions, seed=_draw_seed())
         return staged, list(returned.values())
 
-    # ---- Planning
+    # ---- Stages
 
     def _staged(
-        self,
-        task: TaskModule,
-        name: str,
-        step: Callable[[Any], Any],
-        micro_batches: Sequence[MicroBatch],
+        self, task: TaskModule, name: str, step: Callable[[Any], Any], micro_batches: Sequence[MicroBatch]
     ) -> StagedStep:
-        """Return a step cut into segments; recorded by rank 0 when it is met for the first time. Collective then."""
-        if name not in self._steps:
-            recording, bounds, ranks, recorded = self._plan_first(task, step, micro_batches)
-            player = Player(recording, task, self.device)
-            self._steps[name] = StagedStep.of(player, segments(recording, bounds, ranks), recorded)
-        return self._steps[name]
+        """Return a step cut into stages; where it is met for the first time, the ranks concerned plan it together."""
+        staging = self._staging
+        assert staging is not None
+        if name not in staging.steps:
+            is_first = staging.placement is None
+            batch = micro_batches[0].batch if micro_batches else None
+            # Replicas train together, but each evaluates as many batches as it has.
+            staging.add(name, task, step, batch, everywhere=name == TRAINING)
+            if is_first:
+                self._settle(task, staging.first, len(micro_batches))
+        return staging.steps[name]
 
-    def _plan_first(
-        self, task: TaskModule, step: Callable[[Any], Any], micro_batches: Sequence[MicroBatch]
-    ) -> tuple[Recording, list[tuple[int, int]], list[int], Any]:
-        is_first = self._placement is None
-        answer: Any = None
-        if self._global_rank == 0 or (not is_first and self.stage == 0):
-            try:
-                answer = self._record(task, step, micro_batches[0].batch)
-            except Exception as error:
-                self._tell(error, is_first=is_first)
-                raise
-        answer = self._tell(answer, is_first=is_first)
-        if isinstance(answer, BaseException):
-            raise answer
-        recording, partition, recorded = answer
-        if is_first:
-            self._settle(task, recording, partition, len(micro_batches))
-            bounds = partition.bounds(len(recording.events))
-            return recording, bounds, [index % self.stages for index in range(len(bounds))], recorded
-        assert self._placement is not None
-        bounds, ranks = owned_bounds(recording, self._placement, num_ranks=self.stages)
-        if torch.is_grad_enabled() and ranks != [index % self.stages for index in range(len(self._first.segments))]:
-            raise UserError(
-                f"training_step goes through the stages in the order {ranks}, since the task was cut by what it was "
-                "asked first, an evaluation that calls its modules in another order. Train before you evaluate: "
-                "trainer.sanity_batches=0."
-            )
-        return recording, bounds, ranks, recorded
-
-    def _record(self, task: TaskModule, step: Callable[[Any], Any], batch: Any) -> tuple[Any, ...]:
-        if self._placement is not None:
-            units = frozenset(event.name for event in self._first.recording.events if event.is_unit)
-            return observe(task, step, batch, units=units).recording, None, signature(batch)
-        on_host = batch if self.device.type == "cpu" else _to_host(batch)
-        recording, partition = plan(
-            task,
-            step,
-            on_host,
-            num_stages=self.stages * self.stages_per_rank,
-            balance=self.balance,
-            cuts=self.cuts,
-            measured=self.device.type == "cpu",
-        )
-        return recording, partition, signature(batch)
-
-    @property
-    def _first(self) -> StagedStep:
-        """The step by which the task was cut."""
-        return next(iter(self._steps.values()))
-
-    def _tell(self, answer: Any, *, is_first: bool) -> Any:
-        """Return what the recording rank found: rank 0 for everyone, later the first stage for its own pipeline."""
-        box = [answer]
-        if is_first:
-            dist.broadcast_object_list(box, src=0)
-        else:
-            dist.broadcast_object_list(box, group=self._stage_group, group_src=0)
-        return box[0]
-
-    def _settle(self, task: TaskModule, recording: Recording, partition: Partition, num_micro_batches: int) -> None:
+    def _settle(self, task: TaskModule, staged: StagedStep, num_micro_batches: int) -> None:
         """Keep this stage's part of the task on the device, and arrange for gradients to be reduced."""
-        placement = place(task, recording, partition, num_ranks=self.stages)
-        self._placement = placement
+        assert self._staging is not None and self._staging.partition is not None
+        placement = self._placement
         keep_own_part(task, placement, rank=self.stage, device=self.device)
         named = dict(task.named_parameters())
         self._counted_parameters = [
             parameter for name, parameter in named.items() if placement.counted(name, self.stage)
         ]
-        self._keep_own_optimizer_state(named)
+        state = torch.get_rng_state()  # all stages of a pipeline draw the same numbers from here on
+        dist.broadcast(state, group=self._stage_group, group_src=0)
+        torch.set_rng_state(state)
+        if self._optimization is not None:
+            optimizer = self._optimization.optimizer
+            keep_own_optimizer_state(optimizer, task, placement, stage=self.stage, device=self.device)
+            self._prepare_reduction(task, named)
+        share = bubble(self.stages, max(num_micro_batches, 1), stages_per_rank=self.stages_per_rank)
+        self.partition_plan = PartitionPlan.of(staged.recording, self._staging.partition, bubble=share)
+        if self.is_main:
+            logger.info("pipeline:\n%s", self.partition_plan)
+
+    def _prepare_reduction(self, task: TaskModule, named: dict[str, nn.Parameter]) -> None:
+        """Make the groups that add up gradients; collective over all ranks."""
+        placement = self._placement
         for replica in range(self.replicas):
             for ranks in sorted(placement.shared_by()):
-                members = [replica * self.stages + stage for stage in ranks]
-                group = dist.new_group(members)
+                group = dist.new_group([replica * self.stages + stage for stage in ranks])
                 if replica == self.rank:
                     self._holder_groups[ranks] = group
-        self._check_generators()
         mine = [
             (name, parameter)
             for name, parameter in named.items()
@@ -467,37 +444,18 @@ class Pipeline(ProcessGroupStrategy):
             self._buffers = [buffer for name, buffer in task.named_buffers() if placement.is_held(name, self.stage)]
         if self.replicas > 1 and mine:
             self._reducer = Reducer(mine, group=self.group, settings=ReducerSettings(average=False))
-        self.partition_plan = PartitionPlan.of(
-            recording,
-            partition,
-            bubble=bubble(self.stages, max(num_micro_batches, 1), stages_per_rank=self.stages_per_rank),
-        )
-        if self.is_main:
-            logger.info("pipeline:\n%s", self.partition_plan)
-
-    def _keep_own_optimizer_state(self, named: dict[str, nn.Parameter]) -> None:
-        assert self._placement is not None
-        if self._optimization is None:
-            return
-        state = self._optimization.optimizer.state
-        for name, parameter in named.items():
-            if parameter in state:
-                if not self._placement.is_held(name, self.stage):
-                    del state[parameter]
-                else:
-                    _move_state(state[parameter], self.device)
-
-    def _check_generators(self) -> None:
-        """Let all stages of a pipeline draw the same random numbers from here on."""
-        state = torch.get_rng_state()
-        dist.broadcast(state, group=self._stage_group, group_src=0)
-        torch.set_rng_state(state)
-
-    # ---- Talking to the other ranks: those of other replicas, unless it says otherwise
 
     @property
-    def _global_rank(self) -> int:
-        return self.rank * self.stages + self.stage
+    def _placement(self) -> Placement:
+        assert self._staging is not None and self._staging.placement is not None
+        return self._staging.placement
+
+    @property
+    def _is_placed(self) -> bool:
+        """Whether the task has been cut, so that this rank holds only a part."""
+        return self._staging is not None and self._staging.placement is not None
+
+    # ---- Talking to the other ranks: those of other replicas, unless it says otherwise
 
     def _share(self, outputs: list[StepOutput], staged: StagedStep, kind: str) -> list[StepOutput]:
         assert self._sharing is not None
@@ -539,68 +497,30 @@ class Pipeline(ProcessGroupStrategy):
     # ---- State, whole and under the bare task's names
 
     def state_dict(self, task: TaskModule) -> dict[str, Any]:
-        """Return the task's parameters and buffers, complete on rank 0: each stage sends it what it holds."""
-        state = task.state_dict()
-        if self._placement is None or self.rank != 0:
-            return state
-        names = _canonical_names(task)
-        for key in state:
-            source = self._placement.holders[names[key]][0] if key in names else 0
-            if source == 0:
-                continue
-            if self.stage == source:
-                dist.send(state[key].contiguous().cpu(), group=self._stage_group, group_dst=0)
-            elif self.stage == 0:
-                whole = torch.empty(state[key].shape, dtype=state[key].dtype)
-                dist.recv(whole, group=self._stage_group, group_src=source)
-                state[key] = whole
-        return state
+        """Return the task's parameters and buffers, complete on the main rank."""
+        if not self._is_placed or self.rank != 0:
+            return task.state_dict()
+        return gather_state(task, self._placement, stage=self.stage, group=self._stage_group)
 
     def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
         """Give each stage its part of the parameters and buffers in `saved`."""
-        if self._placement is None:
+        if self._is_placed:
+            load_own_state(task, self._placement, saved, stage=self.stage)
+        else:
             task.load_state_dict(saved)
-            return
-        names = _canonical_names(task)
-        current = task.state_dict()
-        if set(current) != set(saved):
-            task.load_state_dict(saved)  # raises with the names that differ
-        with torch.no_grad():
-            for key, tensor in current.items():
-                if key in names and self._placement.is_held(names[key], self.stage):
-                    tensor.copy_(saved[key])
 
     def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
-        """Return the optimizer's state, complete on rank 0: each stage holds that of its parameters."""
-        state: dict[str, Any] = optimization.optimizer.state_dict()
-        if self._placement is None or self.rank != 0:
-            return state
-        parts: list[Any] = [None] * self.stages
-        dist.gather_object(
-            state["state"],
-            parts if self.stage == 0 else None,
-            group=self._stage_group,
-            group_dst=0,
-        )
-        if self.stage == 0:
-            whole: dict[int, Any] = {}
-            for part in reversed(parts):
-                whole.update(part)
-            state["state"] = dict(sorted(whole.items()))
-        return state
+        """Return the optimizer's state, complete on the main rank."""
+        if not self._is_placed or self.rank != 0:
+            return super().optimizer_state_dict(task, optimization)
+        return gather_optimizer_state(optimization.optimizer, stage=self.stage, group=self._stage_group)
 
     def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
         """Give this stage's optimizer the state of its own parameters in `saved`."""
-        if self._placement is None:
-            optimization.optimizer.load_state_dict(saved)
-            return
-        names = {id(parameter): name for name, parameter in task.named_parameters()}
-        own = {
-            index: state
-            for index, state in saved["state"].items()
-            if self._placement.is_held(names[id(optimization.parameters[index])], self.stage)
-        }
-        optimization.optimizer.load_state_dict({**saved, "state": own})
+        if self._is_placed:
+            load_own_optimizer_state(optimization.optimizer, task, self._placement, saved, stage=self.stage)
+        else:
+            super().load_optimizer_state_dict(task, optimization, saved)
 
     # ---- What happened when
 
@@ -641,22 +561,3 @@ def _balance(balance: str | float) -> float:
     if not 0.0 <= balance <= 1.0:
         raise UserError(f"balance must be speed, memory or a number from 0 to 1, got {balance}.")
     return float(balance)
-
-
-def _canonical_names(task: nn.Module) -> dict[str, str]:
-    """Return for each key of the state dict the first name of the parameter or buffer there."""
-    first = {id(tensor): name for name, tensor in (*task.named_parameters(), *task.named_buffers())}
-    state = task.state_dict(keep_vars=True)
-    return {key: first[id(tensor)] for key, tensor in state.items() if id(tensor) in first}
-
-
-def _move_state(state: dict[str, Any], device: torch.device) -> None:
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            state[key] = value.to(device)
-
-
-def _to_host(batch: Any) -> Any:
-    from trainkit.batches import to_device
-
-    return to_device(batch, torch.device("cpu"))

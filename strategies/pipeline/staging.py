@@ -1,0 +1,124 @@
+"""The task's steps, each recorded when it is met first, and cut so that every part is where its parameters are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainkit.batches import to_device
+from trainkit.errors import UserError
+
+from .events import Recording
+from .partition import Partition
+from .placement import Placement, owned_bounds, place
+from .planning import Cuts, plan
+from .recording import Step, observe
+from .replay import Player
+from .runtime import StagedStep
+from .segments import segments
+from .structures import Signature, signature
+
+Answer = tuple[Recording, Partition | None, Signature]
+
+
+class Staging:
+    """Knows the cuts. The first step asked for decides them; later steps follow the parameters.
+
+    Args:
+        num_ranks: Ranks of the pipeline.
+        stages_per_rank: Stages on each of them.
+        group: The pipeline.
+        cuts: The user's wish, or none.
+        balance: Share of memory against time.
+        device: Where this rank computes.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        stages_per_rank: int,
+        group: dist.ProcessGroup,
+        cuts: Cuts | None,
+        balance: float,
+        device: torch.device,
+    ):
+        self.steps: dict[str, StagedStep] = {}
+        self.placement: Placement | None = None
+        self.partition: Partition | None = None
+        self._num_ranks = num_ranks
+        self._stages_per_rank = stages_per_rank
+        self._group = group
+        self._cuts = cuts
+        self._balance = balance
+        self._device = device
+
+    @property
+    def first(self) -> StagedStep:
+        """The step by which the task was cut."""
+        return next(iter(self.steps.values()))
+
+    def add(self, name: str, task: nn.Module, step: Step, batch: Any, *, everywhere: bool) -> None:
+        """Record `step` on one rank and cut it on all: those of the pipeline, or `everywhere`. Collective over them.
+
+        Raises on every rank what went wrong on the one that records.
+        """
+        source = 0 if everywhere else dist.get_global_rank(self._group, 0)
+        answer: Any = None
+        if dist.get_rank() == source:
+            try:
+                answer = self._record(task, step, batch)
+            except Exception as error:
+                self._tell(error, source, everywhere=everywhere)
+                raise
+        answer = self._tell(answer, source, everywhere=everywhere)
+        if isinstance(answer, Exception):
+            raise answer
+        recording, partition, recorded = answer
+        bounds, ranks = self._settle(task, recording, partition)
+        player = Player(recording, task, self._device)
+        self.steps[name] = StagedStep.of(player, segments(recording, bounds, ranks), recorded)
+
+    def _record(self, task: nn.Module, step: Step, batch: Any) -> Answer:
+        if self.placement is not None:
+            units = frozenset(event.name for event in self.first.recording.events if event.is_unit)
+            return observe(task, step, batch, units=units).recording, None, signature(batch)
+        on_host = batch if self._device.type == "cpu" else to_device(batch, torch.device("cpu"))
+        recording, partition = plan(
+            task,
+            step,
+            on_host,
+            num_stages=self._num_ranks * self._stages_per_rank,
+            balance=self._balance,
+            cuts=self._cuts,
+            measured=self._device.type == "cpu",
+        )
+        return recording, partition, signature(batch)
+
+    def _tell(self, answer: Any, source: int, *, everywhere: bool) -> Any:
+        box = [answer]
+        dist.broadcast_object_list(box, source, group=None if everywhere else self._group)
+        return box[0]
+
+    def _settle(
+        self, task: nn.Module, recording: Recording, partition: Partition | None
+    ) -> tuple[list[tuple[int, int]], list[int]]:
+        """Return the bounds and ranks of a step's segments."""
+        if partition is not None:
+            self.partition = partition
+            self.placement = place(task, recording, partition, num_ranks=self._num_ranks)
+            bounds = partition.bounds(len(recording.events))
+            return bounds, [index % self._num_ranks for index in range(len(bounds))]
+        assert self.placement is not None
+        bounds, ranks = owned_bounds(recording, self.placement, num_ranks=self._num_ranks)
+        if torch.is_grad_enabled() and ranks != [segment.rank for segment in self.first.segments]:
+            raise UserError(
+                f"training_step goes through the stages in the order {ranks}, since the task was cut by what it was "
+                "asked first, an evaluation that calls its modules in another order. Train before you evaluate: "
+                "trainer.sanity_batches=0."
+            )
+        return bounds, ranks
