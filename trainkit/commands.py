@@ -69,7 +69,7 @@ def farewell(stopped: Stopped, run_dir: Path) -> str:
     try:
         checkpoint = resolve(run_dir)
     except UserError:
-        return f"stopped by {stopped.signal_name}; nothing is saved: the run has no checkpoint callback (+callbacks=checkpoint)."
+        return f"stopped by {stopped.signal_name}; nothing is saved without +callbacks=checkpoint."
     return f"stopped by {stopped.signal_name}; the state is saved in {checkpoint}. Continue: trainkit resume {run_dir}"
 
 
