@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.batches import tensors_in, to_device
 
@@ -39,6 +40,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         find_unused_parameters: Whether parameters may take no part in the loss.
         gradient_as_bucket_view: Whether `.grad` is a part of a bucket: less memory and no copy.
         static_graph: Whether every step uses the same parameters equally often.
+        device_mesh: The ranks as a mesh of one dimension, in place of `process_group`.
         transport: How gradients travel: "auto", "shared_memory" or "group".
 
     """
@@ -57,12 +59,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
+        device_mesh: DeviceMesh | None = None,
         transport: TransportName = "auto",
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+        if process_group is not None and device_mesh is not None:
+            raise RuntimeError("process_group and device_mesh say the same thing in two ways; give one of them")
+        if device_mesh is not None:
+            process_group = device_mesh.get_group(0)
         self.process_group = process_group if process_group is not None else _world()
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore = set(ignored)

@@ -163,6 +163,7 @@ class Reducer:
         self._open, self._next, self._marked = True, 0, frozenset()
         self.began_at = time.perf_counter()
         if not self.buckets:
+            self._learn_anew()
             return
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
@@ -572,6 +573,12 @@ class Reducer:
             bucket.finished_at = time.perf_counter()
 
     # ---- The first backward
+
+    def _learn_anew(self) -> None:
+        """Forget what an earlier backward has shown that did not reach its end."""
+        self._moments, self._fires = 0, [0] * len(self.slots)
+        for slot in self.slots:
+            slot.arrived = 0
 
     def _settle(self) -> None:
         """Make the buckets in rank 0's order of arrival, and fill them with the first gradients."""

@@ -308,12 +308,26 @@ def an_exception_in_backward_before_any_reduction_is_forgotten(views: bool) -> f
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             raise ArithmeticError("in backward")
 
-    wrapped, reference = wrapped_pair(gradient_as_bucket_view=views)
-    wrapped(batch(dist.get_rank())).square().mean().backward()
-    wrapped.zero_grad()
-    with pytest.raises(ArithmeticError):
-        Fails.apply(wrapped(batch(dist.get_rank()))).square().mean().backward()
-    wrapped(batch(dist.get_rank())).square().mean().backward()
+    class Middle(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model, self.failing = model, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.model:
+                x = Fails.apply(layer(x)) if self.failing and layer is self.model[1] else layer(x)
+            return x
+
+    torch.manual_seed(0)
+    reference = Mlp()
+    wrapped = DistributedDataParallel(Middle(copy.deepcopy(reference)), gradient_as_bucket_view=views)
+    for _ in range(2):  # before the buckets are made, and after
+        wrapped.module.failing = True
+        with pytest.raises(ArithmeticError):
+            wrapped(batch(dist.get_rank())).square().mean().backward()
+        wrapped.module.failing = False
+        wrapped.zero_grad()
+        wrapped(batch(dist.get_rank())).square().mean().backward()
     return distance(wrapped, one_process_gradient(reference, lambda m, x: m(x).square().mean()))
 
 

@@ -175,6 +175,7 @@ def test_started_ranks_bring_weights_metrics_and_predictions_back(tmp_path):
 
 class Failing(Regression):
     def training_step(self, batch: Any) -> Any:
+        print(f"rank {dist.get_rank()} was here", flush=True)
         if dist.get_rank() == 1:
             raise ArithmeticError("rank 1 cannot go on")
         return super().training_step(batch)
@@ -184,7 +185,10 @@ class Failing(Regression):
 def test_the_error_of_a_started_rank_comes_back_with_its_traceback(tmp_path, capfd):
     start = time.monotonic()
     with pytest.raises(ArithmeticError, match="rank 1 cannot go on") as raised:
-        fit(DDPStrategy(devices=2, device="cpu"), Failing(), run_dir=tmp_path)
+        strategy = DDPStrategy(devices=2, device="cpu")
+        strategy.log_dir = tmp_path
+        fit(strategy, Failing(), run_dir=tmp_path)
+    assert (tmp_path / "rank_1.log").read_text() == "rank 1 was here\n"
     cause = str(raised.value.__cause__)
     assert "rank 1: Traceback" in cause
     assert "in training_step" in cause
