@@ -70,7 +70,7 @@ class Run:
     @property
     def is_main(self) -> bool:
         """Whether this rank writes files and talks to the user."""
-        return self.strategy.rank == 0
+        return self.strategy.is_main
 
     def hooks(self, moment: str) -> list[Callable[..., None]]:
         """Return the callbacks' methods for a moment; only overridden ones."""
@@ -149,8 +149,8 @@ class Run:
     def restore_rng(self, payload: dict[str, Any]) -> None:
         """Let the random generators go on: exactly on the layout that was saved, from a new seed on another."""
         states = payload["rng"]
-        if len(states) == self.strategy.world_size and payload["layout"] == self._layout():
-            set_rng_state(states[self.strategy.rank])
+        if len(states) == self.strategy.num_processes and payload["layout"] == self._layout():
+            set_rng_state(states[self.strategy.process])
         else:
             seed_everything(self.seed + 1_000_003 * self.state.step + self.strategy.rank)
 

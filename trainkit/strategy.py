@@ -78,6 +78,21 @@ class Strategy:
 
     # ---- Where the ranks are
 
+    @property
+    def process(self) -> int:
+        """This process among all that take part: its rank, unless several share the samples of one rank."""
+        return self.rank
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that take part; the length of what `all_gather_object` returns."""
+        return self.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks to the user."""
+        return self.process == 0
+
     def validate(self) -> None:
         """Raise UserError for what this machine cannot run; called before any process is started."""
         pick_device(self._requested_device)
@@ -223,6 +238,10 @@ class Strategy:
 
     def _move_for_evaluation(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" and self.precision.batch_type is None else self._move(batch)
+
+    def stop_evaluating(self, requested: bool) -> bool:
+        """Return whether to leave an evaluation after this batch; ranks that evaluate a batch together must agree."""
+        return requested
 
     def gather_predictions(self, outputs: list[Any]) -> list[Any]:
         """Return all ranks' predictions in the order of the dataset; collective."""

@@ -304,7 +304,7 @@ class Trainer:
                     strategy=strategy,
                     precision=self.precision,
                     callbacks=self.callbacks,
-                    loggers=self.loggers if strategy.rank == 0 else [],
+                    loggers=self.loggers if strategy.is_main else [],
                     signals=signals,
                     seed=self.seed,
                     run_dir=strategy.broadcast_object(run_dir),

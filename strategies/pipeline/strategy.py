@@ -153,6 +153,15 @@ class Pipeline(ProcessGroupStrategy):
         return super().group if self._data_group is None else self._data_group
 
     @property
+    def process(self) -> int:
+        """Stages of one replica are neighbours."""
+        return self.rank * self.stages + self.stage
+
+    @property
+    def num_processes(self) -> int:
+        return self.replicas * self.stages
+
+    @property
     def is_main(self) -> bool:
         """Whether this rank writes files and talks to the user: the first stage of the first replica."""
         return self.rank == 0 and self.stage == 0
