@@ -14,7 +14,7 @@ from trainkit.strategies.single import SingleDevice
 
 from tests.equality import TASKS, ConvNet, Perceptron, StepWeights, images, largest_difference, make, numbers
 from trainkit import Data, Trainer, UserError
-from trainkit.cli import Arguments
+from trainkit.command_line.cli import Arguments
 from trainkit.parity import assert_resume_exact, assert_strategies_equal, compare_strategies
 from trainkit.parity_command import parity
 from trainkit.testing import run_ranks
@@ -268,7 +268,7 @@ def test_assert_resume_exact_finds_state_that_is_not_saved():
 # ---- All strategies, tasks and layouts at once
 
 
-def trained(strategy, name, *, num_samples):
+def trained(strategy, name, *, num_samples, run_dir):
     """Return the weights after each of two epochs' steps of 6 samples."""
     task, data = make(name, num_samples, batch_size=6)
     seen = StepWeights()
@@ -278,39 +278,40 @@ def trained(strategy, name, *, num_samples):
         evaluate_every=None,
         callbacks=[seen],
         loggers=[],
-        run_dir=None,
+        run_dir=run_dir,
         sanity_batches=0,
     ).fit(task, data)
     return seen.steps
 
 
-def largest_differences(names):
+def largest_differences(names, run_dir):
     """Run on each rank: every named strategy on every task, cut and length of the last batch, against `single`."""
     from trainkit import registry
 
     found = {}
     for name in ("perceptron", "plain_conv_net", "gpt"):
         for num_samples in (12, 13):  # 13: the last batch has one sample, so that ranks are without
-            single = trained(SingleDevice(device="cpu"), name, num_samples=num_samples)
+            alone = run_dir / f"single_{torch.distributed.get_rank()}"
+            single = trained(SingleDevice(device="cpu"), name, num_samples=num_samples, run_dir=alone)
             for strategy, accumulate in itertools.product(names, (None, 3)):
                 if accumulate == 3 and torch.distributed.get_world_size() * accumulate > 6:
                     continue
                 made = type(registry.make("strategy", strategy))
-                ours = trained(made(device="cpu", accumulate=accumulate), name, num_samples=num_samples)
+                strategy_here = made(device="cpu", accumulate=accumulate)
+                ours = trained(strategy_here, name, num_samples=num_samples, run_dir=run_dir / "several")
                 found[f"{strategy} {name} {num_samples} {accumulate}"] = largest_difference(ours, single)
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_every_strategy_of_several_processes_has_the_weights_of_single(num_ranks, tmp_path, monkeypatch):
+def test_every_strategy_of_several_processes_has_the_weights_of_single(num_ranks, tmp_path):
     from trainkit import registry
 
     names = [name for name in ("ddp", "torch_ddp", "fusion") if name in registry.names("strategy")]
     if not names:
         pytest.skip("there is no strategy of several processes yet")
-    monkeypatch.chdir(tmp_path)
-    for found in run_ranks(largest_differences, num_ranks, names, timeout=150):
+    for found in run_ranks(largest_differences, num_ranks, names, tmp_path, timeout=150):
         assert found and max(found.values()) < 1e-6, {key: value for key, value in found.items() if value >= 1e-6}
 
 

@@ -1,0 +1,227 @@
+"""The strategy `fusion`: gradients in balanced buffers, of which every rank sums an equal part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import UserError, nearest
+from trainkit.optimization import Optimization
+from trainkit.strategy import Strategy
+from trainkit.task import TaskModule
+
+from ..ddp.buckets import MIB
+from ..ddp.clipping import total_norm
+from ..ddp.reducer import Unused
+from ..ddp.shared_memory import why_no_shared_memory
+from ..ddp.strategy import DDPStrategy
+from .exchange import Exchange
+from .part_transport import BufferSettings, PartTransport
+from .sharding import ShardedOptimizer, check_elementwise, state_dict_without_state
+from .shared_buffers import SharedBuffers
+
+_TRANSPORTS = ("auto", "shared_memory", "exchange")
+_WIRES = {"same": None, "bf16": torch.bfloat16}
+
+
+class FusionStrategy(DDPStrategy):
+    """Every rank is a worker and a server; server i sums part i of every buffer, while backward goes on.
+
+        rank 0   backward  [ part 0 | part 1 ] --+--> server 0: part 0 of all ranks, summed --+--> step
+        rank 1   backward  [ part 0 | part 1 ] --+--> server 1: part 1 of all ranks, summed --+--> step
+
+    Buffers are filled in the order in which gradients arrive; the servers' parts are equal whatever the sizes of
+    parameters. Ranks of one host read each other's buffers in shared memory, others exchange them through gloo. With
+    `shard_optimizer` a server updates its part of the weights, and keeps the optimizer's state of that part only.
+
+    Args:
+        devices: Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU.
+        device: `auto`, `cpu` or `cuda`.
+        accumulate: Micro-batches of a step on each rank.
+        micro_batch_size: Samples on one device at once, at most.
+        buffer_mb: Size of a buffer in MiB; a parameter that is larger travels in several windows of this size.
+        in_flight: Windows that travel at once, at most.
+        wire: Number format in which gradients travel: `same` as they are, or `bf16`, summed in fp32.
+        transport: `auto`, `shared_memory` (ranks of one host) or `exchange` (gloo).
+        shard_optimizer: Whether each rank keeps and steps the optimizer for its part of the weights only.
+        unused: Parameters without a gradient: `auto` handles them, `error` names them, `find` looks for them.
+        broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
+        timeline: Whether to record when each buffer was ready, started and done.
+        timeout: Seconds to wait for another rank.
+        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: int | str = "auto",
+        device: str = "auto",
+        accumulate: int | None = None,
+        micro_batch_size: int | None = None,
+        buffer_mb: float = 4.0,
+        in_flight: int = 4,
+        wire: Literal["same", "bf16"] = "same",
+        transport: Literal["auto", "shared_memory", "exchange"] = "auto",
+        shard_optimizer: bool = False,
+        unused: Unused = "auto",
+        broadcast_buffers: bool = True,
+        timeline: bool = False,
+        timeout: float = 1800.0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            devices=devices,
+            device=device,
+            accumulate=accumulate,
+            micro_batch_size=micro_batch_size,
+            bucket_mb=_positive("buffer_mb", buffer_mb),
+            unused=unused,
+            transport="group",  # until ours takes its place
+            broadcast_buffers=broadcast_buffers,
+            timeline=timeline,
+            timeout=timeout,
+            backend=backend,
+        )
+        for name, value, valid in (("wire", wire, tuple(_WIRES)), ("transport", transport, _TRANSPORTS)):
+            if value not in valid:
+                raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
+        if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+            raise UserError(f"in_flight must be a whole number of windows, at least 1, got {in_flight!r}.")
+        self.transport_name = transport
+        self.shard_optimizer = shard_optimizer
+        self.buffer_settings = BufferSettings(int(buffer_mb * MIB), in_flight, _WIRES[wire], shard_optimizer)
+        self._transport: PartTransport | None = None
+        self._sharded: ShardedOptimizer | None = None
+        self._saved_state: dict[int, Any] = {}  # of an optimizer whose pieces are not known yet
+
+    # ---- Before and after training
+
+    def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
+        """Listen to the gradients of all trained parameters and open the way that they take; collective."""
+        if self.shard_optimizer:
+            check_elementwise(optimization.optimizer)
+            if self.precision.scaler is not None:
+                raise UserError("shard_optimizer=true does not go with fp16-mixed; set trainer.precision=bf16-mixed.")
+            if self.device.type != "cpu":
+                raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
+        super().prepare_optimization(task, optimization)
+        assert self.reducer is not None
+        self._saved_state = {}
+        self._transport = self._open_transport()
+        self.reducer.transport.close()
+        self.reducer.transport = self._transport
+
+    def _open_transport(self) -> PartTransport:
+        reducer = self.reducer
+        assert reducer is not None
+
+        def num_gradients() -> list[int]:
+            return [0 if layout.sparse else layout.numel for layout in reducer.plan.buckets]
+
+        name = self.transport_name
+        if name != "exchange" and self.world_size > 1:
+            reason = why_no_shared_memory(self.group, self.device)
+            if reason is None:
+                return SharedBuffers(
+                    self.group,
+                    board=reducer.board,
+                    timeout_seconds=self.timeout_seconds,
+                    settings=self.buffer_settings,
+                    num_gradients=num_gradients,
+                )
+            if name == "shared_memory":
+                raise UserError(f"transport=shared_memory cannot work here: {reason}. Set strategy.transport=auto.")
+        return Exchange(
+            self.group,
+            board=reducer.board,
+            device=self.device,
+            timeout_seconds=self.timeout_seconds,
+            settings=self.buffer_settings,
+            num_gradients=num_gradients,
+        )
+
+    def teardown(self) -> None:
+        """Give parameters memory of their own again and leave the group; may be called twice."""
+        if self._sharded is not None:
+            self._sharded.release()
+            self._sharded = None
+        self._transport, self._saved_state = None, {}
+        super().teardown()
+
+    @property
+    def bytes_a_step(self) -> int | None:
+        """Bytes that this rank sends (in shared memory: reads from and writes to others) in a step, once known."""
+        return None if self._transport is None else self._transport.bytes_a_step
+
+    # ---- A step
+
+    def optimizer_step(self, optimization: Optimization) -> Tensor | None:
+        """Clip, update this rank's part of the weights or all of them, and drop the gradients; collective."""
+        if not self.shard_optimizer:
+            return super().optimizer_step(optimization)
+        sharded, norm = self._shards(optimization), None
+        if optimization.clip.norm is not None or optimization.skip_nonfinite:
+            norm = self.gradient_norm(optimization)
+        if optimization.clip.norm is not None and norm is not None:
+            optimization.clip_by_norm(norm)
+        elif optimization.clip.value is not None:
+            optimization.clip_by_value()
+        with sharded.on_pieces():
+            optimization.update(norm=norm)
+        optimization.zero_grad()
+        self._share_weights()
+        return norm
+
+    def gradient_norm(self, optimization: Optimization) -> Tensor:
+        """Return the global 2-norm of the gradients; collective."""
+        if not self.shard_optimizer:
+            return super().gradient_norm(optimization)
+        own = total_norm(self._shards(optimization).gradients(), self.device)
+        return self.all_reduce(own.double().square()).sqrt().to(own.dtype)
+
+    def _shards(self, optimization: Optimization) -> ShardedOptimizer:
+        """Return this rank's part of the optimizer, made after the first backward has shown the buffers."""
+        if self._sharded is None:
+            assert self.reducer is not None and self._transport is not None
+            buckets = self.reducer.buckets
+            self._sharded = ShardedOptimizer(optimization.optimizer, buckets, self._transport, self._saved_state)
+            self._saved_state = {}
+        return self._sharded
+
+    def _share_weights(self) -> None:
+        """Leave on every rank the weights that each has updated; collective."""
+        assert self.reducer is not None and self._transport is not None
+        where = f"gathering the weights of step {self.reducer.step - 1}"
+        shares = [self._transport.share(bucket.index, where=where) for bucket in self.reducer.buckets]
+        for share in shares:
+            share.wait()
+
+    # ---- State, whole and the same as under every other strategy
+
+    def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
+        """Return the optimizer's whole state; collective."""
+        if not self.shard_optimizer:
+            return super().optimizer_state_dict(task, optimization)
+        settings = state_dict_without_state(optimization.optimizer)
+        if self._sharded is None:  # no step has been made
+            return {**settings, "state": self._saved_state}
+        sum_of: Callable[[Tensor], Tensor] = self.all_reduce
+        return {**settings, "state": self._sharded.whole_state(sum_of, self.all_gather_object)}
+
+    def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
+        """Give the optimizer the state in `saved`, of which this rank will keep its part."""
+        if not self.shard_optimizer:
+            super().load_optimizer_state_dict(task, optimization, saved)
+            return
+        Strategy.load_optimizer_state_dict(self, task, optimization, {**saved, "state": {}})
+        self._saved_state = dict(saved["state"])
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise UserError(f"{name} must be above 0 MiB, got {value}.")
+    return value
