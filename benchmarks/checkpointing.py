@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from trainkit.checkpoint import CheckpointStore
-from trainkit.checkpoint_writer import AsyncWriter
+from trainkit.checkpoints.store import CheckpointStore
+from trainkit.checkpoints.writer import AsyncWriter
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from trainkit.callback import Callback
-from trainkit.checkpoint import CheckpointEntry, CheckpointError, CheckpointStore, Monitor
+from trainkit.checkpoints.store import CheckpointEntry, CheckpointError, CheckpointStore, Monitor
 from trainkit.duration import Duration, Interval
 from trainkit.errors import NonFiniteLoss, UserError, nearest
 from trainkit.optimization import Optimization

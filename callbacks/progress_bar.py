@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
-from trainkit.checkpoint import CheckpointEntry, CheckpointError, CheckpointStore, Monitor
+from trainkit.checkpoints.store import CheckpointEntry, CheckpointError, CheckpointStore, Monitor
 from trainkit.console import Table, clock, number, on_terminal, say, show
 from trainkit.errors import UserError
 

@@ -198,7 +198,7 @@ class EvalLoop:
             for micro_batch in self._feed.batches():
                 means.add([run.strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])])
                 progress.batch += 1
-                if run.signals.received is not None:
+                if run.strategy.stop_evaluating(run.signals.received is not None):
                     break
             reduced = means.reduce(run.strategy)
         if run.strategy.agree(run.signals.received is not None):
@@ -216,7 +216,7 @@ class EvalLoop:
             for micro_batch in self._feed.batches():
                 outputs.append(run.strategy.predict(run.task, micro_batch))
                 progress.batch += 1
-                if run.signals.received is not None:
+                if run.strategy.stop_evaluating(run.signals.received is not None):
                     break
             gathered = run.strategy.gather_predictions(outputs)
         return concatenate(gathered) if gathered else []

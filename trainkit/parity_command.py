@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainkit.cli import Arguments
-from trainkit.composition import composing
+from trainkit.command_line.cli import Arguments
+from trainkit.command_line.composition import composing
 from trainkit.errors import UserError
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ def parity(arguments: Arguments) -> int:
     tolerance = _read(arguments, "tolerance", float, None)
     with composing(arguments.config_dirs) as composer:
         settings = composer.settings(arguments.overrides)
-    from trainkit.assembly import assemble
+    from trainkit.command_line.assembly import assemble
     from trainkit.parity import DEFAULT_STRATEGIES, compare_strategies
 
     assembly = assemble(settings, run_dir=None, loggers=False)

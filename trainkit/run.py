@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.callback import MOMENTS, Callback
-from trainkit.checkpoint import CheckpointEntry, CheckpointStore, check_shapes, check_state_dict_keys
+from trainkit.checkpoints.store import CheckpointEntry, CheckpointStore, check_shapes, check_state_dict_keys
 from trainkit.data import Data
 from trainkit.errors import UserError
 from trainkit.feed import Feed

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint_file import write_text
+from trainkit.checkpoints.file import write_text
 from trainkit.errors import UserError
 
 

@@ -80,7 +80,7 @@ class Strategy:
 
     @property
     def process(self) -> int:
-        """This process among all that take part: its rank, unless several share the samples of one rank."""
+        """Which of all processes this one is: its rank, unless several share the samples of one rank."""
         return self.rank
 
     @property

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainkit import registry
 from trainkit.callback import Callback
-from trainkit.checkpoint import CHECKPOINTS, load_from, resolve
+from trainkit.checkpoints.store import CHECKPOINTS, load_from, resolve
 from trainkit.compilation import compile_forward
 from trainkit.data import Data
 from trainkit.duration import Duration

@@ -14,7 +14,7 @@ from trainkit.callbacks.early_stopping import EarlyStopping
 from trainkit.strategies.single import SingleDevice
 
 from trainkit.callback import Callback
-from trainkit.checkpoint import CheckpointEntry, CheckpointStore, DamagedCheckpoint
+from trainkit.checkpoints.store import CheckpointEntry, CheckpointStore, DamagedCheckpoint
 from trainkit.errors import NonFiniteLoss, Stopped, UserError
 from trainkit.run import Run
 from trainkit.trainer import FitResult

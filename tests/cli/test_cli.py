@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.cli import COMMANDS, main
+from trainkit.command_line.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 TINY = ["recipe=digits_mlp", "data.num_train=64", "data.batch_size=16", "task.width=8", "trainer.log_every=2step"]
@@ -38,7 +38,9 @@ def _processor_seconds(*command):
 
 
 def test_help_answers_without_importing_torch_or_hydra():
-    script = "import sys; from trainkit.cli import main; main(sys.argv[1:]); print('|', *sorted(sys.modules))"
+    script = (
+        "import sys; from trainkit.command_line.cli import main; main(sys.argv[1:]); print('|', *sorted(sys.modules))"
+    )
     for argv in (["--help"], ["fit", "--help"], ["recipes"]):
         ran = subprocess.run(
             [sys.executable, "-c", script, *argv], capture_output=True, text=True, check=True, timeout=60
@@ -82,7 +84,7 @@ def test_a_mistyped_command_or_option_is_named_with_the_nearest(capsys):
 
 def test_an_error_in_the_settings_is_told_within_a_second_and_a_half_without_torch():
     script = (
-        "import sys; from trainkit.cli import main; code = main(sys.argv[1:]); "
+        "import sys; from trainkit.command_line.cli import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     wrong = ["trainer.max_epoch=3", "strategy.acumulate=2", "task.lrr=1"]

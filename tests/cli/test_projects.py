@@ -97,7 +97,7 @@ def test_a_task_and_data_are_named_on_the_command_line_alone(project):
 
 
 def test_own_recipes_are_listed(project, monkeypatch, capsys):
-    from trainkit.cli import main
+    from trainkit.command_line.cli import main
 
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
@@ -114,7 +114,7 @@ def test_an_installed_package_adds_a_strategy_by_its_entry_point(monkeypatch, tm
     from trainkit.strategies.single import SingleDevice
 
     from trainkit import registry
-    from trainkit.composition import composing
+    from trainkit.command_line.composition import composing
 
     point = EntryPoint("theirs", "trainkit.strategies.single:SingleDevice", "trainkit.strategies")
     monkeypatch.setattr(registry, "_points", lambda group: [point] if group == "strategy" else [])

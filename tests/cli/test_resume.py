@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.checkpoint import load_from
-from trainkit.cli import main
+from trainkit.checkpoints.store import load_from
+from trainkit.command_line.cli import main
 
 TINY = ["recipe=digits_mlp", "data.num_train=96", "data.batch_size=16", "task.width=8", "logger=[jsonl]"]
 CHECKPOINTS = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=2step"]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cli import main
-from trainkit.composition import composing
+from trainkit.command_line.cli import main
+from trainkit.command_line.composition import composing
 from trainkit.errors import UserError
 
 QUIET = ["callbacks=[]", "logger=[]"]
@@ -182,7 +182,7 @@ def test_a_target_that_leads_nowhere_is_told(tmp_path):
 def test_a_missing_optional_package_is_told_with_the_extra(tmp_path, monkeypatch):
     import importlib.util
 
-    from trainkit import source
+    from trainkit.command_line import source
 
     (tmp_path / "wandb_task.py").write_text("import wandb\nclass T: ...\n")
     find_spec = importlib.util.find_spec

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from trainkit.cli import main
+from trainkit.command_line.cli import main
 
 TINY = ["recipe=digits_mlp", "data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=2step"]
 QUIET = ["callbacks=[]", "logger=[]"]

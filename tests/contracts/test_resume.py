@@ -24,7 +24,7 @@ from tests.tasks import (
     weighted_data,
 )
 from trainkit import Callback, Data, Schedule
-from trainkit.checkpoint import CheckpointStore
+from trainkit.checkpoints.store import CheckpointStore
 from trainkit.errors import Stopped, UserError
 
 STEPS_PER_EPOCH = 5  # 18 samples in batches of 4, the last of 2

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.checkpoint import (
+from trainkit.checkpoints.store import (
     CheckpointEntry,
     CheckpointError,
     CheckpointStore,
@@ -117,7 +117,7 @@ def test_hash_in_the_manifest_is_the_one_that_sha256sum_or_b2sum_prints(tmp_path
 
 @pytest.mark.parametrize("algorithm", ["sha256", "blake2b"])
 def test_either_hash_detects_a_changed_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
-    monkeypatch.setattr("trainkit.checkpoint_file.fastest_algorithm", lambda: algorithm)
+    monkeypatch.setattr("trainkit.checkpoints.file.fastest_algorithm", lambda: algorithm)
     store = CheckpointStore(tmp_path)
     entry = store.save(payload_of(3), name="a", step=3, epoch=1)
     assert entry.digest.startswith(algorithm)
@@ -309,7 +309,7 @@ def test_edited_manifest_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
-    from trainkit.checkpoint_file import digest_of_text
+    from trainkit.checkpoints.file import digest_of_text
 
     store = filled(tmp_path / "checkpoints", [3.0])
     (tmp_path / "precious.txt").write_text("x")
@@ -326,11 +326,11 @@ def test_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
 
 def test_newer_format_is_refused_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled(tmp_path, [3.0])
-    monkeypatch.setattr("trainkit.checkpoint.FORMAT_VERSION", 2)
+    monkeypatch.setattr("trainkit.checkpoints.store.FORMAT_VERSION", 2)
     store.save(payload_of(1), name="step_1", step=1, epoch=0)
     with pytest.raises(CheckpointError, match=r"newer trainkit \(format 2.*pip install --upgrade trainkit"):
         store.load_last()
-    monkeypatch.setattr("trainkit.checkpoint.FORMAT_VERSION", 0)
+    monkeypatch.setattr("trainkit.checkpoints.store.FORMAT_VERSION", 0)
     with pytest.raises(CheckpointError, match="format 0"):
         store.load(store.save(payload_of(1), name="step_2", step=1, epoch=0))
 
@@ -363,8 +363,8 @@ def test_pickle_that_holds_code_is_refused_and_never_run(tmp_path: Path, legacy:
 
 
 def test_listed_file_that_holds_code_is_refused_too(tmp_path: Path) -> None:
-    from trainkit.checkpoint_file import digest_of
-    from trainkit.checkpoint_manifest import Manifest, write_manifest
+    from trainkit.checkpoints.file import digest_of
+    from trainkit.checkpoints.manifest import Manifest, write_manifest
 
     store = filled(tmp_path, [1.0])
     trap = tmp_path / "trap"
@@ -551,7 +551,7 @@ def test_failing_manifest_leaves_the_earlier_state(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trainkit.checkpoint.write_manifest", full)
+    monkeypatch.setattr("trainkit.checkpoints.store.write_manifest", full)
     with pytest.raises(CheckpointError, match="No space left"):
         store.save(payload_of(1), name="step_1", step=1, epoch=0)
     with pytest.raises(CheckpointError, match="still usable"):
@@ -602,7 +602,7 @@ def test_file_and_its_name_are_on_the_disk_before_the_manifest_lists_it(
 
 def test_error_of_an_early_sync_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled(tmp_path, [3.0])
-    monkeypatch.setattr("trainkit.checkpoint_file._SYNC_BYTES", 1 << 20)
+    monkeypatch.setattr("trainkit.checkpoints.file._SYNC_BYTES", 1 << 20)
     calls = []
 
     def fails_once(descriptor: int) -> None:
@@ -640,9 +640,9 @@ def test_writers_of_one_folder_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def test_writer_that_never_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainkit.checkpoint_file import only_writer
+    from trainkit.checkpoints.file import only_writer
 
-    monkeypatch.setattr("trainkit.checkpoint_file._WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("trainkit.checkpoints.file._WAIT_SECONDS", 0.2)
     start = time.monotonic()
     with only_writer(tmp_path), pytest.raises(CheckpointError, match="another process"):
         CheckpointStore(tmp_path).save(payload_of(0), name="a", step=0, epoch=0)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.checkpoint import CheckpointStore
-from trainkit.checkpoint_payload import payload_bytes, plain
+from trainkit.checkpoints.payload import payload_bytes, plain
+from trainkit.checkpoints.store import CheckpointStore
 from trainkit.errors import UserError
 
 

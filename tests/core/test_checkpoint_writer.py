@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.checkpoint import CheckpointEntry, CheckpointError, CheckpointStore
-from trainkit.checkpoint_writer import AsyncWriter, Snapshot
+from trainkit.checkpoints.store import CheckpointEntry, CheckpointError, CheckpointStore
+from trainkit.checkpoints.writer import AsyncWriter, Snapshot
 from trainkit.errors import UserError
 
 
@@ -133,8 +133,8 @@ def test_payload_that_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> 
 def test_interpreter_that_ends_lets_the_save_end(tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"
-        "from trainkit.checkpoint import CheckpointStore\n"
-        "from trainkit.checkpoint_writer import AsyncWriter\n"
+        "from trainkit.checkpoints.store import CheckpointStore\n"
+        "from trainkit.checkpoints.writer import AsyncWriter\n"
         "AsyncWriter(CheckpointStore(sys.argv[1])).save({'a': torch.ones(10_000_000)}, name='a', step=1, epoch=0)\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

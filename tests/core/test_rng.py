@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from trainkit.checkpoint import CheckpointStore
+from trainkit.checkpoints.store import CheckpointStore
 from trainkit.rng import rng_state, rng_untouched, seed_everything, set_rng_state
 
 

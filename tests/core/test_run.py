@@ -5,7 +5,7 @@ import torch
 
 from tests.tasks import MemoryLogger, Recorder, Regression, StopAt, regression_data
 from trainkit import Callback, Data, UserError
-from trainkit.checkpoint import CheckpointStore
+from trainkit.checkpoints.store import CheckpointStore
 
 DATA = Data(train=regression_data(12), validation=regression_data(4, seed=1), batch_size=4)
 
@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_ends_the_run_with_the_remedy_and_keeps_what_was_sav
             raise OSError(28, "No space left on device")
 
         run.save(reason="good")
-        monkeypatch.setattr("trainkit.checkpoint.write_payload", refuse)
+        monkeypatch.setattr("trainkit.checkpoints.store.write_payload", refuse)
         run.state.step += 1
         run.save(reason="bad")
 

@@ -11,10 +11,10 @@ from trainkit.recipes.char_lm import CharLM, SourceFiles, source_texts
 from trainkit.recipes.digits import DigitsData, DigitsTask
 
 from trainkit import Trainer, registry
-from trainkit.cli import main
-from trainkit.composition import composing
+from trainkit.command_line.cli import main
+from trainkit.command_line.composition import composing
+from trainkit.command_line.signatures import signature_of
 from trainkit.errors import UserError
-from trainkit.signatures import signature_of
 
 RECIPES = registry.names("recipe")
 TINY = {
@@ -130,7 +130,7 @@ def test_wrong_sizes_are_refused_by_name():
 
 
 def test_the_trainer_section_has_every_argument_of_the_trainer_with_its_default():
-    from trainkit.strict import OWN_PLACES
+    from trainkit.command_line.strict import OWN_PLACES
 
     with composing() as composer:
         tree = composer.settings([], needs_task=False).tree

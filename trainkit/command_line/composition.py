@@ -20,12 +20,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from trainkit.command_line.origins import Origins
+from trainkit.command_line.overrides import GROUPS, LISTS, Overrides
+from trainkit.command_line.problem import Problem, SettingsError, did_you_mean, likely, there_are, unknown_choice
+from trainkit.command_line.strict import check
 from trainkit.errors import UserError, nearest
-from trainkit.origins import Origins
-from trainkit.overrides import GROUPS, LISTS, Overrides
-from trainkit.problem import Problem, SettingsError, did_you_mean, likely, there_are, unknown_choice
 from trainkit.registry import plugin_settings
-from trainkit.strict import check
 
 CONFIG = "config"
 _SAVED = "settings_of_a_run"

@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.cli import COMMANDS, Arguments
+from trainkit.command_line.cli import COMMANDS, Arguments
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable  # it moves in later versions of Python

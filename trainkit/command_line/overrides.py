@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 
-from trainkit.problem import Problem, did_you_mean, likely, unknown_choice
+from trainkit.command_line.problem import Problem, did_you_mean, likely, unknown_choice
 
 # Groups of which several choices stand side by side, each under its name.
 LISTS = ("callbacks", "logger")

@@ -29,13 +29,19 @@ class Command:
 
 
 COMMANDS = {
-    "fit": Command("trainkit.commands:fit", "train a task", "recipe=digits [key=value ...]"),
-    "validate": Command("trainkit.commands:validate", "measure a trained task on validation data", "run=PATH"),
-    "test": Command("trainkit.commands:test", "measure a trained task on test data", "run=PATH"),
-    "predict": Command("trainkit.commands:predict", "write a trained task's predictions", "run=PATH"),
-    "resume": Command("trainkit.commands:resume", "continue a run that was stopped", "PATH [key=value ...]"),
-    "recipes": Command("trainkit.recipe_table:recipes", "list what is ready to run", ""),
-    "completion": Command("trainkit.completion:completion", "print a script that completes in your shell", "bash"),
+    "fit": Command("trainkit.command_line.commands:fit", "train a task", "recipe=digits [key=value ...]"),
+    "validate": Command(
+        "trainkit.command_line.commands:validate", "measure a trained task on validation data", "run=PATH"
+    ),
+    "test": Command("trainkit.command_line.commands:test", "measure a trained task on test data", "run=PATH"),
+    "predict": Command("trainkit.command_line.commands:predict", "write a trained task's predictions", "run=PATH"),
+    "resume": Command(
+        "trainkit.command_line.commands:resume", "continue a run that was stopped", "PATH [key=value ...]"
+    ),
+    "recipes": Command("trainkit.command_line.recipe_table:recipes", "list what is ready to run", ""),
+    "completion": Command(
+        "trainkit.command_line.completion:completion", "print a script that completes in your shell", "bash"
+    ),
 }
 
 
@@ -93,7 +99,7 @@ def _fail(message: str, *, code: int = 2) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    from trainkit import command_help
+    from trainkit.command_line import command_help
 
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(command_help.overview())

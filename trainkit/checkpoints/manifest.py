@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from trainkit.checkpoint_file import ALGORITHMS, digest_of, digest_of_text, fastest_algorithm, write_text
+from trainkit.checkpoints.file import ALGORITHMS, digest_of, digest_of_text, fastest_algorithm, write_text
 from trainkit.errors import UserError
 
 FORMAT_VERSION = 1

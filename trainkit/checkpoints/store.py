@@ -28,8 +28,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from trainkit.checkpoint_file import PART, Written, move, only_writer, part_of, write_payload
-from trainkit.checkpoint_manifest import (
+from trainkit.checkpoints.file import PART, Written, move, only_writer, part_of, write_payload
+from trainkit.checkpoints.manifest import (
     FORMAT_VERSION,
     HEADER,
     MANIFEST,
@@ -48,7 +48,7 @@ from trainkit.checkpoint_manifest import (
     read_manifest,
     write_manifest,
 )
-from trainkit.checkpoint_payload import payload_bytes, plain
+from trainkit.checkpoints.payload import payload_bytes, plain
 from trainkit.errors import UserError, nearest
 
 # The whole interface, with the names that its signatures need.

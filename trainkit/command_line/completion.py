@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from trainkit.cli import COMMANDS, Arguments
+from trainkit.command_line.cli import COMMANDS, Arguments
 from trainkit.errors import UserError, nearest
 
 # The shell calls the same command with what was typed so far in COMP_LINE.
@@ -43,7 +43,7 @@ def candidates(line: str) -> list[str]:
         return [name for name in COMMANDS if name.startswith(words[-1])]
     from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 
-    from trainkit.composition import CONFIG, composing
+    from trainkit.command_line.composition import CONFIG, composing
 
     typed = [word for word in words[2:-1] if not word.startswith("-")]
     with composing() as composer:

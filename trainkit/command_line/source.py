@@ -8,8 +8,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from trainkit.command_line.extras import remedy
 from trainkit.errors import UserError
-from trainkit.extras import remedy
 
 _MOST_HOPS = 10
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint import CheckpointEntry, CheckpointStore
-from trainkit.checkpoint_payload import PayloadWalk, identity_of
+from trainkit.checkpoints.payload import PayloadWalk, identity_of
+from trainkit.checkpoints.store import CheckpointEntry, CheckpointStore
 
 logger = logging.getLogger(__name__)
 

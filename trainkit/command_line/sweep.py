@@ -19,12 +19,12 @@ from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from trainkit.cli import Arguments, make_working_folder_importable, print_traceback
-from trainkit.commands import check_is_new, farewell
-from trainkit.composition import Composer, Settings, composing, forget_absent, settings_of
+from trainkit.command_line.cli import Arguments, make_working_folder_importable, print_traceback
+from trainkit.command_line.commands import check_is_new, farewell
+from trainkit.command_line.composition import Composer, Settings, composing, forget_absent, settings_of
+from trainkit.command_line.overrides import LISTS, Overrides
+from trainkit.command_line.problem import Problem, SettingsError
 from trainkit.errors import Stopped, UserError
-from trainkit.overrides import LISTS, Overrides
-from trainkit.problem import Problem, SettingsError
 
 _MOST_CHECKED = 200
 _OF_HYDRA = (
@@ -94,7 +94,7 @@ def _sweep_folder(settings: Settings) -> Path:
 
 def _run_job(config: DictConfig) -> JobOutcome:
     """Train one job; called by Hydra's launcher, perhaps in another process."""
-    from trainkit.assembly import assemble
+    from trainkit.command_line.assembly import assemble
 
     make_working_folder_importable()
     hydra = HydraConfig.get()

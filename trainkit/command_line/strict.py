@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trainkit.accepted import ANYTHING, Accepted
-from trainkit.problem import Problem, likely, there_are, unknown_choice, unknown_key
-from trainkit.signatures import Signature, signature_of
-from trainkit.source import TargetError
+from trainkit.command_line.accepted import ANYTHING, Accepted
+from trainkit.command_line.problem import Problem, likely, there_are, unknown_choice, unknown_key
+from trainkit.command_line.signatures import Signature, signature_of
+from trainkit.command_line.source import TargetError
 
 TRAINER = "trainkit.trainer.Trainer"
 # Arguments of the Trainer that have a place of their own at the top of the settings.

@@ -11,9 +11,9 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from trainkit.callback import Callback
-from trainkit.composition import Settings
+from trainkit.command_line.composition import Settings
+from trainkit.command_line.extras import remedy
 from trainkit.errors import UserError
-from trainkit.extras import remedy
 from trainkit.logger import Logger
 from trainkit.rng import seed_everything
 from trainkit.strategy import Strategy

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from trainkit.cli import Arguments
-from trainkit.command_help import choices
+from trainkit.command_line.cli import Arguments
+from trainkit.command_line.command_help import choices
 
 
 def recipes(arguments: Arguments) -> int:

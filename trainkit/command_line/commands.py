@@ -8,12 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainkit.cli import Arguments
-from trainkit.composition import Settings, composing
+from trainkit.command_line.cli import Arguments
+from trainkit.command_line.composition import Settings, composing
 from trainkit.errors import Stopped, UserError
 
 if TYPE_CHECKING:
-    from trainkit.assembly import Assembly
+    from trainkit.command_line.assembly import Assembly
 
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "config.yaml"
@@ -23,7 +23,7 @@ def fit(arguments: Arguments) -> int:
     """Train, in a new folder; `config=PATH` repeats the settings of a run."""
     saved = arguments.take("config")
     if arguments.multirun:
-        from trainkit.sweep import sweep
+        from trainkit.command_line.sweep import sweep
 
         return sweep(arguments)
     with composing(arguments.config_dirs, saved=None if saved is None else _settings_file(Path(saved))) as composer:
@@ -64,7 +64,7 @@ def predict(arguments: Arguments) -> int:
 
 def farewell(stopped: Stopped, run_dir: Path) -> str:
     """Return where the state of a stopped run is, and what to type to continue it."""
-    from trainkit.checkpoint import resolve
+    from trainkit.checkpoints.store import resolve
 
     try:
         checkpoint = resolve(run_dir)
@@ -82,7 +82,7 @@ def check_is_new(folder: Path) -> None:
 
 
 def _train(settings: Settings, run_dir: Path, *, resume: Path | None = None) -> int:
-    from trainkit.assembly import assemble
+    from trainkit.command_line.assembly import assemble
 
     assembly = assemble(settings, run_dir=run_dir)
     try:
@@ -126,7 +126,7 @@ def _evaluate(
     if arguments.cfg:
         return _show(settings, arguments)
     checkpoint = _check_checkpoint(path, which)
-    from trainkit.assembly import assemble
+    from trainkit.command_line.assembly import assemble
 
     assembly = assemble(settings, run_dir=None, loggers=False)
     try:
@@ -154,7 +154,7 @@ def _path(arguments: Arguments, example: str) -> Path:
 
 def _check_checkpoint(path: Path, which: str | None = None) -> Path:
     """Return the checkpoint to load; raises UserError where there is none. The last one is found again when loaded."""
-    from trainkit.checkpoint import resolve
+    from trainkit.checkpoints.store import resolve
 
     chosen = resolve(path, which or "last")
     return path if which in (None, "last") else chosen
@@ -170,7 +170,7 @@ def _settings_of_run(arguments: Arguments, path: Path) -> Settings:
 
 def _settings_in_checkpoint(arguments: Arguments, path: Path) -> Settings:
     """Return the settings that a checkpoint keeps itself, for one that was moved away from its run."""
-    from trainkit.checkpoint import load_from
+    from trainkit.checkpoints.store import load_from
 
     with TemporaryDirectory() as folder:
         file = Path(folder) / _SETTINGS

@@ -16,10 +16,10 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from trainkit.accepted import ANYTHING, Accepted, read_annotation
+from trainkit.command_line.accepted import ANYTHING, Accepted, read_annotation
+from trainkit.command_line.extras import remedy
+from trainkit.command_line.source import TargetError, definition, is_module, missing_package
 from trainkit.errors import nearest
-from trainkit.extras import remedy
-from trainkit.source import TargetError, definition, is_module, missing_package
 
 # By their signatures they take anything, and refuse it when they run.
 _WITHOUT_ARGUMENTS = (("trainkit.task", "TaskModule"), ("torch.nn.modules.module", "Module"))

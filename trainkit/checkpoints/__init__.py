@@ -1,0 +1,1 @@
+"""Checkpoints in files that a kill at any instant leaves readable."""
