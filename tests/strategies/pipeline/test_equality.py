@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.strategies.pipeline.models import OWN, Gpt, ManyInputs, Mlp
+from tests.strategies.pipeline.models import OWN, EncoderDecoder, Gpt, ManyInputs, Mlp
 from tests.strategies.pipeline.training import compare
 from trainkit.testing import run_ranks
 
@@ -28,6 +28,10 @@ def _assert_equal(num_ranks, cases, *, tolerance):
 
 def test_every_kind_of_task_in_two_stages_has_the_weights_of_one_process():
     _assert_equal(2, [_case(model) for model in OWN.values()], tolerance=DOUBLE)
+
+
+def test_a_value_that_several_stages_use_gets_the_gradients_of_all_of_them():
+    _assert_equal(4, [_case(EncoderDecoder, num_steps=3)], tolerance=DOUBLE)
 
 
 @pytest.mark.slow

@@ -122,3 +122,31 @@ def test_a_number_read_in_an_early_stage_is_read_again_in_the_later_one():
 
     assert torch.allclose(chain.run(torch.ones(2, 3)), expected)
     assert len(chain.segments[1].receives) == 2
+
+
+class _Fills(nn.Module):
+    """Writes to one table in every stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
+
+    def training_step(self, batch):
+        table = torch.zeros(2, 3, 3)
+        for index, layer in enumerate(self.layers):
+            batch = layer(batch)
+            table[:, index] = batch
+        return table.square().sum()
+
+
+def test_a_tensor_written_in_every_stage_comes_from_the_stage_that_wrote_it_last():
+    task = _Fills()
+    expected = task.training_step(torch.ones(2, 3))
+
+    chain = _Chain(task, torch.ones(2, 3), 3, cuts=["layers.1", "layers.2"])
+
+    assert torch.allclose(chain.run(torch.ones(2, 3)), expected)
+    table = chain.segments[1].receives[-1].value
+    arrivals = [transfer for segment in chain.segments for transfer in segment.receives if transfer.value == table]
+    assert [(transfer.source, transfer.differentiable) for transfer in arrivals] == [(0, True), (1, True)]
+    assert table in chain.segments[1].cloned
