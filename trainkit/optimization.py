@@ -18,6 +18,8 @@ from trainkit.precision import Precision
 if TYPE_CHECKING:
     from trainkit.task import TaskModule
 
+_LATER_SETTINGS = {"maximize", "capturable", "differentiable", "decoupled_weight_decay"}
+"""Settings that optimizers of torch were given over time; loading an older state fills in their defaults."""
 _FUSED_DEVICES = {SGD: ("cpu", "cuda"), Adam: ("cpu", "cuda"), AdamW: ("cpu", "cuda"), Adagrad: ("cpu",)}
 
 
@@ -149,7 +151,7 @@ class Optimization:
         """Raise UserError if a checkpoint's optimizer or schedules are not of this kind."""
         own = [_group_signature(group) for group in self.optimizer.param_groups]
         saved = [_group_signature(group) for group in optimizer["param_groups"]]
-        if own != saved:
+        if len(own) != len(saved) or not all(map(_fits, saved, own)):
             raise UserError(
                 f"{where} was saved with another optimizer: its parameter groups are {_described(saved)}, those of "
                 f"this run {_described(own)}. Use the same configure_optimizers to go on with it."
@@ -227,6 +229,11 @@ def configure(
 def _group_signature(group: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
     """Return what must agree for a saved group to fit: its number of parameters and the names of its settings."""
     return len(group["params"]), frozenset(name for name in group if name not in ("params", "fused", "foreach"))
+
+
+def _fits(saved: tuple[int, frozenset[str]], own: tuple[int, frozenset[str]]) -> bool:
+    """Return whether a saved group fits, be it of a torch whose optimizer did not have all of today's settings."""
+    return saved[0] == own[0] and saved[1] <= own[1] and own[1] - saved[1] <= _LATER_SETTINGS
 
 
 def _described(groups: list[tuple[int, frozenset[str]]]) -> str:
