@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import inspect
 import multiprocessing
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
 
+PR_SET_PDEATHSIG = 1
 # Imported once, in the process that ranks are forked from. torch._dynamo is what an optimizer's first step imports.
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "pytest", "trainkit.testing", "trainkit.trainer"]
 
@@ -124,6 +126,8 @@ class _Meeting:
 
 
 def _run_rank(call: _Call, rank: int, meeting: _Meeting, sender: connection.Connection) -> None:
+    if sys.platform == "linux":  # die with the server that forked this rank, which ends with the caller
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(meeting.num_ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     limit = timedelta(seconds=meeting.timeout)
