@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import inspect
 import multiprocessing
@@ -10,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
 
-PR_SET_PDEATHSIG = 1
 # Imported once, in the process that ranks are forked from. torch._dynamo is what an optimizer's first step imports.
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "pytest", "trainkit.testing", "trainkit.trainer"]
 
@@ -126,8 +125,7 @@ class _Meeting:
 
 
 def _run_rank(call: _Call, rank: int, meeting: _Meeting, sender: connection.Connection) -> None:
-    if sys.platform == "linux":  # die with the server that forked this rank, which ends with the caller
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(meeting.num_ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     limit = timedelta(seconds=meeting.timeout)
@@ -143,6 +141,13 @@ def _run_rank(call: _Call, rank: int, meeting: _Meeting, sender: connection.Conn
     sys.stderr.flush()
     # Leave at once: tearing down gloo with a peer gone may wait or abort, and the answer is already sent.
     os._exit(0)
+
+
+def _end_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    if caller is not None:
+        connection.wait([caller.sentinel])
+        os._exit(1)
 
 
 def _collect(
