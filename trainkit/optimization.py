@@ -227,13 +227,13 @@ def configure(
 
 
 def _group_signature(group: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
-    """Return what must agree for a saved group to fit: its number of parameters and the names of its settings."""
+    """Return the number of parameters of a group, and the names of its settings."""
     return len(group["params"]), frozenset(name for name in group if name not in ("params", "fused", "foreach"))
 
 
-def _fits(saved: tuple[int, frozenset[str]], own: tuple[int, frozenset[str]]) -> bool:
-    """Return whether a saved group fits, be it of a torch whose optimizer did not have all of today's settings."""
-    return saved[0] == own[0] and saved[1] <= own[1] and own[1] - saved[1] <= _LATER_SETTINGS
+def _is_continued_by(saved: tuple[int, frozenset[str]], own: tuple[int, frozenset[str]]) -> bool:
+    """Return whether a group fits a saved one: another version of torch may know more settings, or fewer, not both."""
+    return saved[0] == own[0] and (saved[1] <= own[1] or own[1] <= saved[1])
 
 
 def _described(groups: list[tuple[int, frozenset[str]]]) -> str:

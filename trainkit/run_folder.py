@@ -7,6 +7,7 @@ config.yaml  metrics.jsonl  tensorboard/  checkpoints/  rank_<k>.log  summary.js
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from datetime import datetime
@@ -57,7 +58,14 @@ def write_config(folder: Path, config: str) -> None:
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`: what the run came to and why it ended."""
-    known = {
-        key: str(value) if isinstance(value, Path) else value for key, value in summary.items() if key != "weights"
-    }
-    write_text(folder / "summary.json", json.dumps(known, indent=2) + "\n")
+    known = {key: _as_json(value) for key, value in summary.items() if key != "weights"}
+    write_text(folder / "summary.json", json.dumps(known, indent=2, allow_nan=False) + "\n")
+
+
+def _as_json(value: Any) -> Any:
+    """Return what stands for a value in JSON, which knows no paths and no numbers that are not finite."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _as_json(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
