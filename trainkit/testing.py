@@ -63,7 +63,7 @@ def rank_outcomes(
     context.set_forkserver_preload(_PRELOADED)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = _Call.of(fn, args)
-    meeting = _Meeting(num_ranks, store.port, timeout)
+    meeting = _Meeting(num_ranks, store.port, timeout, os.getpid())
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     ranks = [context.Process(target=_run_rank, args=(call, rank, meeting, pipes[rank][1])) for rank in range(num_ranks)]
     try:
@@ -122,10 +122,11 @@ class _Meeting:
     num_ranks: int
     port: int
     timeout: float  # seconds
+    caller_pid: int
 
 
 def _run_rank(call: _Call, rank: int, meeting: _Meeting, sender: connection.Connection) -> None:
-    threading.Thread(target=_end_with_caller, daemon=True).start()
+    threading.Thread(target=_end_with, args=(meeting.caller_pid,), daemon=True).start()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(meeting.num_ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     limit = timedelta(seconds=meeting.timeout)
@@ -143,10 +144,10 @@ def _run_rank(call: _Call, rank: int, meeting: _Meeting, sender: connection.Conn
     os._exit(0)
 
 
-def _end_with_caller() -> None:
-    caller = multiprocessing.parent_process()
-    if caller is not None:
-        connection.wait([caller.sentinel])
+def _end_with(pid: int) -> None:
+    if hasattr(os, "pidfd_open"):  # not everywhere; readable once the process has ended
+        with suppress(ProcessLookupError):
+            connection.wait([os.pidfd_open(pid)])
         os._exit(1)
 
 
