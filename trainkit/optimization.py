@@ -18,8 +18,6 @@ from trainkit.precision import Precision
 if TYPE_CHECKING:
     from trainkit.task import TaskModule
 
-_LATER_SETTINGS = {"maximize", "capturable", "differentiable", "decoupled_weight_decay"}
-"""Settings that optimizers of torch were given over time; loading an older state fills in their defaults."""
 _FUSED_DEVICES = {SGD: ("cpu", "cuda"), Adam: ("cpu", "cuda"), AdamW: ("cpu", "cuda"), Adagrad: ("cpu",)}
 
 
@@ -231,7 +229,7 @@ def _group_signature(group: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
     return len(group["params"]), frozenset(name for name in group if name not in ("params", "fused", "foreach"))
 
 
-def _is_continued_by(saved: tuple[int, frozenset[str]], own: tuple[int, frozenset[str]]) -> bool:
+def _fits(saved: tuple[int, frozenset[str]], own: tuple[int, frozenset[str]]) -> bool:
     """Return whether a group fits a saved one: another version of torch may know more settings, or fewer, not both."""
     return saved[0] == own[0] and (saved[1] <= own[1] or own[1] <= saved[1])
 
