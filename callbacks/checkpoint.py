@@ -42,6 +42,9 @@ class Checkpoint(Callback):
         keep_last: How many of the latest to keep, those saved as the best counted; `None` keeps all.
         save_at_end: Whether the end of training is saved; a run that a signal ends is always saved.
         save_on_exception: Whether the last complete step is saved when an exception ends a run of one process.
+        background: Whether training goes on while a checkpoint is written: it waits for a copy of the state in host
+            memory only. An error of the writer is raised after the next step. (Elsewhere this is called `async`,
+            which Python does not allow as a name.)
 
     """
 
@@ -55,6 +58,7 @@ class Checkpoint(Callback):
         keep_last: int | None = 1,
         save_at_end: bool = True,
         save_on_exception: bool = True,
+        background: bool = False,
     ) -> None:
         if mode not in ("min", "max"):
             raise UserError(f"checkpoint.mode={mode!r} is unknown.{nearest(mode, ('min', 'max'))} Choose min or max.")
@@ -67,6 +71,7 @@ class Checkpoint(Callback):
         self.keep_last = keep_last
         self.save_at_end = save_at_end
         self.save_on_exception = save_on_exception
+        self.background = background
         self._by_clock = self.every is not None and self.every.unit in ("second", "minute", "hour")
         self._interval = Interval(self.every)
         self._reason: str | None = None
@@ -98,10 +103,12 @@ class Checkpoint(Callback):
                 f"{nearest(self.monitor.metric, metrics)} There are: {', '.join(sorted(metrics)) or 'none'}."
             )
         value = metrics[self.monitor.metric]
+        run.finish_saving()  # what is being written may be one of the best
         if run.strategy.broadcast_object(run.is_main and self._is_among_best(run.checkpoints, value)):
             self._reason = BEST
 
     def on_step_end(self, run: Run) -> None:
+        run.check_saving()
         # Saved here and not where it was decided, so that what other callbacks make of an evaluation is saved too.
         if not self._by_clock and self._interval.due(run.state):
             self._reason = self._reason or "interval"
@@ -114,6 +121,7 @@ class Checkpoint(Callback):
             self._save(run, signal.name)
         elif self.save_at_end:
             self._save(run, "end")
+        run.finish_saving()
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         if not self.save_on_exception or run.checkpoints is None or not _is_worth_saving(error):
@@ -122,6 +130,7 @@ class Checkpoint(Callback):
             return
         try:
             self._save(run, "exception")
+            run.finish_saving()
         except Exception as failure:
             # The run ends with the first error, which says more than that saving failed on top of it.
             logger.error("step %d could not be saved after the exception: %s", run.state.step, failure)
@@ -131,11 +140,15 @@ class Checkpoint(Callback):
         self._reason = None
         if self._saved_step == run.state.step:
             return
-        entry = run.save(reason=reason)
-        self._saved_step = run.state.step
-        if entry is not None and run.checkpoints is not None:
+        store = run.checkpoints
+
+        def say_and_remove_others(entry: CheckpointEntry) -> None:
+            assert store is not None
             logger.info("saved %s (%s)", entry.path, reason)
-            self._remove_others(run.checkpoints)
+            self._remove_others(store)
+
+        run.save(reason=reason, background=self.background, then=say_and_remove_others)
+        self._saved_step = run.state.step
 
     def _remove_others(self, store: CheckpointStore) -> None:
         if self.keep_last is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainkit.callback import MOMENTS, Callback
 from trainkit.checkpoints.store import CheckpointEntry, CheckpointStore, check_shapes, check_state_dict_keys
+from trainkit.checkpoints.writer import AsyncWriter
 from trainkit.data import Data
 from trainkit.errors import UserError
 from trainkit.feed import Feed
@@ -66,6 +67,7 @@ class Run:
         self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
         self._hooks = {moment: _overridden(self.callbacks, moment) for moment in MOMENTS}
         self.checkpoints = None if self.run_dir is None else CheckpointStore(self.run_dir / "checkpoints")
+        self._writer: AsyncWriter | None = None
 
     @property
     def is_main(self) -> bool:
@@ -95,11 +97,16 @@ class Run:
 
     # ---- Checkpoints
 
-    def save(self, *, reason: str) -> CheckpointEntry | None:
+    def save(
+        self, *, reason: str, background: bool = False, then: Callable[[CheckpointEntry], object] | None = None
+    ) -> CheckpointEntry | None:
         """Write a checkpoint of this moment; collective.
 
-        Returns its entry on rank 0; `None` without a folder, or when a loss was not finite and the weights are not
-        worth keeping.
+        With `background` the state is copied and a thread writes it; `check_saving` and `finish_saving` raise what
+        goes wrong there. `then` is called on the main rank with the entry, once that is listed.
+
+        Returns the entry on the main rank; `None` in the background, without a folder, or when a loss was not finite
+        and the weights are not worth keeping.
         """
         if self.checkpoints is None or not self.may_save():
             return None
@@ -108,19 +115,46 @@ class Run:
         failure: UserError | None = None
         if self.is_main:
             try:
-                entry = self.checkpoints.save(
-                    payload,
-                    name=f"step_{self.state.step:08d}",
-                    step=self.state.step,
-                    epoch=self.state.epoch,
-                    metrics=self._metrics_of_this_step(),
-                    reason=reason,
-                )
+                entry = self._write(payload, reason=reason, background=background, then=then)
             except UserError as error:
                 failure = error
         failure = self.strategy.broadcast_object(failure)
         if failure is not None:
             raise failure
+        return entry
+
+    def check_saving(self) -> None:
+        """Raise the error of a save in the background that failed; costs next to nothing and never waits."""
+        if self._writer is not None:
+            self._writer.check()
+
+    def finish_saving(self) -> None:
+        """Wait for a save in the background, and raise its error if it failed."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def _write(
+        self,
+        payload: dict[str, Any],
+        *,
+        reason: str,
+        background: bool,
+        then: Callable[[CheckpointEntry], object] | None,
+    ) -> CheckpointEntry | None:
+        assert self.checkpoints is not None
+        name, state, metrics = f"step_{self.state.step:08d}", self.state, self._metrics_of_this_step()
+        self.finish_saving()
+        if background:
+            self._writer = self._writer or AsyncWriter(self.checkpoints)
+            self._writer.save(
+                payload, name=name, step=state.step, epoch=state.epoch, metrics=metrics, reason=reason, then=then
+            )
+            return None
+        entry = self.checkpoints.save(
+            payload, name=name, step=state.step, epoch=state.epoch, metrics=metrics, reason=reason
+        )
+        if then is not None:
+            then(entry)
         return entry
 
     def restore(self, payload: dict[str, Any], *, where: str) -> None:
@@ -164,9 +198,10 @@ class Run:
                 logger.exception("on_exception failed after %s", self.stop_reason)
 
     def close(self) -> None:
-        """Close callbacks and loggers, each even if another fails."""
+        """Close callbacks and loggers, each even if another fails, and wait for what is still being saved."""
         errors: list[Exception] = []
-        for close in [item.close for item in self.callbacks] + [item.close for item in self.loggers]:
+        closing: list[Callable[[], None]] = [] if self._writer is None else [self._writer.close]
+        for close in closing + [item.close for item in self.callbacks] + [item.close for item in self.loggers]:
             try:
                 close()
             except Exception as error:
