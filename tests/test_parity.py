@@ -15,8 +15,8 @@ from trainkit.strategies.single import SingleDevice
 from tests.equality import TASKS, ConvNet, Perceptron, StepWeights, images, largest_difference, make, numbers
 from trainkit import Data, Trainer, UserError
 from trainkit.command_line.cli import Arguments
+from trainkit.command_line.parity import parity
 from trainkit.parity import assert_resume_exact, assert_strategies_equal, compare_strategies
-from trainkit.parity_command import parity
 from trainkit.testing import run_ranks
 
 
@@ -179,7 +179,7 @@ def test_a_task_that_is_no_function_of_its_samples_is_named_as_the_cause():
     assert first.startswith("two equal runs of single differ by") and "step" in first
 
 
-def test_rounding_that_the_optimizer_enlarges_is_named_as_the_cause():
+def test_rounding_that_the_optimizer_enlarges_is_called_so():
     class Touchy(Perceptron):
         """The gradient of the shift is nothing but rounding, and Adam makes whole steps of it."""
 
@@ -194,8 +194,18 @@ def test_rounding_that_the_optimizer_enlarges_is_named_as_the_cause():
         def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), lr=0.1, eps=1e-30)
 
-    (cause,) = causes_of(Touchy(), steps=6)
-    assert "enlarges rounding" in cause and "fp64" in cause
+    report = compare_strategies(Touchy(), perceptron_data(), ["dp"], steps=6)
+    assert report.rows[1].verdict == "rounding" and report.rows[1].weights.parameter == "shift"
+    assert "enlarges rounding" in report.causes[0] and "fp64" in report.causes[0]
+    assert report.is_equal
+
+
+def test_a_wrong_gradient_is_no_rounding_under_such_an_optimizer():
+    class Adaptive(Perceptron):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.1, eps=1e-30)
+
+    assert not compare_strategies(Adaptive(), perceptron_data(), [Corrupting(device="cpu")], steps=4).is_equal
 
 
 # ---- What is shown
