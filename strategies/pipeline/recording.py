@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +110,9 @@ def _same(value: Any) -> Any:
 class _Counter(TorchDispatchMode):
     """Adds up floating-point operations, bytes written and calls."""
 
-    @cached_property
-    def total(self) -> Cost:
-        """What was counted so far."""
-        return Cost()
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)  # mypy takes `super().__init__` for an untyped call of ours
+        self.total = Cost()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
