@@ -56,6 +56,11 @@ def write_config(folder: Path, config: str) -> None:
     write_text(path, config)
 
 
+def forget_summary(folder: Path) -> None:
+    """Remove the summary of an earlier part of the run: if this part is killed, it has none."""
+    (folder / "summary.json").unlink(missing_ok=True)
+
+
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`: what the run came to and why it ended."""
     known = {key: _as_json(value) for key, value in summary.items() if key != "weights"}

@@ -18,6 +18,7 @@ from trainkit import registry
 from trainkit.callback import Callback
 from trainkit.checkpoints.store import CHECKPOINTS, load_from, resolve
 from trainkit.compilation import compile_forward
+from trainkit.continuation import AUTO, run_to_continue
 from trainkit.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError, nearest
@@ -28,7 +29,7 @@ from trainkit.optimization import Clip, configure
 from trainkit.precision import Precision
 from trainkit.rng import seed_everything
 from trainkit.run import Run
-from trainkit.run_folder import check_run_dir, choose_run_dir, make_run_dir, write_config, write_summary
+from trainkit.run_folder import check_run_dir, choose_run_dir, forget_summary, make_run_dir, write_config, write_summary
 from trainkit.signals import StopSignals
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
@@ -162,12 +163,15 @@ class Trainer:
         """Train `task` in place and return what the run came to.
 
         `resume` is a run folder or a checkpoint; training goes on in the same folder at the very sample after the
-        last one. After a SIGINT or SIGTERM it saves the state and raises Stopped, a SystemExit with code 130 or 143.
+        last one. With `resume="auto"` the run in `run_dir` goes on, or without a `run_dir` the newest unfinished run
+        of this task below `runs/`; where there is none, training starts anew. After a SIGINT or SIGTERM it saves the
+        state and raises Stopped, a SystemExit with code 130 or 143.
         """
         data = _as_data(data, "train")
-        checkpoint = _checked(resume)
         self._validate(task, data, "train")
+        checkpoint = self._run_to_continue(task) if resume == AUTO else _checked(resume)
         run_dir = self._choose_run_dir(task, checkpoint)
+        self.strategy.log_dir = run_dir
         result = self.strategy.launch(partial(self._fit_on_rank, task, data, checkpoint, run_dir))
         if result.weights is not None:
             task.load_state_dict(result.weights)
@@ -209,6 +213,13 @@ class Trainer:
             if self._validates(data):
                 data.source("validation")
 
+    def _run_to_continue(self, task: TaskModule) -> Path | None:
+        if self.fast_dev_run:
+            return None
+        found = run_to_continue(self.run_dir, name=type(task).__name__, max_duration=self.max_duration)
+        found.log()
+        return found.run_dir
+
     def _choose_run_dir(self, task: TaskModule, checkpoint: Path | None) -> Path | None:
         if self.fast_dev_run:
             return None
@@ -222,21 +233,22 @@ class Trainer:
         with self._run_on_rank(task, data, run_dir) as run:
             before = _Progress(0.0, 0)
             try:
-                loop = self._prepare_fit(run, checkpoint)
+                # Under torchrun each rank has looked for itself; rank 0 decides.
+                loop = self._prepare_fit(run, self.strategy.broadcast_object(checkpoint))
                 before = _Progress(run.state.seconds, run.state.samples)
                 loop.run()
             except BaseException as error:
                 run.report(error)
-                self._write_summary(run, _result(run, before))
+                self._write_summary(run, _result(run, before), status="failed")
                 raise
             result = _result(run, before)
-            self._write_summary(run, result)
+            self._write_summary(run, result, status="stopped" if result.exit_reason in _EXIT_CODES else "finished")
             result.weights = self.strategy.weights_for_caller(task)
             return result
 
-    def _write_summary(self, run: Run, result: FitResult) -> None:
+    def _write_summary(self, run: Run, result: FitResult, *, status: str) -> None:
         if run.is_main and run.run_dir is not None:
-            write_summary(run.run_dir, asdict(result))
+            write_summary(run.run_dir, {"status": status, **asdict(result)})
 
     def _prepare_fit(self, run: Run, checkpoint: Path | None) -> FitLoop:
         """Bring task, optimizer and data into place on this rank, and a resumed run to where it was; collective."""
@@ -342,6 +354,7 @@ class Trainer:
     def _open_loggers(self, run: Run) -> None:
         if run.run_dir is None or not run.is_main:
             return
+        forget_summary(run.run_dir)
         write_config(run.run_dir, self.config)
         for destination in run.loggers:
             destination.open(run.run_dir, step=run.state.step)
@@ -357,7 +370,8 @@ class Trainer:
     def _torch_flags(self) -> Iterator[None]:
         """Set torch's global switches for the run, and put them back."""
         deterministic, anomaly = torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
-        torch.use_deterministic_algorithms(self.deterministic or deterministic)
+        if self.deterministic != deterministic:  # the call alone imports the compiler, which takes seconds
+            torch.use_deterministic_algorithms(self.deterministic or deterministic)
         torch.autograd.set_detect_anomaly(self.detect_anomaly or anomaly)
         try:
             with warnings.catch_warnings():
@@ -365,7 +379,8 @@ class Trainer:
                 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                 yield
         finally:
-            torch.use_deterministic_algorithms(deterministic)
+            if self.deterministic != deterministic:
+                torch.use_deterministic_algorithms(deterministic)
             torch.autograd.set_detect_anomaly(anomaly)
 
 

@@ -25,6 +25,7 @@ options:
   -m, --multirun      run once for each value: task.lr=1e-3,3e-3 (Hydra's sweeps)
   --config-dir DIR    a folder of your own with groups such as recipe/mine.yaml
   --cfg job           print the settings and do nothing; --resolve: with interpolations resolved
+  resume=auto         go on with the run in run_dir, or the newest unfinished one of the recipe; else start anew
   -h, --help          this page; together with recipe=NAME or strategy=NAME also their keys
 """
 _RUN_OPTIONS = """\

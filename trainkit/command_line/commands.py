@@ -20,9 +20,14 @@ _SETTINGS = "config.yaml"
 
 
 def fit(arguments: Arguments) -> int:
-    """Train, in a new folder; `config=PATH` repeats the settings of a run."""
+    """Train, in a new folder; `config=PATH` repeats the settings of a run, `resume=auto` goes on with one."""
     saved = arguments.take("config")
+    resumed = arguments.take("resume")
+    if resumed not in (None, "auto"):
+        raise UserError(f"resume={resumed}: fit goes on by itself with resume=auto. Type trainkit resume {resumed}")
     if arguments.multirun:
+        if resumed is not None:
+            raise UserError("resume=auto goes on with one run, and -m starts several; leave one of them out.")
         from trainkit.command_line.sweep import sweep
 
         return sweep(arguments)
@@ -30,6 +35,8 @@ def fit(arguments: Arguments) -> int:
         settings = composer.settings(arguments.overrides, needs_task=not arguments.cfg)
     if arguments.cfg:
         return _show(settings, arguments)
+    if resumed is not None:
+        return _train(settings, _run_dir_to_continue(settings), resume=resumed)
     return _train(settings, _new_run_dir(settings))
 
 
@@ -81,7 +88,7 @@ def check_is_new(folder: Path) -> None:
         )
 
 
-def _train(settings: Settings, run_dir: Path, *, resume: Path | None = None) -> int:
+def _train(settings: Settings, run_dir: Path, *, resume: Path | str | None = None) -> int:
     from trainkit.command_line.assembly import assemble
 
     assembly = assemble(settings, run_dir=run_dir)
@@ -93,6 +100,19 @@ def _train(settings: Settings, run_dir: Path, *, resume: Path | None = None) -> 
     if result.run_dir is not None:
         _say(assembly, f"the run is in {result.run_dir}")
     return 0
+
+
+def _run_dir_to_continue(settings: Settings) -> Path:
+    """Return the folder that was chosen, or that of the newest unfinished run of the recipe, or a new one."""
+    from trainkit.continuation import run_to_continue
+    from trainkit.duration import Duration
+    from trainkit.run_folder import choose_run_dir
+
+    chosen = settings.tree.get("run_dir")
+    if chosen is not None:
+        return Path(chosen)
+    durations = Duration.parse_all(settings.tree["trainer"].get("max_duration", "1epoch"), where="max_duration")
+    return run_to_continue(None, name=settings.name, max_duration=durations).run_dir or choose_run_dir(settings.name)
 
 
 def _new_run_dir(settings: Settings) -> Path:
