@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,15 +16,6 @@ if TYPE_CHECKING:
 
 _FOLD_AT = 512
 """Outputs that are kept one by one before they are summed up, which bounds memory."""
-
-
-@dataclass
-class _Column:
-    """One name's values, in the order in which they came."""
-
-    values: list[Tensor | float] = field(default_factory=list)
-    weights: list[Tensor | float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
 
 
 class WeightedMeans:
@@ -74,29 +64,29 @@ class WeightedMeans:
 
     def _fold(self) -> None:
         """Sum up the outputs kept one by one."""
-        columns: dict[str, _Column] = {}
-        for output, step in zip(self._outputs, self._steps, strict=True):
-            named = output.metrics.items() if output.loss is None else (("loss", output.loss), *output.metrics.items())
-            for name, value in named:
-                column = columns[name] if name in columns else columns.setdefault(name, _Column())
-                column.values.append(value)
-                column.weights.append(output.weight)
-                column.steps.append(step)
+        outputs, steps = self._outputs, self._steps
         self._outputs, self._steps = [], []
-        for name, column in columns.items():
-            values, weights = self._stack(column.values), self._stack(column.weights)  # (outputs,) each
-            total = torch.stack([values @ weights, weights.sum()])
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
-            if name == "loss":
-                self._losses.append((values, column.steps))
+        losses = [output.loss for output in outputs if output.loss is not None]
+        if losses:
+            having = [step for step, output in zip(steps, outputs, strict=True) if output.loss is not None]
+            values = self._add("loss", losses, [output.weight for output in outputs if output.loss is not None])
+            self._losses.append((values, having))
+        for name in dict.fromkeys(name for output in outputs for name in output.metrics):
+            with_name = [output for output in outputs if name in output.metrics]
+            self._add(name, [output.metrics[name] for output in with_name], [output.weight for output in with_name])
+
+    def _add(self, name: str, values: Sequence[Tensor | float], weights: Sequence[Tensor | float]) -> Tensor:
+        """Add to a name's sums, and return the values as one tensor."""
+        stacked, weight = self._stack(values), self._stack(weights)  # (outputs,) each
+        total = torch.stack([stacked @ weight, weight.sum()])
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+        return stacked
 
     def _stack(self, values: Sequence[Tensor | float]) -> Tensor:
         """Return numbers or scalar tensors as one tensor on the device."""
-        if not any(isinstance(value, Tensor) for value in values):
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if not tensors:
             return torch.tensor(values, dtype=self._dtype).to(self._device, non_blocking=True)
-        scalars = [value if isinstance(value, Tensor) else torch.tensor(value) for value in values]
-        if any(scalar.dim() for scalar in scalars):
-            scalars = [scalar.reshape(()) for scalar in scalars]
-        if len({(scalar.device, scalar.dtype) for scalar in scalars}) > 1:
-            scalars = [scalar.to(self._device, self._dtype) for scalar in scalars]
-        return torch.stack(scalars).to(self._device, self._dtype)
+        if len(tensors) < len(values) or any(tensor.dim() or tensor.device != self._device for tensor in tensors):
+            tensors = [torch.as_tensor(value).to(self._device, self._dtype).reshape(()) for value in values]
+        return torch.stack(tensors).to(self._dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trainkit.errors import UserError, nearest
 from trainkit.precision import Precision
@@ -80,6 +81,7 @@ class Optimization:
         self.skip_nonfinite = skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.skipped_steps: Tensor | None = None
+        self._plain_step = _plain_step_of(optimizer)
         self._scaler = precision.scaler
         self._every_step = [schedule.scheduler for schedule in schedules if schedule.every == "step"]
 
@@ -110,8 +112,10 @@ class Optimization:
         elif self.skip_nonfinite:
             assert norm is not None
             self._update_if_finite(norm)
-        else:
+        elif self._plain_step is None or _is_watched(self.optimizer):
             self.optimizer.step()
+        else:
+            self._plain_step(self.optimizer)
 
     def zero_grad(self) -> None:
         """Leave every parameter without a gradient."""
@@ -263,6 +267,28 @@ def use_fused_kernel(optimizer: Optimizer, task: nn.Module, *, may_skip: bool = 
     # What the constructors set with fused=True: the kernel takes found_inf and grad_scale.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     return True
+
+
+def _plain_step_of(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
+    """Return an optimizer's step without what torch wraps around it; `None` where something else wraps it too.
+
+    Torch wraps each step to call hooks and to name it to the profiler, which costs a small task a twentieth of its
+    step, whether anybody looks or not.
+    """
+    step = type(optimizer).step
+    wrapped: Callable[[Optimizer], Any] | None = getattr(step, "__wrapped__", None)
+    return wrapped if getattr(step, "hooked", False) and "step" not in vars(optimizer) else None
+
+
+def _is_watched(optimizer: Optimizer) -> bool:
+    """Return whether a hook or a profiler looks at the optimizer's steps."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined] # torch's own modules use it from there
+    )
 
 
 def _fill_momentum(optimizer: Optimizer) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -73,6 +74,8 @@ class Strategy:
         self.micro_batch_size = micro_batch_size
         self.device = torch.device("cpu")
         self.precision = Precision()
+        self.log_dir: Path | None = None
+        """The run's folder, where ranks other than the main one write what they print."""
         self._requested_device = device
         self._trained: list[nn.Parameter] = []
 

@@ -133,7 +133,7 @@ def _run_rank(call: _Call, rank: int, meeting: _Meeting, sender: connection.Conn
     try:
         store = TCPStore("127.0.0.1", meeting.port, is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=meeting.num_ranks, timeout=limit)
-        answer = (call.run(), None)
+        answer: tuple[Any, str | None] = (call.run(), None)
     except BaseException:
         answer = (None, traceback.format_exc())
     with suppress(BrokenPipeError):  # the parent has given up

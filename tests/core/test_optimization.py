@@ -227,3 +227,23 @@ def test_a_schedule_on_a_metric_needs_a_validation(make_trainer, data, settings)
 
 def test_a_schedule_that_was_made_for_another_optimizer_is_refused(make_trainer):
     refused(make_trainer, lambda task: (sgd(task), halving(sgd(task))), r"another optimizer")
+
+
+def test_hooks_on_an_optimizers_step_are_called(make_trainer):
+    calls = []
+
+    class Hooked(Regression):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+            optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+            return optimizer
+
+    make_trainer(max_duration="2step").fit(Hooked(), DATA)
+    assert calls == ["before", "after"] * 2
+
+
+def test_a_profiler_finds_the_optimizers_step_by_its_name(make_trainer):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        make_trainer(max_duration="2step").fit(Regression(), DATA)
+    assert any(event.key.startswith("Optimizer.step#") for event in profile.key_averages())
