@@ -101,17 +101,25 @@ class _SummedBuffer(_SharedBucket):
         self.result, self.rank, self.kept_up_to = result, rank, kept_up_to
 
     def add_shard(self) -> None:
-        if self.kept_up_to is None and self.flat.dtype.itemsize >= 4:
-            super().add_shard()
-            return
         with torch.no_grad():
             for chunk in self.chunks:
-                total = sum_in_order(chunk)
-                start, stop = _span(chunk[self.rank])
-                kept = 0 if self.kept_up_to is None else max(0, min(stop, self.kept_up_to) - start)
-                self.result[start : start + kept].copy_(total[:kept])
-                for part in chunk:
-                    part[kept:].copy_(total[kept:])
+                if self.flat.dtype.itemsize < 4:
+                    total = sum_in_order(chunk)
+                else:
+                    total = chunk[0]  # nobody else reads this part of rank 0's buffer, so it may hold the sum
+                    for other in chunk[1:]:
+                        total.add_(other)
+                self._put(total, chunk)
+
+    def _put(self, total: Tensor, chunk: list[Tensor]) -> None:
+        """Keep what this server keeps of a sum, and write the rest to all."""
+        start, stop = _span(chunk[self.rank])
+        kept = 0 if self.kept_up_to is None else max(0, min(stop, self.kept_up_to) - start)
+        if kept:
+            _copy(total[:kept], self.result[start : start + kept])
+        if start + kept < stop:
+            for part in chunk:
+                _copy(total[kept:], part[kept:])
 
 
 class _SharedWeights(_SharedBucket):
@@ -152,6 +160,11 @@ class _Read:
         """Return once the flat tensor holds the result."""
         self.reduction.wait()
         self.flat.copy_(self.wire)
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
 
 
 def _span(part: Tensor) -> tuple[int, int]:

@@ -1,0 +1,234 @@
+"""Time of a step under every strategy, side by side on the ranks of this machine, and how even the servers' work is.
+
+    python benchmarks/strategies.py                        2 ranks, all models
+    python benchmarks/strategies.py --ranks 4 --models mlp_5m --rounds 20
+
+All strategies live in the same processes and take turns, some steps at a time, so that what else the machine does
+falls on all of them alike. Times are medians over rounds of the slowest rank; `vs stock` compares with PyTorch's own
+DistributedDataParallel over gloo, with the same fused AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.fusion.parts import cut_windows, imbalance, server_loads, whole_variable_loads
+from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.torch_ddp import TorchDDP
+
+from trainkit import TaskModule
+from trainkit.optimization import Clip, Optimization, configure
+from trainkit.precision import Precision
+from trainkit.strategy import Strategy
+from trainkit.testing import run_ranks
+from trainkit.window import MicroBatch, Window
+
+STOCK = "torch_ddp"
+STEPS_OF_A_TURN = 4
+WARM_UP_ROUNDS = 2
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "torch_ddp": lambda: TorchDDP(device="cpu"),
+    "ddp": lambda: DDPStrategy(device="cpu"),
+    "ddp group": lambda: DDPStrategy(device="cpu", transport="group"),
+    "fusion": lambda: FusionStrategy(device="cpu"),
+    "fusion bf16": lambda: FusionStrategy(device="cpu", wire="bf16"),
+    "fusion sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True),
+    "fusion exchange": lambda: FusionStrategy(device="cpu", transport="exchange"),
+}
+ON_ONE_PROCESS: dict[str, Callable[[int], Strategy]] = {
+    "single": lambda ranks: SingleDevice(device="cpu", accumulate=ranks),
+    "dp": lambda ranks: DataParallel(devices=["cpu"] * ranks),
+}
+
+
+class MLP(TaskModule):
+    """Five layers of one width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers = [layer for _ in range(5) for layer in (nn.Linear(width, width), nn.GELU())]
+        self.network = nn.Sequential(*layers)
+        self.width = width
+
+    def training_step(self, batch: Any) -> Tensor:
+        """Return the mean square of what the network makes of the batch."""
+        loss: Tensor = self.network(batch).square().mean()
+        return loss
+
+    def batch(self, num_samples: int) -> Tensor:
+        """Return random inputs."""
+        return torch.randn(num_samples, self.width)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class GPT(TaskModule):
+    """A small language model of about four million parameters: many small ones and two large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, vocabulary = 192, 4096
+        self.vocabulary = vocabulary
+        self.tokens = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def training_step(self, batch: Any) -> Tensor:
+        """Return the loss of the next token."""
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1])
+        logits = self.head(self.blocks(self.tokens(inputs), mask=mask, is_causal=True))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def batch(self, num_samples: int) -> Tensor:
+        """Return random tokens."""
+        return torch.randint(0, self.vocabulary, (num_samples, 33))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], int]] = {  # and samples of a rank in a step
+    "mlp_5m": (lambda: MLP(1000), 32),
+    "gpt_4m": (GPT, 4),
+    "mlp_60m": (lambda: MLP(3464), 32),
+}
+
+
+class Runner:
+    """One strategy with its own copy of the task, ready to make steps."""
+
+    def __init__(self, strategy: Strategy, task: Any, *, num_samples: int) -> None:
+        self.strategy, self.task = strategy, copy.deepcopy(task)
+        strategy.setup(Precision())
+        plan = strategy.plan(num_samples)
+        mine = num_samples // strategy.world_size
+        sizes = [min(plan.micro_batch_size, mine - start) for start in range(0, mine, plan.micro_batch_size)]
+        self.window = Window(
+            [MicroBatch(self.task.batch(size), size) for size in sizes], num_samples, num_samples, False
+        )
+        strategy.prepare(self.task)
+        self.optimization: Optimization = configure(
+            self.task, clip=Clip(), precision=strategy.precision, total_steps=None, fused=True, skip=False
+        )
+        strategy.prepare_optimization(self.task, self.optimization)
+
+    def seconds_a_step(self) -> float:
+        """Return the time of a step, measured over one turn."""
+        started = time.perf_counter()
+        for _ in range(STEPS_OF_A_TURN):
+            self.strategy.forward_backward(self.task, self.window)
+            self.strategy.optimizer_step(self.optimization)
+        return (time.perf_counter() - started) / STEPS_OF_A_TURN
+
+
+def measure(strategies: dict[str, Callable[[], Strategy]], model: str, num_samples: int, rounds: int) -> Any:
+    """Return the seconds of a step in each round, and the bytes of a step, for each strategy."""
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    task = MODELS[model][0]()
+    runners = {name: Runner(make(), task, num_samples=num_samples) for name, make in strategies.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for round_number in range(rounds + WARM_UP_ROUNDS):
+        for name, runner in runners.items():
+            if dist.is_initialized():
+                dist.barrier()
+            taken = runner.seconds_a_step()
+            if round_number >= WARM_UP_ROUNDS:
+                seconds[name].append(taken)
+    sent = {name: getattr(runner.strategy, "bytes_a_step", None) for name, runner in runners.items()}
+    for runner in runners.values():
+        runner.strategy.teardown()
+    return seconds, sent
+
+
+def measure_on_rank(names: list[str], model: str, num_samples: int, rounds: int) -> Any:
+    """Measure the strategies of several processes on this rank."""
+    return measure({name: STRATEGIES[name] for name in names}, model, num_samples, rounds)
+
+
+def compare(names: list[str], model: str, *, ranks: int, rounds: int) -> dict[str, dict[str, float | None]]:
+    """Return for each strategy the median time of a step and its ratio to stock DDP."""
+    num_samples = ranks * MODELS[model][1]
+    several = [name for name in names if name in STRATEGIES]
+    outcomes = run_ranks(measure_on_rank, ranks, several, model, num_samples, rounds, timeout=1200)
+    seconds: dict[str, list[float]] = {}
+    for name in several:
+        of_ranks = [outcome[0][name] for outcome in outcomes]
+        seconds[name] = [max(of_round) for of_round in zip(*of_ranks, strict=True)]
+    sent: dict[str, int | None] = outcomes[0][1]
+    alone = {name: lambda make=make: make(ranks) for name, make in ON_ONE_PROCESS.items() if name in names}
+    if alone:
+        seconds.update(measure(alone, model, num_samples, max(2, rounds // 2))[0])
+    stock = statistics.median(seconds[STOCK]) if STOCK in seconds else None
+    return {
+        name: {
+            "milliseconds": 1000 * statistics.median(seconds[name]),
+            "vs_stock": statistics.median(seconds[name]) / stock if stock else None,
+            "megabytes": None if sent.get(name) is None else (sent[name] or 0) / 1e6,
+        }
+        for name in names
+    }
+
+
+def server_balance(ranks: int) -> dict[str, float]:
+    """Return the busiest server's load relative to the mean, in a model with one huge and many tiny parameters."""
+    variables = [4_000_000] + [1000] * 500
+    windows = [stop - start for start, stop in cut_windows(sum(variables), 1024 * 1024)]
+    return {
+        "balanced parts": imbalance(server_loads(windows, ranks)),
+        "whole variables": imbalance(whole_variable_loads(variables, ranks)),
+    }
+
+
+def main() -> None:
+    """Print a table for each model, and the servers' balance."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES, *ON_ONE_PROCESS])
+    parser.add_argument("--json", action="store_true")
+    typed = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for model in typed.models:
+        found[model] = compare(typed.strategies, model, ranks=typed.ranks, rounds=typed.rounds)
+        if not typed.json:
+            show(f"{model}, {typed.ranks} ranks", found[model])
+    found["server balance"] = server_balance(typed.ranks)
+    if typed.json:
+        print(json.dumps(found, indent=2))
+        return
+    for kind, load in found["server balance"].items():
+        print(f"busiest of {typed.ranks} servers with {kind}: {load:.4f} times the mean")
+
+
+def show(title: str, rows: dict[str, dict[str, float | None]]) -> None:
+    """Print one model's table."""
+    print(title)
+    print(f"  {'strategy':<16} {'ms a step':>10} {'vs stock':>9} {'MB a step':>10}")
+    for name, row in rows.items():
+        ratio = "" if row["vs_stock"] is None else f"{row['vs_stock']:.2f}"
+        sent = "" if row["megabytes"] is None else f"{row['megabytes']:.1f}"
+        print(f"  {name:<16} {row['milliseconds']:>10.2f} {ratio:>9} {sent:>10}")
+
+
+if __name__ == "__main__":
+    main()
