@@ -64,6 +64,17 @@ class Data:
     The order of samples is a pure function of `seed` (the trainer's, unless given here) and the epoch. An
     `IterableDataset` is read in its own order: of each global batch, rank r of W keeps every W-th sample, so each
     rank reads the whole stream; it may have one worker process, not more.
+
+    A map-style dataset may define `get_sample(index, seed)`, which is then called in place of `__getitem__`. The seed
+    follows from the run's seed, the epoch and the index alone, so random augmentation that draws from it is the same
+    for any number of workers and ranks, any strategy, and after a resume:
+
+        def get_sample(self, index, seed):
+            generator = torch.Generator().manual_seed(seed)
+            return self.images[index] + 0.1 * torch.randn(self.shape, generator=generator), self.labels[index]
+
+    Without it, worker processes seed python, numpy and torch for each micro-batch, from its first index and the epoch.
+    An evaluation always counts as epoch 0.
     """
 
     def __init__(

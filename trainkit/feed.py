@@ -17,8 +17,8 @@ from torch.utils.data import default_collate, default_convert
 from trainkit.batches import num_rows, rows
 from trainkit.data import Source
 from trainkit.errors import UserError
-from trainkit.order import GlobalOrder
-from trainkit.reading import make_reader, read_in_workers, request_seed, stream
+from trainkit.order import GlobalOrder, sample_seed
+from trainkit.reading import Request, get_sample_of, make_reader, read_in_workers, request_seed, stream
 from trainkit.sampling import Order, SamplerOrder
 from trainkit.window import MicroBatch, Window
 
@@ -95,7 +95,7 @@ class SampleFeed(Feed):
         self._batch_size = source.batch_size
         self._plan = strategy.plan(source.batch_size, even=source.stage == "train")
         self._repeat_first = repeat_first
-        self._reader = make_reader(source.dataset, source.collate)
+        self._reader = make_reader(source.dataset, source.collate, seed=seed)
         self._sampler = strategy.sampler(source.dataset, _order(source, seed=seed))
         self._length = self._used_length(self._sampler.order.num_samples)
 
@@ -141,15 +141,15 @@ class SampleFeed(Feed):
         if self.source.workers == 0:
             read = self._reader.read
             for share in shares:
-                yield [MicroBatch(read(indices), len(indices)) for indices in share]
+                yield [MicroBatch(read(indices, epoch), len(indices)) for indices in share]
             return
         counts: deque[list[int]] = deque()  # of the shares that have been asked for and not been handed out
 
-        def requests() -> Iterator[tuple[Tensor, int]]:
+        def requests() -> Iterator[Request]:
             for share in shares:
                 counts.append([len(indices) for indices in share])
                 for indices in share:
-                    yield indices, request_seed(self.seed, epoch, int(indices[0]))
+                    yield Request(indices, request_seed(self.seed, epoch, int(indices[0])), epoch)
 
         pin_memory = self.source.pin_memory and torch.cuda.is_available()
         batches = read_in_workers(self._reader, requests(), workers=self.source.workers, pin_memory=pin_memory)
@@ -179,6 +179,7 @@ class ReadyFeed(Feed):
         self._order = _order(source, seed=seed)
         self._plan_for: Callable[[int], BatchPlan] = partial(strategy.plan, even=False)
         self._repeat_first = repeat_first
+        self._get_sample = get_sample_of(source.dataset)
         self._convert = None if source.collate is default_collate else source.collate
         self._converts_as_usual = self._convert is default_convert
         self._length = min(self._order.num_samples, limit or self._order.num_samples)
@@ -193,20 +194,25 @@ class ReadyFeed(Feed):
         return self._length
 
     def windows(self, epoch: int, position: int) -> Iterator[Window]:
-        indices = self._order.slice(0 if self._repeat_first else epoch, position, self._length).tolist()
+        if self._repeat_first:
+            epoch = 0
+        indices = self._order.slice(epoch, position, self._length).tolist()
         for offset, index in enumerate(indices, start=position + 1):
-            batch = self._item(index)
+            batch = self._item(index, epoch)
             count = num_rows(batch)
             micro_batches = [MicroBatch(batch, count)] if self._undivided else self._cut(batch, count)
             yield Window(micro_batches, count, 1, offset == self._length)
 
     def batches(self) -> Iterator[MicroBatch]:
         for index in range(self._length):
-            batch = self._item(index)
+            batch = self._item(index, 0)
             yield from self._cut(batch, num_rows(batch))
 
-    def _item(self, index: int) -> Any:
-        item = self.source.dataset[index]
+    def _item(self, index: int, epoch: int) -> Any:
+        if self._get_sample is None:
+            item = self.source.dataset[index]
+        else:
+            item = self._get_sample(index, sample_seed(self.seed, epoch, index))
         if self._convert is None:
             return item
         if self._converts_as_usual and type(item) is list and all(type(part) is Tensor for part in item):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,23 +13,37 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from trainkit.order import sample_seed
 
 Collate = Callable[[list[Any]], Any]
+GetSample = Callable[[int, int], Any]
+"""Returns the sample at an index; the second number is the seed of the sample's own randomness."""
 
 
 class Reader(Protocol):
     """Reads the samples at given indices as one batch."""
 
-    def read(self, indices: Tensor) -> Any:
-        """Return the batch of the samples at `indices` (int64, one dimension)."""
+    def read(self, indices: Tensor, epoch: int = 0) -> Any:
+        """Return the batch of the samples at `indices` (int64, one dimension), as they are in `epoch`."""
 
 
-def make_reader(dataset: Any, collate: Collate) -> Reader:
+def make_reader(dataset: Any, collate: Collate, *, seed: int = 0) -> Reader:
     """Return the quickest reader that gives what the dataset and `collate` give sample by sample."""
+    get_sample = get_sample_of(dataset)
+    if get_sample is not None:
+        return SeededReader(get_sample, collate, seed=seed)
     if collate is default_collate:
         if type(dataset) is TensorDataset:
             return TensorReader(dataset.tensors)
         if type(dataset) is Subset and type(dataset.dataset) is TensorDataset:
             return TensorReader(dataset.dataset.tensors, torch.as_tensor(dataset.indices, dtype=torch.int64))
     return SampleReader(dataset, collate)
+
+
+def get_sample_of(dataset: Any) -> GetSample | None:
+    """Return the method of a dataset that asks for the seed of each sample, also of one that a Subset is taken of."""
+    if type(dataset) is Subset:
+        whole = get_sample_of(dataset.dataset)
+        return None if whole is None else _SubsetSamples(whole, dataset.indices)
+    get_sample: GetSample | None = getattr(dataset, "get_sample", None)
+    return get_sample
 
 
 class TensorReader:
@@ -39,7 +53,7 @@ class TensorReader:
         self._tensors = tensors
         self._subset = subset
 
-    def read(self, indices: Tensor) -> list[Tensor]:
+    def read(self, indices: Tensor, epoch: int = 0) -> list[Tensor]:
         """Return `[rows of each tensor]`."""
         if self._subset is not None:
             indices = self._subset[indices]
@@ -54,17 +68,48 @@ class SampleReader:
         self._collate = collate
         self._at_once = getattr(dataset, "__getitems__", None)
 
-    def read(self, indices: Tensor) -> Any:
+    def read(self, indices: Tensor, epoch: int = 0) -> Any:
         """Return the collated samples."""
         wanted = indices.tolist()
         samples = self._at_once(wanted) if self._at_once else [self._dataset[index] for index in wanted]
         return self._collate(samples)
 
 
-def read_in_workers(
-    reader: Reader, requests: Iterable[tuple[Tensor, int]], *, workers: int, pin_memory: bool
-) -> Iterator[Any]:
-    """Yield the batch of each request (indices and a seed), read ahead by `workers` processes.
+class SeededReader:
+    """Gives the dataset a seed for each sample that depends on nothing but the run's seed, the epoch and the index."""
+
+    def __init__(self, get_sample: GetSample, collate: Collate, *, seed: int) -> None:
+        self._get_sample = get_sample
+        self._collate = collate
+        self._seed = seed
+
+    def read(self, indices: Tensor, epoch: int = 0) -> Any:
+        """Return the collated samples."""
+        return self._collate([self._get_sample(i, sample_seed(self._seed, epoch, i)) for i in indices.tolist()])
+
+
+class _SubsetSamples:
+    """Asks the whole dataset for the sample that has an index in the subset, with the seed of that index."""
+
+    def __init__(self, get_sample: GetSample, indices: Sequence[int]) -> None:
+        self._get_sample = get_sample
+        self._indices = indices
+
+    def __call__(self, index: int, seed: int) -> Any:
+        return self._get_sample(self._indices[index], seed)
+
+
+class Request(NamedTuple):
+    """What a worker is asked for."""
+
+    indices: Tensor
+    seed: int
+    """Of python, numpy and torch in the worker, while it reads."""
+    epoch: int = 0
+
+
+def read_in_workers(reader: Reader, requests: Iterable[Request], *, workers: int, pin_memory: bool) -> Iterator[Any]:
+    """Yield the batch of each request, read ahead by `workers` processes.
 
     Each request is read under its seed of python, numpy and torch, so that random augmentation does not depend
     on how many workers there are, nor on where a resumed run starts.
@@ -87,7 +132,7 @@ def request_seed(seed: int, epoch: int, position: int) -> int:
 
 
 class _RequestDataset(Dataset[Any]):
-    """What runs in a worker: a request is the indices and the seed of one micro-batch."""
+    """What runs in a worker: a request is for one micro-batch."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -95,12 +140,11 @@ class _RequestDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         raise NotImplementedError("samples are read by __getitems__")
 
-    def __getitems__(self, request: tuple[Tensor, int]) -> Any:
-        indices, seed = request
-        random.seed(seed)
-        torch.manual_seed(seed)
-        _seed_numpy(seed)
-        return self._reader.read(indices)
+    def __getitems__(self, request: Request) -> Any:
+        random.seed(request.seed)
+        torch.manual_seed(request.seed)
+        _seed_numpy(request.seed)
+        return self._reader.read(request.indices, request.epoch)
 
 
 def _seed_numpy(seed: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from tests.tasks import NumberStream
-from trainkit.reading import SampleReader, TensorReader, make_reader, read_in_workers, request_seed, stream
+from trainkit.reading import Request, SampleReader, TensorReader, make_reader, read_in_workers, request_seed, stream
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float16]
 
@@ -119,7 +119,7 @@ class Draws(Dataset):
 
 
 def drawn(workers, positions):
-    requests = [(torch.tensor([position]), request_seed(0, 0, position)) for position in positions]
+    requests = [Request(torch.tensor([position]), request_seed(0, 0, position)) for position in positions]
     reader = make_reader(Draws(), default_collate)
     batches = read_in_workers(reader, iter(requests), workers=workers, pin_memory=False)
     return [tuple(batch.flatten().tolist()) for batch in batches]
@@ -146,7 +146,7 @@ def test_an_error_in_a_worker_says_where_it_came_from():
             raise KeyError("no such sample")
 
     batches = read_in_workers(
-        make_reader(Broken(), default_collate), iter([(torch.tensor([0]), 1)]), workers=1, pin_memory=False
+        make_reader(Broken(), default_collate), iter([Request(torch.tensor([0]), 1)]), workers=1, pin_memory=False
     )
     with pytest.raises(KeyError, match="no such sample"):
         list(batches)
