@@ -57,6 +57,14 @@ class Feed(ABC):
     def batches(self) -> Iterator[MicroBatch]:
         """Yield this rank's share of an evaluation: over all ranks each sample comes exactly once."""
 
+    def _first_from(self, position: int) -> int:
+        """Return how far after `position` this rank's next sample of an evaluation lies.
+
+        Rank r has the samples r, r + W, r + 2W, ... of a whole evaluation, whatever sizes its batches have: so their
+        predictions can be put in order again.
+        """
+        return (self.rank - position) % self.world_size
+
     def state_dict(self, position: int) -> dict[str, Any]:
         """Return what a dataset that keeps its own position said when `position` items had been read."""
         return {}
@@ -200,13 +208,16 @@ class ReadyFeed(Feed):
         for offset, index in enumerate(indices, start=position + 1):
             batch = self._item(index, epoch)
             count = num_rows(batch)
-            micro_batches = [MicroBatch(batch, count)] if self._undivided else self._cut(batch, count)
+            micro_batches = [MicroBatch(batch, count)] if self._undivided else self._cut(batch, count, first=self.rank)
             yield Window(micro_batches, count, 1, offset == self._length)
 
     def batches(self) -> Iterator[MicroBatch]:
+        position = 0
         for index in range(self._length):
             batch = self._item(index, 0)
-            yield from self._cut(batch, num_rows(batch))
+            count = num_rows(batch)
+            yield from self._cut(batch, count, first=self._first_from(position))
+            position += count
 
     def _item(self, index: int, epoch: int) -> Any:
         if self._get_sample is None:
@@ -219,9 +230,9 @@ class ReadyFeed(Feed):
             return item  # a list of tensors is what the conversion would give
         return self._convert(item)
 
-    def _cut(self, batch: Any, count: int) -> list[MicroBatch]:
-        mine = rows(batch, slice(self.rank, None, self.world_size), of=count)
-        num_mine = len(range(self.rank, count, self.world_size))
+    def _cut(self, batch: Any, count: int, *, first: int) -> list[MicroBatch]:
+        mine = rows(batch, slice(first, None, self.world_size), of=count)
+        num_mine = len(range(first, count, self.world_size))
         size = self._plan_for(count).micro_batch_size
         return [
             MicroBatch(rows(mine, slice(start, start + size), of=num_mine), min(size, num_mine - start))
@@ -279,7 +290,8 @@ class StreamFeed(Feed):
             window = self._take(samples, number)
             if not window:
                 return
-            yield from self._micro_batches(window[self.rank :: self.world_size])
+            first = self._first_from(number * self._batch_size)
+            yield from self._micro_batches(window[first :: self.world_size])
 
     def state_dict(self, position: int) -> dict[str, Any]:
         return {"position": position, "dataset": self._states[position]} if position in self._states else {}

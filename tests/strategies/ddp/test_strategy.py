@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleDevice
 from trainkit.strategies.torch_ddp import TorchDDP
@@ -156,6 +156,47 @@ def buffers_after_training(folder: str) -> list[float]:
 def test_buffers_are_rank_0s_on_every_rank(tmp_path):
     first, second = run_ranks(buffers_after_training, 2, str(tmp_path))
     assert first == second
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return (tuple(row) for row in samples())
+
+
+class ReadyBatches(Dataset[Any]):
+    """Ready-made batches of unequal sizes."""
+
+    sizes = (7, 1, 10, 5)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        start = sum(self.sizes[:index])
+        return samples()[start : start + self.sizes[index]]
+
+
+def predicted(arguments: dict[str, Any]) -> list[Any]:
+    trainer = Trainer(strategy=DDPStrategy(device="cpu", **arguments), callbacks=[], loggers=[])
+    return [
+        trainer.predict(Regression(), data)
+        for data in (
+            Data(predict=samples(), batch_size=5),
+            Data(predict=Stream(), batch_size=5),
+            Data(predict=ReadyBatches(), batch_size=None),
+        )
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_predictions_come_in_order_whatever_sizes_batches_have(num_ranks):
+    # No batch is a multiple of the ranks, and one of the ready-made ones is smaller than their number.
+    targets = samples().tensors[1]
+    for arguments in ({}, {"micro_batch_size": 2}):
+        by_sample, by_stream, ready_made = run_ranks(predicted, num_ranks, arguments)[0]
+        assert torch.equal(by_sample, targets)
+        assert torch.equal(by_stream, targets)
+        assert torch.equal(ready_made, targets[: sum(ReadyBatches.sizes)])
 
 
 # ---- Started ranks
