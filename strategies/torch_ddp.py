@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.errors import UserError
+from trainkit.batches import to_device
 from trainkit.optimization import Optimization
 from trainkit.step_output import StepOutput, read_training_output
 from trainkit.task import TaskModule
@@ -65,7 +66,8 @@ class TorchDDP(ProcessGroupStrategy):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self._wrapped: DistributedDataParallel | None = None
         self._through: _Through | None = None
-        self._last: MicroBatch | None = None
+        self._last: Any = None  # the batch that this rank had last
+        self._has_stepped = False
 
     def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
         """Wrap the training step, beside the task, so that the task's own names do not change; collective."""
@@ -79,25 +81,31 @@ class TorchDDP(ProcessGroupStrategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
         self._through = _Through(self._wrapped)
+        self._last, self._has_stepped = None, False
 
     def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
         if window.micro_batches:
-            self._last = window.micro_batches[0]
+            self._last = window.micro_batches[0].batch
+        if not self._has_stepped and window.num_samples < self.world_size:
+            self._share_first_batch()
+        self._has_stepped = True
         assert self._through is not None
         return super().forward_backward(self._through, window)
 
     def contribute_nothing(self) -> None:
         """Take part in a reduction with the last batch at weight zero: PyTorch's Reducer needs a backward."""
-        if self._last is None or self._wrapped is None:
-            raise UserError(
-                "torch_ddp cannot start with a global batch smaller than the number of ranks; set strategy=ddp, or a "
-                "larger batch_size."
-            )
-        returned = self._wrapped(self._last.batch)
+        assert self._wrapped is not None
+        returned = self._wrapped(self._last)
         loss = read_training_output(returned, 1, self._wrapped.module.task).loss
         assert loss is not None
         (loss * 0.0).backward()
+
+    def _share_first_batch(self) -> None:
+        """Give ranks that have had no samples yet a batch to stand in with: rank 0's; collective."""
+        batch = self.broadcast_object(to_device(self._last, torch.device("cpu")) if self.rank == 0 else None)
+        if self._last is None:
+            self._last = self._move(batch)
 
     def backward(self, output: StepOutput, micro_batch: MicroBatch, window: Window) -> None:
         """Add this micro-batch's part to the gradients, such that PyTorch's mean over ranks is the sum."""

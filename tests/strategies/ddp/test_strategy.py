@@ -147,6 +147,37 @@ def test_ranks_without_samples_in_the_last_batch_add_nothing(tmp_path):
         assert max(distances) < 2e-5
 
 
+class Sizes(Dataset[Any]):
+    """Ready-made batches, of which the first two are smaller than the number of ranks."""
+
+    sizes = (1, 2, 9, 1, 6)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return samples()[10 * index : 10 * index + self.sizes[index]]
+
+
+def empty_shares_at_first(folder: str) -> list[float]:
+    tasks: list[Regression] = []
+    for strategy in (SingleDevice(device="cpu"), DDPStrategy(device="cpu"), TorchDDP(device="cpu")):
+        if dist.get_rank() and isinstance(strategy, SingleDevice):
+            continue
+        tasks.append(Regression())
+        name = type(strategy).__name__
+        trainer = Trainer(strategy, max_duration="2epoch", callbacks=[], loggers=[], run_dir=f"{folder}/{name}")
+        trainer.fit(tasks[-1], Data(train=Sizes(), batch_size=None, shuffle=False))
+    weights = flat(tasks[0])
+    dist.broadcast(weights, 0)
+    return [(flat(task) - weights).abs().max().item() for task in tasks[-2:]]
+
+
+def test_ranks_may_have_no_samples_in_the_first_batch(tmp_path):
+    for distances in run_ranks(empty_shares_at_first, 3, str(tmp_path)):
+        assert max(distances) < 2e-5
+
+
 def buffers_after_training(folder: str) -> list[float]:
     task = Regression(normalized=True)
     fit(DDPStrategy(device="cpu"), task, run_dir=folder)
