@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING
 
@@ -101,7 +100,8 @@ def _checkpoints(store: CheckpointStore) -> Table:
     columns = ["checkpoint", "step", "saved because of", *([monitor.metric] if monitor else []), ""]
     table = Table(f"Checkpoints in {store.folder}", columns)
     for index, entry in enumerate(entries):
-        values = [number(entry.metrics.get(monitor.metric, math.nan))] if monitor else []
+        measured = entry.metrics.get(monitor.metric) if monitor else None
+        values = ["-" if measured is None else number(measured)] if monitor else []
         marks = ["best"] * (entry == best) + ["last"] * (index == len(entries) - 1)
         table.rows.append([entry.path.name, f"{entry.step:,}", entry.reason, *values, ", ".join(marks)])
         if entry == best:
