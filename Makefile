@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: train test test-slow test-all check format bench clean
+.PHONY: train test test-slow test-all torture check format bench clean
 
 train: $(READY) ## train the handwritten-digits recipe; more: make train ARGS='trainer.max_duration=2epoch'
 	$(BIN)/trainkit fit recipe=digits $(ARGS)
@@ -17,6 +17,9 @@ test-slow: $(READY) ## the tests that take longer
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-all: test test-slow
+
+torture: $(READY) ## 200 kills of a training process, and as many of one that only saves: some minutes
+	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py $(ARGS)
 
 check: $(READY) ## format, lint, types
 	$(BIN)/ruff format --check .

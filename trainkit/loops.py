@@ -49,7 +49,7 @@ class FitLoop:
         self._evaluation_interval = Interval(schedule.evaluate_every if validation is not None else None)
         self._validation = validation
         self._on_nonfinite = on_nonfinite
-        self._means = WeightedMeans(run.strategy.device)
+        self._means = run.means = WeightedMeans(run.strategy.device)
         self._weights_are_sound = True
         self._norm: torch.Tensor | None = None  # of the last step's gradients
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +49,17 @@ class WeightedMeans:
         reduced = dict(zip(names, sums.tolist(), strict=True))  # name -> [weighted sum, sum of weights]
         self.loss_was_finite = math.isfinite(reduced["loss"][0]) if "loss" in reduced else True
         return {name: total / weight if weight else math.nan for name, (total, weight) in reduced.items()}
+
+    def state_dict(self, strategy: Strategy) -> dict[str, list[float]]:
+        """Return what a checkpoint keeps: each name's weighted sum and sum of weights over all ranks; collective."""
+        self._fold()
+        names, sums = strategy.sum_named(self._sums, device=self._device, dtype=self._dtype)
+        return dict(zip(names, sums.tolist(), strict=True))
+
+    def load_state_dict(self, saved: Mapping[str, list[float]], strategy: Strategy) -> None:
+        """Go on from sums that `state_dict` returned: the samples that they count were not this rank's, but rank 0's."""
+        if strategy.rank == 0:
+            self._sums = {name: torch.tensor(s, dtype=self._dtype, device=self._device) for name, s in saved.items()}
 
     def first_nonfinite_step(self) -> int | None:
         """Return the first step since the last `reduce` whose loss was not finite here; waits for the device."""

@@ -15,6 +15,7 @@ from trainkit.data import Data
 from trainkit.errors import UserError
 from trainkit.feed import Feed
 from trainkit.logger import Logger
+from trainkit.metrics import WeightedMeans
 from trainkit.optimization import Optimization
 from trainkit.precision import Precision
 from trainkit.rng import rng_state, seed_everything, set_rng_state
@@ -57,6 +58,8 @@ class Run:
     feed: Feed | None = None
     plan: BatchPlan | None = None
     optimization: Optimization | None = None
+    means: WeightedMeans | None = None
+    """Of what training steps returned since metrics were logged last."""
     evaluation: EvaluationProgress | None = None
     stop_reason: str | None = None
     resumed_from: str | None = None
@@ -167,6 +170,8 @@ class Run:
         self.precision.load_state_dict(payload["scaler"])
         self.state.load_state_dict(payload["state"])
         self.feed.load_state_dict(payload["feed"])
+        if self.means is not None:
+            self.means.load_state_dict(payload.get("means", {}), self.strategy)
         for name, callback in _named(self.callbacks):
             if name in payload["callbacks"]:
                 callback.load_state_dict(payload["callbacks"][name])
@@ -220,6 +225,7 @@ class Run:
             "feed": self.feed.state_dict(self.state.position),
             "rng": self.strategy.all_gather_object(rng_state()),
             "layout": self._layout(),
+            "means": {} if self.means is None else self.means.state_dict(self.strategy),
             "callbacks": {name: callback.state_dict() for name, callback in _named(self.callbacks)},
             "config": self.config,
             "task_class": f"{type(self.task).__module__}.{type(self.task).__qualname__}",

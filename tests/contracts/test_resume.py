@@ -334,9 +334,10 @@ def test_the_counters_go_on_where_they_were(make_trainer):
     assert (result.steps, result.samples, result.epochs) == (10, 36, 2.0)
 
 
-def test_the_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(make_trainer):
+@pytest.mark.parametrize("log_every", ["1step", "4step"])
+def test_the_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(make_trainer, log_every):
     loggers = [MemoryLogger() for _ in range(3)]
-    settings = {"max_duration": "2epoch", "log_every": "1step", "evaluate_every": "2step"}
+    settings = {"max_duration": "2epoch", "log_every": log_every, "evaluate_every": "2step"}
 
     def data():
         return plain_data(validation=regression_data(6, seed=1))
@@ -346,6 +347,8 @@ def test_the_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(make_tra
     trainer.fit(dropout_task(), data())
     again = make_trainer(loggers=[loggers[2]], run_dir=trainer.run_dir, **settings)
     again.fit(dropout_task(), data(), resume=trainer.run_dir)
+    if log_every == "4step":
+        assert loggers[1].rows.pop()[0] == 6  # what the first part had not logged when it ended
     assert loggers[1].rows + loggers[2].rows == loggers[0].rows
 
 
