@@ -200,7 +200,9 @@ class Strategy:
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply every gradient that `forward_backward` left."""
-        torch._foreach_mul_([parameter.grad for parameter in self._trained if parameter.grad is not None], factor)
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        if gradients:  # a pipeline's stage may have none
+            torch._foreach_mul_(gradients, factor)
 
     def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
         """Return the context of one backward: gradients are reduced over ranks in it if `sync`, else only added up."""
