@@ -57,7 +57,7 @@ class WeightedMeans:
         return dict(zip(names, sums.tolist(), strict=True))
 
     def load_state_dict(self, saved: Mapping[str, list[float]], strategy: Strategy) -> None:
-        """Go on from sums that `state_dict` returned: the samples that they count were not this rank's, but rank 0's."""
+        """Go on from sums that `state_dict` returned; rank 0 counts the samples of all."""
         if strategy.rank == 0:
             self._sums = {name: torch.tensor(s, dtype=self._dtype, device=self._device) for name, s in saved.items()}
 
