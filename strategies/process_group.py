@@ -212,7 +212,7 @@ class ProcessGroupStrategy(Strategy):
         total, any_own, any_undivided = self.all_reduce(sums.to(self.device)).tolist()
         self._weighted = bool(any_own)
         if any_own and not any_undivided:
-            self.scale_gradients(window.num_samples / total)
+            self.scale_gradients(window.num_samples / total if total else 0.0)  # 0: a window of padding only
 
     def _is_undivided(self, micro_batches: Sequence[MicroBatch], window: Window) -> bool:
         """Whether one micro-batch is the whole window: its loss is not weighted at all."""
