@@ -30,6 +30,7 @@ from .part_transport import PartTransport
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop)
 """Optimizers that update each element by its own history, so that a part is updated as in the whole."""
+ALIGNMENT_BYTES = 64  # of memory from torch's allocator
 _WHOLE = ("step", "mu_product")  # of a whole parameter, also where that is a single number
 AllReduce = Callable[[Tensor], Tensor]
 AllGather = Callable[[Any], list[Any]]
@@ -60,7 +61,9 @@ class _Piece:
 class ShardedOptimizer:
     """Drives an optimizer over this rank's pieces of the parameters.
 
-    The parameters are moved into the transport's flat weights, of which the pieces are views.
+    The pieces are views of the transport's flat weights. Parameters are moved there where they lie as memory from an
+    allocator does; others are copied back, since matrix products round differently at odd addresses, and a resumed run
+    would not be bit-equal.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self._pieces: list[_Piece] = []
         self._moved: list[nn.Parameter] = []
+        self._copied: list[tuple[nn.Parameter, Tensor]] = []  # and where in the flat weights
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._home = {id(p): number for number, params in enumerate(self._groups) for p in params}
         self._indices = {id(p): i for i, p in enumerate(p for params in self._groups for p in params)}
@@ -78,8 +82,9 @@ class ShardedOptimizer:
             state = saved.get(self._indices[id(piece.owner)]) or optimizer.state.get(piece.owner)
             if state is not None:
                 optimizer.state[piece.parameter] = {name: _cut(name, value, piece) for name, value in state.items()}
-        for owner in self._moved:
-            optimizer.state.pop(owner, None)
+        for bucket in buckets:
+            for slot in bucket.slots:
+                optimizer.state.pop(slot.parameter, None)
 
     def _take(self, bucket: Bucket, transport: PartTransport) -> None:
         if bucket.contents is None:
@@ -95,8 +100,11 @@ class ShardedOptimizer:
             with torch.no_grad():
                 moved = shaped_like(part, owner)
                 moved.copy_(owner)
+            if moved.data_ptr() % ALIGNMENT_BYTES == 0:
                 owner.data = moved
-            self._moved.append(owner)
+                self._moved.append(owner)
+            else:
+                self._copied.append((owner, moved))
             for start, stop in own:
                 first, last = max(start, offset), min(stop, end)
                 if first < last and id(owner) in self._home:
@@ -121,6 +129,13 @@ class ShardedOptimizer:
                 group["params"] = params
             for piece in self._pieces:
                 piece.parameter.grad = None
+
+    def copy_back(self) -> None:
+        """Leave in every parameter what the flat weights hold, once all ranks' parts are there."""
+        if self._copied:
+            owners, views = zip(*self._copied, strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(owners, views)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's pieces."""
@@ -164,7 +179,7 @@ class ShardedOptimizer:
         """Give the parameters memory of their own again."""
         for parameter in self._moved:
             parameter.data = parameter.data.clone()
-        self._moved, self._pieces = [], []
+        self._moved, self._copied, self._pieces = [], [], []
 
 
 def state_dict_without_state(optimizer: Optimizer) -> dict[str, Any]:

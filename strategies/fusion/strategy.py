@@ -174,6 +174,7 @@ class FusionStrategy(DDPStrategy):
             optimization.update(norm=norm)
         optimization.zero_grad()
         self._share_weights()
+        sharded.copy_back()
         return norm
 
     def gradient_norm(self, optimization: Optimization) -> Tensor:

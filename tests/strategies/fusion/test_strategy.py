@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -152,12 +153,23 @@ def test_checkpoints_of_a_sharded_optimizer_are_whole_and_go_from_strategy_to_st
         assert 0.45 * plain < sharded < 0.65 * plain  # two ranks: half of the state, and a step count for each piece
 
 
+class Scaled(Perceptron):
+    """Has a parameter that is a single number."""
+
+    def build(self):
+        super().build()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def training_step(self, batch):
+        return super().training_step(batch)["loss"] * self.scale
+
+
 def resumed_exactly(run_dir):
     """Train 6 steps at once, and in two parts, under sharded fusion; return the weights of both."""
     ends = []
     for name, stops in (("whole", []), ("parts", [3])):
         for stop in [*stops, None]:
-            task = Perceptron()
+            task = Scaled()
             task.configure_optimizers = lambda task=task: OPTIMIZERS["adamw"](task)
             strategy = FusionStrategy(device="cpu", shard_optimizer=True)
             callbacks = [] if stop is None else [StopAt(stop)]
@@ -173,7 +185,69 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path):
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+def with_momentum_from_the_start(run_dir):
+    """Return the optimizer state's bytes and the difference from single, where a fused kernel's buffers are made early.
+
+    Also whether the parameters have memory of their own after training.
+    """
+    task, data = make("perceptron", 13, batch_size=6)
+    task.configure_optimizers = lambda: OPTIMIZERS["sgd"](task)
+    kept, seen = KeptBytes(), StepWeights()
+    strategy = FusionStrategy(device="cpu", shard_optimizer=True)
+    train(strategy, task, data, kept, seen, run_dir=run_dir / "fusion", on_nonfinite="skip")
+    own_memory = all(p.untyped_storage().nbytes() == p.nbytes for p in task.parameters())
+    alone = run_dir / f"single_{dist.get_rank()}"
+    single = trained(SingleDevice(device="cpu"), "perceptron", run_dir=alone, on_nonfinite="skip")
+    return kept.num_bytes, largest_difference(seen.steps, single), own_memory
+
+
+def test_each_rank_keeps_its_part_of_the_momentum_only(tmp_path):
+    whole = sum(parameter.nbytes for parameter in Perceptron().parameters())
+    for kept, difference, own_memory in run_ranks(with_momentum_from_the_start, 2, tmp_path):
+        assert 0.45 * whole < kept < 0.55 * whole
+        assert difference < 1e-6
+        assert own_memory
+
+
 # ---- What travels
+
+
+class SilentBoard:
+    """A failure board on which nothing is ever written."""
+
+    def root_cause(self):
+        return None
+
+    def note_waiting(self, where):
+        pass
+
+
+def windows_under_way():
+    """Return how many windows are under way once a buffer of ten has been started, where the other rank comes late."""
+    from trainkit.strategies.fusion.exchange import Exchange
+    from trainkit.strategies.fusion.part_transport import BufferSettings
+
+    exchange = Exchange(
+        dist.group.WORLD,
+        board=SilentBoard(),
+        device=torch.device("cpu"),
+        timeout_seconds=20.0,
+        settings=BufferSettings(window_bytes=400, in_flight=2, wire_type=None, sharded=False),
+        num_gradients=lambda: [1000],
+    )
+    (flat,) = exchange.allocate([(1000, torch.float32)])
+    flat.copy_(torch.arange(1000.0) + dist.get_rank())
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+    reduction = exchange.start(0, where="the test")
+    under_way = len(exchange._under_way)
+    reduction.wait()
+    assert torch.equal(flat, 2 * torch.arange(1000.0) + 1)
+    return under_way
+
+
+def test_no_more_windows_travel_at_once_than_may():
+    assert max(run_ranks(windows_under_way, 2)) <= 2
 
 
 def short_formats(transport, run_dir):
@@ -223,7 +297,8 @@ class Partly(Perceptron):
         return (outputs - batch[1]).square().mean()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        # The decay of a parameter without a gradient would show.
+        return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.1)
 
 
 def partly_used(run_dir):
