@@ -41,12 +41,12 @@ STEPS_OF_A_TURN = 4
 WARM_UP_ROUNDS = 2
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "torch_ddp": lambda: TorchDDP(device="cpu"),
-    "ddp": lambda: DDPStrategy(device="cpu"),
-    "ddp group": lambda: DDPStrategy(device="cpu", transport="group"),
-    "fusion": lambda: FusionStrategy(device="cpu"),
-    "fusion bf16": lambda: FusionStrategy(device="cpu", wire="bf16"),
-    "fusion sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True),
-    "fusion exchange": lambda: FusionStrategy(device="cpu", transport="exchange"),
+    "ddp": lambda: DDPStrategy(device="cpu", timeline=True),
+    "ddp group": lambda: DDPStrategy(device="cpu", transport="group", timeline=True),
+    "fusion": lambda: FusionStrategy(device="cpu", timeline=True),
+    "fusion bf16": lambda: FusionStrategy(device="cpu", wire="bf16", timeline=True),
+    "fusion sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True, timeline=True),
+    "fusion exchange": lambda: FusionStrategy(device="cpu", transport="exchange", timeline=True),
 }
 ON_ONE_PROCESS: dict[str, Callable[[int], Strategy]] = {
     "single": lambda ranks: SingleDevice(device="cpu", accumulate=ranks),
@@ -140,7 +140,7 @@ class Runner:
 
 
 def measure(strategies: dict[str, Callable[[], Strategy]], model: str, num_samples: int, rounds: int) -> Any:
-    """Return the seconds of a step in each round, and the bytes of a step, for each strategy."""
+    """Return the seconds of a step in each round, the bytes of a step and what hides behind backward, by strategy."""
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     task = MODELS[model][0]()
     runners = {name: Runner(make(), task, num_samples=num_samples) for name, make in strategies.items()}
@@ -153,9 +153,12 @@ def measure(strategies: dict[str, Callable[[], Strategy]], model: str, num_sampl
             if round_number >= WARM_UP_ROUNDS:
                 seconds[name].append(taken)
     sent = {name: getattr(runner.strategy, "bytes_a_step", None) for name, runner in runners.items()}
-    for runner in runners.values():
+    hidden = {}
+    for name, runner in runners.items():
+        timeline = getattr(runner.strategy, "timeline", None)
+        hidden[name] = None if timeline is None else timeline.hidden_share
         runner.strategy.teardown()
-    return seconds, sent
+    return seconds, sent, hidden
 
 
 def measure_on_rank(names: list[str], model: str, num_samples: int, rounds: int) -> Any:
@@ -173,6 +176,7 @@ def compare(names: list[str], model: str, *, ranks: int, rounds: int) -> dict[st
         of_ranks = [outcome[0][name] for outcome in outcomes]
         seconds[name] = [max(of_round) for of_round in zip(*of_ranks, strict=True)]
     sent: dict[str, int | None] = outcomes[0][1]
+    hidden: dict[str, float | None] = outcomes[0][2]
     alone = {name: lambda make=make: make(ranks) for name, make in ON_ONE_PROCESS.items() if name in names}
     if alone:
         seconds.update(measure(alone, model, num_samples, max(2, rounds // 2))[0])
@@ -182,6 +186,7 @@ def compare(names: list[str], model: str, *, ranks: int, rounds: int) -> dict[st
             "milliseconds": 1000 * statistics.median(seconds[name]),
             "vs_stock": statistics.median(seconds[name]) / stock if stock else None,
             "megabytes": None if sent.get(name) is None else (sent[name] or 0) / 1e6,
+            "hidden_share": hidden.get(name),
         }
         for name in names
     }
@@ -223,11 +228,12 @@ def main() -> None:
 def show(title: str, rows: dict[str, dict[str, float | None]]) -> None:
     """Print one model's table."""
     print(title)
-    print(f"  {'strategy':<16} {'ms a step':>10} {'vs stock':>9} {'MB a step':>10}")
+    print(f"  {'strategy':<16} {'ms a step':>10} {'vs stock':>9} {'MB a step':>10} {'hidden':>7}")
     for name, row in rows.items():
         ratio = "" if row["vs_stock"] is None else f"{row['vs_stock']:.2f}"
         sent = "" if row["megabytes"] is None else f"{row['megabytes']:.1f}"
-        print(f"  {name:<16} {row['milliseconds']:>10.2f} {ratio:>9} {sent:>10}")
+        hidden = "" if row["hidden_share"] is None else f"{100 * row['hidden_share']:.0f} %"
+        print(f"  {name:<16} {row['milliseconds']:>10.2f} {ratio:>9} {sent:>10} {hidden:>7}")
 
 
 if __name__ == "__main__":
