@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_ids: The one device of this rank, to which inputs are moved; `None` for a CPU or for several devices.
         output_device: Kept for compatibility; must be the module's device.
         dim: Kept for compatibility.
-        broadcast_buffers: Whether buffers become those of rank 0 before each forward that will be reduced.
+        broadcast_buffers: The older name of `forward_sync_buffers`; `False` also leaves buffers alone at construction.
         init_sync: Whether parameters are compared and broadcast at construction.
         process_group: The ranks; by default all of them.
         bucket_cap_mb: Size of a bucket in MiB.
@@ -41,6 +41,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: Whether `.grad` is a part of a bucket: less memory and no copy.
         static_graph: Whether every step uses the same parameters equally often.
         device_mesh: The ranks as a mesh of one dimension, in place of `process_group`.
+        forward_sync_buffers: Whether buffers become those of rank 0 before each forward that will be reduced.
+        check_reduction: Kept for compatibility.
+        batched_grad_copy: Kept for compatibility: gradients are copied together wherever they are copied.
+        mixed_precision: Refused, as the four that follow are: the message says what to use instead.
+        delay_all_reduce_named_params: Refused.
+        param_to_hook_all_reduce: Refused.
+        bucket_cap_mb_list: Refused.
+        skip_all_reduce_unused_params: Refused.
         transport: How gradients travel: "auto", "shared_memory" or "group".
 
     """
@@ -51,7 +59,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -60,17 +68,28 @@ class DistributedDataParallel(nn.Module, Joinable):
         static_graph: bool = False,
         *,
         device_mesh: DeviceMesh | None = None,
+        forward_sync_buffers: bool | None = None,
+        check_reduction: bool = False,
+        batched_grad_copy: bool = False,
+        mixed_precision: object = None,
+        delay_all_reduce_named_params: object = None,
+        param_to_hook_all_reduce: object = None,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        skip_all_reduce_unused_params: bool = False,
         transport: TransportName = "auto",
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        _refuse(
+            mixed_precision=mixed_precision,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+        )
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
-        if process_group is not None and device_mesh is not None:
-            raise RuntimeError("process_group and device_mesh say the same thing in two ways; give one of them")
-        if device_mesh is not None:
-            process_group = device_mesh.get_group(0)
-        self.process_group = process_group if process_group is not None else _world()
+        self.process_group = _group_of(process_group, device_mesh)
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore = set(ignored)
         self._device = _check_devices(module, device_ids, self.parameters_to_ignore)
@@ -78,7 +97,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.device_ids = None if device_ids is None else [torch.device(self._device)]
         self.output_device = output_device
         self.dim = dim
-        self.broadcast_buffers = broadcast_buffers
+        self.device_mesh = device_mesh
+        self.forward_sync_buffers = broadcast_buffers is not False
+        if forward_sync_buffers is not None:
+            self.forward_sync_buffers = forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
@@ -87,7 +109,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._divide_by_initial_world_size = True
         self._make_reducer()
         if init_sync:
-            broadcast(self._state(), self.process_group)
+            leaves_buffers = broadcast_buffers is False and forward_sync_buffers is None
+            broadcast(self._parameters_to_share() if leaves_buffers else self._state(), self.process_group)
 
     # ---- Forward
 
@@ -113,6 +136,15 @@ class DistributedDataParallel(nn.Module, Joinable):
     def require_backward_grad_sync(self, sync: bool) -> None:
         self.reducer.sync = sync
 
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers become those of rank 0 before each forward that will be reduced."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, broadcast_buffers: bool) -> None:
+        self.forward_sync_buffers = broadcast_buffers
+
     def register_comm_hook(self, state: object, hook: CommunicationHook) -> None:
         """Let `hook(state, bucket)` reduce the buckets; it returns a future of the reduced tensor."""
         if not callable(hook):
@@ -131,7 +163,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 reducer.abandon()  # the last backward ended by an exception
             if self._join_config.enable:
                 self._tell_joined_ranks()
-        if self.broadcast_buffers and reducer.sync and torch.is_grad_enabled():
+        if self.forward_sync_buffers and reducer.sync and torch.is_grad_enabled():
             self._broadcast_buffers()
         if self.device_ids is None:
             return inputs, kwargs
@@ -248,13 +280,35 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._closing.atexit = False
 
     def _state(self) -> list[Tensor]:
-        ignored = self.parameters_to_ignore
-        named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        return [tensor for name, tensor in named if name not in ignored]
+        return [*self._parameters_to_share(), *self._buffers_to_share()]
+
+    def _parameters_to_share(self) -> list[Tensor]:
+        named = self.module.named_parameters()
+        return [parameter for name, parameter in named if name not in self.parameters_to_ignore]
 
     def _buffers_to_share(self) -> list[Tensor]:
         named = self.module.named_buffers()
         return [buffer for name, buffer in named if name not in self.parameters_to_ignore]
+
+    # ---- Names that PyTorch keeps to itself, and programs use nevertheless
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Iterable[str]) -> None:
+        """Let a wrapper that is made of `module` later leave the parameters and buffers called `names` alone."""
+        module._ddp_params_and_buffers_to_ignore = set(names)  # type: ignore[assignment] # PyTorch's own place
+
+    def _set_static_graph(self) -> None:
+        """Do as if the wrapper had been made with `static_graph=True`; collective."""
+        if self.reducer.step:
+            raise RuntimeError("_set_static_graph() should be called before training loop starts")
+        if not self.static_graph:
+            self.static_graph = True
+            self._closing()
+            self._make_reducer()
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stop listening to gradients."""
+        self._closing()
 
 
 class _Shadow(JoinHook):
@@ -270,16 +324,51 @@ class _Shadow(JoinHook):
         dist.all_reduce(counts, group=wrapper.process_group)
         if not counts[0].item():
             return
-        if wrapper.broadcast_buffers and wrapper._buffers_to_share():
+        if wrapper.forward_sync_buffers and wrapper._buffers_to_share():
             source = wrapper._common_rank(-1)
             broadcast(wrapper._buffers_to_share(), wrapper.process_group, source=source)
-        wrapper.reducer.reduce_nothing()
+        with _gradients_kept(wrapper.reducer.parameters):
+            wrapper.reducer.reduce_nothing()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Leave on every rank the state of one that had batches to the end."""
         wrapper = self.wrapper
         source = wrapper._common_rank(wrapper.process_group.rank() if is_last_joiner else -1)
         broadcast(wrapper._state(), wrapper.process_group, source=source)
+
+
+@contextmanager
+def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Leave the gradients as they were: nobody asked for those of the others, or will set them to zero."""
+    before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+    yield
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad = gradient
+
+
+_INSTEAD = {
+    "mixed_precision": "compute in torch.autocast, which keeps parameters and gradients in full precision",
+    "delay_all_reduce_named_params": "leave it out: a bucket is reduced as soon as its gradients are ready",
+    "param_to_hook_all_reduce": "leave it out: a bucket is reduced as soon as its gradients are ready",
+    "bucket_cap_mb_list": "give one size for all buckets, bucket_cap_mb",
+    "skip_all_reduce_unused_params": "give find_unused_parameters=True: what no rank uses costs one flag",
+}
+
+
+def _group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    if device_mesh is None:
+        return process_group if process_group is not None else _world()
+    if process_group is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments. They name the same ranks.")
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, got {device_mesh}; give the part that has the copies.")
+    return device_mesh.get_group(0)
+
+
+def _refuse(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name} is not supported here; {_INSTEAD[name]}, or use PyTorch's own class.")
 
 
 def _world() -> dist.ProcessGroup:

@@ -363,9 +363,12 @@ class Reducer:
     def _fill(self, slot: Slot) -> None:
         """Leave the parameter's gradient in its bucket, scaled."""
         gradient, view = slot.parameter.grad, slot.view
-        assert gradient is not None
-        gradient = gradient.detach()
         slot.touched = False
+        if gradient is None:  # its hook fired with an undefined gradient
+            assert slot.bucket is not None
+            self._contribute_nothing(slot, slot.bucket)
+            return
+        gradient = gradient.detach()
         with torch.no_grad():
             if view is None:
                 slot.sparse_dim = gradient.sparse_dim()
@@ -645,7 +648,9 @@ class Reducer:
     # ---- Mistakes
 
     def _raise_twice(self, slot: Slot) -> NoReturn:
+        changed = "Your training graph has changed in this iteration, which static_graph=True rules out: "
         self._raise(
+            f"{changed if self.settings.static_graph and self.buckets else ''}"
             f"parameter {slot.name!r} got its gradient ready more often than expected in one backward "
             f"({slot.expected} expected). Expected to mark a variable ready only once. This happens when a "
             "reentrant checkpoint runs a module several times, or when one forward's graph is run backward in "

@@ -475,3 +475,44 @@ def test_mistakes_are_named_in_the_same_backward_on_every_rank():
         assert "'branches.1.weight'" in unused and "find_unused_parameters=True" in unused
         assert "'block.0." in twice and "ready only once" in twice
         assert "parameter 0 is weight (4, 8) torch.float32 on rank 0, but weight (5, 8)" in different
+
+
+# ---- Arguments
+
+
+def refusals() -> list[str]:
+    found = []
+    for name in ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce", "bucket_cap_mb_list"):
+        with pytest.raises(ValueError, match=f"{name} is not supported here; .*, or use PyTorch's own class") as raised:
+            DistributedDataParallel(Mlp(), **{name: [1]})
+        found.append(str(raised.value))
+    return found
+
+
+def test_arguments_without_a_meaning_here_are_refused_with_advice():
+    (found,) = run_ranks(refusals, 1)
+    assert "torch.autocast" in found[0]
+
+
+def buffers_of_ranks(arguments: dict[str, Any]) -> list[float]:
+    """The buffer after construction, and after a forward before which it was made to differ."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("scale", torch.tensor(float(dist.get_rank())))
+    wrapped = DistributedDataParallel(model, **arguments)
+    first = model.scale.item()
+    model.scale.fill_(10.0 + dist.get_rank())
+    wrapped(torch.ones(1, 4)).sum().backward()
+    return [first, model.scale.item()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rank_1_has"),
+    [
+        ({}, [0, 10]),
+        ({"forward_sync_buffers": False}, [0, 11]),
+        ({"broadcast_buffers": False}, [1, 11]),
+        ({"broadcast_buffers": False, "forward_sync_buffers": True}, [0, 10]),
+    ],
+)
+def test_buffers_are_shared_at_construction_and_in_forwards_as_asked(arguments, rank_1_has):
+    assert run_ranks(buffers_of_ranks, 2, arguments)[1] == rank_1_has
