@@ -220,11 +220,9 @@ def configure(
             f"the optimizer of {type(task).__name__} has none of the task's own parameters; pass self.parameters(), "
             "and make sub-modules attributes of the task (lists of them in nn.ModuleList)."
         )
-    may_skip = skip or precision.scaler is not None
     if fused:
-        use_fused_kernel(optimizer, task, may_skip=may_skip)
-    if may_skip:
-        _fill_momentum(optimizer)
+        use_fused_kernel(optimizer, task)
+    _fill_momentum(optimizer)
     return Optimization(optimizer, schedules, clip=clip, precision=precision, skip=skip)
 
 
@@ -242,11 +240,11 @@ def _described(groups: list[tuple[int, frozenset[str]]]) -> str:
     return "; ".join(f"{count} parameters with {', '.join(sorted(settings))}" for count, settings in groups)
 
 
-def use_fused_kernel(optimizer: Optimizer, task: nn.Module, *, may_skip: bool = False) -> bool:
+def use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> bool:
     """Switch a new optimizer to torch's fused kernel where it has one; return whether it did.
 
-    With `may_skip` it must be able to leave out its first step, which SGD with dampening cannot. The user's own
-    `fused=` or `foreach=` is kept; subclasses, sparse gradients and other devices are left alone.
+    The user's own `fused=` or `foreach=` is kept; subclasses, sparse gradients, other devices and SGD with dampening,
+    whose first step is unlike the others, are left alone.
     """
     devices = _FUSED_DEVICES.get(type(optimizer), ())
     if not devices or optimizer.state:
@@ -255,7 +253,7 @@ def use_fused_kernel(optimizer: Optimizer, task: nn.Module, *, may_skip: bool = 
         chosen = group.get("fused") is not None or group.get("foreach") is not None
         if chosen or group.get("differentiable") or group.get("capturable"):
             return False
-        if may_skip and group.get("momentum") and group.get("dampening"):
+        if group.get("momentum") and group.get("dampening"):
             return False
         if not all(p.device.type in devices and p.is_floating_point() for p in group["params"]):
             return False
@@ -292,11 +290,15 @@ def _is_watched(optimizer: Optimizer) -> bool:
 
 
 def _fill_momentum(optimizer: Optimizer) -> None:
-    """Have the buffers that fused SGD makes in its first step; if that is skipped the kernel leaves them unwritten."""
+    """Have the buffers that fused SGD makes in its first step.
+
+    The kernel leaves them unwritten if that step is skipped, and fails if a parameter's first gradient comes later.
+    A buffer of zeros takes the first gradient as it is.
+    """
     if type(optimizer) is not SGD:
         return
     for group in optimizer.param_groups:
-        if group["momentum"] and group["fused"]:
+        if group["momentum"] and not group["dampening"] and group["fused"]:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.errors import UserError
@@ -77,6 +78,9 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
         metrics[name] = value.detach() if isinstance(value, Tensor) and name != "loss" else value
     loss = metrics.pop("loss", None)
     weight = metrics.pop("weight", None)
+    if isinstance(weight, Tensor) and not weight.is_floating_point():
+        # Numbers of tokens divide exactly in fp64; in fp32 they would leave errors of 1e-7 in gradients of fp64.
+        weight = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
     if loss is not None and not isinstance(loss, Tensor):
         raise UserError(f"{_name(task)}.{step_name} returned a loss that is no tensor but {_kind(loss)}.")
     return StepOutput(loss, num_samples if weight is None else weight, metrics, own_weight=weight is not None)

@@ -38,6 +38,11 @@ COMMANDS = {
     "resume": Command(
         "trainkit.command_line.commands:resume", "continue a run that was stopped", "PATH [key=value ...]"
     ),
+    "parity": Command(
+        "trainkit.command_line.parity:parity",
+        "show that strategies train to the same weights",
+        "recipe=digits strategies=[single,dp,ddp] [json=true]",
+    ),
     "recipes": Command("trainkit.command_line.recipe_table:recipes", "list what is ready to run", ""),
     "completion": Command(
         "trainkit.command_line.completion:completion", "print a script that completes in your shell", "bash"
