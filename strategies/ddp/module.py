@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,15 @@ from .graph import unreached_parameters
 from .hook_run import CommunicationHook
 from .reducer import Reducer, ReducerSettings
 from .transport import TransportName
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _not_compiled(function: F) -> F:
+    """Let `torch.compile` of a wrapper call `function` as it is; `torch.compiler.disable` would import the compiler."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined] # functions have no declared attributes
+    return function
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -156,6 +165,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         super().train(mode)
         return self
 
+    @_not_compiled
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         reducer = self.reducer
         if torch.is_grad_enabled():
@@ -169,6 +179,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             return inputs, kwargs
         return to_device(inputs, self._device), to_device(kwargs, self._device)
 
+    @_not_compiled
     def _after_forward(self, outputs: Any) -> None:
         if not torch.is_grad_enabled() or not self.reducer.sync:
             return

@@ -1,0 +1,99 @@
+"""The drop-in and the strategy with compiled modules: the weights of eager ones, and no warnings."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as StockDDP
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp import DDPStrategy, DistributedDataParallel
+
+from trainkit import Data, TaskModule, Trainer
+from trainkit.testing import run_ranks
+
+STEPS = 4
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 1))
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+def trained(wrapped: nn.Module, *, compile_wrapper: bool) -> Tensor:
+    if compile_wrapper:
+        wrapped = torch.compile(wrapped, backend="aot_eager")
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        wrapped(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(wrapped)
+
+
+def drop_in_compiled(static_graph: bool) -> tuple[list[float], list[str]]:
+    """Return distances to stock DDP of the module compiled inside, block by block and around, and warnings."""
+    arguments = {"static_graph": static_graph, "bucket_cap_mb": 0.0005}
+    expected = trained(StockDDP(net()), compile_wrapper=False)
+    inside, blocks = net(), net()
+    inside.compile(backend="aot_eager")
+    for block in blocks:
+        block.compile(backend="aot_eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [
+            trained(DistributedDataParallel(inside, **arguments), compile_wrapper=False),
+            trained(DistributedDataParallel(blocks, **arguments), compile_wrapper=False),
+            trained(DistributedDataParallel(net(), **arguments), compile_wrapper=True),
+        ]
+    distances = [(one - expected).abs().max().item() for one in found]
+    return distances, [f"{w.filename}:{w.lineno} {w.category.__name__}: {w.message}" for w in caught]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_compiled_module_in_the_drop_in_has_the_weights_of_stock_ddp(static_graph):
+    for distances, caught in run_ranks(drop_in_compiled, 2, static_graph, timeout=120):
+        assert max(distances) < 1e-6
+        assert caught == []
+
+
+class Task(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def strategy_compiled(folder: str) -> tuple[float, list[str]]:
+    eager, compiled = Task(), Task()
+    compiled.net.compile(backend="aot_eager")
+    data = TensorDataset(torch.randn(30, 8, generator=torch.Generator().manual_seed(0)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for task in (eager, compiled):
+            strategy = DDPStrategy(device="cpu", accumulate=2)
+            trainer = Trainer(strategy, max_duration="2epoch", callbacks=[], loggers=[], run_dir=f"{folder}/{id(task)}")
+            trainer.fit(task, Data(train=data, batch_size=12))
+    return (weights(eager) - weights(compiled)).abs().max().item(), [str(w.message) for w in caught]
+
+
+@pytest.mark.slow
+def test_a_compiled_task_has_the_weights_of_an_eager_one(tmp_path):
+    for distance, caught in run_ranks(strategy_compiled, 2, str(tmp_path), timeout=120):
+        assert distance < 1e-6
+        assert caught == []
