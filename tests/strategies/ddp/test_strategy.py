@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -67,7 +68,7 @@ def fit(strategy: Any, task: TaskModule, *, batch_size: int = 12, **settings: An
         loggers=[],
         log_every="1step",
         fast_dev_run=False,
-        run_dir=settings.pop("run_dir", f"/tmp/trainkit-tests-{os.getpid()}"),
+        run_dir=settings.pop("run_dir", Path(tempfile.gettempdir()) / f"trainkit-tests-{os.getpid()}"),
         **settings,
     )
     trainer.fit(task, Data(train=samples(), validation=samples(), batch_size=batch_size))
