@@ -105,6 +105,8 @@ class Event:
     reads: bool = False
     """Gives Python a number or a truth value taken from its inputs' elements."""
     is_random: bool = False
+    checkpoint: int | None = None
+    """Which of the step's checkpoints around root-level code makes the call, and makes it again in backward."""
     key: int = 0
     """Stable identity of the call, from its name and how often that was met before."""
     cost: Cost = field(default_factory=Cost)

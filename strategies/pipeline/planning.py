@@ -10,7 +10,7 @@ from torch import nn
 
 from trainkit.errors import UserError
 
-from .events import Recording
+from .events import Event, Recording
 from .measuring import Unrepeatable, estimate, measure
 from .partition import Partition, StageCosts, dearest, manual_cuts, partition
 from .recording import Observation, Step, estimated_seconds, observe
@@ -121,7 +121,17 @@ def _record(
         elif reading:
             closed |= reading
         else:
+            _refuse_reentrant(observation.reentrant)
             return observation.recording
+
+
+def _refuse_reentrant(events: Sequence[Event]) -> None:
+    if events:
+        named = next((event for event in events if event.is_unit), events[0])
+        raise UserError(
+            f"{named} is called inside torch.utils.checkpoint with use_reentrant=True, which hides from the other "
+            "stages where gradients go. Pass use_reentrant=False, or call the checkpoint inside one module's forward."
+        )
 
 
 def choose_units(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ CHEAP_SECONDS = 1e-4
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_CHECKPOINT = str(Path(torch.__file__).parent / "utils" / "checkpoint.py")
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class Observation:
     """Units whose result holds objects that a later stage could not be given."""
     reading_modules: set[str]
     """Opened modules whose own code looks at elements of values that only one stage has."""
+    reentrant: list[Event]
+    """Calls inside a checkpoint with `use_reentrant=True`, which hides their gradients from the other stages."""
 
 
 def observe(task: nn.Module, step: Step, batch: Any, *, units: frozenset[str]) -> Observation:
@@ -165,6 +169,8 @@ class _Recorder(EventMode):
         self._bonds: list[Bond] = []
         self._occurrences: dict[str, int] = {}
         self._event: Event | None = None
+        self._checkpoints: dict[FrameType, int] = {}  # kept, so that no other frame has the same identity
+        self._reentrant: list[Event] = []
         self._is_muted = False
         self._path: list[str] = [""]
         self._module_calls: dict[str, ModuleCall] = {"": ModuleCall(num_calls=1)}
@@ -216,6 +222,7 @@ class _Recorder(EventMode):
         given = tensors((args, kwargs))
         event = Event(len(self._events), name, is_unit, self._path[-2 if is_unit else -1], _place())
         parameters, buffers = self._unit_tensors[name] if is_unit else ([], [])
+        self._locate_in_checkpoint(event)
         event.parameters = tuple(self._parameters[key] for key in parameters)
         event.buffers = tuple(self._buffers[id(buffer)] for buffer in buffers if id(buffer) in self._buffers)
         watched = [*given, *buffers]
@@ -241,6 +248,14 @@ class _Recorder(EventMode):
         self._complete(event, result, written)
         event.reads = not made and not written and not is_unit and name not in SIDE_EFFECTS and not name.endswith("=")
         return iter(result) if name == "__iter__" else result
+
+    def _locate_in_checkpoint(self, event: Event) -> None:
+        frames = _checkpoint_frames()
+        calls = [frame for frame in frames if frame.f_code.co_name == "checkpoint"]
+        if calls:
+            event.checkpoint = self._checkpoints.setdefault(calls[-1], len(self._checkpoints))
+        if any(frame.f_code.co_name == "forward" for frame in frames):
+            self._reentrant.append(event)
 
     def _random_state(self) -> bytes:
         self._is_muted = True
@@ -347,6 +362,7 @@ class _Recorder(EventMode):
         self._bind_written_buffers()
         self._bind_families()
         self._bind_gradient_calls()
+        self._bind_checkpoints()
         recording = Recording(
             self._events,
             self._values,
@@ -359,7 +375,8 @@ class _Recorder(EventMode):
             for event in self._events
             if event.path and not event.is_local and (event.reads or _has_data_dependent_shape(event))
         }
-        return Observation(recording, self._module_calls, self._opaque_units, reading)
+        reading |= {event.path for event in self._reentrant if event.path}
+        return Observation(recording, self._module_calls, self._opaque_units, reading, self._reentrant)
 
     def _bind_replaced_buffers(self) -> None:
         """Count a buffer that was assigned a new tensor as written by the event that made it."""
@@ -382,6 +399,7 @@ class _Recorder(EventMode):
                     event.parameters
                     or event.written_buffers
                     or event.name == RETURN
+                    or (event.is_random and event.checkpoint is not None)  # draws after others of its stage
                     or touched & tainted
                     or estimated_seconds(event.cost) > max(CHEAP_SHARE * seconds, CHEAP_SECONDS)
                 )
@@ -416,6 +434,18 @@ class _Recorder(EventMode):
             if event.name == "grad" and not event.is_unit:
                 self._bonds.append(Bond(0, event.index, f"{event} asks for gradients of all that is before it"))
 
+    def _bind_checkpoints(self) -> None:
+        """Keep together what a checkpoint runs again: it can do so only where everything in it was run."""
+        self._checkpoints.clear()
+        calls: dict[int, list[Event]] = {}
+        for event in self._events:
+            if event.checkpoint is not None and not event.is_local:
+                calls.setdefault(event.checkpoint, []).append(event)
+        for first, *rest in calls.values():
+            if rest:
+                reason = f"one checkpoint runs {first} and {rest[-1]} again in backward"
+                self._bonds.append(Bond(first.index, rest[-1].index, reason))
+
 
 def estimated_seconds(cost: Cost) -> float:
     """Return about how long a forward takes: operations, memory traffic, and a price for each call."""
@@ -434,6 +464,17 @@ def _place() -> str:
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown place"
+
+
+def _checkpoint_frames() -> list[FrameType]:
+    """Return the frames of torch's activation checkpoints that the present call is made in, innermost first."""
+    frames = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _CHECKPOINT:
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
 
 
 def _base(tensor: Tensor) -> Tensor:

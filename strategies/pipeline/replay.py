@@ -17,7 +17,7 @@ from trainkit.errors import UserError
 
 from .event_mode import EventMode
 from .events import RETURN, Event, Held, Opaque, Recording, Slot
-from .interception import Call, Interception, Session
+from .interception import Call, Interception
 from .recording import Step
 from .segments import Segment
 from .structures import rebuild, tensors
@@ -41,8 +41,6 @@ class StageResult:
     """What the step returned, in the last stage."""
     values: dict[int, Tensor]
     """The values made or received."""
-    random_units: list[Event]
-    """The units executed that drew random numbers."""
 
 
 class Player:
@@ -54,6 +52,8 @@ class Player:
         self.interception = Interception({name: task.get_submodule(name) for name in units})
         self.device = device
         self.held: dict[str, Tensor] = {**dict(task.named_parameters()), **dict(task.named_buffers())}
+        self.checkpoint_starts = _checkpoint_starts(recording.events)
+        """For each event, whether a checkpoint begins with it that draws random numbers."""
         self._placeholders: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
     def run(
@@ -81,13 +81,9 @@ class Player:
             try:
                 returned = step(batch)
             except _StageDone:
-                return StageResult(None, replay.values, replay.random_units)
+                return StageResult(None, replay.values)
         replay.check_end()
-        return StageResult(returned, replay.values, replay.random_units)
-
-    def recompute_session(self, random_units: list[Event], seed: int) -> Session:
-        """Return the session for backward, in which checkpointed units run again and must draw the same numbers."""
-        return _Recompute(self, random_units, seed)
+        return StageResult(returned, replay.values)
 
     def placeholder(self, value: int, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor of one element that looks like the value."""
@@ -105,23 +101,15 @@ class Player:
             torch.cuda.manual_seed(mixed)
 
 
-class _Recompute:
-    """Seeds units that a checkpoint around them runs again; the last one run is the first to come again."""
-
-    def __init__(self, player: Player, random_units: list[Event], seed: int):
-        self._player = player
-        self._random_units = random_units
-        self._seed = seed
-
-    def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit again with the random numbers of its forward."""
-        for event in reversed(self._random_units):
-            if event.name == name:
-                self._random_units.remove(event)
-                self._player.seed(self._seed, event)
-                break
-        with self._player.interception.session(None):
-            return call(*args, **kwargs)
+def _checkpoint_starts(events: list[Event]) -> list[bool]:
+    random_ones = {event.checkpoint for event in events if event.is_random and event.checkpoint is not None}
+    seen: set[int] = set()
+    starts = []
+    for event in events:
+        starts.append(event.checkpoint in random_ones and event.checkpoint not in seen)
+        if event.checkpoint is not None:
+            seen.add(event.checkpoint)
+    return starts
 
 
 class _Replay(EventMode):
@@ -137,14 +125,15 @@ class _Replay(EventMode):
     ):
         super().__init__()
         self.values: dict[int, Tensor] = dict(received)
-        self.random_units: list[Event] = []
         self._player = player
         self._events = player.recording.events
+        self._starts = player.checkpoint_starts
         self._segment = segment
         self._shapes = shapes
         self._seed = seed
         self._next = 0
         self._inside = False
+        self._seed_checkpoint(0)
 
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run or skip a unit."""
@@ -189,9 +178,21 @@ class _Replay(EventMode):
         return event
 
     def _end(self, event: Event, result: Any) -> Any:
-        if event.index == self._segment.stop - 1 and not self._segment.is_last:
+        following = event.index + 1
+        if following == self._segment.stop and not self._segment.is_last:
             raise _StageDone
+        if self._starts[following]:
+            self._seed_checkpoint(following)
         return result
+
+    def _seed_checkpoint(self, start: int) -> None:
+        """Seed a checkpoint that begins with the event `start`.
+
+        A checkpoint keeps the generators' state of its beginning, and runs its calls again from there. So this is
+        where it is seeded, and nothing in it is seeded again.
+        """
+        if self._starts[start]:
+            self._player.seed(self._seed, self._events[start])
 
     def _run_inside(self, event: Event, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit under a mode of the user's own, which lies above this one and so cannot be left."""
@@ -202,10 +203,8 @@ class _Replay(EventMode):
             self._inside = False
 
     def _execute(self, event: Event, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if event.is_random:
+        if event.is_random and event.checkpoint is None:
             self._player.seed(self._seed, event)
-            if event.is_unit:
-                self.random_units.append(event)
         result = call(*args, **kwargs)
         if event.name == "__iter__":
             result = list(result)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .events import Event, Recording
+from .events import Recording
 from .messages import Messages, Parcel
 from .recording import Step
 from .replay import Departure, Player, Shapes
@@ -55,7 +55,6 @@ class _Held:
     inputs: list[tuple[Transfer, Tensor]]
     outputs: dict[int, Tensor]
     loss: Tensor | None
-    random_units: list[Event]
 
 
 class Runtime:
@@ -201,7 +200,7 @@ class _Run:
             outputs = {
                 transfer.value: result.values[transfer.value] for transfer in segment.sends if transfer.differentiable
             }
-            self._held[action.stage, action.micro_batch] = _Held(inputs, outputs, loss, result.random_units)
+            self._held[action.stage, action.micro_batch] = _Held(inputs, outputs, loss)
         return start
 
     def _open_inputs(self, action: Action, segment: Segment) -> tuple[dict[int, Tensor], list[tuple[Transfer, Tensor]]]:
@@ -255,11 +254,8 @@ class _Run:
         for value, tensor in held.outputs.items():
             roots.append(tensor)
             root_gradients.append(gradients[value])
-        player = self.staged.player
-        session = player.recompute_session(held.random_units, self._seed_of(action))
         if roots:
-            with player.interception.session(session if held.random_units else None):
-                torch.autograd.backward(roots, root_gradients)
+            torch.autograd.backward(roots, root_gradients)
         for transfer, tensor in held.inputs:
             found = tensor.grad
             self._send(torch.zeros_like(tensor) if found is None else found, transfer, BACKWARD)

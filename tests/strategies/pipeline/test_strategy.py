@@ -9,7 +9,7 @@ import torch.distributed as dist
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
 
-from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp, ResNet
+from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp
 from tests.strategies.pipeline.training import Training, largest_difference, make, windows
 from trainkit.errors import UserError
 from trainkit.testing import RankFailure, run_ranks
@@ -19,7 +19,7 @@ SIZES = [3, 3, 2]
 
 def _facts():
     facts = {}
-    for fact in (_ownership, _saving, _evaluation, _norm, _scaler, _memory, _new_shapes, _timeline, _recompute):
+    for fact in (_ownership, _saving, _evaluation, _norm, _scaler, _memory, _new_shapes, _timeline):
         facts.update(fact())
     return facts
 
@@ -190,37 +190,6 @@ def _timeline():
     return {"timeline": [[str(span.action) for span in stage] for stage in spans]}
 
 
-class _Checkpointed(ResNet):
-    def __init__(self):
-        super().__init__()
-        for block in self.blocks:
-            block.second_norm = torch.nn.Sequential(block.second_norm, torch.nn.Dropout(0.5))
-
-    def training_step(self, batch):
-        x = self.stem(batch["image"])
-        for block in self.blocks:
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        return torch.nn.functional.cross_entropy(self.head(x.mean((2, 3))), batch["label"])
-
-
-class _Unchecked(_Checkpointed):
-    def training_step(self, batch):
-        return ResNet.training_step(self, batch)
-
-
-def _recompute():
-    """Dropout in a block that is run again in backward must drop the same elements."""
-    found = []
-    for model in (_Checkpointed, _Unchecked):
-        torch.manual_seed(0)
-        training = _pipeline(model, cuts=["blocks.2"])
-        torch.manual_seed(1)
-        window = windows(model, sizes=[3, 3], num_steps=1)[0]
-        training.strategy.forward_backward(training.task, window)
-        found.append([p.grad.clone() for p in training.task.parameters() if p.grad is not None])
-    return {"recomputed": max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))}
-
-
 @functools.cache
 def _found():
     return run_ranks(_facts, 2, timeout=120)[0]
@@ -290,10 +259,6 @@ def test_the_timeline_has_every_stage_of_the_last_window():
         ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"],
         ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"],
     ]
-
-
-def test_a_checkpointed_block_draws_its_dropout_again():
-    assert _found()["recomputed"] < 1e-12
 
 
 def test_the_plan_is_kept_as_a_table():
