@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .buckets import BucketLayout
+from .buckets import BucketLayout, BucketPlan
 from .hook_run import HookRun
-from .transport import Reduction
+from .transport import Reduction, Transport
 
 
 @dataclass(slots=True, eq=False)
@@ -124,3 +124,25 @@ def views_of(contents: Tensor, layout: BucketLayout, parameters: Sequence[nn.Par
         shaped_like(contents[offset : offset + parameters[index].numel()], parameters[index])
         for index, offset in zip(layout.parameters, layout.offsets, strict=True)
     ]
+
+
+def make_buckets(plan: BucketPlan, slots: Sequence[Slot], transport: Transport, *, flags: bool) -> list[Bucket]:
+    """Return the plan's buckets in memory of the transport, each slot knowing its place; collective.
+
+    With `flags` the gradients of a bucket are followed by one number for each of its parameters.
+    """
+    dtypes = [slots[layout.parameters[0]].parameter.dtype for layout in plan.buckets]
+    sizes = [
+        (0 if layout.sparse else layout.numel + flags * len(layout.parameters), dtype)
+        for layout, dtype in zip(plan.buckets, dtypes, strict=True)
+    ]
+    parameters = [slot.parameter for slot in slots]
+    buckets = []
+    for index, (layout, flat) in enumerate(zip(plan.buckets, transport.allocate(sizes), strict=True)):
+        members = [slots[i] for i in layout.parameters]
+        bucket = Bucket(index, layout, members, None if layout.sparse else flat, pending=len(members))
+        views = [None] if layout.sparse else views_of(flat, layout, parameters)
+        for slot, view in zip(members, views, strict=True):
+            slot.bucket, slot.view = bucket, view
+        buckets.append(bucket)
+    return buckets

@@ -21,7 +21,6 @@ from .hook_run import CommunicationHook
 from .reducer import Reducer, ReducerSettings
 from .transport import TransportName
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

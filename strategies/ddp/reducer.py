@@ -18,7 +18,7 @@ Reducer learns in which order gradients arrive and how often each hook fires; th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from .agreement import agree_on_order, check_same_parameters
-from .buckets import MIB, BucketLayout, BucketPlan, GradientSpec, default_cap_bytes, plan_buckets
+from .buckets import MIB, BucketPlan, GradientSpec, default_cap_bytes, plan_buckets
 from .clipping import total_norm
-from .collective import ProcessGroupTransport
 from .failure import StoreBoard
-from .gradient_bucket import Bucket, GradientBucket, Slot, views_of
-from .hook_run import CommunicationHook, HookRun
+from .gradient_bucket import Bucket, Slot, make_buckets
+from .hook_run import CommunicationHook
+from .reductions import Reductions
 from .transport import TransportName, open_transport
 
 Unused = Literal["auto", "error", "find"]
@@ -83,25 +83,21 @@ class Reducer:
         self.parameters = [slot.parameter for slot in self.slots]
         self.device = _only_device(self.parameters)
         self.board = StoreBoard(group, token=check_same_parameters(list(named_parameters), group))
-        timeout = self.settings.timeout_seconds
-        self.collective = ProcessGroupTransport(group, board=self.board, device=self.device, timeout_seconds=timeout)
         self.transport = open_transport(
             self.settings.transport,
             group=group,
             board=self.board,
             device=self.device,
-            timeout_seconds=timeout,
+            timeout_seconds=self.settings.timeout_seconds,
         )
+        self.reductions = Reductions(group, settings=self.settings, board=self.board, device=self.device)
         self.scale = 1.0 / self.world_size if self.settings.average else 1.0
-        self.plan = self._make_plan([0] * len(self.slots))
+        self.plan = self._plan([0] * len(self.slots))
         self.buckets: list[Bucket] = []  # made when the first backward has shown the order
         self.sync = True  # whether a backward is reduced; read when gradients arrive
         self.step = 0  # reductions so far
         self.after_bucket: Callable[[Bucket], None] | None = None  # called once a bucket holds its result
         self.after_step: Callable[[Reducer], None] | None = None
-        # - the hook for communication
-        self._hook: CommunicationHook | None = None
-        self._hook_state: Any = None
         # - the backward under way
         self._open = False
         self._fast = False  # open, and buckets exist
@@ -252,11 +248,7 @@ class Reducer:
 
     def register_hook(self, state: Any, hook: CommunicationHook) -> None:
         """Let `hook(state, bucket)` reduce the buckets: it leaves the mean over ranks. Once, before training."""
-        if self._hook is not None:
-            raise RuntimeError("a communication hook is already registered; there can be only one")
-        if not callable(hook):
-            raise TypeError(f"a communication hook must be callable, got {type(hook).__name__}")
-        self._hook, self._hook_state = hook, state
+        self.reductions.register_hook(state, hook)
         self.scale = 1.0
 
     def gradient_norm(self) -> Tensor:
@@ -276,7 +268,7 @@ class Reducer:
 
     def element_size(self, bucket: Bucket) -> int:
         """Return the bytes of one gradient element in a bucket."""
-        return self._dtype(bucket.layout).itemsize
+        return bucket.slots[0].parameter.element_size()
 
     def close(self) -> None:
         """Stop listening to gradients; may be called twice."""
@@ -445,40 +437,6 @@ class Reducer:
             elif self.scale != 1.0:
                 view.mul_(self.scale)
 
-    def _restore_unused(self, bucket: Bucket) -> None:
-        """Give back what it had to each parameter that no rank used, and the result to the others."""
-        counts = self._used_counts(bucket)
-        for position in bucket.absent:
-            slot = bucket.slots[position]
-            gradient, view, kept = slot.parameter.grad, slot.view, slot.kept
-            slot.kept = None
-            if view is None:
-                if kept is not None and gradient is not None and counts[position]:
-                    slot.parameter.grad = kept + gradient
-                elif not counts[position]:
-                    slot.parameter.grad = kept
-            elif not counts[position]:
-                if gradient is view and kept is not None:
-                    view.copy_(kept)
-            elif self.settings.gradient_as_bucket_view:
-                slot.parameter.grad = view
-            elif gradient is None:
-                slot.parameter.grad = view.clone()
-            else:
-                gradient.copy_(view)
-
-    def _used_counts(self, bucket: Bucket) -> Sequence[bool]:
-        if self.settings.unused == "error":
-            return [True] * len(bucket.slots)
-        if bucket.contents is None:
-            gradient = bucket.slots[0].parameter.grad
-            return [gradient is not None and gradient._nnz() > 0]
-        if bucket.flags is not None:
-            bucket.flags.wait()
-            bucket.flags = None
-        # Waits for the device, but only on a rank that had parameters without a gradient.
-        return [bool(count) for count in bucket.used_flags.tolist()]
-
     # ---- Reducing
 
     def _launch_ready(self) -> None:
@@ -489,91 +447,23 @@ class Reducer:
         self.transport.progress()
 
     def _launch(self, bucket: Bucket) -> None:
-        where = f"backward of step {self.step}, bucket {bucket.index} of {len(self.buckets)}"
-        bucket.launched_at = time.perf_counter()
-        if bucket.streams:
-            self._order_streams(bucket)
-        if bucket.contents is None:
-            self._launch_sparse(bucket, where)
-            return
-        if self.settings.unused != "error":
-            flags = bucket.used_flags
-            flags.fill_(1)
-            for position in bucket.absent:
-                flags[position] = 0
-        if self._hook is None:
-            timed = self.after_step is not None
-            bucket.reduction = self.transport.start(bucket.index, where=where, timed=timed)
-            return
-        if self.settings.unused != "error":
-            bucket.flags = self.collective.start_tensor(bucket.used_flags, where=where)
-        view = GradientBucket(bucket, is_last=bucket.index == len(self.buckets) - 1, buffer=bucket.flat)
-        bucket.hook_run = HookRun(
-            self._hook(self._hook_state, view),
-            where=where,
-            board=self.board,
-            timeout_seconds=self.settings.timeout_seconds,
+        self.reductions.start(
+            bucket,
+            self.transport,
+            where=f"backward of step {self.step}, bucket {bucket.index} of {len(self.buckets)}",
+            is_last=bucket.index == len(self.buckets) - 1,
+            timed=self.after_step is not None,
         )
 
-    def _launch_sparse(self, bucket: Bucket, where: str) -> None:
-        (slot,) = bucket.slots
-        gradient = slot.parameter.grad
-        if gradient is None or bucket.absent:
-            size, dims = slot.parameter.size(), slot.sparse_dim
-            gradient = torch.sparse_coo_tensor(
-                torch.zeros((dims, 0), dtype=torch.int64, device=self.device),
-                torch.zeros((0, *size[dims:]), dtype=slot.parameter.dtype, device=self.device),
-                size,
-                check_invariants=False,  # said aloud, since torch warns of a silent default
-            )
-        gradient = gradient.coalesce()
-        slot.parameter.grad = gradient
-        bucket.reduction = self.collective.start_tensor(gradient, where=where)
-
-    def _order_streams(self, bucket: Bucket) -> None:
-        """Let the collective wait for gradients that other streams are still writing."""
-        current = torch.cuda.current_stream(self.device)
-        for stream in bucket.streams:
-            if stream != current:
-                current.wait_stream(stream)
-        bucket.streams.clear()
-
     def _wait_for_all(self) -> None:
-        if self._hook is not None:
-            self._run_hooks()
+        self.reductions.run_hooks(self.buckets)
         for bucket in self.buckets:
-            if bucket.reduction is not None:
-                bucket.reduction.wait()
-                bucket.finished_at = bucket.reduction.finished_at or time.perf_counter()
-                bucket.reduction = None
-            if not self.settings.gradient_as_bucket_view:
-                _copy_back(bucket)
-            if bucket.absent:
-                self._restore_unused(bucket)
+            self.reductions.wait(bucket)
             for slot in bucket.slots:
                 slot.touched = False
                 slot.carried = True
             if self.after_bucket is not None:
                 self.after_bucket(bucket)
-
-    def _run_hooks(self) -> None:
-        """Let all hooks go on in turn, stage by stage, so that every rank has the same order of collectives."""
-        running = [bucket for bucket in self.buckets if bucket.hook_run is not None]
-        waiting = running
-        while waiting:
-            waiting = [b for b in waiting if b.hook_run is not None and not b.hook_run.advance()]
-        for bucket in running:
-            assert bucket.hook_run is not None and bucket.hook_run.result is not None
-            result = bucket.hook_run.result
-            if result.data_ptr() != bucket.flat.data_ptr():
-                bucket.flat.copy_(result.view_as(bucket.flat))
-            if not self.settings.average:
-                bucket.flat.mul_(self.world_size)
-            if bucket.flags is not None:
-                bucket.flags.wait()
-                bucket.flags = None
-            bucket.hook_run = None
-            bucket.finished_at = time.perf_counter()
 
     # ---- The first backward
 
@@ -603,16 +493,17 @@ class Reducer:
             fires = self._fires[slot.index]
             slot.expected = fires if self.settings.static_graph and self._moments else max(1, fires)
         self._never = [slot.index for slot in self.slots if slot.expected == 0]
-        self.plan = self._make_plan(sparse_dims, order=order, apart=unseen)
-        self._make_buckets()
+        self.plan = self._plan(sparse_dims, order=order, apart=unseen)
+        flags = self.settings.unused != "error"
+        self.buckets = make_buckets(self.plan, self.slots, self.transport, flags=flags)
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.touched = slot.touched or slot.arrived > 0
                 self._contribute(slot)
             self._launch_ready()
 
-    def _make_plan(
-        self, sparse_dims: Sequence[int], *, order: Sequence[int] | None = None, apart: set[int] | None = None
+    def _plan(
+        self, sparse_dims: Sequence[int], *, order: Sequence[int] | None = None, apart: Iterable[int] = ()
     ) -> BucketPlan:
         specs = [
             GradientSpec(p.numel(), p.element_size(), f"{p.dtype} {p.device}", bool(sparse_dim))
@@ -624,26 +515,8 @@ class Reducer:
             cap_bytes=default_cap_bytes(specs) if bucket_mb is None else int(bucket_mb * MIB),
             first_cap_bytes=int(self.settings.first_bucket_mb * MIB),
             order=order,
-            apart=apart or (),
+            apart=apart,
         )
-
-    def _make_buckets(self) -> None:
-        flags = self.settings.unused != "error"
-        sizes = [
-            (0 if layout.sparse else layout.numel + flags * len(layout.parameters), self._dtype(layout))
-            for layout in self.plan.buckets
-        ]
-        contents = self.transport.allocate(sizes)
-        for index, (layout, flat) in enumerate(zip(self.plan.buckets, contents, strict=True)):
-            slots = [self.slots[i] for i in layout.parameters]
-            bucket = Bucket(index, layout, slots, None if layout.sparse else flat, pending=len(slots))
-            views = [None] if layout.sparse else views_of(flat, layout, self.parameters)
-            for slot, view in zip(slots, views, strict=True):
-                slot.bucket, slot.view = bucket, view
-            self.buckets.append(bucket)
-
-    def _dtype(self, layout: BucketLayout) -> torch.dtype:
-        return self.parameters[layout.parameters[0]].dtype
 
     # ---- Mistakes
 
@@ -669,19 +542,6 @@ class Reducer:
     def _raise(self, why: str) -> NoReturn:
         self.fail(why)
         raise RuntimeError(why)
-
-
-def _copy_back(bucket: Bucket) -> None:
-    """Give parameters that keep a gradient of their own the bucket's result."""
-    gradients, views = [], []
-    for position, slot in enumerate(bucket.slots):
-        gradient = slot.parameter.grad
-        if gradient is not None and slot.view is not None and position not in bucket.absent:
-            gradients.append(gradient)
-            views.append(slot.view)
-    if gradients:
-        with torch.no_grad():
-            torch._foreach_copy_(gradients, views)
 
 
 def _only_device(parameters: Sequence[nn.Parameter]) -> torch.device:

@@ -1,0 +1,170 @@
+"""Buckets on their way: started through a transport, a communication hook or as sparse tensors, and waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .collective import ProcessGroupTransport
+from .failure import FailureBoard
+from .gradient_bucket import Bucket, GradientBucket
+from .hook_run import CommunicationHook, HookRun
+from .transport import Transport
+
+if TYPE_CHECKING:
+    from .reducer import ReducerSettings
+
+
+class Reductions:
+    """Starts the reductions of buckets, and leaves their results in the gradients."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, settings: ReducerSettings, board: FailureBoard, device: torch.device
+    ) -> None:
+        self.settings, self.board, self.device = settings, board, device
+        self.world_size = group.size()
+        self.collective = ProcessGroupTransport(
+            group, board=board, device=device, timeout_seconds=settings.timeout_seconds
+        )
+        self._hook: CommunicationHook | None = None
+        self._hook_state: Any = None
+
+    def register_hook(self, state: Any, hook: CommunicationHook) -> None:
+        """Let `hook(state, bucket)` reduce the buckets: it leaves the mean over ranks. Once, before training."""
+        if self._hook is not None:
+            raise RuntimeError("a communication hook is already registered; there can be only one")
+        if not callable(hook):
+            raise TypeError(f"a communication hook must be callable, got {type(hook).__name__}")
+        self._hook, self._hook_state = hook, state
+
+    def start(self, bucket: Bucket, transport: Transport, *, where: str, is_last: bool, timed: bool) -> None:
+        """Start to reduce a filled bucket; `where` names the place in messages."""
+        bucket.launched_at = time.perf_counter()
+        if bucket.streams:
+            self._order_streams(bucket)
+        if bucket.contents is None:
+            self._start_sparse(bucket, where)
+            return
+        if self.settings.unused != "error":
+            flags = bucket.used_flags
+            flags.fill_(1)
+            for position in bucket.absent:
+                flags[position] = 0
+        if self._hook is None:
+            bucket.reduction = transport.start(bucket.index, where=where, timed=timed)
+            return
+        if self.settings.unused != "error":
+            bucket.flags = self.collective.start_tensor(bucket.used_flags, where=where)
+        view = GradientBucket(bucket, is_last=is_last, buffer=bucket.flat)
+        bucket.hook_run = HookRun(
+            self._hook(self._hook_state, view),
+            where=where,
+            board=self.board,
+            timeout_seconds=self.settings.timeout_seconds,
+        )
+
+    def run_hooks(self, buckets: Sequence[Bucket]) -> None:
+        """Let all hooks go on in turn, stage by stage, so that every rank has the same order of collectives."""
+        if self._hook is None:
+            return
+        running = [bucket for bucket in buckets if bucket.hook_run is not None]
+        waiting = running
+        while waiting:
+            waiting = [b for b in waiting if b.hook_run is not None and not b.hook_run.advance()]
+        for bucket in running:
+            assert bucket.hook_run is not None and bucket.hook_run.result is not None
+            result = bucket.hook_run.result
+            if result.data_ptr() != bucket.flat.data_ptr():
+                bucket.flat.copy_(result.view_as(bucket.flat))
+            if not self.settings.average:
+                bucket.flat.mul_(self.world_size)
+            if bucket.flags is not None:
+                bucket.flags.wait()
+                bucket.flags = None
+            bucket.hook_run = None
+            bucket.finished_at = time.perf_counter()
+
+    def wait(self, bucket: Bucket) -> None:
+        """Return once the bucket's result is in the gradients of its parameters."""
+        if bucket.reduction is not None:
+            bucket.reduction.wait()
+            bucket.finished_at = bucket.reduction.finished_at or time.perf_counter()
+            bucket.reduction = None
+        if not self.settings.gradient_as_bucket_view:
+            _copy_back(bucket)
+        if bucket.absent:
+            self._restore_unused(bucket)
+
+    def _start_sparse(self, bucket: Bucket, where: str) -> None:
+        (slot,) = bucket.slots
+        gradient = slot.parameter.grad
+        if gradient is None or bucket.absent:
+            size, dims = slot.parameter.size(), slot.sparse_dim
+            gradient = torch.sparse_coo_tensor(
+                torch.zeros((dims, 0), dtype=torch.int64, device=self.device),
+                torch.zeros((0, *size[dims:]), dtype=slot.parameter.dtype, device=self.device),
+                size,
+                check_invariants=False,  # said aloud, since torch warns of a silent default
+            )
+        gradient = gradient.coalesce()
+        slot.parameter.grad = gradient
+        bucket.reduction = self.collective.start_tensor(gradient, where=where)
+
+    def _order_streams(self, bucket: Bucket) -> None:
+        """Let the collective wait for gradients that other streams are still writing."""
+        current = torch.cuda.current_stream(self.device)
+        for stream in bucket.streams:
+            if stream != current:
+                current.wait_stream(stream)
+        bucket.streams.clear()
+
+    def _restore_unused(self, bucket: Bucket) -> None:
+        """Give back what it had to each parameter that no rank used, and the result to the others."""
+        counts = self._used_counts(bucket)
+        for position in bucket.absent:
+            slot = bucket.slots[position]
+            gradient, view, kept = slot.parameter.grad, slot.view, slot.kept
+            slot.kept = None
+            if view is None:
+                if kept is not None and gradient is not None and counts[position]:
+                    slot.parameter.grad = kept + gradient
+                elif not counts[position]:
+                    slot.parameter.grad = kept
+            elif not counts[position]:
+                if gradient is view and kept is not None:
+                    view.copy_(kept)
+            elif self.settings.gradient_as_bucket_view:
+                slot.parameter.grad = view
+            elif gradient is None:
+                slot.parameter.grad = view.clone()
+            else:
+                gradient.copy_(view)
+
+    def _used_counts(self, bucket: Bucket) -> Sequence[bool]:
+        if self.settings.unused == "error":
+            return [True] * len(bucket.slots)
+        if bucket.contents is None:
+            gradient = bucket.slots[0].parameter.grad
+            return [gradient is not None and gradient._nnz() > 0]
+        if bucket.flags is not None:
+            bucket.flags.wait()
+            bucket.flags = None
+        # Waits for the device, but only on a rank that had parameters without a gradient.
+        return [bool(count) for count in bucket.used_flags.tolist()]
+
+
+def _copy_back(bucket: Bucket) -> None:
+    """Give parameters that keep a gradient of their own the bucket's result."""
+    gradients, views = [], []
+    for position, slot in enumerate(bucket.slots):
+        gradient = slot.parameter.grad
+        if gradient is not None and slot.view is not None and position not in bucket.absent:
+            gradients.append(gradient)
+            views.append(slot.view)
+    if gradients:
+        with torch.no_grad():
+            torch._foreach_copy_(gradients, views)
