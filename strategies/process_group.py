@@ -25,6 +25,7 @@ from trainkit.window import MicroBatch, Window
 
 from .ddp.agreement import broadcast, gather
 from .launcher import RankEnvironment, launch_ranks
+from .rendezvous import fresh_store
 from .stop_agreement import StopAgreement
 
 T = TypeVar("T")
@@ -142,7 +143,9 @@ class ProcessGroupStrategy(Strategy):
         limit = timedelta(seconds=self.timeout_seconds)
         environment = self._environment
         if environment is None:
-            dist.init_process_group(backend, timeout=limit)
+            shared, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+            fresh = fresh_store(shared, rank=rank, world_size=world_size, limit=limit)
+            dist.init_process_group(backend, store=fresh, rank=rank, world_size=world_size, timeout=limit)
         else:
             store = TCPStore("127.0.0.1", environment.store_port, is_master=False, timeout=limit)
             rank, world_size = environment.rank, environment.world_size

@@ -1,0 +1,198 @@
+"""A signal to any rank, at any moment: all ranks save once, stop after the same step, and end with its exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.ddp import DDPStrategy
+
+from trainkit import Callback, Data, Schedule, TaskModule, Trainer
+from trainkit.checkpoints.store import CheckpointStore, load_from
+from trainkit.errors import Stopped
+from trainkit.testing import run_ranks
+
+NUM_STEPS = 400
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+class Regression(TaskModule):
+    """Receives a signal in a batch of an evaluation, on one rank."""
+
+    def __init__(self, *, receiver: int = -1, number: int = 0, evaluation: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Linear(4, 1)
+        self.receiver, self.number, self.evaluation = receiver, number, evaluation
+        self.batches = 0
+
+    def training_step(self, batch: Any) -> Any:
+        return nn.functional.mse_loss(self.network(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any) -> Any:
+        self.batches += 1
+        if dist.get_rank() == self.receiver and self.batches == 3 * self.evaluation - 1:
+            os.kill(os.getpid(), self.number)
+        return nn.functional.mse_loss(self.network(batch[0]), batch[1])
+
+    def predict_step(self, batch: Any) -> Any:
+        self.validation_step(batch)
+        return batch[1]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=1e9)
+        return optimizer, Schedule(plateau, every="metric", metric="validation/loss")
+
+
+class SendAt(Callback):
+    def __init__(self, receiver: int, number: int, step: int) -> None:
+        self.receiver, self.number, self.step = receiver, number, step
+
+    def on_step_end(self, run: Any) -> None:
+        if run.state.step == self.step and run.strategy.rank == self.receiver:
+            os.kill(os.getpid(), self.number)
+
+
+def data() -> Data:
+    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    validation = TensorDataset(inputs[:24], inputs[:24].sum(1, keepdim=True))
+    return Data(train=dataset, validation=validation, predict=validation, batch_size=8, evaluation_batch_size=8)
+
+
+def fit(folder: Path, task: TaskModule, *callbacks: Callback) -> tuple[int, str, int]:
+    """Train until a signal ends it; return the exit code, its name and the step that the rank ended at."""
+    last = SendAt(-1, 0, 0)
+    last.on_fit_end = lambda run: setattr(last, "step", run.state.step)  # type: ignore[method-assign]
+    trainer = Trainer(
+        DDPStrategy(device="cpu"),
+        max_duration=f"{NUM_STEPS}step",
+        evaluate_every="3step",
+        callbacks=[*callbacks, Checkpoint(every=None, keep_last=None, save_at_end=False), last],
+        loggers=[],
+        sanity_batches=0,
+        run_dir=folder,
+    )
+    try:
+        trainer.fit(task, data(), resume="auto")
+    except Stopped as stopped:
+        return stopped.exit_code, stopped.signal_name, last.step
+    return 0, "", last.step
+
+
+def predict(task: TaskModule) -> tuple[int, str]:
+    trainer = Trainer(DDPStrategy(device="cpu"), callbacks=[], loggers=[])
+    try:
+        trainer.predict(task, data())
+    except Stopped as stopped:
+        return stopped.exit_code, stopped.signal_name
+    return 0, ""
+
+
+def on_two_ranks(folder: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    seen["step"] = fit(folder / "step", Regression(), SendAt(1, signal.SIGTERM, 4))
+    seen["evaluation"] = fit(folder / "evaluation", Regression(receiver=1, number=signal.SIGTERM, evaluation=2))
+    seen["interrupt"] = fit(folder / "interrupt", Regression(receiver=0, number=signal.SIGINT, evaluation=1))
+    seen["predict"] = predict(Regression(receiver=1, number=signal.SIGTERM, evaluation=1))
+    seen["whole"] = fit(folder / "whole", Regression(), SendAt(0, signal.SIGTERM, NUM_STEPS + 1))
+    weights = {}
+    for name in ("whole", "evaluation"):
+        task = Regression()
+        fit(folder / name, task)
+        weights[name] = task.network.weight.detach().clone()
+    seen["weights"] = weights
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("signals")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Any:
+    return run_ranks(on_two_ranks, 2, folder)
+
+
+def saved(folder: Path, name: str) -> list[tuple[int, str]]:
+    return [(entry.step, entry.reason) for entry in CheckpointStore(folder / name / "checkpoints").entries()]
+
+
+def test_a_signal_to_one_rank_stops_all_after_one_agreed_step_with_one_save(ranks, folder):
+    first, second = ranks[0]["step"], ranks[1]["step"]
+    assert first == second
+    code, name, step = first
+    assert (code, name) == (143, "SIGTERM")
+    assert 4 <= step < NUM_STEPS
+    assert saved(folder, "step") == [(step, "SIGTERM")]
+
+
+@pytest.mark.parametrize(("name", "outcome"), [("evaluation", (143, "SIGTERM", 6)), ("interrupt", (130, "SIGINT", 3))])
+def test_a_signal_in_an_evaluation_stops_all_ranks_before_another_step(ranks, folder, name, outcome):
+    assert ranks[0][name] == ranks[1][name] == outcome
+    assert saved(folder, name)[0] == (outcome[2], outcome[1])
+
+
+def test_an_evaluation_that_a_signal_broke_off_is_made_up_to_the_same_weights(ranks):
+    for rank in ranks:
+        assert torch.equal(rank["weights"]["evaluation"], rank["weights"]["whole"])
+
+
+def test_predictions_that_a_signal_broke_off_are_returned_by_no_rank(ranks):
+    assert [rank["predict"] for rank in ranks] == [(143, "SIGTERM")] * 2
+
+
+SCRIPT = """
+import os, sys
+sys.path.insert(0, {here!r})
+from test_signals_on_ranks import *
+
+class Pid(Callback):
+    def on_step_end(self, run):
+        if run.state.step == 5:
+            path = Path(sys.argv[1]) / f"rank_{{run.strategy.rank}}.part"
+            path.write_text(str(os.getpid()))
+            path.rename(path.with_suffix(".pid"))
+
+if __name__ == "__main__":
+    strategy = DDPStrategy(devices=2, device="cpu")
+    settings = {{"callbacks": [Pid(), Checkpoint(every=None)], "loggers": []}}
+    trainer = Trainer(strategy, max_duration="1000000step", run_dir=sys.argv[1] + "/run", **settings)
+    trainer.fit(Regression(), data())
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_started_rank_ends_the_caller_with_its_exit_code(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(here=str(Path(__file__).parent)))
+    environment = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
+    caller = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        files = [tmp_path / f"rank_{rank}.pid" for rank in range(2)]
+        deadline = time.monotonic() + 90
+        while not all(file.exists() for file in files):
+            assert caller.poll() is None, caller.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(int(files[1].read_text()), signal.SIGTERM)
+        _, errors = caller.communicate(timeout=60)
+    finally:
+        caller.kill()
+        caller.communicate()
+    assert caller.returncode == 143, errors
+    assert "Traceback" not in errors
+    assert load_from(tmp_path / "run").entry.reason == "SIGTERM"
