@@ -68,6 +68,7 @@ class RankEnvironment:
     folder: str  # private to this launch: failures and the value
     log_dir: str | None
     num_threads: int | None  # None: as the environment says
+    log_level: int | None  # of trainkit's loggers in the caller; None: the caller logs nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ def launch_ranks(
     """Return what `run` returned on rank 0 of `num_ranks` new processes, each of which calls `enter` first.
 
     Raises the error of the rank that failed first, with that rank's traceback. Ranks other than 0 write to
-    `rank_<k>.log` in `log_dir` what they would print.
+    `rank_<k>.log` in `log_dir` what they would print. Rank 0 has the caller's terminal: its progress display is made
+    for one, and whatever is worth keeping of its output is in the loggers' files.
     """
     payload = _pickle((enter, run))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -93,7 +95,7 @@ def launch_ranks(
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
         logs = None if log_dir is None else str(log_dir)
         environments = [
-            RankEnvironment(rank, num_ranks, store.port, os.getpid(), folder, logs, num_threads)
+            RankEnvironment(rank, num_ranks, store.port, os.getpid(), folder, logs, num_threads, _log_level())
             for rank in range(num_ranks)
         ]
         with _signals_kept() as received, _quiet_elastic():
@@ -108,6 +110,10 @@ def launch_ranks(
             _watch(context, Path(folder), received)
         value: T = pickle.loads((Path(folder) / VALUE_FILE).read_bytes())
     return value
+
+
+def _log_level() -> int | None:
+    return logging.getLogger("trainkit").getEffectiveLevel() if logging.getLogger().handlers else None
 
 
 def _pickle(call: object) -> bytes:
@@ -147,6 +153,9 @@ def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
     os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
     if environment.rank > 0 and environment.log_dir is not None:
         _redirect_output(Path(environment.log_dir) / f"rank_{environment.rank}.log")
+    if environment.log_level is not None:
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+        logging.getLogger("trainkit").setLevel(environment.log_level)
     if environment.num_threads is not None:
         torch.set_num_threads(environment.num_threads)
     folder = Path(environment.folder)

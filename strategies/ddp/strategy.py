@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,6 +26,8 @@ from .overlap import BucketwiseOptimizer
 from .reducer import Reducer, ReducerSettings, Unused
 from .timeline import Timeline
 from .transport import TransportName
+
+logger = logging.getLogger(__name__)
 
 _UNUSED = ("auto", "error", "find")
 _TRANSPORTS = ("auto", "shared_memory", "group")
@@ -50,7 +53,8 @@ class DDPStrategy(ProcessGroupStrategy):
         hook: How gradients are compressed: `none`, `fp16`, `bf16`, `power_sgd`, `local_sgd`.
         overlap_optimizer: Whether parameters are updated bucket by bucket, while others are still reduced.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
-        timeline: Whether to record when each bucket was ready, started and done.
+        timeline: Whether to record when each bucket was ready, started and done: every rank writes the last 200 steps
+            as timeline_rank_<k>.json, to be opened in ui.perfetto.dev; rank 0 logs a picture and what to change.
         timeout: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
 
@@ -144,13 +148,21 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def teardown(self) -> None:
         """Stop listening to gradients and leave the group; may be called twice."""
-        if self.timeline is not None and self.log_dir is not None:
-            self.timeline.write(Path(self.log_dir) / f"timeline_rank_{self.rank}.json")
+        if self.timeline is not None:
+            self._close_timeline(self.timeline)
         self.timeline = None
         super().teardown()  # tells the others if this rank is failing, through the reducer
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
+
+    def _close_timeline(self, timeline: Timeline) -> None:
+        """Write the trace, and on rank 0 say what it shows."""
+        if self.log_dir is not None:
+            timeline.write(Path(self.log_dir) / f"timeline_rank_{self.rank}.json")
+        if self.is_main:
+            for line in timeline.summary():
+                logger.info("%s", line)
 
     # ---- A step
 

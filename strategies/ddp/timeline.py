@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 200  # kept
 SMALL_SECONDS = 0.0003  # a reduction this short costs more to start than to do
+WORTH_ADVICE = 0.03  # of a step; communication that costs less is left alone
 MIB = 1024 * 1024
 
 
@@ -83,8 +84,10 @@ class Timeline:
         last, advice = steps[-1], []
         sizes = [bucket.num_bytes for bucket in last.buckets]
         exposed = 1.0 - self.hidden_share
+        waited = sum(step.communication - step.hidden for step in steps)
+        matters = waited > WORTH_ADVICE * sum(step.end - step.begin for step in steps)
         short = [b for b in last.buckets if b.finished - b.launched < SMALL_SECONDS]
-        if len(sizes) == 1 and exposed > 0.5:
+        if len(sizes) == 1 and exposed > 0.5 and matters:
             advice.append(
                 f"All gradients are in one bucket, which can only start at the end of backward. "
                 f"Try strategy.bucket_mb={max(sizes[0] / MIB / 4, 0.1):.1f}."
@@ -94,7 +97,7 @@ class Timeline:
                 f"{len(short)} of {len(sizes)} buckets take less than 0.3 ms each. "
                 f"Try strategy.bucket_mb={4 * sum(sizes) / len(sizes) / MIB:.1f}."
             )
-        elif exposed > 0.5 and last.communication > last.backward_end - last.begin:
+        elif exposed > 0.5 and matters and last.communication > last.backward_end - last.begin:
             advice.append(
                 "Communication takes longer than backward, so it cannot be hidden. Try strategy.hook=bf16, "
                 "or more samples in a step (strategy.accumulate)."
@@ -106,6 +109,15 @@ class Timeline:
                 "that get no gradient in most steps. Try strategy.unused=find."
             )
         return advice
+
+    def summary(self) -> list[str]:
+        """Return the hidden share, a picture of the last step and the advice, to be logged; nothing without steps."""
+        steps = self._steady()
+        if not steps:
+            return []
+        milliseconds = 1e3 * sum(step.communication for step in steps) / len(steps)
+        share = f"{self.hidden_share:.0%} of communication ({milliseconds:.1f} ms a step) ran behind backward"
+        return [f"{share}; one step:\n{self.draw()}", *self.advice()]
 
     def trace(self) -> dict[str, Any]:
         """Return the steps as a Chrome trace, to be opened in chrome://tracing or ui.perfetto.dev."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import signal
 import subprocess
@@ -188,6 +189,33 @@ def buffers_after_training(folder: str) -> list[float]:
 def test_buffers_are_rank_0s_on_every_rank(tmp_path):
     first, second = run_ranks(buffers_after_training, 2, str(tmp_path))
     assert first == second
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def logged_with_a_timeline(folder: str) -> list[str]:
+    handler, logger = Lines(), logging.getLogger("trainkit.strategies.ddp.strategy")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    fit(DDPStrategy(device="cpu", timeline=True), Regression(), run_dir=folder)
+    return handler.lines
+
+
+def test_a_timeline_is_written_by_every_rank_and_told_by_the_first(tmp_path):
+    first, second = run_ranks(logged_with_a_timeline, 2, str(tmp_path))
+    assert "of communication" in first[0]
+    assert "bucket 0" in first[0]
+    assert second == []
+    assert {file.name for file in tmp_path.glob("timeline_*")} == {"timeline_rank_0.json", "timeline_rank_1.json"}
 
 
 class Stream(IterableDataset[Any]):

@@ -44,8 +44,19 @@ def test_advice_names_what_to_type(made, advice):
     assert advice in made.advice()[0]
 
 
+def test_communication_that_costs_next_to_nothing_needs_no_advice():
+    assert timeline((10, 10, 10.1)).advice() == []
+
+
 def test_a_step_whose_communication_is_hidden_needs_no_advice():
     assert timeline((1, 1, 5), (5, 5, 9.9)).advice() == []
+
+
+def test_the_summary_says_how_much_is_hidden_and_draws_a_step():
+    share, advice = timeline((1, 1, 20), (2, 2, 30)).summary()
+    assert share.startswith("31% of communication (29000.0 ms a step) ran behind backward; one step:\nbackward  ####")
+    assert "cannot be hidden" in advice
+    assert Timeline(rank=0).summary() == []
 
 
 def test_the_trace_has_an_event_for_each_bar(tmp_path):
