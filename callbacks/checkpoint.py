@@ -116,9 +116,9 @@ class Checkpoint(Callback):
             self._save(run, self._reason)
 
     def on_fit_end(self, run: Run) -> None:
-        signal = run.signals.received
-        if signal is not None:
-            self._save(run, signal.name)
+        # Not what this rank received: a signal that comes now is for none or for all of those that save.
+        if run.stopped_by is not None:
+            self._save(run, run.stopped_by.name)
         elif self.save_at_end:
             self._save(run, "end")
         run.finish_saving()

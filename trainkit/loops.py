@@ -51,6 +51,7 @@ class FitLoop:
         self._on_nonfinite = on_nonfinite
         self._means = run.means = WeightedMeans(run.strategy.device)
         self._weights_are_sound = True
+        self._stop_is_agreed = False  # since an evaluation was broken off on all ranks
         self._norm: torch.Tensor | None = None  # of the last step's gradients
 
     def run(self) -> None:
@@ -114,10 +115,10 @@ class FitLoop:
                 run.request_stop(f"reached max_duration={duration}")
                 return True
         asked = run.signals.received is not None or run.stop_reason is not None
-        if not run.strategy.agree_to_stop(asked):
+        if not self._stop_is_agreed and not run.strategy.agree_to_stop(asked):
             return False
-        if run.signals.received is not None:
-            run.stop_reason = run.signals.received.name
+        if run.agree_on_signal() and run.stopped_by is not None:
+            run.stop_reason = run.stopped_by.name
         run.request_stop("another rank was asked to stop")
         return True
 
@@ -154,6 +155,7 @@ class FitLoop:
         self._check_finite()
         metrics = self._validation.run()
         run.task.train()
+        self._stop_is_agreed = metrics is None
         if metrics is not None:
             run.state.evaluation_due = False
             self._optimization.after_validation(metrics)
@@ -218,6 +220,8 @@ class EvalLoop:
                 progress.batch += 1
                 if run.strategy.stop_evaluating(run.signals.received is not None):
                     break
+            if run.strategy.agree(run.signals.received is not None):
+                return []  # not those of some samples, as if they were all
             gathered = run.strategy.gather_predictions(outputs)
         return concatenate(gathered) if gathered else []
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from trainkit.callback import MOMENTS, Callback
@@ -62,6 +63,8 @@ class Run:
     """Of what training steps returned since metrics were logged last."""
     evaluation: EvaluationProgress | None = None
     stop_reason: str | None = None
+    stopped_by: Signals | None = None
+    """The signal that ended the run, known to all ranks whichever of them received it."""
     resumed_from: str | None = None
     may_save: Callable[[], bool] = lambda: True
     """Says whether the weights are sound; collective."""
@@ -90,6 +93,12 @@ class Run:
         """Let training end after this step, on all ranks; `reason` is kept in the summary."""
         if self.stop_reason is None:
             self.stop_reason = reason
+
+    def agree_on_signal(self) -> bool:
+        """Let all ranks know which signal the first of them received, and return whether one did; collective."""
+        received = self.strategy.all_gather_object(self.signals.received)
+        self.stopped_by = next((number for number in received if number is not None), None)
+        return self.stopped_by is not None
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write `metrics`, which are the same on every rank, by their full names (`validation/loss`)."""

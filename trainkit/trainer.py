@@ -297,8 +297,8 @@ class Trainer:
                 run.load_weights(self._load(checkpoint), where=str(checkpoint))
             loop = self._eval_loop(run, stage, limit=self.limits[stage])
             outcome = loop.predict() if stage == "predict" else loop.run()
-            if run.signals.received is not None:
-                raise Stopped(run.signals.received.name, _EXIT_CODES[run.signals.received.name])
+            if run.agree_on_signal() and run.stopped_by is not None:
+                raise Stopped(run.stopped_by.name, _EXIT_CODES[run.stopped_by.name])
             run.emit("on_evaluation_end", stage, {} if stage == "predict" else outcome)
             return outcome
 
