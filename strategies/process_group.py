@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
+from torch.distributed.rendezvous import rendezvous
 
 from trainkit.batches import concatenate
 from trainkit.devices import pick_device
@@ -143,7 +144,7 @@ class ProcessGroupStrategy(Strategy):
         limit = timedelta(seconds=self.timeout_seconds)
         environment = self._environment
         if environment is None:
-            shared, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+            shared, rank, world_size = next(rendezvous("env://", timeout=limit))
             fresh = fresh_store(shared, rank=rank, world_size=world_size, limit=limit)
             dist.init_process_group(backend, store=fresh, rank=rank, world_size=world_size, timeout=limit)
         else:

@@ -14,7 +14,7 @@ import secrets
 import time
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # torch exports them at run time
 
 from .ddp.failure import RankError
 

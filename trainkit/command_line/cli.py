@@ -38,6 +38,11 @@ COMMANDS = {
     "resume": Command(
         "trainkit.command_line.commands:resume", "continue a run that was stopped", "PATH [key=value ...]"
     ),
+    "export": Command(
+        "trainkit.command_line.export:export",
+        "write a checkpoint's weights for other programs",
+        "run=PATH out=model.safetensors [checkpoint=best]",
+    ),
     "parity": Command(
         "trainkit.command_line.parity:parity",
         "show that strategies train to the same weights",

@@ -7,6 +7,7 @@ _EXTRAS = {
     "matplotlib": "plots",
     "transformers": "transformers",
     "torchmetrics": "metrics",
+    "safetensors": "safetensors",
     "ray": "ray",
     "wandb": "wandb",
     "mlflow": "mlflow",

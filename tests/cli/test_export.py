@@ -1,0 +1,84 @@
+"""`trainkit export` writes weights that other programs read."""
+
+import sys
+
+import pytest
+import torch
+
+from tests.tasks import Regression, SaveAtEnd, StopAt, regression_data
+from trainkit import Data
+from trainkit.checkpoints.store import load_from
+from trainkit.command_line.cli import main
+
+safetensors = pytest.importorskip("safetensors")
+
+
+class Tied(Regression):
+    def __init__(self):
+        super().__init__(hidden=4)
+        self.same = self.network[0].weight
+        self.register_buffer("table", torch.arange(12).reshape(3, 4).t())
+
+    def get_extra_state(self):
+        return {"words": ["a"]}
+
+    def set_extra_state(self, state):
+        pass
+
+
+@pytest.fixture
+def run_dir(make_trainer):
+    trainer = make_trainer(callbacks=[StopAt(2), SaveAtEnd()], max_duration="3step")
+    trainer.fit(Tied(), Data(train=regression_data(12), batch_size=4))
+    return trainer.run_dir
+
+
+def read(path):
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+def test_the_last_checkpoint_is_exported_under_the_tasks_own_names(run_dir, tmp_path, capsys):
+    out = tmp_path / "new" / "model.safetensors"
+    assert main(["export", f"run={run_dir}", f"out={out}"]) == 0
+    weights, described = read(out)
+    expected = load_from(run_dir).payload["task"]
+    assert set(weights) == set(expected) - {"_extra_state"}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
+    assert torch.equal(weights["same"], weights["network.0.weight"])
+    assert (described["step"], described["task"].rpartition(".")[2]) == ("2", "Tied")
+    assert "6 tensors of step 2 in" in capsys.readouterr().out
+    assert [path.name for path in out.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_a_checkpoint_can_be_named(run_dir, tmp_path):
+    assert main(["export", str(run_dir), f"out={tmp_path}/model.safetensors", "checkpoint=step_00000002"]) == 0
+    assert read(tmp_path / "model.safetensors")[1]["step"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["out=m.safetensors"], "export needs a run"),
+        (["run=RUN"], "export needs a run and a file to write"),
+        (["run=RUN", "out=model.pt"], "must end in .safetensors"),
+        (["run=RUN", "out=m.safetensors", "checkpont=best"], "Did you mean 'checkpoint'?"),
+        (["run=RUN", "out=m.safetensors", "checkpoint=step_9"], "has no checkpoint 'step_9'"),
+        (["run=RUN", "out=FILE/m.safetensors"], "cannot be written"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_message(run_dir, tmp_path, capsys, words, message):
+    (tmp_path / "FILE").touch()
+    places = {"RUN": str(run_dir), "FILE": str(tmp_path / "FILE")}
+    for name, place in places.items():
+        words = [word.replace(name, place) for word in words]
+    assert main(["export", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_package_the_extra_is_named(run_dir, monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert main(["export", f"run={run_dir}", f"out={tmp_path}/m.safetensors"]) == 2
+    assert "pip install 'trainkit[safetensors]'" in capsys.readouterr().err

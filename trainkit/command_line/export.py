@@ -1,0 +1,73 @@
+"""`trainkit export`: a checkpoint's weights as a file that other programs read."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainkit.command_line.cli import Arguments
+from trainkit.command_line.extras import remedy
+from trainkit.errors import UserError, nearest
+
+_EXAMPLE = "trainkit export run=runs/digits/2026-01-31_12-00-00 out=model.safetensors"
+_KEYS = ("run", "out", "checkpoint")
+
+
+def export(arguments: Arguments) -> int:
+    """Write the weights of a run's checkpoint to a `.safetensors` file, under the bare task's names."""
+    typed = {key: arguments.take(key) for key in _KEYS}
+    if typed["run"] is None and arguments.overrides and "=" not in arguments.overrides[0]:
+        typed["run"] = arguments.overrides.pop(0)
+    if arguments.overrides:
+        key = arguments.overrides[0].partition("=")[0]
+        raise UserError(f"export takes no {key!r}.{nearest(key, _KEYS)} Type {_EXAMPLE}")
+    if not typed["run"] or not typed["out"]:
+        raise UserError(f"export needs a run and a file to write. Type {_EXAMPLE}")
+    out = Path(typed["out"])
+    if out.suffix != ".safetensors":
+        raise UserError(f"out={out} must end in .safetensors, the format that is written.")
+    print(export_weights(Path(typed["run"]), out, which=typed["checkpoint"] or "last"))
+    return 0
+
+
+def export_weights(run: Path, out: Path, *, which: str = "last") -> str:
+    """Write the checkpoint's parameters and buffers to `out` at one instant, and return a line that says so.
+
+    Parameters that are tied are written under each of their names.
+    """
+    save_file = _save_file()
+    from torch import Tensor
+
+    from trainkit.checkpoints.file import move, part_of
+    from trainkit.checkpoints.store import load_from
+
+    loaded = load_from(run, which)
+    saved: dict[str, Any] = loaded.payload["task"]
+    # Copies: the format does not take tensors that share memory or have gaps.
+    weights = {name: value.clone().contiguous() for name, value in saved.items() if isinstance(value, Tensor)}
+    described = {"format": "pt", "step": str(loaded.entry.step), "task": str(loaded.payload["task_class"])}
+    part = part_of(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save_file(weights, part, metadata=described)
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
+        move(part, out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}.") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+    left_out = sorted(set(saved) - set(weights))
+    without = f" without {', '.join(left_out)}, which are no tensors" if left_out else ""
+    return f"{len(weights)} tensors of step {loaded.entry.step} in {out}{without}"
+
+
+def _save_file() -> Any:
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise UserError(f"export writes with the package safetensors. {remedy('safetensors')}") from None
+    return save_file
