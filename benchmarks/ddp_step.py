@@ -1,6 +1,8 @@
 """Step times of our Reducer against PyTorch's DistributedDataParallel, on two processes of this machine.
 
-    python benchmarks/ddp_step.py [--rounds 20] [--models mlp5,gpt4,mlp60]
+    python benchmarks/ddp_step.py [--rounds 20] [--models mlp5,gpt4,mlp60] [--fit]
+
+With `--fit` the whole `Trainer.fit`, default callbacks and loggers included, against a hand-written loop.
 
 All contenders live in the same two processes, are visited once in each round in rotating order, and a sample is the
 slower rank's time. The table gives the median of the ratios within rounds, with quartiles; the same for the time of
@@ -13,6 +15,7 @@ import argparse
 import copy
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,14 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
 
+from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 
 NAMES = ("no communication", "stock", "stock, best", "ours, gloo", "ours, shared memory", "drop-in, gloo")
 BEST = "stock, best"  # gradient_as_bucket_view and static_graph
 WARM_UP = 4
 BOOKKEEPING_PARAMETERS = 400
+SEGMENT = 50  # steps of Trainer.fit between two turns of the hand-written loop: one line of the log in each
 
 
 class Block(nn.Module):
@@ -138,6 +145,106 @@ def compare(model: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
     return seconds
 
 
+class Squares(TaskModule):
+    """One of the models as a task."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return self.model(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class HandWritten:
+    """The loop that one would write around the Reducer: shuffled samples, this rank's share of each batch, a step."""
+
+    def __init__(self, task: Squares, samples: Tensor, batch_size: int) -> None:
+        self.task, self.samples, self.batch_size = task, samples, batch_size
+        group = dist.group.WORLD
+        assert group is not None
+        self.reducer = Reducer(list(task.named_parameters()), group=group, settings=ReducerSettings(average=False))
+        self.optimizer = torch.optim.SGD(task.parameters(), lr=1e-3, fused=True)
+        self.order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
+
+    def run(self, steps: int) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        for step in range(steps):
+            batch = self.order[step * self.batch_size + rank : (step + 1) * self.batch_size : world_size]
+            with self.reducer.session():
+                (self.task.training_step([self.samples[batch]]) / world_size).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class Alternate(Callback):
+    """After every `SEGMENT` steps of the Trainer runs as many of the hand-written loop, and times both."""
+
+    def __init__(self, loop: HandWritten) -> None:
+        self.loop = loop
+        self.seconds: list[
+            tuple[float, float, float, float]
+        ] = []  # of a step: Trainer, loop; the same of the processor
+        self._began = (0.0, 0.0)
+
+    def on_step_end(self, run: object) -> None:
+        if run.state.step % SEGMENT:  # type: ignore[attr-defined]
+            return
+        fit, fit_cpu = (now - began for now, began in zip(_clocks(), self._began, strict=True))
+        begin = _clocks()
+        self.loop.run(SEGMENT)
+        loop, loop_cpu = (now - began for now, began in zip(_clocks(), begin, strict=True))
+        self.seconds.append((fit / SEGMENT, loop / SEGMENT, fit_cpu / SEGMENT, loop_cpu / SEGMENT))
+        dist.barrier()
+        self._began = _clocks()
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def compare_fit(model: str, rounds: int) -> list[tuple[float, float, float, float]]:
+    """Return the seconds of a step in `Trainer.fit` and in the loop for each round, after two to warm up."""
+    make, make_input, _ = MODELS[model]
+    torch.manual_seed(0)
+    start = make()
+    share = make_input()
+    batch_size = len(share) * dist.get_world_size()
+    samples = share.repeat(SEGMENT * dist.get_world_size(), *[1] * (share.dim() - 1))
+    alternate = Alternate(HandWritten(Squares(copy.deepcopy(start)), samples, batch_size))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            DDPStrategy(device="cpu"),
+            max_duration=f"{(rounds + 2) * SEGMENT}step",
+            run_dir=f"{folder}/{dist.get_rank()}",
+        )
+        trainer.callbacks.append(alternate)
+        trainer.fit(Squares(start), Data(train=TensorDataset(samples), batch_size=batch_size))
+    return alternate.seconds[2:]
+
+
+def show_fit(model: str, rounds: int) -> dict[str, float]:
+    seconds = run_ranks(compare_fit, 2, model, rounds, timeout=600)[0]
+    wall = [fit / loop for fit, loop, _, _ in seconds]
+    low, middle, high = statistics.quantiles(wall, n=4)
+    row = {
+        "fit_ms": 1e3 * statistics.median(fit for fit, _, _, _ in seconds),
+        "loop_ms": 1e3 * statistics.median(loop for _, loop, _, _ in seconds),
+        "to_loop": middle,
+        "low": low,
+        "high": high,
+        "cpu_to_loop": statistics.median(fit / loop for _, _, fit, loop in seconds),
+    }
+    print(
+        f"{model:7}{row['fit_ms']:10.2f}{row['loop_ms']:10.2f}{middle:8.3f}  [{low:.3f}, {high:.3f}]"
+        f"{row['cpu_to_loop']:8.3f}"
+    )
+    return row
+
+
 def bookkeeping() -> float:
     """Return the microseconds of our hook for one parameter, without copying or reducing."""
     model = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(BOOKKEEPING_PARAMETERS))
@@ -167,7 +274,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--fit", action="store_true")
     options = parser.parse_args()
+    if options.fit:
+        print(f"{'model':7}{'fit ms':>10}{'loop ms':>10}{'x loop':>8}  {'quartiles':16}{'cpu x':>8}")
+        print(json.dumps({model: show_fit(model, options.rounds) for model in options.models.split(",")}))
+        return
     results: dict[str, object] = {"bookkeeping_us": run_ranks(bookkeeping, 1)[0]}
     print(f"bookkeeping: {results['bookkeeping_us']:.2f} us for each parameter\n")
     print(
