@@ -23,6 +23,7 @@ from trainkit.sampling import Order, SamplerOrder
 from trainkit.window import MicroBatch, Window
 
 if TYPE_CHECKING:
+    from trainkit.state import TrainState
     from trainkit.strategy import BatchPlan, Strategy
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,10 @@ class Feed(ABC):
         predictions can be put in order again.
         """
         return (self.rank - position) % self.world_size
+
+    def samples_of(self, step: int, state: TrainState) -> list[int]:
+        """Return the indices of the samples that this rank read for a step, where a dataset's order tells."""
+        return []
 
     def state_dict(self, position: int) -> dict[str, Any]:
         """Return what a dataset that keeps its own position said when `position` items had been read."""
@@ -130,6 +135,14 @@ class SampleFeed(Feed):
         shares = ([chunk] for chunk in mine.split(size)) if len(mine) else iter(())
         for micro_batches in self._read_all(0, shares):
             yield from micro_batches
+
+    def samples_of(self, step: int, state: TrainState) -> list[int]:
+        windows = state.epoch * self.num_steps + -(-state.position // self._batch_size)
+        epoch, number = divmod(windows - (state.step - step) - 1, self.num_steps)
+        start = number * self._batch_size
+        stop = min(start + self._batch_size, self._length)
+        samples: list[int] = self._sampler.share(0 if self._repeat_first else epoch, start, stop).tolist()
+        return samples
 
     def _used_length(self, num_samples: int) -> int:
         if self.limit is not None:

@@ -18,6 +18,7 @@ from trainkit.rng import rng_untouched
 from trainkit.run import EvaluationProgress, Run
 from trainkit.window import Window
 
+_SAMPLES_SHOWN = 20
 Policy = Literal["raise", "skip", "stop"]
 _STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
     "validation": "validation_step",
@@ -170,15 +171,29 @@ class FitLoop:
 
     def _handle_nonfinite(self, step: int | None) -> None:
         """Raise or stop as the policy says; a skipped step has changed nothing, and nothing is left to do."""
-        where = f"at step {step}" if step is not None else "on another rank"
         if self._on_nonfinite == "raise":
             raise NonFiniteLoss(
-                f"the loss became NaN or infinite {where}. Lower the learning rate, set trainer.clip_norm=1.0, or look "
-                "for the operation with trainer.detect_anomaly=true; trainer.on_nonfinite=skip leaves such steps out."
+                f"the loss became NaN or infinite {self._place_of_nonfinite(step)}. Lower the learning rate, set "
+                "trainer.clip_norm=1.0, or look for the operation with trainer.detect_anomaly=true; "
+                "trainer.on_nonfinite=skip leaves such steps out."
             )
         if self._on_nonfinite == "stop":
             self._weights_are_sound = False
+            where = f"at step {step}" if step is not None else "on another rank"
             self._run.request_stop(f"the loss became NaN or infinite {where}")
+
+    def _place_of_nonfinite(self, step: int | None) -> str:
+        """Return in words where the first loss that is not finite came from; collective, the same on every rank."""
+        run = self._run
+        own = None if step is None else (step, run.strategy.rank, self._feed.samples_of(step, run.state))
+        places = run.strategy.all_gather_object(own)
+        found = [place for place in places if place is not None]
+        if not found:  # it was logged already, and on no rank since
+            return f"before step {run.state.step}"
+        first, rank, samples = min(found)
+        on_rank = f" on rank {rank}" if len(places) > 1 else ""
+        shown = ", ".join(map(str, samples[:_SAMPLES_SHOWN])) + ", ..." * (len(samples) > _SAMPLES_SHOWN)
+        return f"at step {first}{on_rank}" + (f" (samples {shown})" if samples else "")
 
 
 class EvalLoop:

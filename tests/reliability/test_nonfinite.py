@@ -1,0 +1,73 @@
+"""A loss that is not finite is reported with its step, its rank and its samples, by every rank alike."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.single import SingleDevice
+
+from trainkit import Data, TaskModule, Trainer
+from trainkit.errors import NonFiniteLoss
+from trainkit.testing import run_ranks
+
+NUM_SAMPLES = 22  # five batches of 4 and one of 2
+
+
+class Regression(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any) -> Any:
+        return self.network(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def report_of(strategy: Any, bad: int, log_every: str) -> str:
+    """Return what a run says in which one sample is infinite."""
+
+    class Samples(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return (torch.tensor([float("inf")]),) if index == bad else super().__getitem__(index)
+
+    data = Data(train=Samples(torch.ones(NUM_SAMPLES, 1)), batch_size=4)
+    trainer = Trainer(strategy, max_duration="3epoch", log_every=log_every, callbacks=[], loggers=[])
+    with pytest.raises(NonFiniteLoss) as caught:
+        trainer.fit(Regression(), data)
+    return str(caught.value)
+
+
+def on_two_ranks(bad: int) -> str:
+    return report_of(DDPStrategy(device="cpu"), bad, "4step")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("log_every", ["1step", "4step", "9step", "1epoch"])
+@pytest.mark.parametrize("bad", [0, 5, 21])
+def test_the_samples_of_the_step_are_named(bad, log_every):
+    report = report_of(SingleDevice(device="cpu"), bad, log_every)
+    step, samples = re.search(r"at step (\d+) \(samples (.*)\)\. Lower", report).groups()
+    order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()
+    start = order.index(bad) // 4 * 4
+    assert int(step) == start // 4 + 1
+    assert [int(sample) for sample in samples.split(", ")] == order[start : start + 4]
+
+
+def test_every_rank_names_the_rank_that_had_the_sample():
+    reports = run_ranks(on_two_ranks, 2, 5)
+    assert reports[0] == reports[1]
+    step, rank, samples = re.search(r"at step (\d+) on rank (\d) \(samples (.*)\)\. Lower", reports[0]).groups()
+    order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()
+    place = order.index(5)
+    assert (int(step), int(rank)) == (place // 4 + 1, place % 2)
+    assert "5" in samples.split(", ") and len(samples.split(", ")) == 2
