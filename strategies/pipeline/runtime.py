@@ -63,6 +63,8 @@ class Runtime:
     def __init__(self, messages: Messages, *, device: torch.device):
         self.spans: list[Span] = []
         """When each action of the last window ran, in seconds from its start; waiting is not part of it."""
+        self.began = 0.0
+        """When the last window began, by the machine's clock."""
         self._messages = messages
         self._device = device
 
@@ -100,7 +102,7 @@ class Runtime:
     def _carry_out(self, run: _Run, actions: Iterable[Action], around: Around | None = None) -> None:
         todo = list(actions)
         self.spans = []
-        begin = perf_counter()
+        self.began = begin = perf_counter()
         with run.staged.player.interception.installed():
             for index, action in enumerate(todo):
                 for later in todo[index : index + 1 + AHEAD]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.batches import to_device
+from trainkit.data import Source
 from trainkit.errors import UserError, nearest
+from trainkit.feed import make_feed
 from trainkit.optimization import Optimization
 from trainkit.precision import Precision
 from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
@@ -27,6 +30,8 @@ from ..ddp.reducer import Reducer, ReducerSettings
 from ..process_group import ProcessGroupStrategy
 from .messages import Messages
 from .placement import Placement, keep_own_part
+from .planning import plan
+from .report import schedule_drawing, stages_drawing, write_plan, write_timeline
 from .runtime import Runtime, StagedStep
 from .schedules import (
     FORWARD,
@@ -84,6 +89,7 @@ class Pipeline(ProcessGroupStrategy):
         accumulate: Micro-batches of a step on each replica; by default two for each stage.
         micro_batch_size: Samples of a micro-batch, at most; another way to say it.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of the first replica after every step.
+        timeline: Whether each step leaves a picture of who did which micro-batch when in the run's folder.
         timeout: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed, for what replicas say
             to each other; between stages it is always gloo.
@@ -103,6 +109,7 @@ class Pipeline(ProcessGroupStrategy):
         accumulate: int | None = None,
         micro_batch_size: int | None = None,
         broadcast_buffers: bool = True,
+        timeline: bool = False,
         timeout: float = 1800.0,
         backend: str = "auto",
     ) -> None:
@@ -127,6 +134,7 @@ class Pipeline(ProcessGroupStrategy):
         self.stages_per_rank = stages_per_rank if schedule == "interleaved_virtual" else 1
         self.cuts = cuts
         self.balance = _balance(balance)
+        self.draws_timeline = timeline
         self.stage = 0
         self.partition_plan: PartitionPlan | None = None
         """The stages, once the first step has been planned."""
@@ -275,6 +283,8 @@ class Pipeline(ProcessGroupStrategy):
         self.finish_gradients(shared, window)
         if self._buffers and self.replicas > 1:
             broadcast(self._buffers, self.group)
+        if self.draws_timeline and batches:
+            self._draw_timeline(len(batches))
         return shared
 
     def _call(self, step: Callable[[Any], Any], batch: Any) -> Any:
@@ -290,7 +300,7 @@ class Pipeline(ProcessGroupStrategy):
     ) -> None:
         assert self._runtime is not None
         seed = _draw_seed()
-        actions = list(self._actions(len(batches)))
+        actions = list(self._actions(len(batches), self.stage))
         if self._reducer is None or not actions:
             self._runtime.train(staged, step, batches, actions=actions, seed=seed, read_loss=read_loss)
             if self._reducer is not None:
@@ -305,11 +315,11 @@ class Pipeline(ProcessGroupStrategy):
 
         self._runtime.train(staged, step, batches, actions=actions, seed=seed, around=around, read_loss=read_loss)
 
-    def _actions(self, num_micro_batches: int) -> Iterator[Action]:
+    def _actions(self, num_micro_batches: int, stage: int) -> Iterator[Action]:
         if self.schedule == "interleaved_virtual":
-            return interleaved_virtual(self.stage, self.stages, num_micro_batches, stages_per_rank=self.stages_per_rank)
+            return interleaved_virtual(stage, self.stages, num_micro_batches, stages_per_rank=self.stages_per_rank)
         schedule = simple if self.schedule == "simple" else interleaved
-        return schedule(self.stage, self.stages, num_micro_batches)
+        return schedule(stage, self.stages, num_micro_batches)
 
     def _add_up_shared_parameters(self, task: TaskModule) -> None:
         """Leave on every stage that uses a parameter the sum of all stages' gradients."""
@@ -431,10 +441,21 @@ class Pipeline(ProcessGroupStrategy):
             optimizer = self._optimization.optimizer
             keep_own_optimizer_state(optimizer, task, placement, stage=self.stage, device=self.device)
             self._prepare_reduction(task, named)
-        share = bubble(self.stages, max(num_micro_batches, 1), stages_per_rank=self.stages_per_rank)
+        share = self._equal_bubble(num_micro_batches)
         self.partition_plan = PartitionPlan.of(staged.recording, self._staging.partition, bubble=share)
         if self.is_main:
-            logger.info("pipeline:\n%s", self.partition_plan)
+            self._report_plan(self.partition_plan)
+
+    def _report_plan(self, plan: PartitionPlan) -> None:
+        if self._optimization is None or self.log_dir is None:
+            logger.info("pipeline:\n%s", plan)
+            return
+        print(f"Pipeline of {len(plan.stages)} stages\n{plan}", flush=True)
+        write_plan(plan, Path(self.log_dir))
+
+    def _equal_bubble(self, num_micro_batches: int) -> float:
+        """Return the idle share of the schedule if all stages were equal."""
+        return bubble(self.stages, max(num_micro_batches, 1), stages_per_rank=self.stages_per_rank)
 
     def _prepare_reduction(self, task: TaskModule, named: dict[str, nn.Parameter]) -> None:
         """Make the groups that add up gradients; collective over all ranks."""
@@ -536,7 +557,40 @@ class Pipeline(ProcessGroupStrategy):
     def timeline(self) -> list[list[Span]]:
         """Return what each stage of this replica did in the last window, and when; collective over its stages."""
         assert self._runtime is not None
-        return gather(self._runtime.spans, self._stage_group)
+        answers = gather((self._runtime.began, self._runtime.spans), self._stage_group)
+        first = min(began for began, _ in answers)
+        return [
+            [Span(span.action, span.start + began - first, span.end + began - first) for span in spans]
+            for began, spans in answers
+        ]
+
+    def _draw_timeline(self, num_micro_batches: int) -> None:
+        spans = self.timeline()
+        if self.is_main and self.log_dir is not None:
+            write_timeline(spans, Path(self.log_dir), expected=self._equal_bubble(num_micro_batches))
+
+    # ---- The plan without training
+
+    def preview(self, task: TaskModule, source: Source, *, precision: Precision) -> tuple[PartitionPlan, str]:
+        """Return the plan for training on `source`, and its drawing; nothing is started, and the task stays whole."""
+        self.world_size = self.replicas
+        self.precision = precision
+        precision.setup(self.device)
+        precision.prepare(task)
+        window = next(self.windows(make_feed(source, self, seed=0).windows(0, 0), source))
+        num_stages = self.stages * self.stages_per_rank
+        recording, partition = plan(
+            task.train(),
+            partial(self._call, task.training_step),
+            window.micro_batches[0].batch,
+            num_stages=num_stages,
+            balance=self.balance,
+            cuts=self.cuts,
+        )
+        num_micro_batches = len(window.micro_batches)
+        found = PartitionPlan.of(recording, partition, bubble=self._equal_bubble(num_micro_batches))
+        actions = [list(self._actions(num_micro_batches, stage)) for stage in range(self.stages)]
+        return found, f"{stages_drawing(found)}\n\n{schedule_drawing(actions, num_stages=num_stages)}"
 
 
 class _ScaledTogether(Optimization):

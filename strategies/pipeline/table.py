@@ -81,10 +81,10 @@ class PartitionPlan:
                     stage.first,
                     stage.last,
                     str(stage.num_modules),
-                    _in_units(stage.parameter_bytes),
-                    _in_units(stage.memory_bytes),
+                    in_units(stage.parameter_bytes),
+                    in_units(stage.memory_bytes),
                     f"{stage.share:.1%}",
-                    _in_units(stage.received_bytes),
+                    in_units(stage.received_bytes),
                 ]
             )
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -105,13 +105,14 @@ class PartitionPlan:
         return "\n".join(lines)
 
 
-def _what(event: Event) -> str:
-    return f"{event.name} ({event.place})"
-
-
-def _in_units(num_bytes: float) -> str:
+def in_units(num_bytes: float) -> str:
+    """Return bytes as a person reads them."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.2f} GiB"
+
+
+def _what(event: Event) -> str:
+    return f"{event.name} ({event.place})"

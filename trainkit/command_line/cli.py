@@ -48,6 +48,11 @@ COMMANDS = {
         "show that strategies train to the same weights",
         "recipe=digits strategies=[single,dp,ddp] [json=true]",
     ),
+    "partition": Command(
+        "trainkit.command_line.partition:partition",
+        "show how a pipeline would be cut, without training",
+        "recipe=digits strategy.stages=4",
+    ),
     "recipes": Command("trainkit.command_line.recipe_table:recipes", "list what is ready to run", ""),
     "completion": Command(
         "trainkit.command_line.completion:completion", "print a script that completes in your shell", "bash"

@@ -1,0 +1,114 @@
+"""The shipped recipes under a Trainer: a pipeline gives what one process gives."""
+
+import functools
+import json
+
+import pytest
+import torch
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.recipes.char_lm import CharLM, SourceFiles
+from trainkit.recipes.digits import DigitsData, DigitsTask
+from trainkit.recipes.digits_mlp import DigitsMLP
+from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.single import SingleDevice
+
+from trainkit.trainer import Trainer
+
+DIGITS = {"num_train": 74, "batch_size": 16, "evaluation_batch_size": 100}
+TEXT = {"context": 12, "max_bytes": 100000, "batch_size": 10, "evaluation_batch_size": 16}
+RECIPES = {
+    "digits": (functools.partial(DigitsTask, width=4), functools.partial(DigitsData, **DIGITS)),
+    "digits_mlp": (functools.partial(DigitsMLP, width=16), functools.partial(DigitsData, **DIGITS)),
+    "char_lm": (
+        functools.partial(CharLM, context=12, width=16, layers=2, heads=2),
+        functools.partial(SourceFiles, **TEXT),
+    ),
+}
+
+
+def _trainer(strategy, run_dir, *, duration="6step", callbacks=()):
+    return Trainer(
+        strategy,
+        run_dir=run_dir,
+        callbacks=list(callbacks),
+        max_duration=duration,
+        evaluate_every="3step",
+        limit_validation_batches=2,
+        precision="fp64",
+        clip_norm=1.0,
+    )
+
+
+def _fit(name, strategy, run_dir, **settings):
+    make_task, make_data = RECIPES[name]
+    resume = settings.pop("resume", None)
+    torch.manual_seed(0)
+    task, data = make_task().double(), make_data()
+    trainer = _trainer(strategy, run_dir, **settings)
+    result = trainer.fit(task, data, resume=resume)
+    return task, data, trainer, result
+
+
+def _difference(first, second):
+    first, second = first.state_dict(), second.state_dict()
+    assert list(first) == list(second)
+    return max(float((first[name].double() - second[name].double()).abs().max()) for name in first)
+
+
+def _same(first, second):
+    assert first.keys() == second.keys()
+    timed = ("per_second", "seconds")
+    return all(
+        first[name] == pytest.approx(second[name], rel=1e-6) for name in first if not any(t in name for t in timed)
+    )
+
+
+@pytest.mark.parametrize("name", ["char_lm", pytest.param("digits", marks=pytest.mark.slow)])
+def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, tmp_path):
+    expected, _, _, single = _fit(name, SingleDevice(device="cpu"), tmp_path / "single")
+
+    pipeline = Pipeline(stages=2, device="cpu", timeline=True)
+    task, _, _, result = _fit(name, pipeline, tmp_path / "pipeline")
+
+    assert _difference(task, expected) <= 1e-10
+    assert _same(result.metrics, single.metrics)
+    assert {"validation/loss", "train/loss"} <= result.metrics.keys()
+    plan = json.loads((tmp_path / "pipeline" / "partition.json").read_text())
+    assert [stage["stage"] for stage in plan["stages"]] == [0, 1]
+    assert "slowest stage" in (tmp_path / "pipeline" / "partition.txt").read_text()
+    picture = (tmp_path / "pipeline" / "timeline.svg").read_text()
+    assert "rank 1" in picture and "equal stages: 20.0%" in picture
+
+
+def test_a_run_under_a_pipeline_goes_on_under_one_process_and_predicts_the_same(tmp_path):
+    expected, data, trainer, single = _fit("digits_mlp", SingleDevice(device="cpu"), tmp_path / "single")
+    wanted = trainer.predict(expected, data)
+    run = tmp_path / "pipeline"
+
+    task, _, trainer, _ = _fit(
+        "digits_mlp",
+        Pipeline(stages=2, device="cpu"),
+        run,
+        duration="3step",
+        callbacks=[Checkpoint(every=None)],
+    )
+    early = trainer.predict(task, data)
+    resumed, _, trainer, result = _fit("digits_mlp", SingleDevice(device="cpu"), run, resume=run)
+
+    assert early.shape == wanted.shape
+    assert _difference(resumed, expected) <= 1e-10
+    assert result.metrics["validation/loss"] == pytest.approx(single.metrics["validation/loss"], rel=1e-9)
+    assert torch.equal(trainer.predict(resumed, data), wanted)
+
+
+@pytest.mark.slow
+def test_two_stages_and_two_replicas_have_the_weights_of_one_process(tmp_path):
+    expected, data, trainer, single = _fit("digits_mlp", SingleDevice(device="cpu"), tmp_path / "single")
+    wanted = trainer.predict(expected, data)
+
+    strategy = Pipeline(stages=2, replicas=2, device="cpu")
+    task, _, trainer, result = _fit("digits_mlp", strategy, tmp_path / "pipeline")
+
+    assert _difference(task, expected) <= 1e-10
+    assert _same(result.metrics, single.metrics)
+    assert torch.equal(trainer.predict(task, data), wanted)
