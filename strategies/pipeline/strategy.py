@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -28,6 +29,7 @@ from ..ddp.agreement import broadcast, gather
 from ..ddp.clipping import total_norm
 from ..ddp.reducer import Reducer, ReducerSettings
 from ..process_group import ProcessGroupStrategy
+from .failures import Failures
 from .messages import Messages
 from .placement import Placement, keep_own_part
 from .planning import plan
@@ -143,6 +145,7 @@ class Pipeline(ProcessGroupStrategy):
         self._staging: Staging | None = None
         self._runtime: Runtime | None = None
         self._sharing: OutputSharing | None = None
+        self._failures: Failures | None = None
         self._holder_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._reducer: Reducer | None = None
         self._optimization: Optimization | None = None
@@ -188,6 +191,7 @@ class Pipeline(ProcessGroupStrategy):
             balance=self.balance,
             device=self.device,
         )
+        self._failures = Failures(super().group, name=f"stage {self.stage} of replica {self.rank}")
         self._sharing = OutputSharing(self._pipeline_group, rank=self.stage, device=self.device)
 
     def _join(self) -> None:
@@ -198,14 +202,15 @@ class Pipeline(ProcessGroupStrategy):
             )
         self.rank, self.stage = divmod(dist.get_rank(), self.stages)
         self.world_size = self.replicas
+        limit = timedelta(seconds=self.timeout_seconds)
         # Every rank makes every group, in the same order.
         for replica in range(self.replicas):
             members = [replica * self.stages + stage for stage in range(self.stages)]
-            group = dist.new_group(members, backend="gloo")
+            group = dist.new_group(members, backend="gloo", timeout=limit)
             if replica == self.rank:
                 self._pipeline_group = group
         for stage in range(self.stages):
-            group = dist.new_group([replica * self.stages + stage for replica in range(self.replicas)])
+            group = dist.new_group([replica * self.stages + stage for replica in range(self.replicas)], timeout=limit)
             if stage == self.stage:
                 self._data_group = group
 
@@ -229,6 +234,15 @@ class Pipeline(ProcessGroupStrategy):
             return None
         weights = {name: tensor.cpu() for name, tensor in self.state_dict(task).items()}
         return weights if self.is_main else None
+
+    def _told(self) -> AbstractContextManager[None]:
+        assert self._failures is not None
+        return self._failures.told()
+
+    def tell_failure(self, why: str) -> None:
+        """Let the other ranks know that this one stops."""
+        if self._failures is not None:
+            self._failures.tell(why)
 
     def teardown(self) -> None:
         """Leave the other ranks and release what was acquired; may be called twice."""
@@ -261,6 +275,10 @@ class Pipeline(ProcessGroupStrategy):
 
         Returns the outputs of this replica's micro-batches, on every stage. Collective.
         """
+        with self._told():
+            return self._forward_backward(task, window)
+
+    def _forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
         step = partial(self._call, task.training_step)
         staged = self._staged(task, TRAINING, step, window.micro_batches)
         outputs: dict[int, StepOutput] = {}
@@ -368,9 +386,10 @@ class Pipeline(ProcessGroupStrategy):
 
         if self._must_evaluate_whole:
             return super().evaluate(task, micro_batch, step_name)
-        staged, returned = self._forward(task, step_name, micro_batch)
-        outputs = [read(value) for value in returned]
-        return self._share(outputs, staged, step_name)[0]
+        with self._told():
+            staged, returned = self._forward(task, step_name, micro_batch)
+            outputs = [read(value) for value in returned]
+            return self._share(outputs, staged, step_name)[0]
 
     def stop_evaluating(self, requested: bool) -> bool:
         """Return whether a stage of this replica was asked to stop, so that none leaves the others in a batch."""
@@ -382,10 +401,11 @@ class Pipeline(ProcessGroupStrategy):
         """Return the predictions for one batch, on every stage of this replica; collective over its stages."""
         if self._must_evaluate_whole:
             return super().predict(task, micro_batch)
-        staged, returned = self._forward(task, "predict_step", micro_batch)
-        box = returned or [None]
-        dist.broadcast_object_list(box, group=self._stage_group, group_src=staged.segments[-1].rank)
-        return box[0]
+        with self._told():
+            staged, returned = self._forward(task, "predict_step", micro_batch)
+            box = returned or [None]
+            dist.broadcast_object_list(box, group=self._stage_group, group_src=staged.segments[-1].rank)
+            return box[0]
 
     @property
     def _must_evaluate_whole(self) -> bool:
