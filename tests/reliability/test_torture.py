@@ -28,7 +28,7 @@ from trainkit import Callback, Data, Schedule, TaskModule, Trainer
 from trainkit.checkpoints.store import CheckpointStore, load_from
 from trainkit.loggers.jsonl import JsonlLogger
 
-KILLS = int(os.environ.get("TRAINKIT_KILLS", "16"))
+KILLS = int(os.environ.get("TRAINKIT_KILLS", "12"))
 STEPS = 60
 MOST_LIVES = 40  # of one run; a run that is not finished by then makes no progress
 
