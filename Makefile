@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: train test test-slow test-all torture check format bench clean
+.PHONY: train test test-slow test-all torture check format bench docs clean
 
 train: $(READY) ## train the handwritten-digits recipe; more: make train ARGS='trainer.max_duration=2epoch'
 	$(BIN)/trainkit fit recipe=digits $(ARGS)
@@ -34,6 +34,10 @@ format: $(READY) ## put files into the project's format
 
 bench: $(READY) ## the cost of a step; benchmarks/RESULTS.md says how the other tables are made
 	$(BIN)/python benchmarks/step_overhead.py $(ARGS)
+
+docs: $(READY) ## the user guide, into site/
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,166 @@
+"""Every block of Python and shell in README.md and docs/ does what its page says.
+
+A block with a title (```python title="mine.py") is a file that later blocks of its page find. Other Python blocks of a
+page run one after the other in one namespace and one empty folder; a page that asks for its own name runs as a program.
+Of shell blocks each `trainkit` line is run with a few small steps. A block below `<!-- not run: why -->` is left alone.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from trainkit.command_line.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(
+    r"(?P<skip><!-- not run: (?P<why>[^>]+) -->\s*\n)?"
+    r"^(?P<indent> *)```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+RUN = "runs/digits/2026-01-31_12-00-00"  # the run that pages speak of
+_SMALL = ["trainer.limit_train_batches=2", "trainer.max_duration=1epoch", "trainer.sanity_batches=0"]
+_OTHER_PROGRAMS = {"make", "pip", "tensorboard", "python", "kill"}
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    code: str
+    title: str | None
+    line: int
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(
+            match["language"],
+            textwrap.dedent(match["code"]),
+            match["title"],
+            text.count("\n", 0, match.start("code")) + 1,
+        )
+        for match in _BLOCK.finditer(text)
+        if match["skip"] is None
+    ]
+
+
+def pages_with(language: str) -> list[Path]:
+    return [page for page in PAGES if any(b.language == language and b.title is None for b in blocks_of(page))]
+
+
+def commands_of(code: str) -> Iterator[list[str]]:
+    for line in code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words:
+            yield words
+
+
+def write_files(page: Path, folder: Path) -> None:
+    for block in blocks_of(page):
+        if block.title is not None:
+            path = folder / block.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.code, encoding="utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Be in an empty folder, and forget modules that were imported from it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    modules = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.name)
+def test_python_of_a_page_runs(page: Path, folder: Path) -> None:
+    write_files(page, folder)
+    code = [block for block in blocks_of(page) if block.language == "python" and block.title is None]
+    if any('__name__ == "__main__"' in block.code for block in code):
+        (folder / "page.py").write_text("\n".join(block.code for block in code), encoding="utf-8")
+        subprocess.run([sys.executable, "page.py"], check=True, timeout=120, cwd=folder)
+        return
+    namespace: dict[str, object] = {"__name__": "page"}
+    for block in code:
+        # Lines are counted as in the page, so that a traceback says where to look.
+        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_other_programs_of_a_page_are_known(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for block in blocks_of(page):
+        if block.language != "shell":
+            continue
+        for words in commands_of(block.code):
+            if words[0] in ("trainkit", "torchrun"):
+                continue
+            assert words[0] in _OTHER_PROGRAMS, f"{page.name}:{block.line}: {words[0]} is no program that pages use"
+            if words[0] == "make":
+                assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), f"make {words[1]}"
+            for names in re.findall(r"\[([\w,]+)\]", " ".join(words)) if words[0] == "pip" else []:
+                for name in names.split(","):
+                    assert re.search(rf"^{name} = \[", extras, re.MULTILINE), f"extra {name}"
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("finished")
+    settings = ["recipe=digits", "task.width=4", "data.num_train=128", "trainer.max_duration=1epoch"]
+    assert main(["fit", *settings, f"run_dir={parent / RUN}"]) == 0
+    return parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with("shell"), ids=lambda page: page.name)
+def test_trainkit_commands_of_a_page_run(
+    page: Path, folder: Path, finished_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(page, folder)
+    if not (folder / "conf").exists():
+        (folder / "conf/recipe").mkdir(parents=True)
+        recipe = ROOT / "conf/recipe/digits_mlp.yaml"
+        (folder / "conf/recipe/mine.yaml").write_text(recipe.read_text(encoding="utf-8"), encoding="utf-8")
+    for block in blocks_of(page):
+        for words in commands_of(block.code) if block.language == "shell" and block.title is None else ():
+            if words[0] == "torchrun":
+                words = ["trainkit", *words[words.index("trainkit") + 1 :], "--cfg", "job"]
+            if words[0] != "trainkit":
+                continue
+            copy_of_run(finished_run, folder)
+            wrong = "expected-error" in block.code
+            code = main(made_small(words[1:]))
+            printed = capsys.readouterr()
+            expected = 2 if wrong else 0
+            assert code == expected, f"{page.name}:{block.line}: {' '.join(words)}\n{printed.out}\n{printed.err}"
+
+
+def copy_of_run(finished: Path, folder: Path) -> None:
+    import shutil
+
+    shutil.copytree(finished / RUN, folder / RUN, dirs_exist_ok=True)
+
+
+def made_small(words: list[str]) -> list[str]:
+    """Return a command that trains for two steps where it would have trained for long."""
+    if words[0] not in ("fit", "resume") or {"--cfg", "--help", "-h"} & set(words):
+        return words
+    typed = {word.partition("=")[0] for word in words}
+    kept = [word for word in words if not word.startswith("trainer.max_duration=")]
+    swept = [word for word in words if word.startswith("trainer.max_duration=") and "," in word and "[" not in word]
+    small = _SMALL if words[0] == "fit" else ["trainer.max_duration=1epoch"]
+    return [*kept, *swept, *(item for item in small if item.partition("=")[0] not in typed - {"trainer.max_duration"})]
