@@ -93,6 +93,8 @@ class Event:
     place: str
     """`file:line` of that code."""
     inputs: tuple[int, ...] = ()
+    num_given: int = 0
+    """How many of the inputs, the first ones, were arguments of the call; others a unit found by itself."""
     outputs: Any = None
     """The result's structure, with a `Slot` for each tensor."""
     products: tuple[Product, ...] = ()

@@ -231,6 +231,7 @@ class _Recorder(EventMode):
         mark = self._mark()
         for tensor in given:
             self._use(event, tensor)
+        event.num_given = len(event.inputs)
         if is_unit:
             self._event = event
         try:

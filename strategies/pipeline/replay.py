@@ -205,6 +205,8 @@ class _Replay(EventMode):
     def _execute(self, event: Event, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if event.is_random and event.checkpoint is None:
             self._player.seed(self._seed, event)
+        if event.index in self._segment.given:
+            self._check_given(event, tensors((args, kwargs)))
         result = call(*args, **kwargs)
         if event.name == "__iter__":
             result = list(result)
@@ -212,6 +214,20 @@ class _Replay(EventMode):
         if places:
             self._keep(event, places, tensors(result))
         return iter(result) if event.name == "__iter__" else result
+
+    def _check_given(self, event: Event, given: list[Tensor]) -> None:
+        """Raise unless the call is given what this stage received for it."""
+        identities = {id(tensor) for tensor in given}
+        for value in self._segment.given[event.index]:
+            if id(self.values[value]) not in identities:
+                maker = next(
+                    (e for e in self._events if any(product.value == value for product in e.products)), "the batch"
+                )
+                raise Departure(
+                    f"{event} was given another tensor than the one that {maker} made. A hook or an attribute carries "
+                    "it past the step, and that does not happen in this stage. Return the tensor from the module's "
+                    "forward, and use what the call returns."
+                )
 
     def _keep(self, event: Event, places: list[tuple[int, int]], made: list[Tensor]) -> None:
         if len(made) <= places[-1][0]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .events import Held, Recording, Slot
+from .events import Event, Held, Recording, Slot
 from .structures import leaves
 
 
@@ -36,6 +36,8 @@ class Segment:
     sends: list[Transfer]
     cloned: frozenset[int]
     """Received values that its events write in place."""
+    given: dict[int, list[int]]
+    """For each of its events: the received values that are arguments of the call."""
     made_by: dict[int, list[tuple[int, int]]]
     """For each of its events: the positions among the result's tensors, and the values there."""
 
@@ -71,12 +73,18 @@ def segments(recording: Recording, bounds: Sequence[tuple[int, int]], ranks: Seq
                 receives,
                 [],
                 frozenset(transfer.value for transfer in receives if transfer.value in written),
+                _given(own, {transfer.value for transfer in receives} - written),
                 {event.index: _places(event.outputs) for event in own if not event.is_local},
             )
         )
     for transfer in transfers:
         found[transfer.source].sends.append(transfer)
     return found
+
+
+def _given(events: Sequence[Event], received: set[int]) -> dict[int, list[int]]:
+    found = {event.index: [value for value in event.inputs[: event.num_given] if value in received] for event in events}
+    return {index: values for index, values in found.items() if values}
 
 
 def _last_writers(recording: Recording, start: int) -> dict[int, tuple[int, bool]]:

@@ -437,6 +437,7 @@ class Pipeline(ProcessGroupStrategy):
         staging = self._staging
         assert staging is not None
         if name not in staging.steps:
+            _refuse_compiled(task)
             is_first = staging.placement is None
             batch = micro_batches[0].batch if micro_batches else None
             # Replicas train together, but each evaluates as many batches as it has.
@@ -634,6 +635,14 @@ class _ScaledTogether(Optimization):
 def _draw_seed() -> int:
     """Return the seed of a window, drawn from torch's generator, which advances equally on all stages."""
     return int(torch.randint(2**62, ()).item())
+
+
+def _refuse_compiled(task: nn.Module) -> None:
+    if task._compiled_call_impl is not None:
+        raise UserError(
+            f"{type(task).__name__}'s forward is compiled as one piece, which cannot be cut into stages. Set "
+            "trainer.compile=false, or compile modules in the task's constructor: self.block.compile()."
+        )
 
 
 def _balance(balance: str | float) -> float:

@@ -101,6 +101,30 @@ def test_a_call_that_was_not_recorded_is_named_with_the_one_that_was():
         chain.run(torch.ones(2, 3))
 
 
+class _Hooked(nn.Module):
+    """Keeps a unit's result by a hook, and goes on from there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.kept = {}
+        self.first.register_forward_hook(lambda module, args, output: self.kept.update(first=output))
+
+    def training_step(self, batch):
+        self.first(batch)
+        return self.second(self.kept["first"]).sum()
+
+
+def test_a_tensor_that_a_hook_carries_to_another_stage_is_refused_by_name():
+    chain = _Chain(_Hooked(), torch.ones(2, 3), 2, cuts=["second"])
+
+    chain.run(torch.ones(2, 3), only=0)
+    chain.task.kept["first"] = torch.zeros(2, 3)  # of another micro-batch
+
+    with pytest.raises(Departure, match=r"module 'second'.*another tensor than the one that module 'first'.*Return"):
+        chain.run(torch.ones(2, 3), only=1)
+
+
 class _Asks(nn.Module):
     """Looks at a value of the first stage at its very end."""
 

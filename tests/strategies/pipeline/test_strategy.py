@@ -294,6 +294,17 @@ def test_a_shape_that_depends_on_values_is_refused_at_a_cut():
         run_ranks(_train, 2, _Selects, ["net.9"], timeout=60)
 
 
+class _Compiled(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.compile()
+
+
+def test_a_task_compiled_as_one_piece_is_refused_with_the_remedy():
+    with pytest.raises(RankFailure, match=r"compiled as one piece.*trainer.compile=false"):
+        run_ranks(_train, 2, _Compiled, None, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
