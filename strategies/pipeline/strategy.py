@@ -35,6 +35,7 @@ from .placement import Placement, keep_own_part
 from .planning import plan
 from .report import schedule_drawing, stages_drawing, write_plan, write_timeline
 from .runtime import Runtime, StagedStep
+from .scaled_together import ScaledTogether
 from .schedules import (
     FORWARD,
     Action,
@@ -369,7 +370,7 @@ class Pipeline(ProcessGroupStrategy):
         """Update this stage's parameters; a step that fp16 skips on one stage is skipped on all. Collective."""
         if self.precision.scaler is None:
             return super().optimizer_step(optimization)
-        return super().optimizer_step(_ScaledTogether(optimization, self._agree_on_overflow))
+        return super().optimizer_step(ScaledTogether(optimization, self._agree_on_overflow))
 
     # ---- Evaluation
 
@@ -612,24 +613,6 @@ class Pipeline(ProcessGroupStrategy):
         found = PartitionPlan.of(recording, partition, bubble=self._equal_bubble(num_micro_batches))
         actions = [list(self._actions(num_micro_batches, stage)) for stage in range(self.stages)]
         return found, f"{stages_drawing(found)}\n\n{schedule_drawing(actions, num_stages=num_stages)}"
-
-
-class _ScaledTogether(Optimization):
-    """An optimization whose scaler hears of an overflow on any stage."""
-
-    def __init__(self, inner: Optimization, agree: Callable[[Tensor], Tensor]):
-        self.__dict__ = inner.__dict__
-        self._agree_on_overflow = agree
-
-    def unscale(self) -> None:
-        """Unscale this stage's gradients, and let all stages know of an overflow."""
-        super().unscale()
-        assert self._scaler is not None
-        found = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
-        device = next(iter(found), self.parameters[0].device)
-        worst = sum(found.values(), start=torch.zeros((), device=device))
-        found.clear()
-        found[device] = self._agree_on_overflow(worst)
 
 
 def _draw_seed() -> int:
