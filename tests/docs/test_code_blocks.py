@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -136,22 +137,25 @@ def test_trainkit_commands_of_a_page_run(
         recipe = ROOT / "conf/recipe/digits_mlp.yaml"
         (folder / "conf/recipe/mine.yaml").write_text(recipe.read_text(encoding="utf-8"), encoding="utf-8")
     for block in blocks_of(page):
-        for words in commands_of(block.code) if block.language == "shell" and block.title is None else ():
-            if words[0] == "torchrun":
-                words = ["trainkit", *words[words.index("trainkit") + 1 :], "--cfg", "job"]
-            if words[0] != "trainkit":
-                continue
-            copy_of_run(finished_run, folder)
-            wrong = "expected-error" in block.code
-            code = main(made_small(words[1:]))
-            printed = capsys.readouterr()
-            expected = 2 if wrong else 0
-            assert code == expected, f"{page.name}:{block.line}: {' '.join(words)}\n{printed.out}\n{printed.err}"
+        if block.language == "shell":
+            for words in trainkit_commands_of(block.code):
+                copy_of_run(finished_run, folder)
+                code = main(made_small(words))
+                printed = capsys.readouterr()
+                expected = 2 if "expected-error" in block.code else 0
+                assert code == expected, f"{page.name}:{block.line}: {' '.join(words)}\n{printed.out}\n{printed.err}"
+
+
+def trainkit_commands_of(code: str) -> Iterator[list[str]]:
+    """Yield what follows `trainkit`; below `torchrun` it is composed and not run."""
+    for words in commands_of(code):
+        if words[0] == "trainkit":
+            yield words[1:]
+        elif words[0] == "torchrun":
+            yield [*words[words.index("trainkit") + 1 :], "--cfg", "job"]
 
 
 def copy_of_run(finished: Path, folder: Path) -> None:
-    import shutil
-
     shutil.copytree(finished / RUN, folder / RUN, dirs_exist_ok=True)
 
 
