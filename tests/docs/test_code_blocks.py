@@ -166,5 +166,5 @@ def made_small(words: list[str]) -> list[str]:
     typed = {word.partition("=")[0] for word in words}
     kept = [word for word in words if not word.startswith("trainer.max_duration=")]
     swept = [word for word in words if word.startswith("trainer.max_duration=") and "," in word and "[" not in word]
-    small = _SMALL if words[0] == "fit" else ["trainer.max_duration=1epoch"]
+    small = _SMALL if words[0] == "fit" else ["trainer.max_duration=2epoch"]
     return [*kept, *swept, *(item for item in small if item.partition("=")[0] not in typed - {"trainer.max_duration"})]
