@@ -49,7 +49,7 @@ COMMANDS = {
         "recipe=digits strategies=[single,dp,ddp] [json=true]",
     ),
     "partition": Command(
-        "trainkit.command_line.partition:partition",
+        "trainkit.strategies.pipeline.command:partition",
         "show how a pipeline would be cut, without training",
         "recipe=digits strategy.stages=4",
     ),

@@ -21,7 +21,8 @@ def partition(arguments: Arguments) -> int:
 
     from trainkit.command_line.assembly import assemble
     from trainkit.data import Data
-    from trainkit.strategies.pipeline.strategy import Pipeline
+
+    from .strategy import Pipeline
 
     assembly = assemble(settings, run_dir=None, loggers=False)
     strategy = assembly.trainer.strategy
