@@ -174,6 +174,7 @@ class Trainer:
         self.strategy.log_dir = run_dir
         result = self.strategy.launch(partial(self._fit_on_rank, task, data, checkpoint, run_dir))
         if result.weights is not None:
+            self.precision.prepare(task)  # to the type that the ranks trained in
             task.load_state_dict(result.weights)
         if result.exit_reason in _EXIT_CODES:
             raise Stopped(result.exit_reason, _EXIT_CODES[result.exit_reason])
