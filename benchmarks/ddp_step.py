@@ -213,7 +213,8 @@ def compare_fit(model: str, rounds: int) -> list[tuple[float, float, float, floa
     start = make()
     share = make_input()
     batch_size = len(share) * dist.get_world_size()
-    samples = share.repeat(SEGMENT * dist.get_world_size(), *[1] * (share.dim() - 1))
+    # One epoch is longer than the run, so that no checkpoint is written in what is timed.
+    samples = share.repeat(SEGMENT * (rounds + 3) * dist.get_world_size(), *[1] * (share.dim() - 1))
     alternate = Alternate(HandWritten(Squares(copy.deepcopy(start)), samples, batch_size))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
