@@ -85,7 +85,12 @@ class PatientWork:
         cause = self.board.root_cause()
         if cause is not None:
             raise RankError(f"stopped while waiting in {self.where}, because {cause}") from None
-        if self.work.is_completed():  # not the end of a slice: the connection broke
+        if self.work.is_completed():  # the connection broke, or the collective ended just after the slice did
+            try:
+                self.work.wait(SLICE)
+                return
+            except RuntimeError as broken:
+                error = broken
             time.sleep(SLICE.total_seconds())  # a peer that is just failing gets the time to say why
             cause = self.board.root_cause() or f"a rank is gone ({str(error).splitlines()[0]})"
             raise RankError(f"stopped while waiting in {self.where}, because {cause}") from None
