@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from trainkit.strategies.ddp.collective import PatientWork
 from trainkit.strategies.ddp.failure import RankError
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
 
@@ -110,3 +111,32 @@ def test_run_ranks_keeps_its_time_limit():
     with pytest.raises(RankFailure, match="had not ended"):
         run_ranks(sleep_for_long, 2, timeout=1.5)
     assert time.monotonic() - start < 10
+
+
+class EndsBetween:
+    """A collective that ends well just after the time slice of a wait has run out."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self, limit: object) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class NothingKnown:
+    def root_cause(self) -> None:
+        return None
+
+    def note_waiting(self, where: str) -> None:
+        pass
+
+
+def test_a_collective_that_ends_just_after_a_slice_is_no_failure():
+    work = PatientWork(EndsBetween(), where="the test", board=NothingKnown(), timeout_seconds=5.0)
+    work.wait()
+    assert work.work.waits > 1
