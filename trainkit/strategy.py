@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.batches import to_device
+from trainkit.cutting import cutting_complaint
 from trainkit.data import Source
 from trainkit.devices import pick_device
 from trainkit.errors import UserError
@@ -52,8 +53,8 @@ class Strategy:
     """One process, one device, unless overridden.
 
     The methods are called in this order: `launch` in the caller's process; then on every rank `setup`, `plan`,
-    `sampler`, `prepare`; for each step `windows`, `forward_backward`, `optimizer_step`; at the end `teardown`. Those
-    said to be collective must be called by every rank at the same point.
+    `sampler`, `prepare`, `prepare_optimization`, `prepare_steps`; for each step `windows`, `forward_backward`,
+    `optimizer_step`; at the end `teardown`. Those said to be collective must be called by every rank at the same point.
     """
 
     rank: int = 0
@@ -126,6 +127,13 @@ class Strategy:
     def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
         """Arrange for gradients to be reduced; called once the optimizer exists, before a run is restored."""
 
+    def prepare_steps(self, task: TaskModule, windows: Iterator[Window]) -> None:
+        """Get ready for the first step, before anything is evaluated; collective.
+
+        `windows` are those that training will begin with, not on the device yet. A strategy that looks at the first one
+        gives it again in `windows`.
+        """
+
     def teardown(self) -> None:
         """Leave the other ranks and release what was acquired; may be called twice."""
 
@@ -143,8 +151,9 @@ class Strategy:
         """
         share = -(-batch_size // self.world_size)  # of the rank that has most
         if self.accumulate is not None:
-            if even and (batch_size % self.accumulate or share < self.accumulate):
-                raise UserError(_cannot_cut(batch_size, self.accumulate, self.world_size))
+            complaint = cutting_complaint(batch_size, accumulate=self.accumulate, world_size=self.world_size)
+            if even and complaint is not None:
+                raise UserError(complaint)
             size = -(-share // self.accumulate)
         else:
             size = min(share, self.micro_batch_size or share)
@@ -321,13 +330,3 @@ def _quotient(samples: int, weight: float | Tensor) -> float | Tensor:
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, samples / weight, 0.0)
     return samples / weight if weight else 0.0
-
-
-def _cannot_cut(batch_size: int, accumulate: int, world_size: int) -> str:
-    divisors = [n for n in range(1, min(batch_size // world_size, batch_size) + 1) if batch_size % n == 0]
-    near = min(divisors, key=lambda n: abs(n - accumulate), default=1)
-    size = max(1, batch_size // (accumulate * world_size))
-    return (
-        f"batch_size={batch_size} cannot be cut into accumulate={accumulate} equal micro-batches on {world_size} "
-        f"rank(s); set accumulate={near}, or micro_batch_size={size}, which needs no even cut."
-    )
