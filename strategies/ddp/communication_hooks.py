@@ -175,15 +175,3 @@ HOOKS: dict[str, Callable[[Any, Any], Steps] | None] = {
     "power_sgd": power_sgd_hook,
     "local_sgd": local_sgd_hook,
 }
-
-
-def make_hook(name: str, group: dist.ProcessGroup) -> tuple[Any, Callable[[Any, Any], Steps], AveragePeriod | None]:
-    """Return a new state and the hook of that name, and for local SGD the averaging of parameters."""
-    hook = HOOKS[name]
-    assert hook is not None
-    if name == "power_sgd":
-        return PowerSGD(group), hook, None
-    if name == "local_sgd":
-        period = AveragePeriod(group)
-        return period, hook, period
-    return group, hook, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from trainkit.window import MicroBatch, Window
 
 from ..process_group import ProcessGroupStrategy
 from .clipping import total_norm
-from .communication_hooks import HOOKS, AveragePeriod, make_hook
+from .communication_hooks import AveragePeriod
 from .graph import unreached_parameters
+from .hook_choice import choose_hook
+from .hook_run import CommunicationHook
 from .overlap import BucketwiseOptimizer
 from .reducer import Reducer, ReducerSettings, Unused
 from .timeline import Timeline
@@ -50,7 +52,12 @@ class DDPStrategy(ProcessGroupStrategy):
         unused: Parameters without a gradient: `auto` handles them, `error` names them, `find` looks for them.
         static_graph: Whether every step uses the same parameters equally often.
         transport: How gradients travel: `auto`, `shared_memory` (ranks of one host) or `group` (gloo, nccl).
-        hook: How gradients are compressed: `none`, `fp16`, `bf16`, `power_sgd`, `local_sgd`.
+        hook: How gradients are compressed: `none`, `fp16`, `bf16`, `power_sgd`, `local_sgd`; or a function
+            `hook(state, bucket)` such as PyTorch's own, or its import path.
+        hook_options: Settings of `power_sgd` (`rank`, `start_step`), of `local_sgd` (`start_step`, `period`), or of
+            what `hook_state` makes.
+        hook_state: What makes the state of a hook of your own, called with the process group and `hook_options`, or
+            its import path; `None`: the state is the process group.
         overlap_optimizer: Whether parameters are updated bucket by bucket, while others are still reduced.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
         timeline: Whether to record when each bucket was ready, started and done: every rank writes the last 200 steps
@@ -71,7 +78,9 @@ class DDPStrategy(ProcessGroupStrategy):
         unused: Unused = "auto",
         static_graph: bool = False,
         transport: TransportName = "auto",
-        hook: str = "none",
+        hook: str | CommunicationHook = "none",
+        hook_options: Mapping[str, Any] | None = None,
+        hook_state: str | Callable[..., Any] | None = None,
         overlap_optimizer: bool = False,
         broadcast_buffers: bool = True,
         timeline: bool = False,
@@ -92,7 +101,6 @@ class DDPStrategy(ProcessGroupStrategy):
         for name, value, valid in (
             ("unused", unused, _UNUSED),
             ("transport", transport, _TRANSPORTS),
-            ("hook", hook, tuple(HOOKS)),
         ):
             if value not in valid:
                 raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
@@ -104,7 +112,7 @@ class DDPStrategy(ProcessGroupStrategy):
             transport=transport,
             timeout_seconds=self.timeout_seconds,
         )
-        self.hook = hook
+        self.hook = choose_hook(hook, state=hook_state, options=hook_options)
         self.overlap_optimizer = overlap_optimizer
         self.record_timeline = timeline
         self.timeline: Timeline | None = None
@@ -120,9 +128,10 @@ class DDPStrategy(ProcessGroupStrategy):
         named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
         self.reducer = Reducer(named, group=self.group, settings=self.settings)
         self._trains_all = {id(p) for p in optimization.parameters} == {id(p) for _, p in named}
-        if self.hook != "none":
-            state, hook, self._period = make_hook(self.hook, self.group)
-            self.reducer.register_hook(state, hook)
+        if self.hook is not None:
+            state = self.hook.state(self.group)
+            self.reducer.register_hook(state, self.hook.hook)
+            self._period = state if isinstance(state, AveragePeriod) else None
         if self.overlap_optimizer:
             self._overlap(optimization)
         if self.record_timeline:

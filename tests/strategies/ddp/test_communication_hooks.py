@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from trainkit.strategies.ddp.buckets import MIB
-from trainkit.strategies.ddp.communication_hooks import AveragePeriod, PowerSGD, make_hook, power_sgd_hook
+from trainkit.strategies.ddp.communication_hooks import AveragePeriod, PowerSGD, local_sgd_hook, power_sgd_hook
+from trainkit.strategies.ddp.hook_choice import choose_hook
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
 
 from trainkit.testing import run_ranks
@@ -42,8 +43,8 @@ def errors_of_hooks(average: bool) -> dict[str, tuple[float, float]]:
     found = {}
     for name in ("fp16", "bf16", "power_sgd", "local_sgd"):
         model, reducer = make(average)
-        state, hook, _ = make_hook(name, dist.group.WORLD)
-        reducer.register_hook(state, hook)
+        choice = choose_hook(name, state=None, options=None)
+        reducer.register_hook(choice.state(dist.group.WORLD), choice.hook)
         for _ in range(2):
             gradient = backward(model, reducer, rank)
         others = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
@@ -89,8 +90,7 @@ def local_sgd_steps() -> list[float]:
     """Return the distance between ranks after each of six steps."""
     model, reducer = make()
     period = AveragePeriod(dist.group.WORLD, start_step=2, period=3)
-    _, hook, _ = make_hook("local_sgd", dist.group.WORLD)
-    reducer.register_hook(period, hook)
+    reducer.register_hook(period, local_sgd_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     distances = []
     for step in range(6):
