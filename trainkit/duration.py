@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainkit.errors import UserError, nearest
@@ -121,3 +121,23 @@ class Interval:
             return False
         self.start(state)
         return True
+
+
+def total_steps(
+    durations: Sequence[Duration], *, steps_of_epoch: int | None, items_of_epoch: int | None, batch_size: int | None
+) -> int | None:
+    """Return the optimizer steps that the first duration to be reached allows, where that is known beforehand."""
+    totals = []
+    for duration in durations:
+        if duration.unit == "step":
+            totals.append(int(duration.value))
+        elif steps_of_epoch is None or items_of_epoch is None:
+            continue
+        elif duration.unit == "epoch":
+            whole, part = divmod(duration.value, 1.0)
+            items = part * items_of_epoch * (1 - _ROUNDING)
+            totals.append(int(whole) * steps_of_epoch + math.ceil(items / (batch_size or 1)))
+        elif duration.unit == "sample" and batch_size is not None:
+            whole, rest = divmod(int(duration.value), items_of_epoch)
+            totals.append(int(whole) * steps_of_epoch + math.ceil(rest / batch_size))
+    return min(totals, default=None)

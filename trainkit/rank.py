@@ -1,0 +1,214 @@
+"""What a trainer's ranks do: each of them runs one of these functions, at the same time as the others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainkit.checkpoints.store import load_from
+from trainkit.compilation import compile_forward
+from trainkit.data import Data
+from trainkit.duration import total_steps
+from trainkit.errors import Stopped, UserError
+from trainkit.feed import make_feed
+from trainkit.loops import EvalLoop, FitLoop, FitSchedule
+from trainkit.optimization import configure
+from trainkit.result import FitResult, Progress, result_of
+from trainkit.rng import seed_everything
+from trainkit.run import Run
+from trainkit.run_folder import forget_summary, make_run_dir, write_config, write_summary
+from trainkit.signals import StopSignals
+from trainkit.task import TaskModule
+
+if TYPE_CHECKING:
+    from trainkit.trainer import Trainer
+
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def fit_on_rank(
+    trainer: Trainer, task: TaskModule, data: Data, checkpoint: Path | None, run_dir: Path | None
+) -> FitResult:
+    """Train `task` on this rank's samples and return what the run came to; collective."""
+    strategy = trainer.strategy
+    with _run_on_rank(trainer, task, data, run_dir) as run:
+        before = Progress()
+        try:
+            # Under torchrun each rank has looked for itself; rank 0 decides.
+            loop = _prepare_fit(trainer, run, strategy.broadcast_object(checkpoint))
+            before = Progress.of(run.state)
+            loop.run()
+        except BaseException as error:
+            run.report(error)
+            _write_summary(run, result_of(run, since=before), status="failed")
+            raise
+        result = result_of(run, since=before)
+        _write_summary(run, result, status="stopped" if result.exit_reason in EXIT_CODES else "finished")
+        result.weights = strategy.weights_for_caller(task)
+        return result
+
+
+def evaluate_on_rank(trainer: Trainer, task: TaskModule, data: Data, checkpoint: Path | None, stage: str) -> Any:
+    """Return the metrics of a stage, or for `predict` the predictions; collective."""
+    with _run_on_rank(trainer, task, data, None) as run:
+        _prepare_task(trainer, run)
+        if checkpoint is not None:
+            run.load_weights(load_from(checkpoint).payload, where=str(checkpoint))
+        loop = _eval_loop(trainer, run, stage, limit=trainer.limits[stage])
+        outcome = loop.predict() if stage == "predict" else loop.run()
+        if run.agree_on_signal() and run.stopped_by is not None:
+            raise Stopped(run.stopped_by.name, EXIT_CODES[run.stopped_by.name])
+        run.emit("on_evaluation_end", stage, {} if stage == "predict" else outcome)
+        return outcome
+
+
+@contextmanager
+def _run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | None) -> Iterator[Run]:
+    """Set this rank up for a run, and release everything whatever happens."""
+    strategy = trainer.strategy
+    with StopSignals() as signals, _torch_flags(trainer):
+        try:
+            strategy.setup(trainer.precision)
+            seed_everything(trainer.seed + strategy.rank)
+            run = Run(
+                task=task,
+                data=data,
+                strategy=strategy,
+                precision=trainer.precision,
+                callbacks=trainer.callbacks,
+                loggers=trainer.loggers if strategy.is_main else [],
+                signals=signals,
+                seed=trainer.seed,
+                run_dir=strategy.broadcast_object(run_dir),
+                config=trainer.config,
+            )
+            if run.run_dir is not None and run.is_main:
+                make_run_dir(run.run_dir)
+            try:
+                yield run
+            except BaseException:
+                with suppress(Exception):  # the error on its way is the one that matters
+                    run.close()
+                raise
+            run.close()
+        finally:
+            strategy.teardown()
+
+
+def _prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
+    """Bring task, optimizer and data into place on this rank, and a resumed run to where it was; collective."""
+    _prepare_data(trainer, run)
+    _prepare_task(trainer, run)
+    run.optimization = configure(
+        run.task,
+        clip=trainer.clip,
+        precision=trainer.precision,
+        total_steps=run.max_steps,
+        fused=trainer.fused_optimizer,
+        skip=trainer.on_nonfinite == "skip",
+    )
+    trainer.strategy.prepare_optimization(run.task, run.optimization)
+    validation = _validation_loop(trainer, run)
+    schedule = FitSchedule(trainer.max_duration, trainer.log_every, trainer.evaluate_every)
+    loop = FitLoop(run, schedule, validation=validation, on_nonfinite=trainer.on_nonfinite)
+    if checkpoint is not None:
+        payload = load_from(checkpoint).payload
+        run.restore(payload, where=str(checkpoint))
+        run.restore_rng(payload)
+    assert run.feed is not None
+    trainer.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
+    if checkpoint is None and validation is not None and trainer.sanity_batches and not trainer.fast_dev_run:
+        metrics = _eval_loop(trainer, run, "sanity", limit=trainer.sanity_batches).run()
+        if metrics is not None:
+            run.emit("on_evaluation_end", "sanity", metrics)
+    _open_loggers(run)
+    return loop
+
+
+def _prepare_data(trainer: Trainer, run: Run) -> None:
+    """Have the feed of training, and know from it how the global batch is cut and how many steps there are."""
+    source = run.data.source("train")
+    run.feed = make_feed(
+        source,
+        trainer.strategy,
+        seed=_data_seed(trainer, run.data),
+        limit=trainer.overfit_batches or trainer.limits["train"],
+        repeat_first=trainer.overfit_batches is not None,
+    )
+    run.plan = None if source.batch_size is None else trainer.strategy.plan(source.batch_size)
+    run.state.epoch_length = run.feed.epoch_length
+    run.max_steps = total_steps(
+        trainer.max_duration,
+        steps_of_epoch=run.feed.num_steps,
+        items_of_epoch=run.feed.epoch_length,
+        batch_size=source.batch_size,
+    )
+
+
+def _prepare_task(trainer: Trainer, run: Run) -> None:
+    trainer.strategy.prepare(run.task)
+    if trainer.compile:
+        compile_forward(run.task)
+
+
+def _validation_loop(trainer: Trainer, run: Run) -> EvalLoop | None:
+    """Return the loop of validations; raises UserError if a schedule follows one and there is none."""
+    assert run.optimization is not None
+    if trainer.validates(run.data):
+        return _eval_loop(trainer, run, "validation", limit=trainer.limits["validation"])
+    followed = [schedule.metric for schedule in run.optimization.schedules if schedule.metric is not None]
+    if followed:
+        raise UserError(
+            f"a schedule follows the metric {followed[0]!r}, but nothing is validated; pass Data(validation=...) "
+            "and evaluate_every='1epoch'."
+        )
+    return None
+
+
+def _eval_loop(trainer: Trainer, run: Run, stage: str, *, limit: int | None) -> EvalLoop:
+    source = run.data.source("validation" if stage == "sanity" else stage)
+    feed = make_feed(source, trainer.strategy, seed=_data_seed(trainer, run.data), limit=limit)
+    return EvalLoop(run, feed, stage=stage)
+
+
+def _data_seed(trainer: Trainer, data: Data) -> int:
+    return trainer.seed if data.seed is None else data.seed
+
+
+def _open_loggers(run: Run) -> None:
+    if run.run_dir is None or not run.is_main:
+        return
+    forget_summary(run.run_dir)
+    write_config(run.run_dir, run.config)
+    for destination in run.loggers:
+        destination.open(run.run_dir, step=run.state.step)
+        destination.write_config(run.config)
+
+
+def _write_summary(run: Run, result: FitResult, *, status: str) -> None:
+    if run.is_main and run.run_dir is not None:
+        write_summary(run.run_dir, {"status": status, **asdict(result)})
+
+
+@contextmanager
+def _torch_flags(trainer: Trainer) -> Iterator[None]:
+    """Set torch's global switches for the run, and put them back."""
+    deterministic, anomaly = torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
+    if trainer.deterministic != deterministic:  # the call alone imports the compiler, which takes seconds
+        torch.use_deterministic_algorithms(trainer.deterministic or deterministic)
+    torch.autograd.set_detect_anomaly(trainer.detect_anomaly or anomaly)
+    try:
+        with warnings.catch_warnings():
+            # A step that the fp16 scaler leaves out still counts for the schedules.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            yield
+    finally:
+        if trainer.deterministic != deterministic:
+            torch.use_deterministic_algorithms(deterministic)
+        torch.autograd.set_detect_anomaly(anomaly)
