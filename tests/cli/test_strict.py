@@ -249,3 +249,93 @@ def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
         assert part in message
     tree = _settings("recipe=digits", "~task", "+task={_target_: made_when_run.with_own_duration, length: 3}").tree
     assert tree["task"]["length"] == 3
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["strategy.accumulate=2", "strategy.micro_batch_size=4"], "strategy.micro_batch_size: says the same as"),
+        (
+            ["strategy.accumulate=3"],
+            "cannot be cut into accumulate=3 equal micro-batches on 1 rank(s); set accumulate=",
+        ),
+        (["strategy=ddp", "strategy.devices=4", "strategy.accumulate=32"], "accumulate=32 equal micro-batches on 4"),
+        (["strategy=pipeline", "strategy.replicas=4", "strategy.accumulate=32"], "on 4 rank(s); set accumulate=16"),
+        (["strategy=pipeline", "strategy.cuts=[a,b]"], "2 cuts make 3 stages, not 2"),
+        (["trainer.clip_norm=1", "trainer.clip_value=1"], "trainer.clip_value: excludes trainer.clip_norm"),
+        (
+            ["+callbacks=early_stopping", "trainer.evaluate_every=null"],
+            "callbacks.early_stopping.metric: 'validation/loss' is never measured",
+        ),
+        (["strategy.device=cuda"], "built without CUDA; set strategy.device=cpu"),
+        (["strategy=dp", "strategy.devices=[cuda:0,cuda:1]"], "strategy.devices: device 'cuda:0' is not there"),
+        (["strategy=ddp", "strategy.backend=nccl"], "strategy.backend: 'nccl' joins CUDA devices"),
+    ],
+)
+def test_settings_that_cannot_be_together_are_told_without_torch(typed, said, monkeypatch):
+    from trainkit.command_line import hardware
+
+    hardware.num_gpus.cache_clear()
+    monkeypatch.setattr(hardware, "_torch_knows_gpus", lambda: False)
+    message = _message("recipe=digits", *typed)
+    assert said in message
+    assert "from the command line: " in message
+    hardware.num_gpus.cache_clear()
+
+
+def test_a_device_beyond_those_there_are_is_told_with_the_last(monkeypatch):
+    from trainkit.command_line import hardware
+
+    monkeypatch.setattr(hardware, "_torch_knows_gpus", lambda: True)
+    monkeypatch.setattr(hardware, "num_gpus", lambda: 2)
+    assert hardware.absence("cuda:1") is None
+    assert "has 2 CUDA device(s); set strategy.device=cuda:1" in str(hardware.absence("cuda:2"))
+
+
+def test_settings_can_be_composed_for_devices_of_another_machine():
+    with composing() as composer:
+        assert composer.settings(["recipe=digits", "strategy.device=cuda"], here=False).tree
+
+
+def test_a_pipeline_under_torchrun_needs_a_process_for_each_stage(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    message = _message("recipe=digits", "strategy=pipeline", "strategy.stages=3")
+    assert "3 stages x 1 replicas need 3 processes, but there are 6; set strategy.replicas=2" in message
+
+
+def test_all_that_constructors_refuse_is_told_at_once_with_its_origin(capsys):
+    wrong = ["task.width=0", "trainer.precision=fp31", "trainer.clip_norm=-1", "data.num_train=0"]
+    assert main(["fit", "recipe=digits", *wrong, "strategy=pipeline", "strategy.stages=40", *QUIET]) == 2
+    said = capsys.readouterr().err
+    assert "4 problems in the settings; nothing was started." in said  # without a task there is nothing to cut
+    for part in ("task.width: must be at least 1 channel", "Did you mean 'fp32'?", "data.num_train: must be at least"):
+        assert part in said
+    for typed in wrong:
+        assert f"from the command line: {typed}" in said
+    assert not Path("runs").exists()
+
+
+def test_what_a_constructor_refuses_because_of_its_own_default_is_not_told(tmp_path, capsys):
+    (tmp_path / "picky.py").write_text(
+        "from trainkit import UserError\n"
+        "from trainkit.recipes.digits_mlp import DigitsMLP\n"
+        "class Picky(DigitsMLP):\n"
+        "    def __init__(self, low: int = 5, high: int = 9):\n"
+        "        super().__init__()\n"
+        "        if low >= high:\n"
+        "            raise UserError(f'low={low} must be below high={high}.')\n"
+    )
+    assert main(["fit", "recipe=digits_mlp", "task={_target_: picky.Picky, low: 4, high: 3}", *QUIET]) == 2
+    assert main(["fit", "~task", "+task={_target_: picky.Picky, low: 4, high: 3}", "recipe=digits_mlp", *QUIET]) == 2
+    said = capsys.readouterr().err
+    assert "task.low: low=4 must be below high=3." in said
+    assert "high=3." in said and "high=9" not in said and "low=5" not in said
+
+
+def test_more_stages_than_a_task_has_modules_are_refused_before_a_process_starts(capsys, monkeypatch):
+    import subprocess
+
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert main(["fit", "recipe=digits_mlp", "strategy=pipeline", "strategy.stages=40", *QUIET]) == 2
+    assert "strategy.stages: 40 stages, but DigitsMLP has only 6 modules" in capsys.readouterr().err

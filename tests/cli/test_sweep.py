@@ -43,8 +43,8 @@ def test_a_job_alone_gives_the_weights_of_the_same_job_in_a_sweep(tmp_path):
 def test_a_failed_job_is_recorded_and_the_sweep_goes_on(tmp_path, capsys):
     assert main(["fit", "-m", *TINY, *QUIET, "task.width=0,8", "run_dir=sweep"]) == 2
     said = capsys.readouterr()
-    assert "error: task.width must be at least 1" in said.err
-    assert "0  task.width=0  failed: task.width must be at least 1" in said.out
+    assert "error: task.width: must be at least 1" in said.err
+    assert "0  task.width=0  failed: task.width: must be at least 1" in said.out
     jobs = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert [job["exit_code"] for job in jobs] == [2, 0]
     assert jobs[1]["metrics"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Settings:
     """Plain values; `recipe` is the name that was chosen, or `None`."""
     unresolved: str
     """As YAML, with interpolations as they were written."""
+    find_origins: Callable[[], Origins] = Origins
+    """Looks up where each key comes from, which means reading all files again."""
 
     @property
     def name(self) -> str:
@@ -81,8 +84,11 @@ class Composer:
         """Return the names that can be chosen in a group."""
         return self.loader.get_group_options(group)
 
-    def settings(self, texts: Sequence[str], *, needs_task: bool = True) -> Settings:
-        """Return the settings that the overrides lead to; raises SettingsError with all that is wrong."""
+    def settings(self, texts: Sequence[str], *, needs_task: bool = True, here: bool | None = None) -> Settings:
+        """Return the settings that the overrides lead to; raises SettingsError with all that is wrong.
+
+        `here` says whether devices of this machine are needed; by default, if a task is.
+        """
         overrides = Overrides(texts, options=self.options)
         problems = list(overrides.problems)
         rendered = self.rendered(overrides)
@@ -92,7 +98,7 @@ class Composer:
             present = _present(config, overrides.deletions, problems)
             config = self._composed(self.rendered(overrides, deletions=present), problems)
         if config is None:
-            raise SettingsError(self._with_origins(problems, overrides, []))
+            raise SettingsError(with_origins(problems, self._origins(overrides, [])))
         recipe = config.hydra.runtime.choices.get("recipe")
         with open_dict(config):
             del config["hydra"]
@@ -100,10 +106,10 @@ class Composer:
         for group in set(LISTS) & set(overrides.replaced_groups):
             typed = {key for key, _ in overrides.typed}
             forget_absent(settings.tree, group, but=typed)
-        problems += self._checked(settings, problems, needs_task=needs_task)
+        problems += self._checked(settings, problems, needs_task=needs_task, here=needs_task if here is None else here)
         if problems:
-            raise SettingsError(self._with_origins(problems, overrides, rendered))
-        return settings
+            raise SettingsError(with_origins(problems, self._origins(overrides, rendered)))
+        return replace(settings, find_origins=partial(self._origins, overrides, rendered))
 
     def rendered(self, overrides: Overrides, *, deletions: Collection[str] = ()) -> list[str]:
         """Return the overrides as Hydra takes them: what is typed for a key that is not there is found by the check."""
@@ -139,17 +145,20 @@ class Composer:
             problems.append(Problem("", f"{where}this is no YAML: {error.problem}"))
         return None
 
-    def _checked(self, settings: Settings, problems: Sequence[Problem], *, needs_task: bool) -> list[Problem]:
+    def _checked(
+        self, settings: Settings, problems: Sequence[Problem], *, needs_task: bool, here: bool
+    ) -> list[Problem]:
         # What hangs on a wrong choice would be told as wrong too.
         wrong = {problem.key for problem in problems if problem.key in GROUPS}
         found = check(
             settings.tree,
             options={group: self.options(group) for group in GROUPS},
             needs_task=needs_task and "recipe" not in wrong,
+            here=here,
         )
         return [problem for problem in found if problem.key.partition(".")[0] not in wrong]
 
-    def _with_origins(self, problems: Sequence[Problem], overrides: Overrides, rendered: list[str]) -> list[Problem]:
+    def _origins(self, overrides: Overrides, rendered: list[str]) -> Origins:
         origins = Origins()
         if self._saved is not None:
             origins.add_file(self._saved)
@@ -157,10 +166,15 @@ class Composer:
             origins.add_composed(self.loader, self.config_name, rendered)
         for key, text in overrides.typed:
             origins.add_typed(key, text)
-        return [
-            problem if problem.origin is not None else Problem(problem.key, problem.message, origins.of(problem.key))
-            for problem in problems
-        ]
+        return origins
+
+
+def with_origins(problems: Sequence[Problem], origins: Origins) -> list[Problem]:
+    """Return the problems, each with where its key comes from."""
+    return [
+        problem if problem.origin is not None else Problem(problem.key, problem.message, origins.of(problem.key))
+        for problem in problems
+    ]
 
 
 def forget_absent(tree: dict[str, Any], group: str, *, but: Collection[str] = ()) -> None:

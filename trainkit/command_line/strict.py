@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainkit.command_line.accepted import ANYTHING, Accepted
+from trainkit.command_line.combinations import impossible
 from trainkit.command_line.problem import Problem, likely, there_are, unknown_choice, unknown_key
 from trainkit.command_line.signatures import Signature, signature_of
 from trainkit.command_line.source import TargetError
@@ -25,13 +26,20 @@ _MISSING = "???"
 
 
 def check(
-    settings: Mapping[str, Any], *, options: Mapping[str, Sequence[str]], needs_task: bool = True
+    settings: Mapping[str, Any],
+    *,
+    options: Mapping[str, Sequence[str]],
+    needs_task: bool = True,
+    here: bool = True,
 ) -> list[Problem]:
     """Return all that is wrong with the settings of a run; nothing is instantiated.
 
-    `options` are the names there are for each config group. `needs_task` says whether a missing task is wrong.
+    `options` are the names there are for each config group. `needs_task` says whether a missing task is wrong, `here`
+    whether the run needs devices of this machine.
     """
-    return list(_Check(settings, options).all(needs_task=needs_task))
+    problems = list(_Check(settings, options).all(needs_task=needs_task))
+    known = {problem.key for problem in problems}
+    return problems + [problem for problem in impossible(settings, here=here) if problem.key not in known]
 
 
 class _Check:
