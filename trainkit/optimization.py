@@ -193,8 +193,9 @@ def configure(
             f"{type(task).__name__} has no parameters to train; make layers attributes of the task "
             "(lists of them in nn.ModuleList)."
         )
-    wants_steps = "total_steps" in inspect.signature(task.configure_optimizers).parameters
-    if wants_steps and total_steps is None:
+    asked = inspect.signature(task.configure_optimizers).parameters.get("total_steps")
+    wants_steps = asked is not None
+    if asked is not None and asked.default is asked.empty and total_steps is None:
         raise UserError(
             f"{type(task).__name__}.configure_optimizers asks for total_steps, which max_duration does not tell; "
             "give max_duration in steps, samples, or epochs of data with a length."

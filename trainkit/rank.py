@@ -81,7 +81,7 @@ def _run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path |
                 data=data,
                 strategy=strategy,
                 precision=trainer.precision,
-                callbacks=trainer.callbacks,
+                callbacks=[*trainer.callbacks, *task.configure_callbacks()],
                 loggers=trainer.loggers if strategy.is_main else [],
                 signals=signals,
                 seed=trainer.seed,

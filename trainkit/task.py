@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from trainkit.errors import UserError
 from trainkit.optimization import OptimizerSpec
+
+if TYPE_CHECKING:
+    from trainkit.callback import Callback
 
 StepReturn = Tensor | Mapping[str, Tensor | float]
 
@@ -48,3 +51,7 @@ class TaskModule(nn.Module):
             f"{type(self).__name__} has no configure_optimizers; define "
             "configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-3)."
         )
+
+    def configure_callbacks(self) -> Sequence[Callback]:
+        """Return callbacks that belong to the task; they are called after the trainer's own."""
+        return ()
