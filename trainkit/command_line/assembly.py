@@ -77,12 +77,12 @@ class _Parts:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
 
-    def all_made(self, group: str, nodes: Mapping[str, Any] | None, kind: type[T]) -> list[T]:
+    def all_made(self, group: str, nodes: Mapping[str, Any] | None, kind: type) -> list[Any]:
         """Return the objects of a group; those set to `null` are off."""
         made = [self.made(f"{group}.{name}", node, kind) for name, node in (nodes or {}).items() if node is not None]
         return [part for part in made if part is not None]
 
-    def made(self, path: str, node: Mapping[str, Any], kind: type[T]) -> T | None:
+    def made(self, path: str, node: Mapping[str, Any], kind: type) -> Any:
         """Return the object that `node` describes; `None` if it is refused, or not of the `kind` that is needed."""
         arguments = {key: value for key, value in node.items() if key != "_target_"}
         return self.tried(path, partial(_made, path, node["_target_"], kind), arguments)
@@ -110,7 +110,7 @@ class _Parts:
                 return None  # it cannot do without what was left out
 
 
-def _made(path: str, target: str, kind: type[T], arguments: Mapping[str, Any]) -> T:
+def _made(path: str, target: str, kind: type, arguments: Mapping[str, Any]) -> Any:
     """Return the object; raises UserError if it is not of the `kind` that is needed there."""
     try:
         made = instantiate({"_target_": target, **arguments}, _convert_="all")

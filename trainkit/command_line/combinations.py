@@ -63,7 +63,8 @@ def _processes(strategy: Mapping[str, Any]) -> Iterator[Problem]:
         fitting = f"; set strategy.replicas={joined // stages}" if joined % stages == 0 else ""
         yield Problem(
             "strategy.stages",
-            f"{stages} stages x {replicas} replicas need {stages * replicas} processes, but there are {joined}{fitting}",
+            f"{stages} stages x {replicas} replicas need {stages * replicas} processes, but there are {joined}"
+            f"{fitting}",
         )
 
 
