@@ -15,7 +15,9 @@ from trainkit.checkpoints.store import load_from
 from trainkit.compilation import compile_forward
 from trainkit.data import Data
 from trainkit.duration import total_steps
+from trainkit.environment import write_environment
 from trainkit.errors import Stopped, UserError
+from trainkit.failure import record_failure
 from trainkit.feed import make_feed
 from trainkit.loops import EvalLoop, FitLoop, FitSchedule
 from trainkit.optimization import configure
@@ -25,6 +27,7 @@ from trainkit.run import Run
 from trainkit.run_folder import forget_summary, make_run_dir, write_config, write_summary
 from trainkit.signals import StopSignals
 from trainkit.task import TaskModule
+from trainkit.warning_log import warnings_kept
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
@@ -45,6 +48,7 @@ def fit_on_rank(
             before = Progress.of(run.state)
             loop.run()
         except BaseException as error:
+            record_failure(run, error)
             run.report(error)
             _write_summary(run, result_of(run, since=before), status="failed")
             raise
@@ -91,7 +95,8 @@ def _run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path |
             if run.run_dir is not None and run.is_main:
                 make_run_dir(run.run_dir)
             try:
-                yield run
+                with warnings_kept(run.run_dir, process=strategy.process):
+                    yield run
             except BaseException:
                 with suppress(Exception):  # the error on its way is the one that matters
                     run.close()
@@ -186,6 +191,7 @@ def _open_loggers(run: Run) -> None:
         return
     forget_summary(run.run_dir)
     write_config(run.run_dir, run.config)
+    write_environment(run)
     for destination in run.loggers:
         destination.open(run.run_dir, step=run.state.step)
         destination.write_config(run.config)

@@ -1,0 +1,145 @@
+"""What a rank knew when an error ended its run: `failure_rank_<k>.json` in the run's folder.
+
+Every rank writes its own, so that the report can show the rank that failed first and where the others were then. The
+caller, who also learns of ranks that were killed and could not write any more, leaves `failure.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from trainkit.callback import MOMENTS, Callback
+from trainkit.feed import Feed
+from trainkit.task import TaskModule
+
+if TYPE_CHECKING:
+    from trainkit.run import Run
+
+logger = logging.getLogger(__name__)
+
+CALLERS = "failure.json"
+_TASK_METHODS = ("training_step", "validation_step", "test_step", "predict_step", "configure_optimizers")
+_PHASES = {
+    "backward": "backward",
+    "optimizer_step": "the optimizer's step",
+    "finish_gradients": "adding up gradients",
+    "save": "saving a checkpoint",
+    "log": "logging",
+    "_log": "logging",
+    "after_step": "the schedules",
+    "restore": "restoring a checkpoint",
+    "windows": "reading data",
+    "forward_backward": "forward and backward",
+    "_prepare_fit": "preparing the run",
+    "prepare_fit": "preparing the run",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRecord:
+    """One process's view of the end of a run."""
+
+    error: str
+    """The error's class."""
+    message: str
+    traceback: str
+    when: float
+    """Seconds since 1970."""
+    process: int | None = None
+    """Which of all processes; `None`: the caller of all of them."""
+    step: int | None = None
+    """Steps that were complete."""
+    epoch: int | None = None
+    phase: str = ""
+    evaluation: str = ""
+    """The evaluation that was under way."""
+
+
+def record_failure(run: Run, error: BaseException) -> None:
+    """Leave what this rank knows in the run's folder; never raises, and is not collective."""
+    if run.run_dir is None:
+        return
+    progress, process = run.evaluation, run.strategy.process
+    record = FailureRecord(
+        type(error).__name__,
+        str(error),
+        _text_of(error),
+        time.time(),
+        process,
+        run.state.step,
+        run.state.epoch,
+        phase_of(error),
+        "" if progress is None else f"{progress.stage}, batch {progress.batch}",
+    )
+    _write(run.run_dir / f"failure_rank_{process}.json", record)
+
+
+def record_failure_of_caller(folder: Path, error: BaseException) -> None:
+    """Leave what the caller of all ranks was told; never raises."""
+    _write(folder / CALLERS, FailureRecord(type(error).__name__, str(error), _text_of(error), time.time()))
+
+
+def forget_failures(folder: Path) -> None:
+    """Remove what earlier parts of the run left."""
+    for path in (folder / CALLERS, *folder.glob("failure_rank_*.json")):
+        path.unlink(missing_ok=True)
+
+
+def read_failures(folder: Path) -> list[FailureRecord]:
+    """Return what was left in a run's folder, the earliest first."""
+    records = []
+    for path in (folder / CALLERS, *sorted(folder.glob("failure_rank_*.json"))):
+        try:
+            records.append(FailureRecord(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue
+    return sorted(records, key=lambda record: record.when)
+
+
+def phase_of(error: BaseException) -> str:
+    """Return in words what was going on where an error was raised: the innermost thing that has a name for a user."""
+    for frame in reversed(list(_frames(error))):
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        if isinstance(owner, Callback) and name in (*MOMENTS, "close"):
+            return f"the callback {type(owner).__name__}.{name}"
+        if isinstance(owner, TaskModule) and name in _TASK_METHODS:
+            return f"{type(owner).__name__}.{name}"
+        if isinstance(owner, Feed):
+            return f"reading {owner.source.stage} data"
+        if name in _PHASES and "trainkit" in frame.f_globals.get("__name__", ""):
+            return _PHASES[name]
+    return ""
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _text_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _write(path: Path, record: FailureRecord) -> None:
+    try:
+        path.write_text(json.dumps(_plain(asdict(record)), indent=2) + "\n", encoding="utf-8")
+    except OSError as problem:
+        logger.warning("what went wrong could not be kept in %s: %s", path, problem)
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    """Return texts that every encoding takes: a message may hold halves of a character."""
+    return {
+        key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        for key, value in record.items()
+    }
