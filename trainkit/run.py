@@ -10,7 +10,8 @@ from signal import Signals
 from typing import Any
 
 from trainkit.callback import MOMENTS, Callback
-from trainkit.checkpoints.store import CheckpointEntry, CheckpointStore, check_shapes, check_state_dict_keys
+from trainkit.checkpoints.matching import check_shapes, check_state_dict_keys
+from trainkit.checkpoints.store import CheckpointEntry, CheckpointStore
 from trainkit.checkpoints.writer import AsyncWriter
 from trainkit.data import Data
 from trainkit.errors import UserError

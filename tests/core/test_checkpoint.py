@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from trainkit.checkpoints.matching import check_shapes, check_state_dict_keys
 from trainkit.checkpoints.store import (
     CheckpointEntry,
     CheckpointError,
     CheckpointStore,
     DamagedCheckpoint,
     Monitor,
-    check_shapes,
-    check_state_dict_keys,
     load_from,
     resolve,
 )
@@ -309,7 +308,7 @@ def test_edited_manifest_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
-    from trainkit.checkpoints.file import digest_of_text
+    from trainkit.checkpoints.digest import digest_of_text
 
     store = filled(tmp_path / "checkpoints", [3.0])
     (tmp_path / "precious.txt").write_text("x")
@@ -363,7 +362,7 @@ def test_pickle_that_holds_code_is_refused_and_never_run(tmp_path: Path, legacy:
 
 
 def test_listed_file_that_holds_code_is_refused_too(tmp_path: Path) -> None:
-    from trainkit.checkpoints.file import digest_of
+    from trainkit.checkpoints.digest import digest_of
     from trainkit.checkpoints.manifest import Manifest, write_manifest
 
     store = filled(tmp_path, [1.0])
@@ -551,7 +550,7 @@ def test_failing_manifest_leaves_the_earlier_state(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trainkit.checkpoints.store.write_manifest", full)
+    monkeypatch.setattr("trainkit.checkpoints.listing.write_manifest", full)
     with pytest.raises(CheckpointError, match="No space left"):
         store.save(payload_of(1), name="step_1", step=1, epoch=0)
     with pytest.raises(CheckpointError, match="still usable"):
@@ -602,7 +601,7 @@ def test_file_and_its_name_are_on_the_disk_before_the_manifest_lists_it(
 
 def test_error_of_an_early_sync_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled(tmp_path, [3.0])
-    monkeypatch.setattr("trainkit.checkpoints.file._SYNC_BYTES", 1 << 20)
+    monkeypatch.setattr("trainkit.checkpoints.followed_file._SYNC_BYTES", 1 << 20)
     calls = []
 
     def fails_once(descriptor: int) -> None:
@@ -640,9 +639,9 @@ def test_writers_of_one_folder_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def test_writer_that_never_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainkit.checkpoints.file import only_writer
+    from trainkit.checkpoints.folder_lock import only_writer
 
-    monkeypatch.setattr("trainkit.checkpoints.file._WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("trainkit.checkpoints.folder_lock._WAIT_SECONDS", 0.2)
     start = time.monotonic()
     with only_writer(tmp_path), pytest.raises(CheckpointError, match="another process"):
         CheckpointStore(tmp_path).save(payload_of(0), name="a", step=0, epoch=0)

@@ -26,28 +26,30 @@ from re import fullmatch
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
-
-from trainkit.checkpoints.file import PART, Written, move, only_writer, part_of, write_payload
-from trainkit.checkpoints.manifest import (
+from trainkit.checkpoints.content import check_digest, opened, read_checkpoint
+from trainkit.checkpoints.digest import Written
+from trainkit.checkpoints.entry import (
     FORMAT_VERSION,
     HEADER,
     MANIFEST,
-    SUFFIX,
-    UNLISTED,
     CheckpointEntry,
     CheckpointError,
     DamagedCheckpoint,
-    Manifest,
     Monitor,
-    check_digest,
     marker_of,
-    opened,
-    parse_manifest,
-    read_checkpoint,
-    read_manifest,
-    write_manifest,
 )
+from trainkit.checkpoints.file import move, part_of, write_payload
+from trainkit.checkpoints.folder_lock import only_writer
+from trainkit.checkpoints.listing import free_path, replace_manifest, sweep, sweep_after_failure
+from trainkit.checkpoints.location import (
+    CHECKPOINTS,
+    NAMES_SHOWN,
+    checkpoints_folder,
+    existing,
+    first_names,
+    no_checkpoint_in,
+)
+from trainkit.checkpoints.manifest import Manifest, parse_manifest, read_manifest
 from trainkit.checkpoints.payload import payload_bytes, plain
 from trainkit.errors import UserError, nearest
 
@@ -61,17 +63,11 @@ __all__ = [
     "Loaded",
     "Monitor",
     "Skipped",
-    "check_shapes",
-    "check_state_dict_keys",
     "load_from",
     "resolve",
 ]
 
-CHECKPOINTS = "checkpoints"
-
 logger = logging.getLogger(__name__)
-
-_NAMES_SHOWN = 10
 
 
 class Skipped(NamedTuple):
@@ -199,7 +195,7 @@ class CheckpointStore:
         if monitor is None:
             raise CheckpointError(
                 f"The run of {self.folder} named no metric that makes a checkpoint the best. Choose 'last', or one by "
-                f"its name: {', '.join(entry.name for entry in self.entries()[-_NAMES_SHOWN:])}."
+                f"its name: {', '.join(entry.name for entry in self.entries()[-NAMES_SHOWN:])}."
             )
         return monitor
 
@@ -250,8 +246,8 @@ class CheckpointStore:
     def _save(self, content: dict[str, Any]) -> CheckpointEntry:
         """Write, rename, list; the order of these is what a kill in between relies on."""
         manifest = read_manifest(self.folder)
-        self._sweep(manifest.entries)
-        path = _free_path(self.folder, content[HEADER]["name"])
+        sweep(self.folder, manifest.entries)
+        path = free_path(self.folder, content[HEADER]["name"])
         try:
             written = write_payload(part_of(path), content)
             marker_of(path).touch()
@@ -262,7 +258,7 @@ class CheckpointStore:
                 self.verify(entry)
             self._list([*kept, entry], instead_of=manifest)
         except BaseException:
-            self._sweep_after_failure(manifest.entries)
+            sweep_after_failure(self.folder, manifest.entries)
             raise
         return entry
 
@@ -283,37 +279,10 @@ class CheckpointStore:
             ) from error
 
     def _list(self, entries: list[CheckpointEntry], *, instead_of: Manifest) -> None:
-        """Replace the manifest's entries and remove the files that it does not list any more."""
-        try:
-            for entry in instead_of.entries:
-                if entry not in entries:
-                    marker_of(entry.path).touch()
-            write_manifest(self.folder, Manifest(entries, self._monitor or instead_of.monitor))
-        except BaseException:
-            self._sweep_after_failure(instead_of.entries)
-            raise
-        self._sweep(entries)
-
-    def _sweep(self, listed: list[CheckpointEntry]) -> None:
-        """Remove what is not listed: unfinished files, and marked ones; a kill leaves both to the next save."""
-        names = {entry.path.name for entry in listed}
-        for part in self.folder.glob(f".*{PART}"):
-            part.unlink(missing_ok=True)
-        for marker in self.folder.glob(f".*{UNLISTED}"):
-            name = marker.name[1 : -len(UNLISTED)]
-            if name not in names:
-                (self.folder / name).unlink(missing_ok=True)
-            marker.unlink(missing_ok=True)
-
-    def _sweep_after_failure(self, listed: list[CheckpointEntry]) -> None:
-        # The failure may have come after the manifest was replaced, so what it says now counts.
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            listed = parse_manifest(self.folder).entries
-        with suppress(OSError):
-            self._sweep(listed)
+        replace_manifest(self.folder, Manifest(entries, self._monitor or instead_of.monitor), instead_of=instead_of)
 
     def _refused_by_disk(self, error: OSError, *, name: str, needed: int) -> CheckpointError:
-        free = shutil.disk_usage(_existing(self.folder)).free
+        free = shutil.disk_usage(existing(self.folder)).free
         return CheckpointError(
             f"Checkpoint '{name}' could not be saved in {self.folder}: {error.strerror or error}. It needs about "
             f"{needed:,} bytes, {free:,} are free there. Make room or let the run write elsewhere: "
@@ -322,9 +291,9 @@ class CheckpointStore:
 
     def _nothing_to_load(self, skipped: list[Skipped]) -> CheckpointError:
         if skipped:
-            reasons = " ".join(reason for _, reason in skipped[:_NAMES_SHOWN])
+            reasons = " ".join(reason for _, reason in skipped[:NAMES_SHOWN])
             return DamagedCheckpoint(f"None of the {len(skipped)} checkpoints in {self.folder} can be used. {reasons}")
-        return _empty(self.folder)
+        return no_checkpoint_in(self.folder)
 
 
 def load_from(
@@ -334,7 +303,7 @@ def load_from(
 
     `which` is "last", "best" or a checkpoint's name; only for the first two another one can take its place.
     """
-    store = CheckpointStore(_checkpoints_folder(Path(path)), monitor=monitor)
+    store = CheckpointStore(checkpoints_folder(Path(path)), monitor=monitor)
     if not Path(path).is_file():
         if which == "last":
             return store.load_last(map_location=map_location)
@@ -354,10 +323,10 @@ def resolve(path: Path | str, which: str = "last", *, monitor: Monitor | None = 
     path = Path(path)
     if path.is_file() and path.name != MANIFEST:
         return path
-    store = CheckpointStore(_checkpoints_folder(path), monitor=monitor)
+    store = CheckpointStore(checkpoints_folder(path), monitor=monitor)
     entries = store.entries()
     if not entries:
-        raise _empty(store.folder)
+        raise no_checkpoint_in(store.folder)
     if which == "last":
         return entries[-1].path
     if which == "best":
@@ -366,62 +335,13 @@ def resolve(path: Path | str, which: str = "last", *, monitor: Monitor | None = 
     if not named:
         names = ["last", "best", *(entry.name for entry in entries)]
         raise CheckpointError(
-            f"{store.folder} has no checkpoint '{which}'.{nearest(which, names)} Choose one of: {_first(names)}."
+            f"{store.folder} has no checkpoint '{which}'.{nearest(which, names)} Choose one of: {first_names(names)}."
         )
     return named[0]
 
 
-def check_state_dict_keys(expected: Iterable[str], found: Iterable[str], where: str) -> None:
-    """Raise UserError with the keys that are missing in `found` or not expected there; `where` names the checkpoint."""
-    wanted, present = list(expected), list(found)
-    missing = [key for key in wanted if key not in set(present)]
-    unexpected = [key for key in present if key not in set(wanted)]
-    if not missing and not unexpected:
-        return
-    lines = [f"{where} belongs to another task, or to this one with other settings:"]
-    if missing:
-        lines.append(f"  {len(missing)} missing: {_first(missing)}")
-    if unexpected:
-        lines.append(f"  {len(unexpected)} unexpected: {_first(unexpected)}")
-    raise CheckpointError("\n".join([*lines, _remedy(missing, unexpected)]))
-
-
-def check_shapes(expected: Mapping[str, Any], found: Mapping[str, Any], where: str) -> None:
-    """Raise UserError with the tensors that have the same name but another shape; `where` names the checkpoint."""
-    differing = [
-        f"{key}: {tuple(found[key].shape)} saved, {tuple(tensor.shape)} expected"
-        for key, tensor in expected.items()
-        if isinstance(tensor, Tensor) and isinstance(found.get(key), Tensor) and found[key].shape != tensor.shape
-    ]
-    if differing:
-        shown = "\n".join(f"  {line}" for line in differing[:_NAMES_SHOWN])
-        more = f"\n  and {len(differing) - _NAMES_SHOWN} more" if len(differing) > _NAMES_SHOWN else ""
-        raise CheckpointError(
-            f"{where} has tensors of other shapes than the task:\n{shown}{more}\n"
-            f"  Give the task the settings it was trained with; they are in the run folder's config.yaml."
-        )
-
-
-def _remedy(missing: list[str], unexpected: list[str]) -> str:
-    prefixes = {key.split(".", 1)[0] + "." for key in unexpected if "." in key}
-    for prefix in sorted(prefixes):
-        if missing and {prefix + key for key in missing} <= set(unexpected):
-            return f"  The keys have the prefix '{prefix}' in front: it was saved from inside a wrapper."
-    near = nearest(missing[0], unexpected) if missing else ""
-    return f" {near} Give the task the settings it was trained with; they are in the run folder's config.yaml."
-
-
 def _entry_of(path: Path, header: dict[str, Any], written: Written) -> CheckpointEntry:
     return CheckpointEntry(path=path, size=written.size, digest=written.digest, **header)
-
-
-def _free_path(folder: Path, name: str) -> Path:
-    """Return a file name no file has: an earlier checkpoint of this name must outlive a kill during the save."""
-    path, number = folder / f"{name}{SUFFIX}", 1
-    while path.exists():
-        number += 1
-        path = folder / f"{name}-{number}{SUFFIX}"
-    return path
 
 
 def _listed(path: Path) -> CheckpointEntry | None:
@@ -431,46 +351,3 @@ def _listed(path: Path) -> CheckpointEntry | None:
             if entry.path.name == path.name:
                 return entry
     return None
-
-
-def _checkpoints_folder(path: Path) -> Path:
-    if path.is_file():
-        return path.parent
-    if not path.is_dir():
-        raise _not_there(path)
-    if (path / CHECKPOINTS).is_dir():
-        return path / CHECKPOINTS
-    if (path / MANIFEST).exists() or any(path.glob(f"*{SUFFIX}")):
-        return path
-    runs = sorted(manifest.parent.parent.name for manifest in path.glob(f"*/{CHECKPOINTS}/{MANIFEST}"))
-    if runs:
-        raise CheckpointError(
-            f"{path} holds {len(runs)} runs, not one. The latest is {path / runs[-1]}. All: {_first(runs[::-1])}."
-        )
-    raise _empty(path)
-
-
-def _not_there(path: Path) -> CheckpointError:
-    parent = _existing(path.parent)
-    names = (
-        sorted(child.name for child in parent.iterdir() if not child.name.startswith(".")) if parent.is_dir() else []
-    )
-    # The first part that is missing is the one to correct.
-    wrong = path.absolute().relative_to(parent.absolute()).parts[0]
-    there = f"{parent} holds: {_first(names)}." if names else f"{parent} is empty."
-    return CheckpointError(f"There is no run or checkpoint at {path}.{nearest(wrong, names)} {there}")
-
-
-def _empty(folder: Path) -> CheckpointError:
-    unlisted = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
-    there = f" These files are not in its {MANIFEST}: {_first(unlisted)}; name a file to load it." if unlisted else ""
-    return CheckpointError(f"There is no complete checkpoint in {folder}.{there}")
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
-
-
-def _first(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
