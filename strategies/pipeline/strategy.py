@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -55,6 +56,7 @@ from .whole_state import (
     keep_own_optimizer_state,
     load_own_optimizer_state,
     load_own_state,
+    make_whole,
 )
 
 logger = logging.getLogger(__name__)
@@ -152,6 +154,7 @@ class Pipeline(ProcessGroupStrategy):
         self._optimization: Optimization | None = None
         self._with_gradient: set[str] | None = None
         self._counted_parameters: list[nn.Parameter] = []
+        self._begun: Iterator[Window] | None = None  # the windows of training, of which the first was looked at
 
     # ---- Where the ranks are
 
@@ -181,6 +184,7 @@ class Pipeline(ProcessGroupStrategy):
     def setup(self, precision: Precision) -> None:
         """Join the other ranks, and find this rank's stage and replica; collective."""
         super().setup(precision)
+        self._optimization = self._with_gradient = self._begun = None
         self._join()
         messages = Messages(self._pipeline_group, rank=self.stage, device=self.device)
         self._runtime = Runtime(messages, device=self.device)
@@ -229,9 +233,30 @@ class Pipeline(ProcessGroupStrategy):
         """Remember the optimizer, whose state follows the parameters to their stages."""
         self._optimization = optimization
 
+    def prepare_steps(self, task: TaskModule, windows: Iterator[Window]) -> None:
+        """Record training's first micro-batch, cut the task by it, and leave each stage its part; collective."""
+        first = next(windows, None)
+        if first is None:
+            return
+        self._begun = chain([first], windows)
+        task.train()
+        batches = [self._move_for_evaluation(micro_batch.batch) for micro_batch in first.micro_batches[:1]]
+        with self._told():
+            self._staged(task, TRAINING, partial(self._call, task.training_step), batches, len(first.micro_batches))
+
+    def windows(self, windows: Iterator[Window], source: Source) -> Iterator[Window]:
+        """Return the windows with their micro-batches on the device, those that were begun first."""
+        begun, self._begun = self._begun, None
+        return super().windows(windows if begun is None else begun, source)
+
     def weights_for_caller(self, task: TaskModule) -> dict[str, Any] | None:
-        """Return the trained weights on the main rank if the caller is in another process; collective."""
+        """Return the trained weights on the main rank if the caller is in another process; collective.
+
+        Where the ranks were there before (torchrun), every one has the whole task again, in host memory.
+        """
         if self._environment is None:
+            if self._is_placed:
+                make_whole(task, self._placement, group=self._stage_group)
             return None
         weights = {name: tensor.cpu() for name, tensor in self.state_dict(task).items()}
         return weights if self.is_main else None
@@ -281,7 +306,8 @@ class Pipeline(ProcessGroupStrategy):
 
     def _forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
         step = partial(self._call, task.training_step)
-        staged = self._staged(task, TRAINING, step, window.micro_batches)
+        batches = [micro_batch.batch for micro_batch in window.micro_batches]
+        staged = self._staged(task, TRAINING, step, batches, len(batches))
         outputs: dict[int, StepOutput] = {}
 
         def read_loss(index: int, returned: Any) -> Tensor:
@@ -295,7 +321,6 @@ class Pipeline(ProcessGroupStrategy):
             return self.precision.scale(loss if undivided else loss * (output.weight / window.num_samples))
 
         self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss, on every stage
-        batches = [micro_batch.batch for micro_batch in window.micro_batches]
         self._run_window(staged, step, batches, read_loss)
         shared = self._share([outputs[index] for index in sorted(outputs)], staged, "training_step")
         self._add_up_shared_parameters(task)
@@ -410,8 +435,8 @@ class Pipeline(ProcessGroupStrategy):
 
     @property
     def _must_evaluate_whole(self) -> bool:
-        """Whether replicas will cut the task together at the first step of training, so that no one may do it now."""
-        return self.replicas > 1 and self._optimization is not None and not self._is_placed
+        """Whether training will cut the task but has not shown its first step: an evaluation must not cut it."""
+        return self._optimization is not None and not self._is_placed
 
     def _move_for_evaluation(self, batch: Any) -> Any:
         if self._must_evaluate_whole:
@@ -421,18 +446,18 @@ class Pipeline(ProcessGroupStrategy):
     def _forward(self, task: TaskModule, step_name: str, micro_batch: MicroBatch) -> tuple[StagedStep, list[Any]]:
         assert self._runtime is not None
         step = partial(self._call, getattr(task, step_name))
-        moved = MicroBatch(self._move_for_evaluation(micro_batch.batch), micro_batch.num_samples)
+        batch = self._move_for_evaluation(micro_batch.batch)
         name = f"{step_name} in training mode" if task.training else step_name
-        staged = self._staged(task, name, step, [moved])
+        staged = self._staged(task, name, step, [batch], 1)
         own = [segment.index for segment in staged.segments if segment.rank == self.stage]
         actions = forward_only(own, 1)
-        returned = self._runtime.forward(staged, step, [moved.batch], actions=actions, seed=_draw_seed())
+        returned = self._runtime.forward(staged, step, [batch], actions=actions, seed=_draw_seed())
         return staged, list(returned.values())
 
     # ---- Stages
 
     def _staged(
-        self, task: TaskModule, name: str, step: Callable[[Any], Any], micro_batches: Sequence[MicroBatch]
+        self, task: TaskModule, name: str, step: Callable[[Any], Any], batches: Sequence[Any], num_micro_batches: int
     ) -> StagedStep:
         """Return a step cut into stages; where it is met for the first time, the ranks concerned plan it together."""
         staging = self._staging
@@ -440,11 +465,11 @@ class Pipeline(ProcessGroupStrategy):
         if name not in staging.steps:
             _refuse_compiled(task)
             is_first = staging.placement is None
-            batch = micro_batches[0].batch if micro_batches else None
+            batch = batches[0] if batches else None
             # Replicas train together, but each evaluates as many batches as it has.
             staging.add(name, task, step, batch, everywhere=name == TRAINING)
             if is_first:
-                self._settle(task, staging.first, len(micro_batches))
+                self._settle(task, staging.first, num_micro_batches)
         return staging.steps[name]
 
     def _settle(self, task: TaskModule, staged: StagedStep, num_micro_batches: int) -> None:

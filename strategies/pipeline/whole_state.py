@@ -41,6 +41,16 @@ def load_own_state(task: nn.Module, placement: Placement, saved: dict[str, Any],
                 tensor.copy_(saved[key])
 
 
+def make_whole(task: nn.Module, placement: Placement, *, group: dist.ProcessGroup) -> None:
+    """Leave every parameter and buffer complete in host memory on every stage. Collective over stages."""
+    for name, tensor in (*task.named_parameters(), *task.named_buffers()):
+        source = placement.holders[name][0]
+        held = placement.is_held(name, group.rank())
+        content = tensor.detach().cpu().contiguous() if held else torch.empty(tensor.shape, dtype=tensor.dtype)
+        dist.broadcast(content, group=group, group_src=source)
+        tensor.data = content
+
+
 def gather_optimizer_state(optimizer: Optimizer, *, stage: int, group: dist.ProcessGroup) -> dict[str, Any]:
     """Return the optimizer's state dict, complete in stage 0. Collective over stages."""
     state: dict[str, Any] = optimizer.state_dict()

@@ -1,0 +1,139 @@
+"""What happens before the first step: the plan is training's own, whatever is evaluated first, and nothing is lost."""
+
+import collections
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+from trainkit.strategies.pipeline.strategy import Pipeline
+
+from tests.strategies.pipeline.models import Mlp
+from tests.strategies.pipeline.training import largest_difference, make
+from trainkit.data import Data
+from trainkit.testing import run_ranks
+from trainkit.trainer import Trainer
+
+
+class _Backwards(Mlp):
+    """Is evaluated in another order than it is trained, and knows who called which module."""
+
+    def __init__(self):
+        super().__init__(depth=1)
+        self.side = torch.nn.Linear(3, 3)
+        self.called = []
+        for name in ("net", "side"):
+            self.get_submodule(name).register_forward_hook(lambda module, args, output, name=name: self.note(name))
+
+    def note(self, name):
+        self.called.append((name, self.training))
+
+    def training_step(self, batch):
+        return torch.nn.functional.cross_entropy(self.side(self.net(batch[0])), batch[1])
+
+    def validation_step(self, batch):
+        side = self.side(torch.ones(len(batch[1]), 3, dtype=batch[0].dtype))
+        return {"loss": torch.nn.functional.cross_entropy(self.net(batch[0]) + side, batch[1])}
+
+    def predict_step(self, batch):
+        return self.net(batch[0])
+
+
+class _Samples(torch.utils.data.Dataset):
+    """Draws from torch's generator, and counts what is read."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return torch.randn(8, dtype=torch.float64) + index / 16, index % 3
+
+
+class _Once(IterableDataset):
+    """A stream that cannot be read twice."""
+
+    def __init__(self):
+        self.rest = iter([(torch.full((8,), index / 9.0, dtype=torch.float64), index % 3) for index in range(24)])
+
+    def __iter__(self):
+        return self.rest
+
+
+def _fit(data, *, sanity, replicas=1):
+    strategy = Pipeline(stages=dist.get_world_size() // replicas, replicas=replicas, device="cpu", cuts=["side"])
+    task = make(_Backwards)
+    trainer = Trainer(
+        strategy,
+        max_duration="3step",
+        precision="fp64",
+        sanity_batches=2 if sanity else 0,
+        evaluate_every="2step" if sanity else None,
+        fast_dev_run=False,
+        run_dir=None,
+        callbacks=[],
+        loggers=[],
+    )
+    validation = [(torch.ones(8, dtype=torch.float64), 0)] * 6
+    trainer.fit(task, Data(train=data, validation=validation, batch_size=8))
+    weights = {name: tensor.clone() for name, tensor in task.state_dict().items()}
+    return weights, collections.Counter(name for name, training in task.called if not training)
+
+
+def _facts():
+    torch.set_num_threads(1)
+    plain, sane, once = _Samples(), _Samples(), _Once()
+    weights, _ = _fit(plain, sanity=False)
+    same, evaluated = _fit(sane, sanity=True)
+    _fit(once, sanity=True)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, evaluated)
+    return {
+        "difference": largest_difference(weights, same),
+        "read": (plain.read, sane.read),
+        "left": len(list(once.rest)),
+        "evaluated": everyone,
+    }
+
+
+def _with_replicas():
+    torch.set_num_threads(1)
+    _, evaluated = _fit(_Samples(), sanity=True, replicas=2)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, evaluated)
+    return everyone
+
+
+@functools.cache
+def _found():
+    return run_ranks(_facts, 2, timeout=90)[0]
+
+
+def test_evaluations_before_and_between_steps_change_no_weight_and_no_sample():
+    found = _found()
+
+    assert found["difference"] == 0.0
+    plain, sane = found["read"]
+    assert plain == sane and len(plain) == len(set(plain)) + 8
+
+
+def test_no_sample_of_a_stream_is_lost_by_looking_at_the_first_ones():
+    assert _found()["left"] == 0
+
+
+def test_an_evaluation_before_training_goes_through_the_stages_that_training_cut():
+    first, second = _found()["evaluated"]
+
+    assert first["side"] == 1  # when the step was recorded
+    assert second == {"side": first["net"] - 1}
+
+
+def test_replicas_evaluate_in_their_stages_before_they_train():
+    counts = run_ranks(_with_replicas, 4, timeout=90)[0]
+
+    for first, second in (counts[:2], counts[2:]):
+        assert first["side"] == 1 and first["net"] > 1
+        assert set(second) == {"side"}
