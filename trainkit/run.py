@@ -9,6 +9,8 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from torch import Tensor
+
 from trainkit.callback import MOMENTS, Callback
 from trainkit.checkpoints.matching import check_shapes, check_state_dict_keys
 from trainkit.checkpoints.store import CheckpointEntry, CheckpointStore
@@ -16,9 +18,12 @@ from trainkit.checkpoints.writer import AsyncWriter
 from trainkit.data import Data
 from trainkit.errors import UserError
 from trainkit.feed import Feed
+from trainkit.histogram import histogram_of
 from trainkit.logger import Logger
+from trainkit.loggers.guarded import GuardedLogger
 from trainkit.metrics import WeightedMeans
 from trainkit.optimization import Optimization
+from trainkit.picture import as_picture
 from trainkit.precision import Precision
 from trainkit.rng import rng_state, seed_everything, set_rng_state
 from trainkit.signals import StopSignals
@@ -71,6 +76,7 @@ class Run:
     """Says whether the weights are sound; collective."""
 
     def __post_init__(self) -> None:
+        self.loggers = [GuardedLogger(destination) for destination in self.loggers]
         self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
         self._hooks = {moment: _overridden(self.callbacks, moment) for moment in MOMENTS}
         self.checkpoints = None if self.run_dir is None else CheckpointStore(self.run_dir / "checkpoints")
@@ -107,6 +113,25 @@ class Run:
         self._measured_at.update(dict.fromkeys(metrics, self.state.step))
         for destination in self.loggers:
             destination.write(metrics, step=self.state.step)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Write a text to the loggers that take any; on ranks without loggers nothing happens."""
+        for destination in self.loggers:
+            destination.write_text(name, text, step=self.state.step)
+
+    def log_image(self, name: str, image: Tensor) -> None:
+        """Write an image: (height, width) or (channels, height, width), from 0 to 1 or in uint8."""
+        if self.loggers:
+            picture = as_picture(image)
+            for destination in self.loggers:
+                destination.write_image(name, picture, step=self.state.step)
+
+    def log_histogram(self, name: str, values: Tensor) -> None:
+        """Write how the elements of a tensor are distributed."""
+        if self.loggers:
+            histogram = histogram_of(values)
+            for destination in self.loggers:
+                destination.write_histogram(name, histogram, step=self.state.step)
 
     # ---- Checkpoints
 

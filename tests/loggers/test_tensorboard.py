@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.tasks import Regression, regression_data
+from trainkit.histogram import histogram_of
+from trainkit.loggers.guarded import GuardedLogger
 from trainkit.loggers.tensorboard import TensorBoardLogger
+from trainkit.model_graph import record_graph
 
 Read = Callable[[Path], Any]
 
@@ -108,3 +113,59 @@ def test_files_are_read_in_the_order_of_their_opening_though_all_are_of_one_seco
 
     assert names == sorted(names)
     assert len(names) == 3
+
+
+def test_images_histograms_and_texts_come_back(tmp_path: Path, read: Read) -> None:
+    logger = TensorBoardLogger()
+    logger.open(tmp_path, step=0)
+    logger.write_image("image", torch.full((2, 3, 3), 7, dtype=torch.uint8), step=4)
+    logger.write_histogram("weights", histogram_of(torch.tensor([0.0, 0.1, 0.9, 1.0, 2.0]), bins=2), step=4)
+    logger.write_text("samples", "hello", step=4)
+    logger.close()
+
+    events = read(tmp_path)
+    (image,) = events.Images("image")
+    (histogram,) = events.Histograms("weights")
+    (text,) = events.Tensors("samples")
+    assert (image.step, image.height, image.width) == (4, 2, 3)
+    assert image.encoded_image_string.startswith(b"\x89PNG")
+    value = histogram.histogram_value
+    assert (value.bucket_limit, value.bucket) == ([0.0, 1.0, 2.0], [0, 3, 2])
+    assert (value.min, value.max, value.num) == (0.0, 2.0, 5)
+    assert text.tensor_proto.string_val[0] == b"hello"
+
+
+def test_settings_are_in_the_table_of_the_plugin_hparams(tmp_path: Path, read: Read) -> None:
+    from tensorboard.plugins.hparams import metadata
+
+    logger = GuardedLogger(TensorBoardLogger())
+    logger.open(tmp_path, step=0)
+    logger.write_config("trainer: {seed: 7, compile: false, clip_norm: null, max_duration: [1epoch, 30min]}\n")
+    assert logger.failures == 0
+    logger.close()
+
+    contents = read(tmp_path).PluginTagToContent("hparams")
+    session = metadata.parse_session_start_info_plugin_data(contents[metadata.SESSION_START_INFO_TAG])
+    known = {name: getattr(value, value.WhichOneof("kind")) for name, value in session.hparams.items()}
+    assert known == {"trainer.seed": 7, "trainer.compile": False, "trainer.max_duration": "['1epoch', '30min']"}
+
+
+def test_the_graph_of_a_step_shows_its_operations_by_module(tmp_path: Path, read: Read) -> None:
+    task = Regression(hidden=3)
+    before = torch.get_rng_state()
+
+    graph = record_graph(task, [*regression_data(8).tensors])
+    logger = TensorBoardLogger()
+    logger.open(tmp_path, step=0)
+    logger.write_graph(graph)
+    logger.close()
+
+    nodes = {node.name: node for node in read(tmp_path).Graph().node}
+    assert nodes["network/0/linear"].input == ["batch/0", "network/0/weight", "network/0/bias"]
+    assert nodes["network/1/tanh"].input == ["network/0/linear"]
+    assert nodes["mse_loss"].input == ["network/3/linear", "batch/1"]
+    shape = nodes["network/0/linear"].attr["_output_shapes"].list.shape[0]
+    assert [size.size for size in shape.dim] == [8, 3]
+    assert task.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in task.modules())

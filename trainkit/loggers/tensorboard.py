@@ -1,20 +1,31 @@
-"""TensorBoard: curves of all metrics, and the settings of the run as text."""
+"""TensorBoard: curves, histograms, images, texts, the settings of the run, and the task's graph."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trainkit.logger import Logger
+from trainkit.histogram import Histogram
+from trainkit.logger import Logger, Setting, cut
 from trainkit.loggers.event_file import EventFile
+from trainkit.model_graph import ModelGraph
+from trainkit.picture import png
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LONGEST_SETTING = 500
+"""Characters of one cell in the table of settings."""
 
 
 class TensorBoardLogger(Logger):
     """Writes event files into a folder of the run's: look at them with `tensorboard --logdir runs`.
 
     Metrics keep their names, so that `train/loss` and `train/accuracy` share the group `train`. All metrics of a
-    moment are one event. A resumed run marks what its predecessor wrote beyond the resumed step as void.
+    moment are one event. A resumed run marks what its predecessor wrote beyond the resumed step as void. The run's
+    settings fill the tab HPARAMS, where runs are compared.
 
     Args:
         folder: The folder in the run's folder.
@@ -24,6 +35,7 @@ class TensorBoardLogger(Logger):
     def __init__(self, *, folder: str = "tensorboard") -> None:
         self.folder = folder
         self._file: EventFile | None = None
+        self._opened_step = 0
 
     def open(self, folder: Path, *, step: int) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -40,25 +52,95 @@ class TensorBoardLogger(Logger):
         if self._file is None:
             return
         value = self._summary.Value
-        values = [value(tag=name, simple_value=number) for name, number in metrics.items()]
-        self._file.add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._add([value(tag=name, simple_value=number) for name, number in metrics.items()], step=step)
 
     def write_config(self, config: str) -> None:
-        if self._file is None or not config:
+        if config:
+            self.write_text("config", f"```yaml\n{config}\n```", step=self._opened_step)
+
+    def write_hyperparameters(self, values: Mapping[str, Setting]) -> None:
+        if self._file is None or not values:
             return
-        from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+        from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
+
+        session = SessionStartInfo(start_time_secs=time.time())
+        for name, value in values.items():
+            cell = session.hparams[name]
+            if isinstance(value, bool):
+                cell.bool_value = value
+            elif isinstance(value, str):
+                cell.string_value = cut(value, LONGEST_SETTING)
+            else:
+                cell.number_value = value
+        content = HParamsPluginData(session_start_info=session, version=0).SerializeToString()
+        plugin = self._summary.Value(tag=SESSION_START_INFO_TAG, metadata=_metadata("hparams", content))
+        self._add([plugin], step=self._opened_step)
+
+    def write_text(self, name: str, text: str, *, step: int) -> None:
+        if self._file is None:
+            return
+        from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2, types_pb2
 
         shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
-        text = f"```yaml\n{config}\n```".encode()
-        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text], tensor_shape=shape)
-        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
-        value = summary_pb2.Summary.Value(
-            tag="config", metadata=summary_pb2.SummaryMetadata(plugin_data=plugin), tensor=tensor
+        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode()], tensor_shape=shape)
+        self._add([self._summary.Value(tag=name, metadata=_metadata("text"), tensor=tensor)], step=step)
+
+    def write_image(self, name: str, image: Tensor, *, step: int) -> None:
+        if self._file is None:
+            return
+        height, width, _ = image.shape
+        encoded = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png(image))
+        self._add([self._summary.Value(tag=name, image=encoded)], step=step)
+
+    def write_histogram(self, name: str, histogram: Histogram, *, step: int) -> None:
+        if self._file is None:
+            return
+        from tensorboard.compat.proto.histogram_pb2 import HistogramProto
+
+        counted = HistogramProto(
+            min=histogram.edges[0],
+            max=histogram.edges[-1],
+            num=histogram.num_elements,
+            sum=histogram.total,
+            sum_squares=histogram.total_of_squares,
+            # A bucket reaches from the limit before it to its own; the first one, empty, begins the lowest edge.
+            bucket_limit=histogram.edges,
+            bucket=[0, *histogram.counts],
         )
-        summary = self._summary(value=[value])
-        self._file.add(self._event(wall_time=time.time(), step=self._opened_step, summary=summary))
+        self._add([self._summary.Value(tag=name, histo=counted)], step=step)
+
+    def write_graph(self, graph: ModelGraph) -> None:
+        if self._file is not None:
+            self._file.add(self._event(wall_time=time.time(), graph_def=_graph_def(graph)))
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _add(self, values: list[Any], *, step: int) -> None:
+        assert self._file is not None
+        self._file.add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+
+def _metadata(plugin: str, content: bytes = b"") -> Any:
+    from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+
+    return SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin, content=content))
+
+
+def _graph_def(graph: ModelGraph) -> bytes:
+    from tensorboard.compat.proto.attr_value_pb2 import AttrValue
+    from tensorboard.compat.proto.graph_pb2 import GraphDef
+    from tensorboard.compat.proto.node_def_pb2 import NodeDef
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+    from tensorboard.compat.proto.versions_pb2 import VersionDef
+
+    nodes = []
+    for operation in graph.operations:
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in operation.shape])
+        attributes = {"_output_shapes": AttrValue(list=AttrValue.ListValue(shape=[shape]))}
+        nodes.append(NodeDef(name=operation.name, op=operation.kind, input=operation.inputs, attr=attributes))
+    encoded: bytes = GraphDef(node=nodes, versions=VersionDef(producer=22)).SerializeToString()
+    return encoded

@@ -1,0 +1,124 @@
+"""A logger that cannot end a run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainkit.histogram import Histogram
+from trainkit.hyperparameters import hyperparameters
+from trainkit.logger import Logger, Setting, cut
+from trainkit.model_graph import ModelGraph
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+LONGEST_TEXT = 100_000
+"""Characters; longer texts are cut before any logger sees them."""
+MOST_FAILURES = 10
+"""Failures in a row after which a logger is switched off."""
+SLOW_SECONDS = 5.0
+"""What one write may take before the user is told, once."""
+
+
+class GuardedLogger(Logger):
+    """Passes everything on to another logger, and keeps its failures from the run.
+
+    The first failure is one warning that names the logger. Every later write tries again; after ten failures in a row,
+    or if it cannot be opened, the logger is switched off. How many writes were lost is said when the run ends.
+
+    Args:
+        inner: The logger that writes.
+
+    """
+
+    def __init__(self, inner: Logger) -> None:
+        self.inner = inner
+        self.failures = 0
+        """Writes that were lost."""
+        self._in_a_row = 0
+        self._is_off = False
+        self._said_slow = False
+
+    @property
+    def name(self) -> str:
+        """The logger's class."""
+        return type(self.inner).__name__
+
+    def open(self, folder: Path, *, step: int) -> None:
+        self.failures, self._in_a_row, self._is_off, self._said_slow = 0, 0, False, False
+        if not self._attempt(lambda: self.inner.open(folder, step=step)):
+            self._switch_off()
+
+    def write(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._attempt(lambda: self.inner.write(metrics, step=step))
+
+    def write_config(self, config: str) -> None:
+        """Keep the settings as a text and one by one."""
+        self._attempt(lambda: self.inner.write_config(cut(config, LONGEST_TEXT)))
+        self._attempt(lambda: self.inner.write_hyperparameters(hyperparameters(config)))
+
+    def write_hyperparameters(self, values: Mapping[str, Setting]) -> None:
+        self._attempt(lambda: self.inner.write_hyperparameters(values))
+
+    def write_text(self, name: str, text: str, *, step: int) -> None:
+        self._attempt(lambda: self.inner.write_text(name, cut(text, LONGEST_TEXT), step=step))
+
+    def write_image(self, name: str, image: Tensor, *, step: int) -> None:
+        self._attempt(lambda: self.inner.write_image(name, image, step=step))
+
+    def write_histogram(self, name: str, histogram: Histogram, *, step: int) -> None:
+        self._attempt(lambda: self.inner.write_histogram(name, histogram, step=step))
+
+    def write_graph(self, graph: ModelGraph) -> None:
+        self._attempt(lambda: self.inner.write_graph(graph))
+
+    def close(self) -> None:
+        if self.failures:
+            logger.warning("%s lost %d of what it was to write.", self.name, self.failures)
+            self.failures = 0
+        self._is_off = False  # also one that is switched off has something to release
+        self._attempt(self.inner.close)
+        self.failures = 0
+
+    def _attempt(self, call: Callable[[], None]) -> bool:
+        """Make the call and return whether it succeeded; what asks Python to end is passed on."""
+        if self._is_off:
+            self.failures += 1
+            return False
+        began = time.monotonic()
+        try:
+            call()
+        except Exception as error:
+            self._failed(error)
+            return False
+        self._in_a_row = 0
+        self._look_at_time(time.monotonic() - began)
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        self._in_a_row += 1
+        if self.failures == 1:
+            reason = cut(f"{type(error).__name__}: {error}", 500)
+            logger.warning("%s failed (%s); training goes on, and it is tried again.", self.name, reason)
+        if self._in_a_row == MOST_FAILURES:
+            self._switch_off()
+
+    def _switch_off(self) -> None:
+        self._is_off = True
+        logger.warning("%s is switched off for the rest of this run.", self.name)
+
+    def _look_at_time(self, seconds: float) -> None:
+        if seconds > SLOW_SECONDS and not self._said_slow:
+            self._said_slow = True
+            logger.warning(
+                "%s took %.0f s to write, and training waited; log less often (trainer.log_every) or leave it out.",
+                self.name,
+                seconds,
+            )

@@ -1,0 +1,146 @@
+"""MLflow: curves, settings, images and texts in a folder, or on a tracking server."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlparse
+
+from trainkit.checkpoints.file import write_text
+from trainkit.logger import Logger, Setting, cut
+from trainkit.loggers.optional_package import require
+from trainkit.picture import png
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ID_FILE = "mlflow_run_id"
+"""Where the run's folder keeps the name under which MLflow knows the run."""
+LONGEST_SETTING = 6_000
+LONGEST_NAME = 250
+"""Characters that MLflow takes."""
+_MOST_AT_ONCE = 100  # settings in one request
+
+
+class MlflowLogger(Logger):
+    """Writes to MLflow, of which `mlflow-skinny` is enough: `pip install 'trainkit[mlflow]'`.
+
+    A resumed run goes on in the same MLflow run. Where that is a folder, what its predecessor wrote beyond the resumed
+    step is cut; a server keeps it, and the points are written again at the same steps.
+
+    Args:
+        experiment: The experiment, made if there is none of that name.
+        name: The run's name; `None`: its folder's.
+        tracking_uri: A server's address or a folder; `None`: the environment variable MLFLOW_TRACKING_URI, else the
+            folder `mlruns` in the run's folder.
+
+    """
+
+    def __init__(
+        self, *, experiment: str = "trainkit", name: str | None = None, tracking_uri: str | None = None
+    ) -> None:
+        require("mlflow", extra="mlflow", where="the logger mlflow")
+        self.experiment = experiment
+        self.name = name
+        self.tracking_uri = tracking_uri
+        self._client: Any = None
+        self._run_id = ""
+
+    def open(self, folder: Path, *, step: int) -> None:
+        self.close()
+        uri = self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").absolute().as_uri()
+        local = _folder_of(uri)
+        if local is not None:
+            # Newer versions refuse folders unless this is set: they want a database, which mlflow-skinny lacks.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow import MlflowClient
+
+        client = MlflowClient(tracking_uri=uri)
+        found = client.get_experiment_by_name(self.experiment)
+        experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
+        known = folder / ID_FILE
+        if step > 0 and known.exists():
+            self._run_id = known.read_text().strip()
+            if local is not None:
+                _cut_back(local / experiment / self._run_id / "metrics", step=step)
+            client.update_run(self._run_id, status="RUNNING")
+        else:
+            self._run_id = client.create_run(experiment, run_name=self.name or folder.name).info.run_id
+            write_text(known, f"{self._run_id}\n")
+        self._client = client
+
+    def write(self, metrics: Mapping[str, float], *, step: int) -> None:
+        if self._client is None:
+            return
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        named = [Metric(_name(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=named)
+
+    def write_config(self, config: str) -> None:
+        if self._client is not None and config:
+            self._client.log_text(self._run_id, config, "config.yaml")
+
+    def write_hyperparameters(self, values: Mapping[str, Setting]) -> None:
+        if self._client is None:
+            return
+        from mlflow.entities import Param
+
+        # What a resumed run has been given anew is kept as it was: MLflow refuses to change a setting.
+        known = self._client.get_run(self._run_id).data.params
+        new = [Param(_name(name), cut(str(value), LONGEST_SETTING)) for name, value in values.items()]
+        new = [setting for setting in new if setting.key not in known]
+        for first in range(0, len(new), _MOST_AT_ONCE):
+            self._client.log_batch(self._run_id, params=new[first : first + _MOST_AT_ONCE])
+
+    def write_text(self, name: str, text: str, *, step: int) -> None:
+        if self._client is not None:
+            self._client.log_text(self._run_id, text, f"{_name(name)}/step_{step:08d}.txt")
+
+    def write_image(self, name: str, image: Tensor, *, step: int) -> None:
+        if self._client is None:
+            return
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"step_{step:08d}.png"
+            path.write_bytes(png(image))
+            self._client.log_artifact(self._run_id, str(path), _name(name))
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.set_terminated(self._run_id)
+
+
+def _name(name: str) -> str:
+    """Return a name that MLflow takes: of letters, digits and a few signs, and not too long."""
+    return cut("".join(c if c.isalnum() or c in "_-./ " else "_" for c in name), LONGEST_NAME)
+
+
+def _folder_of(uri: str) -> Path | None:
+    """Return the folder that an address without a server means."""
+    parsed = urlparse(uri)
+    if parsed.scheme == "file":
+        return Path(unquote(parsed.path))
+    return Path(uri) if parsed.scheme == "" else None
+
+
+def _cut_back(folder: Path, *, step: int) -> None:
+    """Remove the points beyond `step` from files whose lines are `<time> <value> <step>`."""
+    for path in folder.rglob("*") if folder.is_dir() else ():
+        if path.is_file():
+            lines = path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) <= step]
+            if len(kept) < len(lines):
+                write_text(path, "".join(kept))
+
+
+def _step_of(line: str) -> float:
+    """Return a line's step; of one that a kill has torn, infinity."""
+    parts = line.split()
+    return int(parts[2]) if line.endswith("\n") and len(parts) >= 3 and parts[2].isdigit() else float("inf")

@@ -1,0 +1,124 @@
+"""Weights & Biases: curves, histograms, images and texts beside the run's settings, online or offline."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainkit.checkpoints.file import write_text
+from trainkit.errors import UserError, nearest
+from trainkit.histogram import Histogram
+from trainkit.logger import Logger, Setting, cut
+from trainkit.loggers.optional_package import require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ID_FILE = "wandb_run_id"
+"""Where the run's folder keeps the name under which the server knows the run."""
+LONGEST_SETTING = 2_000
+"""Characters of one setting."""
+_MODES = ("online", "offline", "disabled")
+
+
+class WandbLogger(Logger):
+    """Writes to Weights & Biases, which must be installed: `pip install 'trainkit[wandb]'`.
+
+    The x axis is the metric `step`. A resumed run goes on in the same W&B run; points that its predecessor wrote beyond
+    the resumed step cannot be removed there, and are written again at the same steps. With `mode=offline` everything
+    stays in the run's folder, until `wandb sync`.
+
+    Args:
+        project: The project at W&B.
+        name: The run's name; `None`: its folder's.
+        entity: The team or user; `None`: your default one.
+        group: Runs that belong together.
+        tags: Words to find the run by.
+        mode: `online`, `offline` or `disabled`.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str = "trainkit",
+        name: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        mode: Literal["online", "offline", "disabled"] = "online",
+    ) -> None:
+        require("wandb", extra="wandb", where="the logger wandb")
+        if mode not in _MODES:
+            raise UserError(f"wandb.mode={mode!r} is unknown.{nearest(mode, _MODES)} Choose {', '.join(_MODES)}.")
+        self.project = project
+        self.name = name
+        self.entity = entity
+        self.group = group
+        self.tags = tags
+        self.mode = mode
+        self._run: Any = None
+
+    def open(self, folder: Path, *, step: int) -> None:
+        import wandb
+
+        self.close()
+        known = folder / ID_FILE
+        identifier = known.read_text().strip() if step > 0 and known.exists() else secrets.token_hex(4)
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=self.project,
+            name=self.name or folder.name,
+            entity=self.entity,
+            group=self.group,
+            tags=self.tags,
+            mode=self.mode,
+            dir=str(folder),
+            id=identifier,
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._run.define_metric("*", step_metric="step")
+        write_text(known, f"{identifier}\n")
+
+    def write(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._log(dict(metrics), step=step)
+
+    def write_hyperparameters(self, values: Mapping[str, Setting]) -> None:
+        if self._run is not None:
+            known = {
+                name: cut(value, LONGEST_SETTING) if isinstance(value, str) else value for name, value in values.items()
+            }
+            self._run.config.update(known, allow_val_change=True)
+
+    def write_text(self, name: str, text: str, *, step: int) -> None:
+        if self._run is not None:
+            self._log({name: self._wandb.Html(f"<pre>{_escaped(text)}</pre>", inject=False)}, step=step)
+
+    def write_image(self, name: str, image: Tensor, *, step: int) -> None:
+        if self._run is not None:
+            self._log({name: self._wandb.Image(image.numpy())}, step=step)
+
+    def write_histogram(self, name: str, histogram: Histogram, *, step: int) -> None:
+        if self._run is not None:
+            import numpy as np
+
+            counted = (np.array(histogram.counts), np.array(histogram.edges))
+            self._log({name: self._wandb.Histogram(np_histogram=counted)}, step=step)
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish(quiet=True)
+
+    def _log(self, values: dict[str, Any], *, step: int) -> None:
+        if self._run is not None:
+            self._run.log({"step": step, **values})
+
+
+def _escaped(text: str) -> str:
+    from html import escape
+
+    return escape(text)

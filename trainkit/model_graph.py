@@ -1,0 +1,127 @@
+"""The operations of a training step, as a graph by modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from trainkit.batches import tensors_in
+from trainkit.rng import rng_untouched
+
+if TYPE_CHECKING:
+    from trainkit.task import TaskModule
+
+_NOT_SHOWN = ("__get__", "__set__", "size", "dim", "numel", "shape", "requires_grad", "is_floating_point", "__len__")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of a torch function."""
+
+    name: str
+    """Unique, with the modules that it was called in: `net/0/linear`."""
+    kind: str
+    inputs: tuple[str, ...]
+    """Names of the operations, parameters and inputs that it reads."""
+    shape: tuple[int, ...]
+    """Of its first output."""
+
+
+@dataclass
+class ModelGraph:
+    """Operations in the order of their calls."""
+
+    operations: list[Operation] = field(default_factory=list)
+
+
+def record_graph(task: TaskModule, batch: Any) -> ModelGraph:
+    """Return the graph of `task.training_step(batch)`, which runs once in evaluation mode and without gradients.
+
+    Neither random generators nor the modes of modules are changed.
+    """
+    modes = {module: module.training for module in task.modules()}
+    recorder = _Recorder(task, batch)
+    task.eval()
+    try:
+        with rng_untouched(), torch.no_grad(), recorder.hooks(), recorder:
+            task.training_step(batch)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return recorder.graph
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes each torch function with where it was called and whose outputs it reads."""
+
+    def __init__(self, task: nn.Module, batch: Any) -> None:
+        super().__init__()
+        self.graph = ModelGraph()
+        self._scopes: list[str] = []
+        self._names = {module: name.replace(".", "/") for name, module in task.named_modules()}
+        self._used: dict[str, int] = {}
+        self._sources: dict[int, str] = {}
+        self._kept: list[Tensor] = []  # or another tensor would be taken for one that is gone
+        for number, tensor in enumerate(tensors_in(batch)):
+            self._add(f"batch/{number}", "input", (), tensor)
+        for name, parameter in task.named_parameters():
+            self._add(name.replace(".", "/"), "parameter", (), parameter)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        kind = (resolve_name(func) or getattr(func, "__name__", "call")).rpartition(".")[2]
+        outputs = list(tensors_in(returned))
+        if outputs and kind not in _NOT_SHOWN:
+            read = [*tensors_in(args), *tensors_in(dict(kwargs or {}))]
+            inputs = dict.fromkeys(self._sources[id(tensor)] for tensor in read if id(tensor) in self._sources)
+            scope = f"{self._scopes[-1]}/" if self._scopes and self._scopes[-1] else ""
+            self._add(f"{scope}{kind}", kind, tuple(inputs), *outputs)
+        return returned
+
+    def hooks(self) -> _Hooks:
+        """Return the context in which modules say when they are called."""
+        return _Hooks(self._names, self._scopes)
+
+    def _add(self, name: str, kind: str, inputs: tuple[str, ...], *outputs: Tensor) -> None:
+        count = self._used[name] = self._used.get(name, 0) + 1
+        unique = name if count == 1 else f"{name}_{count}"
+        self.graph.operations.append(Operation(unique, kind, inputs, tuple(outputs[0].shape)))
+        for tensor in outputs:
+            self._sources[id(tensor)] = unique
+            self._kept.append(tensor)
+
+
+class _Hooks:
+    """Forward hooks on all modules, removed at the end."""
+
+    def __init__(self, names: Mapping[nn.Module, str], scopes: list[str]) -> None:
+        self._names, self._scopes = names, scopes
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for module, name in self._names.items():
+            self._handles += [
+                module.register_forward_pre_hook(self._entering(name)),
+                module.register_forward_hook(self._leaving, always_call=True),
+            ]
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda module, inputs: self._scopes.append(name)
+
+    def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._scopes.pop()
