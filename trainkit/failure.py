@@ -10,7 +10,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -106,7 +106,12 @@ def read_failures(folder: Path) -> list[FailureRecord]:
 
 def phase_of(error: BaseException) -> str:
     """Return in words what was going on where an error was raised: the innermost thing that has a name for a user."""
-    for frame in reversed(list(_frames(error))):
+    return phase_in(_frames(error))
+
+
+def phase_in(frames: Iterable[FrameType]) -> str:
+    """Return in words what a stack of calls, the outermost first, is doing."""
+    for frame in reversed(list(frames)):
         name, owner = frame.f_code.co_name, frame.f_locals.get("self")
         if isinstance(owner, Callback) and name in (*MOMENTS, "close"):
             return f"the callback {type(owner).__name__}.{name}"
