@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .failure import FailureBoard, RankError
+from .failure import FailureBoard, RankError, timed_out
 from .transport import Reduction, Transport
 
 LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples
@@ -67,8 +67,8 @@ class SharedMemoryTransport(Transport):
         self.group, self.board, self.timeout_seconds = group, board, timeout_seconds
         self.rank, self.world_size = group.rank(), group.size()
         self.peers: list[_Peer] = []
-        self.buckets: list[_SharedBucket] = []
-        self.under_way: list[_SharedBucket] = []
+        self.buckets: list[SharedBucket] = []
+        self.under_way: list[SharedBucket] = []
         self.fence = Lock()  # taking a lock drains the processor's store buffers, streaming stores included
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -82,24 +82,28 @@ class SharedMemoryTransport(Transport):
         self.buckets = []
         for number, ((numel, dtype), offset) in enumerate(zip(sizes, offsets, strict=True)):
             flats = [_tensor_in(peer.region, offset, numel, dtype) for peer in self.peers]
-            self.buckets.append(_SharedBucket(number, flats[self.rank], _shards(flats, self.rank)))
+            self.buckets.append(self.make_bucket(number, flats))
         return [bucket.flat for bucket in self.buckets]
+
+    def make_bucket(self, number: int, flats: list[Tensor]) -> SharedBucket:
+        """Return bucket `number`, of which each rank holds one of the flat tensors."""
+        return SharedBucket(number, flats[self.rank], _shards(flats, self.rank))
 
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Reduction:
         """Let the others know that this rank's part is in, and add what is already complete."""
         shared = self.buckets[bucket]
         shared.round += 1
-        self._raise_counter(2 * shared.number, shared.round)
+        self.raise_counter(2 * shared.number, shared.round)
         self.under_way.append(shared)
         self.progress()
-        return _Waiting(self, shared, where)
+        return BucketWait(self, shared, where)
 
     def progress(self) -> None:
         """Add this rank's shard of every bucket that all ranks have filled."""
         if self.under_way:
             self.under_way = [bucket for bucket in self.under_way if not self._sum_if_filled(bucket)]
 
-    def is_done(self, bucket: _SharedBucket) -> bool:
+    def is_done(self, bucket: SharedBucket) -> bool:
         """Whether every rank has summed its shard of the bucket's latest round."""
         counter = 2 * bucket.number + 1
         return all(peer.counters[counter] >= bucket.round for peer in self.peers)
@@ -115,21 +119,25 @@ class SharedMemoryTransport(Transport):
             peer.close()
         self.peers, self.buckets, self.under_way = [], [], []
 
-    def _sum_if_filled(self, bucket: _SharedBucket) -> bool:
+    def is_filled(self, bucket: SharedBucket) -> bool:
+        """Whether every rank has filled the bucket in its latest round."""
         counter = 2 * bucket.number
-        for peer in self.peers:
-            if peer.counters[counter] < bucket.round:
-                return False
+        return all(peer.counters[counter] >= bucket.round for peer in self.peers)
+
+    def _sum_if_filled(self, bucket: SharedBucket) -> bool:
+        if not self.is_filled(bucket):
+            return False
         bucket.add_shard()
-        self._raise_counter(counter + 1, bucket.round)
+        self.raise_counter(2 * bucket.number + 1, bucket.round)
         return True
 
-    def _raise_counter(self, counter: int, value: int) -> None:
+    def raise_counter(self, counter: int, value: int) -> None:
+        """Let the other ranks see `value`, and all that was written before."""
         with self.fence:
             self.peers[self.rank].counters[counter] = value
 
 
-class _SharedBucket:
+class SharedBucket:
     """One bucket as every rank holds it, cut in chunks of this rank's shard."""
 
     __slots__ = ("chunks", "flat", "number", "round")
@@ -139,6 +147,7 @@ class _SharedBucket:
         self.round = 0
 
     def add_shard(self) -> None:
+        """Leave the sum of this rank's shard in every rank's flat tensor."""
         with torch.no_grad():
             for first, *others in self.chunks:
                 for other in others:
@@ -147,16 +156,26 @@ class _SharedBucket:
                     other.copy_(first)
 
 
-class _Waiting:
+class BucketWait:
     """The reduction of one bucket; whoever waits for it helps with all of them."""
 
     __slots__ = ("bucket", "finished_at", "transport", "where")
 
-    def __init__(self, transport: SharedMemoryTransport, bucket: _SharedBucket, where: str) -> None:
+    def __init__(self, transport: SharedMemoryTransport, bucket: SharedBucket, where: str) -> None:
         self.finished_at: float | None = None
         self.transport, self.bucket, self.where = transport, bucket, where
 
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+        return self.transport.is_done(self.bucket)
+
+    def look_around(self, *, waited: float) -> None:
+        """Raise if a rank has failed, has gone, or has been waited for too long; for one that waits in its own way."""
+        self._look_at_peers()
+        self._look_at_board(waited=waited)
+
     def wait(self) -> None:
+        """Return once every rank has summed its shard."""
         transport, bucket = self.transport, self.bucket
         for _ in range(SPINS):
             transport.progress()
@@ -199,7 +218,7 @@ class _Waiting:
             raise RankError(f"stopped while waiting in {self.where}, because {cause}")
         board.note_waiting(self.where)
         if waited > self.transport.timeout_seconds:
-            raise RankError(f"waited {waited:.0f} s in {self.where}; who is where:\n{board.who_waits()}")
+            raise timed_out(board, where=self.where, seconds=waited)
 
 
 class _Peer:

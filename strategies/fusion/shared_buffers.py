@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ddp.failure import FailureBoard
-from ..ddp.shared_memory import SharedMemoryTransport, _SharedBucket
+from ..ddp.shared_memory import SharedBucket, SharedMemoryTransport
 from ..ddp.transport import Reduction
 from .part_transport import BufferSettings, PartTransport, sum_in_order
 
@@ -91,12 +91,12 @@ class SharedBuffers(SharedMemoryTransport, PartTransport):
         self.weights, self._flats = [], []
 
 
-class _SummedBuffer(_SharedBucket):
+class _SummedBuffer(SharedBucket):
     """A buffer whose parts are summed by their servers, and then written to all, or kept up to an element."""
 
     __slots__ = ("kept_up_to", "rank", "result")
 
-    def __init__(self, bucket: _SharedBucket, result: Tensor, *, rank: int, kept_up_to: int | None) -> None:
+    def __init__(self, bucket: SharedBucket, result: Tensor, *, rank: int, kept_up_to: int | None) -> None:
         super().__init__(bucket.number, bucket.flat, bucket.chunks)
         self.result, self.rank, self.kept_up_to = result, rank, kept_up_to
 
@@ -122,12 +122,12 @@ class _SummedBuffer(_SharedBucket):
                 _copy(total[kept:], part[kept:])
 
 
-class _SharedWeights(_SharedBucket):
+class _SharedWeights(SharedBucket):
     """Weights of which each rank writes its part to all others."""
 
     __slots__ = ("rank",)
 
-    def __init__(self, bucket: _SharedBucket, spans: Sequence[tuple[int, int]], *, rank: int) -> None:
+    def __init__(self, bucket: SharedBucket, spans: Sequence[tuple[int, int]], *, rank: int) -> None:
         # Parts begin at cache lines, which hold another number of gradients where those travel in a short format.
         chunks = [[part.as_strided((stop - start,), (1,), start) for part in bucket.chunks[0]] for start, stop in spans]
         super().__init__(bucket.number, bucket.flat, chunks)
