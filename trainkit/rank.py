@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from trainkit.result import FitResult, Progress, result_of
 from trainkit.rng import seed_everything
 from trainkit.run import Run
 from trainkit.run_folder import forget_summary, make_run_dir, write_config, write_summary
+from trainkit.run_lock import only_run_in
 from trainkit.signals import StopSignals
 from trainkit.task import TaskModule
 from trainkit.warning_log import warnings_kept
@@ -76,7 +77,7 @@ def evaluate_on_rank(trainer: Trainer, task: TaskModule, data: Data, checkpoint:
 def _run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | None) -> Iterator[Run]:
     """Set this rank up for a run, and release everything whatever happens."""
     strategy = trainer.strategy
-    with StopSignals() as signals, _torch_flags(trainer):
+    with StopSignals() as signals, _torch_flags(trainer), ExitStack() as stack:
         try:
             strategy.setup(trainer.precision)
             seed_everything(trainer.seed + strategy.rank)
@@ -94,6 +95,7 @@ def _run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path |
             )
             if run.run_dir is not None and run.is_main:
                 make_run_dir(run.run_dir)
+                stack.enter_context(only_run_in(run.run_dir))
             try:
                 with warnings_kept(run.run_dir, process=strategy.process):
                     yield run

@@ -24,6 +24,7 @@ from trainkit.precision import Precision
 from trainkit.rank import EXIT_CODES, evaluate_on_rank, fit_on_rank
 from trainkit.result import FitResult
 from trainkit.run_folder import check_run_dir, choose_run_dir
+from trainkit.run_lock import check_no_other_run
 from trainkit.settings import (
     as_data,
     checked_duration,
@@ -211,6 +212,7 @@ class Trainer:
             return None
         run_dir = self.run_dir or _run_dir_of(checkpoint) or choose_run_dir(type(task).__name__)
         check_run_dir(run_dir)
+        check_no_other_run(run_dir)
         return run_dir
 
 
