@@ -125,7 +125,7 @@ class Runner:
             [MicroBatch(self.task.batch(size), size) for size in sizes], num_samples, num_samples, False
         )
         strategy.prepare(self.task)
-        self.optimization: Optimization = configure(
+        (self.optimization,) = configure(
             self.task, clip=Clip(), precision=strategy.precision, total_steps=None, fused=True, skip=False
         )
         strategy.prepare_optimization(self.task, self.optimization)

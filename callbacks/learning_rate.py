@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Adds `train/learning_rate`; with several parameter groups one value each, `train/learning_rate.0` and so on.
 
-    A group that has a `"name"` is called by it. At step n it is the rate of step n + 1: schedules have stepped.
+    Those of a phase are `train/<phase>/learning_rate`. A group that has a `"name"` is called by it. At step n it is the rate of step n + 1: schedules have stepped.
     """
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
-        assert run.optimization is not None
-        groups = [group for group in run.optimization.optimizer.param_groups if "lr" in group]
-        for index, group in enumerate(groups):
-            suffix = f".{group.get('name', index)}" if len(groups) > 1 else ""
-            metrics[f"train/learning_rate{suffix}"] = float(group["lr"])
+        for optimization in run.optimizations:
+            under = f"train/{optimization.phase}/" if optimization.phase else "train/"
+            groups = [group for group in optimization.optimizer.param_groups if "lr" in group]
+            for index, group in enumerate(groups):
+                suffix = f".{group.get('name', index)}" if len(groups) > 1 else ""
+                metrics[f"{under}learning_rate{suffix}"] = float(group["lr"])

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,8 +34,11 @@ class TorchDDP(ProcessGroupStrategy):
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
         timeout: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+        process_group: The ranks that train together, where this process has joined others already; `None`: all ranks.
 
     """
+
+    runs_phases = False
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class TorchDDP(ProcessGroupStrategy):
         broadcast_buffers: bool = True,
         timeout: float = 1800.0,
         backend: str = "auto",
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             devices=devices,
@@ -59,6 +64,7 @@ class TorchDDP(ProcessGroupStrategy):
             broadcast_buffers=broadcast_buffers,
             timeout=timeout,
             backend=backend,
+            process_group=process_group,
         )
         self.bucket_mb = bucket_mb
         self.find_unused = find_unused
@@ -73,6 +79,7 @@ class TorchDDP(ProcessGroupStrategy):
         """Wrap the training step, beside the task, so that the task's own names do not change; collective."""
         self._wrapped = DistributedDataParallel(
             _TrainingStep(task),
+            process_group=self.group,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             broadcast_buffers=False,  # done after each step, as all strategies do
             bucket_cap_mb=self.bucket_mb,
@@ -91,7 +98,8 @@ class TorchDDP(ProcessGroupStrategy):
             self._share_first_batch()
         self._has_stepped = True
         assert self._through is not None
-        return super().forward_backward(self._through, window)
+        with self._waiting(f"forward and backward of step {self._steps}"):
+            return super().forward_backward(self._through, window)
 
     def contribute_nothing(self) -> None:
         """Take part in a reduction with the last batch at weight zero: PyTorch's Reducer needs a backward."""

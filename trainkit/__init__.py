@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainkit.errors import Stopped, UserError
     from trainkit.logger import Logger
     from trainkit.optimization import Schedule
+    from trainkit.phases import Phase, PhaseControl
     from trainkit.state import TrainState
     from trainkit.strategy import BatchPlan, Strategy
     from trainkit.task import TaskModule
@@ -25,6 +26,8 @@ __all__ = [
     "Data",
     "Duration",
     "Logger",
+    "Phase",
+    "PhaseControl",
     "Schedule",
     "Stopped",
     "Strategy",
@@ -41,6 +44,8 @@ _HOMES = {
     "Data": "data",
     "Duration": "duration",
     "Logger": "logger",
+    "Phase": "phases",
+    "PhaseControl": "phases",
     "Schedule": "optimization",
     "Stopped": "errors",
     "Strategy": "strategy",

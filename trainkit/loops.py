@@ -1,30 +1,24 @@
-"""The control flow of training and evaluation."""
+"""The control flow of training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from trainkit.batches import concatenate
 from trainkit.duration import Duration, Interval
 from trainkit.errors import NonFiniteLoss, UserError
+from trainkit.evaluation import EvalLoop
 from trainkit.feed import Feed
 from trainkit.metrics import WeightedMeans
-from trainkit.rng import rng_untouched
-from trainkit.run import EvaluationProgress, Run
+from trainkit.phases import Phases
+from trainkit.run import Run
 from trainkit.window import Window
 
 _SAMPLES_SHOWN = 20
 Policy = Literal["raise", "skip", "stop"]
-_STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
-    "validation": "validation_step",
-    "sanity": "validation_step",
-    "test": "test_step",
-}
 
 
 @dataclass(frozen=True)
@@ -42,9 +36,11 @@ class FitLoop:
 
     def __init__(self, run: Run, schedule: FitSchedule, *, validation: EvalLoop | None, on_nonfinite: Policy) -> None:
         assert run.feed is not None and run.optimization is not None
+        phased = run.optimization.phase != ""
+        self._phases = Phases(run.task, run.strategy, run.optimizations) if phased else None
         self._run = run
         self._feed: Feed = run.feed
-        self._optimization = run.optimization
+        self._optimizations = run.optimizations
         self._max_duration = schedule.max_duration
         self._log_interval = Interval(schedule.log_every)
         self._evaluation_interval = Interval(schedule.evaluate_every if validation is not None else None)
@@ -58,21 +54,26 @@ class FitLoop:
     def run(self) -> None:
         """Train until a duration is reached or a stop is asked for; leaves why in `run.stop_reason`."""
         run, state, strategy, task = self._run, self._run.state, self._run.strategy, self._run.task
-        optimization, means, on_step_end = self._optimization, self._means, run.hooks("on_step_end")
+        optimization, phases = self._optimizations[0], self._phases
+        means, on_step_end = self._means, run.hooks("on_step_end")
         self._start()
         while not self._finished():
             run.emit("on_epoch_start")
             first_step = state.step
             for window in self._windows():
-                outputs = strategy.forward_backward(task, window)
-                self._norm = strategy.optimizer_step(optimization)
-                optimization.after_step()
+                if phases is None:
+                    outputs = strategy.forward_backward(task, window)
+                    self._norm = strategy.optimizer_step(optimization)
+                    optimization.after_step()
+                else:
+                    outputs = phases.train(window, num_steps=state.step)
                 state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
                 means.add(outputs, step=state.step)
                 if state.clock_is_watched:
                     state.set_clock(strategy.broadcast_object(state.own_seconds))
                 if window.ends_epoch:
-                    optimization.after_epoch()
+                    for part in self._optimizations:
+                        part.after_epoch()
                 if self._log_interval.due(state):
                     self._log()
                 if self._evaluation_interval.due(state):
@@ -144,8 +145,13 @@ class FitLoop:
         metrics["train/epoch"] = run.state.epochs
         if self._norm is not None:
             metrics["train/gradient_norm"] = float(self._norm)
-        if self._optimization.skipped_steps is not None:
-            metrics["train/skipped_steps"] = float(self._optimization.skipped_steps)
+        if self._phases is not None:
+            del metrics["train/loss"]  # of all phases together, which means nothing
+            metrics.update({f"train/{name}/gradient_norm": float(norm) for name, norm in self._phases.norms.items()})
+        for optimization in self._optimizations:
+            if optimization.skipped_steps is not None:
+                under = f"{optimization.phase}/" if optimization.phase else ""
+                metrics[f"train/{under}skipped_steps"] = float(optimization.skipped_steps)
         run.emit("on_log", metrics)
         run.log(metrics)
 
@@ -159,7 +165,8 @@ class FitLoop:
         self._stop_is_agreed = metrics is None
         if metrics is not None:
             run.state.evaluation_due = False
-            self._optimization.after_validation(metrics)
+            for optimization in self._optimizations:
+                optimization.after_validation(metrics)
             run.emit("on_evaluation_end", "validation", metrics)
 
     def _check_finite(self) -> bool:
@@ -194,65 +201,3 @@ class FitLoop:
         on_rank = f" on rank {rank}" if len(places) > 1 else ""
         shown = ", ".join(map(str, samples[:_SAMPLES_SHOWN])) + ", ..." * (len(samples) > _SAMPLES_SHOWN)
         return f"at step {first}{on_rank}" + (f" (samples {shown})" if samples else "")
-
-
-class EvalLoop:
-    """Evaluates every sample exactly once; ranks meet only at the end."""
-
-    def __init__(self, run: Run, feed: Feed, *, stage: str) -> None:
-        self._run = run
-        self._feed = feed
-        self._stage = stage
-
-    def run(self) -> dict[str, float] | None:
-        """Return the metrics by their full names (`validation/loss`), `None` if a stop was asked for meanwhile.
-
-        Leaves the task in evaluation mode and the random generators as they were.
-        """
-        run, stage = self._run, self._stage
-        means = WeightedMeans(run.strategy.device)
-        with self._evaluating() as progress:
-            for micro_batch in self._feed.batches():
-                means.add([run.strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])])
-                progress.batch += 1
-                if run.strategy.stop_evaluating(run.signals.received is not None):
-                    break
-            reduced = means.reduce(run.strategy)
-        if run.strategy.agree(run.signals.received is not None):
-            return None
-        metrics = {f"{stage}/{name}": value for name, value in reduced.items()}
-        if stage != "sanity":
-            run.log(metrics)
-        return metrics
-
-    def predict(self) -> Any:
-        """Return the predictions in the order of the dataset, joined along the first dimension, on rank 0."""
-        run = self._run
-        outputs = []
-        with self._evaluating() as progress:
-            for micro_batch in self._feed.batches():
-                outputs.append(run.strategy.predict(run.task, micro_batch))
-                progress.batch += 1
-                if run.strategy.stop_evaluating(run.signals.received is not None):
-                    break
-            if run.strategy.agree(run.signals.received is not None):
-                return []  # not those of some samples, as if they were all
-            gathered = run.strategy.gather_predictions(outputs)
-        return concatenate(gathered) if gathered else []
-
-    def _evaluating(self) -> AbstractContextManager[EvaluationProgress]:
-        return _evaluating(self._run, EvaluationProgress(self._stage, self._feed.num_steps))
-
-
-@contextmanager
-def _evaluating(run: Run, progress: EvaluationProgress) -> Iterator[EvaluationProgress]:
-    """Evaluation mode, no gradients, and random generators that training does not notice."""
-    run.evaluation = progress
-    run.emit("on_evaluation_start", progress.stage)
-    run.task.eval()
-    try:
-        # Not inference mode: a tensor that a model caches in it could not be used in training later.
-        with rng_untouched(), torch.no_grad():
-            yield progress
-    finally:
-        run.evaluation = None

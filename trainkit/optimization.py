@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trainkit.errors import UserError, nearest
+from trainkit.phases import Phase, check_disjoint, check_phases, has_phases
 from trainkit.precision import Precision
 
 if TYPE_CHECKING:
@@ -74,7 +75,11 @@ class Optimization:
         clip: Clip,
         precision: Precision,
         skip: bool,
+        phase: Phase | None = None,
     ) -> None:
+        self.phase = "" if phase is None else phase.name
+        self.step_name = "training_step" if phase is None else phase.step_name
+        self.every = 1 if phase is None else phase.every
         self.optimizer = optimizer
         self.schedules = schedules
         self.clip = clip
@@ -186,26 +191,55 @@ class Optimization:
 
 def configure(
     task: TaskModule, *, clip: Clip, precision: Precision, total_steps: int | None, fused: bool, skip: bool
-) -> Optimization:
-    """Return what `task.configure_optimizers` gives, checked; raises UserError for what cannot be trained with."""
+) -> list[Optimization]:
+    """Return the optimizer of a task, or of each of its phases; raises UserError for what cannot be trained with."""
     if next(iter(task.parameters()), None) is None:
         raise UserError(
             f"{type(task).__name__} has no parameters to train; make layers attributes of the task "
             "(lists of them in nn.ModuleList)."
         )
-    asked = inspect.signature(task.configure_optimizers).parameters.get("total_steps")
-    wants_steps = asked is not None
+    if not has_phases(task):
+        returned = _ask(task, "configure_optimizers", total_steps)
+        return [_one(returned, task, None, clip=clip, precision=precision, fused=fused, skip=skip)]
+    optimizations = []
+    for phase in check_phases(_ask(task, "configure_phases", total_steps), task):
+        own = phase.clip_norm is not None or phase.clip_value is not None
+        limits = Clip(phase.clip_norm, phase.clip_value) if own else clip
+        optimizations.append(
+            _one(phase.optimizer, task, phase, clip=limits, precision=precision, fused=fused, skip=skip)
+        )
+    check_disjoint(optimizations, task)
+    return optimizations
+
+
+def _ask(task: TaskModule, method: str, total_steps: int | None) -> Any:
+    """Return what a task declares, telling it the number of steps if it asks for that."""
+    declare = getattr(task, method)
+    asked = inspect.signature(declare).parameters.get("total_steps")
     if asked is not None and asked.default is asked.empty and total_steps is None:
         raise UserError(
-            f"{type(task).__name__}.configure_optimizers asks for total_steps, which max_duration does not tell; "
+            f"{type(task).__name__}.{method} asks for total_steps, which max_duration does not tell; "
             "give max_duration in steps, samples, or epochs of data with a length."
         )
     try:
-        returned = task.configure_optimizers(total_steps=total_steps) if wants_steps else task.configure_optimizers()
+        return declare() if asked is None else declare(total_steps=total_steps)
     except ValueError as error:
         if "empty parameter list" not in str(error):
             raise
         raise UserError(f"the optimizer of {type(task).__name__} has no parameters; pass self.parameters().") from None
+
+
+def _one(
+    returned: Any,
+    task: TaskModule,
+    phase: Phase | None,
+    *,
+    clip: Clip,
+    precision: Precision,
+    fused: bool,
+    skip: bool,
+) -> Optimization:
+    """Return one optimizer with its schedules, checked."""
     optimizer, schedules = _read(returned, task)
     if isinstance(optimizer, LBFGS):
         raise UserError(
@@ -224,7 +258,7 @@ def configure(
     if fused:
         use_fused_kernel(optimizer, task)
     _fill_momentum(optimizer)
-    return Optimization(optimizer, schedules, clip=clip, precision=precision, skip=skip)
+    return Optimization(optimizer, schedules, clip=clip, precision=precision, skip=skip, phase=phase)
 
 
 def _group_signature(group: Mapping[str, Any]) -> tuple[int, frozenset[str]]:

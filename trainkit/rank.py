@@ -17,23 +17,22 @@ from trainkit.data import Data
 from trainkit.duration import total_steps
 from trainkit.environment import write_environment
 from trainkit.errors import Stopped, UserError
+from trainkit.evaluation import EvalLoop
 from trainkit.failure import record_failure
 from trainkit.feed import make_feed
-from trainkit.loops import EvalLoop, FitLoop, FitSchedule
+from trainkit.loops import FitLoop, FitSchedule
 from trainkit.optimization import configure
 from trainkit.result import FitResult, Progress, result_of
 from trainkit.rng import seed_everything
 from trainkit.run import Run
 from trainkit.run_folder import forget_summary, make_run_dir, write_config, write_summary
 from trainkit.run_lock import only_run_in
-from trainkit.signals import StopSignals
+from trainkit.signals import EXIT_CODES, StopSignals
 from trainkit.task import TaskModule
 from trainkit.warning_log import warnings_kept
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
-
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def fit_on_rank(
@@ -77,7 +76,7 @@ def evaluate_on_rank(trainer: Trainer, task: TaskModule, data: Data, checkpoint:
 def _run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | None) -> Iterator[Run]:
     """Set this rank up for a run, and release everything whatever happens."""
     strategy = trainer.strategy
-    with StopSignals() as signals, _torch_flags(trainer), ExitStack() as stack:
+    with StopSignals(trainer.preemption_signal) as signals, _torch_flags(trainer), ExitStack() as stack:
         try:
             strategy.setup(trainer.precision)
             seed_everything(trainer.seed + strategy.rank)
@@ -105,6 +104,7 @@ def _run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path |
                 raise
             run.close()
         finally:
+            strategy.end_phases()
             strategy.teardown()
 
 
@@ -112,7 +112,7 @@ def _prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop
     """Bring task, optimizer and data into place on this rank, and a resumed run to where it was; collective."""
     _prepare_data(trainer, run)
     _prepare_task(trainer, run)
-    run.optimization = configure(
+    run.optimizations = configure(
         run.task,
         clip=trainer.clip,
         precision=trainer.precision,
@@ -120,7 +120,8 @@ def _prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop
         fused=trainer.fused_optimizer,
         skip=trainer.on_nonfinite == "skip",
     )
-    trainer.strategy.prepare_optimization(run.task, run.optimization)
+    for optimization in run.optimizations:
+        trainer.strategy.prepare_optimization(run.task, optimization)
     validation = _validation_loop(trainer, run)
     schedule = FitSchedule(trainer.max_duration, trainer.log_every, trainer.evaluate_every)
     loop = FitLoop(run, schedule, validation=validation, on_nonfinite=trainer.on_nonfinite)
@@ -166,10 +167,10 @@ def _prepare_task(trainer: Trainer, run: Run) -> None:
 
 def _validation_loop(trainer: Trainer, run: Run) -> EvalLoop | None:
     """Return the loop of validations; raises UserError if a schedule follows one and there is none."""
-    assert run.optimization is not None
     if trainer.validates(run.data):
         return _eval_loop(trainer, run, "validation", limit=trainer.limits["validation"])
-    followed = [schedule.metric for schedule in run.optimization.schedules if schedule.metric is not None]
+    schedules = [schedule for optimization in run.optimizations for schedule in optimization.schedules]
+    followed = [schedule.metric for schedule in schedules if schedule.metric is not None]
     if followed:
         raise UserError(
             f"a schedule follows the metric {followed[0]!r}, but nothing is validated; pass Data(validation=...) "

@@ -23,6 +23,7 @@ from trainkit.logger import Logger
 from trainkit.loggers.guarded import GuardedLogger
 from trainkit.metrics import WeightedMeans
 from trainkit.optimization import Optimization
+from trainkit.phases import by_phase, saved_by_phase
 from trainkit.picture import as_picture
 from trainkit.precision import Precision
 from trainkit.rng import rng_state, seed_everything, set_rng_state
@@ -64,7 +65,8 @@ class Run:
     state: TrainState = field(default_factory=TrainState)
     feed: Feed | None = None
     plan: BatchPlan | None = None
-    optimization: Optimization | None = None
+    optimizations: Sequence[Optimization] = ()
+    """One, or one for each phase of the task; none outside of training."""
     means: WeightedMeans | None = None
     """Of what training steps returned since metrics were logged last."""
     evaluation: EvaluationProgress | None = None
@@ -81,6 +83,11 @@ class Run:
         self._hooks = {moment: _overridden(self.callbacks, moment) for moment in MOMENTS}
         self.checkpoints = None if self.run_dir is None else CheckpointStore(self.run_dir / "checkpoints")
         self._writer: AsyncWriter | None = None
+
+    @property
+    def optimization(self) -> Optimization | None:
+        """The task's optimizer, or that of its first phase; `None` outside of training."""
+        return self.optimizations[0] if self.optimizations else None
 
     @property
     def is_main(self) -> bool:
@@ -197,11 +204,13 @@ class Run:
 
     def restore(self, payload: dict[str, Any], *, where: str) -> None:
         """Go on where a checkpoint was written, on any strategy; collective."""
-        assert self.optimization is not None and self.feed is not None
+        assert self.feed is not None
         self.load_weights(payload, where=where)
-        self.optimization.check_saved(payload["optimizer"], payload["schedules"], where=where)
-        self.strategy.load_optimizer_state_dict(self.task, self.optimization, payload["optimizer"])
-        self.optimization.load_schedule_state(payload["schedules"])
+        saved = saved_by_phase(payload["optimizer"], payload["schedules"], self.optimizations, where=where)
+        for optimization, (optimizer, schedules) in zip(self.optimizations, saved, strict=True):
+            optimization.check_saved(optimizer, schedules, where=where)
+            self.strategy.load_optimizer_state_dict(self.task, optimization, optimizer)
+            optimization.load_schedule_state(schedules)
         self.precision.load_state_dict(payload["scaler"])
         self.state.load_state_dict(payload["state"])
         self.feed.load_state_dict(payload["feed"])
@@ -250,11 +259,12 @@ class Run:
             raise errors[0]
 
     def _payload(self) -> dict[str, Any]:
-        assert self.optimization is not None and self.feed is not None
+        assert self.feed is not None
+        optimizers = [self.strategy.optimizer_state_dict(self.task, part) for part in self.optimizations]
         payload = {
             "task": self.strategy.state_dict(self.task),
-            "optimizer": self.strategy.optimizer_state_dict(self.task, self.optimization),
-            "schedules": self.optimization.schedule_state(),
+            "optimizer": by_phase(optimizers, self.optimizations),
+            "schedules": by_phase([part.schedule_state() for part in self.optimizations], self.optimizations),
             "scaler": self.precision.state_dict(),
             "state": self.state.state_dict(),
             "feed": self.feed.state_dict(self.state.position),

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.errors import UserError
+from trainkit.metric_states import is_metric
 
 
 @dataclass(slots=True)
@@ -24,28 +25,32 @@ class StepOutput:
     """The other values that the task returned."""
     own_weight: bool = False
     """Whether the task gave the weight."""
+    num_samples: int = 0
+    """Samples that `objects` have counted in this step."""
+    objects: Mapping[str, nn.Module | None] | None = None
+    """The metric objects that the task returned; one that counts in another process is `None` here."""
 
 
-def read_training_output(returned: Any, num_samples: int, task: object) -> StepOutput:
-    """Return the checked output of a `training_step`; raises UserError for one that cannot be trained on."""
+def read_training_output(returned: Any, num_samples: int, task: object, step_name: str = "training_step") -> StepOutput:
+    """Return the checked output of a `training_step` or of a phase's step; raises UserError for no usable loss."""
     if isinstance(returned, Tensor):
         output = StepOutput(returned, num_samples)
     else:
-        output = _read(returned, num_samples, task, "training_step")
+        output = _read(returned, num_samples, task, step_name)
     loss = output.loss
     if loss is None:
         raise UserError(
-            f"{_name(task)}.training_step returned {_kind(returned)} without a loss; return the loss, or a dict "
+            f"{_name(task)}.{step_name} returned {_kind(returned)} without a loss; return the loss, or a dict "
             "with the key 'loss': return {'loss': loss, 'accuracy': accuracy}."
         )
     if loss.dim() != 0:
         raise UserError(
-            f"the loss of {_name(task)}.training_step has shape {tuple(loss.shape)}, but must be a scalar; "
+            f"the loss of {_name(task)}.{step_name} has shape {tuple(loss.shape)}, but must be a scalar; "
             "return loss.mean()."
         )
     if not loss.requires_grad:
         raise UserError(
-            f"the loss of {_name(task)}.training_step has no gradient: nothing that requires one leads to it. "
+            f"the loss of {_name(task)}.{step_name} has no gradient: nothing that requires one leads to it. "
             "Do not detach it, and check that the parameters have requires_grad=True."
         )
     return output
@@ -65,11 +70,16 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
             "scalars such as {'loss': loss, 'accuracy': accuracy}."
         )
     metrics: dict[str, Tensor | float] = {}
+    objects: dict[str, nn.Module | None] = {}
     for name, value in returned.items():
         if not isinstance(value, (Tensor, int, float)):
-            raise UserError(
-                f"{_name(task)}.{step_name} returned {name!r} = {_kind(value)}; metrics are numbers or scalar tensors."
-            )
+            if not is_metric(value) or name in ("loss", "weight"):
+                raise UserError(
+                    f"{_name(task)}.{step_name} returned {name!r} = {_kind(value)}; metrics are numbers or scalar "
+                    "tensors, or metric objects: a trainkit.Metric, or one of torchmetrics."
+                )
+            objects[name] = value
+            continue
         if isinstance(value, Tensor) and value.numel() != 1:
             raise UserError(
                 f"{_name(task)}.{step_name} returned {name!r} with shape {tuple(value.shape)}, but must be a scalar; "
@@ -83,7 +93,10 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
         weight = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
     if loss is not None and not isinstance(loss, Tensor):
         raise UserError(f"{_name(task)}.{step_name} returned a loss that is no tensor but {_kind(loss)}.")
-    return StepOutput(loss, num_samples if weight is None else weight, metrics, own_weight=weight is not None)
+    output = StepOutput(loss, num_samples if weight is None else weight, metrics, own_weight=weight is not None)
+    if objects:
+        output.num_samples, output.objects = num_samples, objects
+    return output
 
 
 def _name(task: object) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,10 +22,12 @@ from trainkit.cutting import cutting_complaint
 from trainkit.data import Source
 from trainkit.devices import pick_device
 from trainkit.errors import UserError
+from trainkit.metric_states import metrics_in
 from trainkit.optimization import Optimization
 from trainkit.precision import Precision
 from trainkit.prefetch import prefetched
 from trainkit.sampling import Order, ShareSampler
+from trainkit.signals import ALWAYS
 from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
@@ -59,6 +62,8 @@ class Strategy:
 
     rank: int = 0
     world_size: int = 1
+    runs_phases: bool = True
+    """Whether a task may have several optimizers."""
 
     def __init__(
         self, *, device: str = "auto", accumulate: int | None = None, micro_batch_size: int | None = None
@@ -77,8 +82,12 @@ class Strategy:
         self.precision = Precision()
         self.log_dir: Path | None = None
         """The run's folder, where ranks other than the main one write what they print."""
+        self.stop_signals: Sequence[Signals] = ALWAYS
+        """What started ranks are sent on, when the process that started them receives it."""
         self._requested_device = device
         self._trained: list[nn.Parameter] = []
+        self._all_trained: list[nn.Parameter] = []  # by some phase
+        self._step_name = "training_step"
 
     # ---- Where the ranks are
 
@@ -123,9 +132,13 @@ class Strategy:
         self.precision.prepare(task)
         task.to(self.device)
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        self._all_trained = self._trained
 
     def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
-        """Arrange for gradients to be reduced; called once the optimizer exists, before a run is restored."""
+        """Arrange for gradients to be reduced; called once the optimizer exists, before a run is restored.
+
+        Called for each phase of a task that has several; raises UserError if the strategy has no phases.
+        """
 
     def prepare_steps(self, task: TaskModule, windows: Iterator[Window]) -> None:
         """Get ready for the first step, before anything is evaluated; collective.
@@ -184,8 +197,8 @@ class Strategy:
         for index, micro_batch in enumerate(window.micro_batches):
             with self.gradient_session(sync=index == last):
                 with self.precision.forward():
-                    returned = task.training_step(micro_batch.batch)
-                output = read_training_output(returned, micro_batch.num_samples, task)
+                    returned = getattr(task, self._step_name)(micro_batch.batch)
+                output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
                 self.backward(output, micro_batch, window)
             outputs.append(output)
         self.finish_gradients(outputs, window)
@@ -212,6 +225,20 @@ class Strategy:
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         if gradients:  # a pipeline's stage may have none
             torch._foreach_mul_(gradients, factor)
+
+    def begin_phase(self, optimization: Optimization, *, step_name: str) -> None:
+        """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
+        own = {id(parameter) for parameter in optimization.parameters}
+        for parameter in self._all_trained:
+            parameter.requires_grad_(id(parameter) in own)
+        self._trained = optimization.parameters
+        self._step_name = step_name
+
+    def end_phases(self) -> None:
+        """Let every parameter require a gradient again that some phase trains."""
+        for parameter in self._all_trained:
+            parameter.requires_grad_(True)
+        self._trained, self._step_name = self._all_trained, "training_step"
 
     def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
         """Return the context of one backward: gradients are reduced over ranks in it if `sync`, else only added up."""
@@ -252,6 +279,10 @@ class Strategy:
 
     def _move_for_evaluation(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" and self.precision.batch_type is None else self._move(batch)
+
+    def metrics_of(self, task: TaskModule) -> list[nn.Module]:
+        """Return what holds states of metrics in the task, and in the copies of it that this process drives."""
+        return metrics_in(task)
 
     def stop_evaluating(self, requested: bool) -> bool:
         """Return whether to leave an evaluation after this batch; ranks that evaluate a batch together must agree."""
@@ -306,6 +337,10 @@ class Strategy:
     def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
         """Give the task the parameters and buffers in `saved`."""
         task.load_state_dict(saved)
+
+    def held(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return the parameters and buffers that this process holds, themselves and by name; not collective."""
+        return dict([*task.named_parameters(), *task.named_buffers()])
 
     def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
         """Return the optimizer's state; complete on rank 0."""

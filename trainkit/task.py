@@ -12,6 +12,7 @@ from trainkit.optimization import OptimizerSpec
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
+    from trainkit.phases import Phase, PhaseControl
 
 StepReturn = Tensor | Mapping[str, Tensor | float]
 
@@ -22,7 +23,13 @@ class TaskModule(nn.Module):
     Steps return the loss (a scalar tensor), or a dict whose `"loss"` is trained on and whose other entries are
     metrics: scalars, logged as means over all samples. The entry `"weight"` says how much the micro-batch counts
     (for example its number of tokens); without it, its number of samples does.
+
+    A task with several optimizers declares phases, each with a loss and parameters of its own; with `manual = True`
+    it drives them itself.
     """
+
+    manual: bool = False
+    """Whether `manual_step` drives the phases of a step, instead of one after the other."""
 
     def training_step(self, batch: Any) -> StepReturn:
         """Return the mean loss over `batch`, which is on the task's device."""
@@ -51,6 +58,14 @@ class TaskModule(nn.Module):
             f"{type(self).__name__} has no configure_optimizers; define "
             "configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-3)."
         )
+
+    def configure_phases(self, *args: Any, **kwargs: Any) -> Sequence[Phase]:
+        """Return the phases of a step in their order, instead of `configure_optimizers`; may ask for `total_steps`."""
+        raise UserError(f"{type(self).__name__} has no configure_phases.")
+
+    def manual_step(self, control: PhaseControl) -> None:
+        """Make one step of the task with `manual = True`: call `control.backward` and `control.step`; collective."""
+        raise UserError(f"{type(self).__name__} has manual = True; define manual_step(self, control).")
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """Return callbacks that belong to the task; they are called after the trainer's own."""

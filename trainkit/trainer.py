@@ -20,8 +20,9 @@ from trainkit.errors import Stopped, UserError
 from trainkit.logger import Logger
 from trainkit.loops import Policy
 from trainkit.optimization import Clip
+from trainkit.phases import has_phases
 from trainkit.precision import Precision
-from trainkit.rank import EXIT_CODES, evaluate_on_rank, fit_on_rank
+from trainkit.rank import evaluate_on_rank, fit_on_rank
 from trainkit.result import FitResult
 from trainkit.run_folder import check_run_dir, choose_run_dir
 from trainkit.run_lock import check_no_other_run
@@ -34,6 +35,8 @@ from trainkit.settings import (
     made_callbacks,
     made_loggers,
 )
+from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named
+from trainkit.slurm import check_goes_on, check_requeue, requeue_job
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
@@ -67,6 +70,8 @@ class Trainer:
         limit_predict_batches: Global batches of a prediction at most.
         overfit_batches: Train on these first global batches only, the same ones in every epoch.
         fast_dev_run: Try everything with one batch, writing no file.
+        preemption_signal: A further signal after which the state is saved and training ends, such as `"SIGUSR1"`.
+        requeue: Whether SLURM queues the job again after that signal; needs `resume="auto"`.
         run_dir: The run's folder; by default a new one below `runs/`.
         callbacks: Callbacks or their names; by default checkpoints, progress, throughput, model summary, learning rate.
         loggers: Loggers or their names; by default TensorBoard and `metrics.jsonl`.
@@ -98,6 +103,8 @@ class Trainer:
         limit_predict_batches: int | None = None,
         overfit_batches: int | None = None,
         fast_dev_run: bool = False,
+        preemption_signal: str | None = None,
+        requeue: bool = False,
         run_dir: str | Path | None = None,
         callbacks: Sequence[str | Callback] | None = None,
         loggers: Sequence[str | Logger] | None = None,
@@ -124,6 +131,11 @@ class Trainer:
         }
         self.overfit_batches = checked_limit("overfit_batches", overfit_batches)
         self.fast_dev_run = fast_dev_run
+        self.preemption_signal = preemption_signal_named(preemption_signal)
+        check_requeue(requeue, self.preemption_signal)
+        self.requeue = requeue
+        if self.preemption_signal is not None:
+            self.strategy.stop_signals = (*ALWAYS, self.preemption_signal)
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.callbacks = made_callbacks(callbacks)
         self.loggers = made_loggers(loggers)
@@ -147,10 +159,11 @@ class Trainer:
         `resume` is a run folder or a checkpoint; training goes on in the same folder at the very sample after the
         last one. With `resume="auto"` the run in `run_dir` goes on, or without a `run_dir` the newest unfinished run
         of this task below `runs/`; where there is none, training starts anew. After a SIGINT or SIGTERM it saves the
-        state and raises Stopped, a SystemExit with code 130 or 143.
+        state and raises Stopped, a SystemExit with code 130 or 143; after another signal, 128 and its number.
         """
         data = as_data(data, "train")
         self._validate(task, data, "train")
+        check_goes_on(self.requeue, resumes_by_itself=resume == AUTO)
         checkpoint = self._run_to_continue(task) if resume == AUTO else _checked(resume)
         run_dir = self._choose_run_dir(task, checkpoint)
         self.strategy.log_dir = run_dir
@@ -159,6 +172,8 @@ class Trainer:
             self.precision.prepare(task)  # to the type that the ranks trained in
             task.load_state_dict(result.weights)
         if result.exit_reason in EXIT_CODES:
+            if self.requeue and EXIT_CODES[result.exit_reason] - 128 == self.preemption_signal and self.strategy.is_main:
+                requeue_job()
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
         return replace(result, weights=None)
 
@@ -195,6 +210,11 @@ class Trainer:
         self.strategy.validate()
         source = data.source(stage)
         if stage == "train":
+            if has_phases(task) and not self.strategy.runs_phases:
+                raise UserError(
+                    f"{type(task).__name__} has phases, which {type(self.strategy).__name__} cannot train; use "
+                    "strategy=single or strategy=ddp."
+                )
             if source.batch_size is not None:
                 self.strategy.plan(source.batch_size)
             if self.validates(data):

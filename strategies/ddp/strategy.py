@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.errors import UserError, nearest
@@ -64,6 +65,7 @@ class DDPStrategy(ProcessGroupStrategy):
             as timeline_rank_<k>.json, to be opened in ui.perfetto.dev; rank 0 logs a picture and what to change.
         timeout: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+        process_group: The ranks that train together, where this process has joined others already; `None`: all ranks.
 
     """
 
@@ -86,6 +88,7 @@ class DDPStrategy(ProcessGroupStrategy):
         timeline: bool = False,
         timeout: float = 1800.0,
         backend: str = "auto",
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             devices=devices,
@@ -95,6 +98,7 @@ class DDPStrategy(ProcessGroupStrategy):
             broadcast_buffers=broadcast_buffers,
             timeout=timeout,
             backend=backend,
+            process_group=process_group,
         )
         if bucket_mb is not None and not bucket_mb > 0:
             raise UserError(f"bucket_mb must be above 0 MiB, got {bucket_mb}.")
@@ -120,22 +124,32 @@ class DDPStrategy(ProcessGroupStrategy):
         self._period: AveragePeriod | None = None
         self._trains_all = False  # the optimizer has exactly the reduced parameters
         self._overlapped: BucketwiseOptimizer | None = None
+        self._reducers: dict[str, Reducer] = {}  # by phase
 
     # ---- Before and after training
 
     def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
-        """Listen to the gradients of all trained parameters; collective."""
+        """Listen to the gradients of all trained parameters, or of those of a phase; collective."""
         named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
-        self.reducer = Reducer(named, group=self.group, settings=self.settings)
+        if optimization.phase:
+            own = {id(p) for p in optimization.parameters}
+            named = [(name, p) for name, p in named if id(p) in own]
+        self.reducer = Reducer(named, group=self.group, settings=self.settings, board=self._board)
+        self._reducers[optimization.phase] = self.reducer
         self._trains_all = {id(p) for p in optimization.parameters} == {id(p) for _, p in named}
         if self.hook is not None:
             state = self.hook.state(self.group)
             self.reducer.register_hook(state, self.hook.hook)
             self._period = state if isinstance(state, AveragePeriod) else None
+        if optimization.phase and (self._period is not None or self.overlap_optimizer):
+            raise UserError(
+                "overlap_optimizer=true and hook=local_sgd need a single optimizer, and this task has phases. Set "
+                "strategy.overlap_optimizer=false strategy.hook=none."
+            )
         if self.overlap_optimizer:
             self._overlap(optimization)
         if self.record_timeline:
-            self.timeline = Timeline(rank=self.rank)
+            self.timeline = self.timeline or Timeline(rank=self.rank)
             self.reducer.after_step = self.timeline.record
 
     def _overlap(self, optimization: Optimization) -> None:
@@ -152,7 +166,9 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def tell_failure(self, why: str) -> None:
         """Let the other ranks know that this one stops."""
-        if self.reducer is not None and self.world_size > 1:
+        if self.reducer is None:
+            super().tell_failure(why)
+        elif self.world_size > 1:
             self.reducer.fail(why)
 
     def teardown(self) -> None:
@@ -161,9 +177,9 @@ class DDPStrategy(ProcessGroupStrategy):
             self._close_timeline(self.timeline)
         self.timeline = None
         super().teardown()  # tells the others if this rank is failing, through the reducer
-        if self.reducer is not None:
-            self.reducer.close()
-            self.reducer = None
+        for reducer in self._reducers.values():
+            reducer.close()
+        self._reducers, self.reducer = {}, None
 
     def _close_timeline(self, timeline: Timeline) -> None:
         """Write the trace, and on rank 0 say what it shows."""
@@ -174,6 +190,11 @@ class DDPStrategy(ProcessGroupStrategy):
                 logger.info("%s", line)
 
     # ---- A step
+
+    def begin_phase(self, optimization: Optimization, *, step_name: str) -> None:
+        """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
+        super().begin_phase(optimization, step_name=step_name)
+        self.reducer = self._reducers[optimization.phase]
 
     def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
         """Return the context of one backward: its gradients are added up over ranks if `sync`."""

@@ -63,6 +63,8 @@ class DataParallel(Strategy):
 
     """
 
+    runs_phases = False
+
     def __init__(
         self,
         *,

@@ -55,6 +55,8 @@ class FusionStrategy(DDPStrategy):
 
     """
 
+    runs_phases = False
+
     def __init__(
         self,
         *,

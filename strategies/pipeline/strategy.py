@@ -101,6 +101,8 @@ class Pipeline(ProcessGroupStrategy):
 
     """
 
+    runs_phases = False
+
     def __init__(
         self,
         *,
@@ -585,6 +587,13 @@ class Pipeline(ProcessGroupStrategy):
             load_own_state(task, self._placement, saved, stage=self.stage)
         else:
             task.load_state_dict(saved)
+
+    def held(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return the parameters and buffers of this stage, themselves and by name; all of them before the cut."""
+        everything = super().held(task)
+        if not self._is_placed:
+            return everything
+        return {name: tensor for name, tensor in everything.items() if self._placement.is_held(name, self.stage)}
 
     def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
         """Return the optimizer's state, complete on the main rank."""

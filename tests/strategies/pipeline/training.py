@@ -43,7 +43,7 @@ class Training:
         self.precision = Precision(precision)
         strategy.setup(self.precision)
         strategy.prepare(task)
-        self.optimization = configure(
+        (self.optimization,) = configure(
             task, clip=Clip(norm=clip), precision=self.precision, total_steps=None, fused=False, skip=False
         )
         strategy.prepare_optimization(task, self.optimization)
