@@ -82,13 +82,14 @@ def test_a_mistyped_command_or_option_is_named_with_the_nearest(capsys):
     assert "Did you mean '--config-dir'?" in _errors(capsys, "fit", "--config-dri", "x")
 
 
-def test_an_error_in_the_settings_is_told_within_a_second_and_a_half_without_torch():
+@pytest.mark.parametrize("strategy", ["single", "dp", "pipeline"])  # modules, and packages that import torch
+def test_an_error_in_the_settings_is_told_within_a_second_and_a_half_without_torch(strategy):
     script = (
         "import sys; from trainkit.command_line.cli import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     wrong = ["trainer.max_epoch=3", "strategy.acumulate=2", "task.lrr=1"]
-    seconds, ran = _processor_seconds("-c", script, "fit", "recipe=digits", *wrong)
+    seconds, ran = _processor_seconds("-c", script, "fit", "recipe=digits", f"strategy={strategy}", *wrong)
     assert ran.returncode == 2, ran.stderr
     assert all(name in ran.stderr for name in ("trainer.max_duration", "strategy.accumulate", "task.lr"))
     assert seconds < 1.5
@@ -203,6 +204,11 @@ def test_a_run_that_python_started_says_how_it_goes_on(capsys, make_trainer):
         ("trainkit fit recipe=digits_", ["recipe=digits_mlp"]),
         ("trainkit fit recipe=digits task.w", ["task.weight_decay=", "task.width="]),
         ("trainkit fit -m trainer.max_", ["trainer.max_duration="]),
+        ("trainkit ex", ["explain", "export"]),
+        ("trainkit explain trainer.max_", ["trainer.max_duration"]),
+        ("trainkit explain recipe=digits task.wi", ["task.width"]),
+        ("trainkit config strategy=torch", ["strategy=torch_ddp"]),
+        ("trainkit completion ba", []),
     ],
 )
 def test_the_shell_completes_commands_choices_and_keys(line, expected, capsys, monkeypatch):

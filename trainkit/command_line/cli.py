@@ -53,6 +53,16 @@ COMMANDS = {
         "show how a pipeline would be cut, without training",
         "recipe=digits strategy.stages=4",
     ),
+    "explain": Command(
+        "trainkit.command_line.explain:explain",
+        "say what a key means, takes, and is now",
+        "trainer.max_duration [key=value ...]",
+    ),
+    "config": Command(
+        "trainkit.command_line.config_tree:config",
+        "print all settings, with where each comes from",
+        "recipe=digits [key=value ...]",
+    ),
     "recipes": Command("trainkit.command_line.recipe_table:recipes", "list what is ready to run", ""),
     "completion": Command(
         "trainkit.command_line.completion:completion", "print a script that completes in your shell", "bash"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from trainkit.command_line.hardware import absence, num_gpus
 from trainkit.command_line.problem import Problem
@@ -45,8 +45,9 @@ def _stages(strategy: Mapping[str, Any]) -> Iterator[Problem]:
     stages, cuts = strategy.get("stages"), strategy.get("cuts")
     if not _is_count(stages) or not isinstance(cuts, list):
         return
-    if strategy.get("schedule") == "interleaved_virtual" and _is_count(strategy.get("stages_per_rank")):
-        stages *= strategy["stages_per_rank"]
+    per_rank = strategy.get("stages_per_rank")
+    if strategy.get("schedule") == "interleaved_virtual" and _is_count(per_rank):
+        stages *= per_rank
     if len(cuts) != stages - 1:
         yield Problem(
             "strategy.cuts",
@@ -93,8 +94,9 @@ def _evaluation(trainer: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Ite
         # Without the metric a checkpoint callback only keeps no best ones; others have nothing left to do.
         if name != "checkpoint" and isinstance(metric, str) and metric.startswith("validation/"):
             yield Problem(
-                f"callbacks.{name}.metric",
-                f"'{metric}' is never measured with trainer.evaluate_every=null; set a duration such as 1epoch",
+                "trainer.evaluate_every",
+                f"null leaves callbacks.{name}.metric={metric} never measured; set a duration such as 1epoch, or "
+                f"type ~callbacks.{name}",
             )
 
 
@@ -119,5 +121,5 @@ def _mapping(node: Any) -> Mapping[str, Any]:
     return node if isinstance(node, Mapping) else {}
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

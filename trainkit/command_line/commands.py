@@ -31,7 +31,7 @@ def fit(arguments: Arguments) -> int:
         from trainkit.command_line.sweep import sweep
 
         return sweep(arguments)
-    with composing(arguments.config_dirs, saved=None if saved is None else _settings_file(Path(saved))) as composer:
+    with composing(arguments.config_dirs, saved=None if saved is None else settings_file(Path(saved))) as composer:
         settings = composer.settings(arguments.overrides, needs_task=not arguments.cfg)
     if arguments.cfg:
         return _show(settings, arguments)
@@ -184,7 +184,7 @@ def _settings_of_run(arguments: Arguments, path: Path) -> Settings:
     file = run_folder_of(path) / _SETTINGS
     if path.is_file() and not file.is_file():
         return _settings_in_checkpoint(arguments, path)
-    with composing(arguments.config_dirs, saved=_settings_file(run_folder_of(path))) as composer:
+    with composing(arguments.config_dirs, saved=settings_file(run_folder_of(path))) as composer:
         return composer.settings(arguments.overrides)
 
 
@@ -199,7 +199,7 @@ def _settings_in_checkpoint(arguments: Arguments, path: Path) -> Settings:
             return composer.settings(arguments.overrides)
 
 
-def _settings_file(path: Path) -> Path:
+def settings_file(path: Path) -> Path:
     """Return the file that holds a run's settings: `path` itself, or `config.yaml` in it."""
     file = path / _SETTINGS if path.is_dir() else path
     if not file.is_file():

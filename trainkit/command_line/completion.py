@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from trainkit.command_line.cli import COMMANDS, Arguments
 from trainkit.errors import UserError, nearest
@@ -18,6 +19,7 @@ _FISH = """\
 function _trainkit; COMP_LINE=(commandline -cp) trainkit completion query; end
 complete -c trainkit -f -a '(_trainkit)'
 """
+_WITHOUT_KEYS = ("completion", "doctor", "new", "report")  # the shell then offers files
 _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
@@ -41,12 +43,17 @@ def candidates(line: str) -> list[str]:
         words.append("")
     if len(words) <= 2:
         return [name for name in COMMANDS if name.startswith(words[-1])]
+    if words[1] in _WITHOUT_KEYS:
+        return []
     from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 
     from trainkit.command_line.composition import CONFIG, composing
 
-    typed = [word for word in words[2:-1] if not word.startswith("-")]
-    with composing() as composer:
+    folders = [words[index + 1] for index, word in enumerate(words[:-1]) if word in ("--config-dir", "-cd")]
+    typed = [word for word in words[2:-1] if "=" in word and not word.startswith("-")]
+    with composing([folder for folder in folders if Path(folder).is_dir()]) as composer:
         plugin = DefaultCompletionPlugin(composer.loader)
         found: list[str] = plugin._query(config_name=CONFIG, line=" ".join([*typed, words[-1]]))
-    return [name for name in found if not name.startswith("hydra")]
+    names = [name for name in found if not name.startswith("hydra")]
+    is_key = words[1] == "explain" and "=" not in words[-1]
+    return [name.rstrip("=") if is_key else name for name in names]

@@ -84,6 +84,12 @@ class Composer:
         """Return the names that can be chosen in a group."""
         return self.loader.get_group_options(group)
 
+    def content(self, group: str, name: str) -> dict[str, Any]:
+        """Return what the file or plugin of a choice says, by itself."""
+        result = self.loader.repository.load_config(f"{group}/{name}")  # type: ignore[attr-defined] # of the one loader
+        content = {} if result is None else OmegaConf.to_container(result.config)
+        return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+
     def settings(self, texts: Sequence[str], *, needs_task: bool = True, here: bool | None = None) -> Settings:
         """Return the settings that the overrides lead to; raises SettingsError with all that is wrong.
 
@@ -165,7 +171,7 @@ class Composer:
         elif rendered:
             origins.add_composed(self.loader, self.config_name, rendered)
         for key, text in overrides.typed:
-            origins.add_typed(key, text)
+            origins.add_typed(key, text, is_choice=key in overrides.choices)
         return origins
 
 

@@ -44,7 +44,7 @@ def export_weights(run: Path, out: Path, *, which: str = "last") -> str:
     from trainkit.checkpoints.store import load_from
 
     loaded = load_from(run, which)
-    saved: dict[str, Any] = loaded.payload["task"]
+    saved: dict[str, Any] = loaded.payload.get("evaluation_weights", loaded.payload["task"])
     # Copies: the format does not take tensors that share memory or have gaps.
     weights = {name: value.clone().contiguous() for name, value in saved.items() if isinstance(value, Tensor)}
     described = {"format": "pt", "step": str(loaded.entry.step), "task": str(loaded.payload["task_class"])}

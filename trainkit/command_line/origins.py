@@ -31,9 +31,16 @@ class Origins:
             return self._places[f"{parent}._target_"]
         return self.of(parent) if parent else ""
 
-    def add_typed(self, key: str, text: str) -> None:
-        """Note that `key` and all below it were typed on the command line."""
-        for below in [known for known in self._places if known.startswith(f"{key}.")]:
+    def comment(self, key: str) -> str:
+        """Return what the file that set `key` says behind it; empty where it says nothing."""
+        file, _, line = self._places.get(key, "").rpartition(":")
+        if not line.isdigit() or not Path(file).is_file():
+            return ""
+        return Path(file).read_text(encoding="utf-8").splitlines()[int(line) - 1].partition(" # ")[2].strip()
+
+    def add_typed(self, key: str, text: str, *, is_choice: bool = False) -> None:
+        """Note that `key` was typed on the command line, and all below it, unless it is the choice of a file."""
+        for below in [known for known in self._places if known.startswith(f"{key}.") and not is_choice]:
             del self._places[below]
         self._places[key] = f"the command line: {text}"
 

@@ -68,6 +68,11 @@ class Overrides:
         return [(part.key, part.text) for part in self._parts]
 
     @property
+    def choices(self) -> list[str]:
+        """The groups in which something is chosen."""
+        return [part.key for part in self._parts if part.is_group]
+
+    @property
     def deletions(self) -> list[tuple[str, str]]:
         """The keys to take away, with what was typed."""
         return [(part.key, part.text) for part in self._parts if _is_deletion(part)]

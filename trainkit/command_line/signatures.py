@@ -31,6 +31,10 @@ class Parameter:
 
     required: bool = False
     accepted: Accepted = ANYTHING
+    default: str = ""
+    """As it is written in Python; empty where there is none."""
+    annotation: str = ""
+    """As it is written in Python; empty where there is none."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Signature:
 @cache
 def signature_of(target: str) -> Signature:
     """Return what the class or function at the dotted path `target` takes; raises TargetError where there is none."""
-    module, attributes = _split(target)
+    module, attributes = split_target(target)
     missing = missing_package(module)
     if missing is not None:
         raise TargetError(f"{module} needs the package '{missing}', which is not installed. {remedy(missing)}")
@@ -52,7 +56,7 @@ def signature_of(target: str) -> Signature:
     return _ask(module, attributes) if read is None else read
 
 
-def _split(target: str) -> tuple[str, list[str]]:
+def split_target(target: str) -> tuple[str, list[str]]:
     """Return the longest part of `target` that is a module, and the names within it."""
     parts = target.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
@@ -97,14 +101,24 @@ def _read_class(module: str, statement: ast.ClassDef) -> Signature | None:
 def _of_arguments(module: str, arguments: ast.arguments, *, bound: bool) -> Signature:
     by_position = [*arguments.posonlyargs, *arguments.args]
     num_required = len(by_position) - len(arguments.defaults)
-    parameters = {
-        argument.arg: Parameter(index < num_required, _accepted(module, argument))
-        for index, argument in enumerate(by_position)
+    defaults: list[ast.expr | None] = [*[None] * num_required, *arguments.defaults]
+    given = [
+        pair
+        for index, pair in enumerate(zip(by_position, defaults, strict=True))
         if index >= max(bound, len(arguments.posonlyargs))
-    }
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        parameters[argument.arg] = Parameter(default is None, _accepted(module, argument))
+    ]
+    given += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    parameters = {argument.arg: _parameter(module, argument, default) for argument, default in given}
     return Signature(parameters, open=arguments.kwarg is not None)
+
+
+def _parameter(module: str, argument: ast.arg, default: ast.expr | None) -> Parameter:
+    return Parameter(
+        required=default is None,
+        accepted=_accepted(module, argument),
+        default="" if default is None else ast.unparse(default),
+        annotation="" if argument.annotation is None else ast.unparse(argument.annotation),
+    )
 
 
 def _accepted(module: str, argument: ast.arg) -> Accepted:
@@ -129,6 +143,7 @@ def _ask(module: str, attributes: list[str]) -> Signature:
         if not hasattr(found, attribute):
             where = ".".join([module, *attributes[:depth]])
             public = [name for name in dir(found) if not name.startswith("_")]
+            public += [below.name for below in iter_modules(getattr(found, "__path__", []))]
             raise TargetError(f"{where} has no '{attribute}'.{nearest(attribute, public)}")
         found = getattr(found, attribute)
     if not callable(found):
@@ -142,7 +157,12 @@ def _ask(module: str, attributes: list[str]) -> Signature:
         return Signature({}, open=True)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = {
-        name: Parameter(parameter.default is parameter.empty, _of_annotation(parameter.annotation))
+        name: Parameter(
+            required=parameter.default is parameter.empty,
+            accepted=_of_annotation(parameter.annotation),
+            default="" if parameter.default is parameter.empty else repr(parameter.default),
+            annotation=_text_of(parameter.annotation),
+        )
         for name, parameter in signature.parameters.items()
         if parameter.kind in named
     }
@@ -162,8 +182,13 @@ def _imported(module: str) -> Any:
 def _of_annotation(annotation: Any) -> Accepted:
     if annotation is inspect.Parameter.empty:
         return ANYTHING
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     try:
-        return read_annotation(ast.parse(text, mode="eval").body, lambda name: None)
+        return read_annotation(ast.parse(_text_of(annotation), mode="eval").body, lambda name: None)
     except SyntaxError:
         return ANYTHING
+
+
+def _text_of(annotation: Any) -> str:
+    if annotation is inspect.Parameter.empty:
+        return ""
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

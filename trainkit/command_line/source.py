@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from functools import cache
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,10 +20,35 @@ class TargetError(UserError):
 
 
 @cache
+def spec_of(name: str) -> ModuleSpec | None:
+    """Return where a module is, as `find_spec` does; packages around it are imported only if there is no other way."""
+    module = sys.modules.get(name)
+    if module is not None and module.__spec__ is not None:
+        return module.__spec__
+    parent = name.rpartition(".")[0]
+    if not parent:
+        return find_spec(name)
+    path = getattr(sys.modules.get(parent), "__path__", None)
+    if path is None:
+        around = spec_of(parent)
+        path = None if around is None else around.submodule_search_locations
+    found = None if path is None else _found_below(name, list(path))
+    return found or find_spec(name)
+
+
+def _found_below(name: str, path: list[str]) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        found = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
+        if found is not None:
+            return found
+    return None
+
+
+@cache
 def is_module(name: str) -> bool:
-    """Return whether a module can be found; the packages around it are imported. Raises TargetError if they cannot."""
+    """Return whether a module can be found. Raises TargetError if a package around it cannot be imported."""
     try:
-        return find_spec(name) is not None
+        return spec_of(name) is not None
     except ModuleNotFoundError as error:
         missing = error.name or name
         if missing == name or name.startswith(f"{missing}."):
@@ -35,7 +61,7 @@ def is_module(name: str) -> bool:
 @cache
 def tree_of(module: str) -> ast.Module | None:
     """Return a module's source, read; None if it is not written in Python. Raises TargetError for wrong syntax."""
-    spec = find_spec(module)
+    spec = spec_of(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
@@ -104,7 +130,7 @@ def _home(module: str, statement: ast.ImportFrom, name: str) -> tuple[str, str] 
     original = next(alias.name for alias in statement.names if (alias.asname or alias.name) == name)
     source = statement.module or ""
     if statement.level:
-        spec = find_spec(module)
+        spec = spec_of(module)
         is_package = spec is not None and spec.submodule_search_locations is not None
         parts = module.split(".") if is_package else module.split(".")[:-1]
         source = ".".join(filter(None, [*parts[: len(parts) - statement.level + 1], source]))

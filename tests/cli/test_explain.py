@@ -1,0 +1,105 @@
+"""`trainkit explain` and `trainkit config`: what keys mean, and where their values come from."""
+
+import sys
+
+import pytest
+import yaml
+
+from trainkit import registry
+from trainkit.command_line.cli import main
+from trainkit.command_line.composition import composing
+from trainkit.command_line.descriptions import read_docstring
+from trainkit.command_line.known_keys import known_keys
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def _explained(capsys, *argv):
+    assert main(["explain", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def _refused(capsys, *argv):
+    assert main(["explain", *argv]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_key_is_explained_by_meaning_type_default_and_origin(capsys):
+    shown = _explained(capsys, "trainer.max_duration", "recipe=digits")
+    assert "How long to train." in shown
+    assert "a duration such as 500step" in shown
+    assert "default  1epoch" in shown
+    assert "now      20epoch, from " in shown and "conf/recipe/digits.yaml:" in shown
+    typed = _explained(capsys, "trainer.max_duration", "recipe=digits", "trainer.max_duration=3step")
+    assert "now      3step, from the command line: trainer.max_duration=3step" in typed
+
+
+def test_a_key_of_another_choice_says_what_to_choose(capsys):
+    assert "there with strategy=pipeline" in _explained(capsys, "strategy.stages")
+    assert "there with +callbacks=early_stopping" in _explained(capsys, "patience")
+
+
+def test_the_end_of_a_key_is_enough_where_there_is_one(capsys):
+    assert _explained(capsys, "clip_norm").startswith("trainer.clip_norm\n")
+    assert "'metric' is several keys. Did you mean" in _refused(capsys, "metric", "+callbacks=early_stopping")
+
+
+def test_a_section_lists_its_choices_and_keys(capsys):
+    shown = _explained(capsys, "strategy", "strategy=ddp")
+    for part in ("choose with strategy=NAME", "pipeline ", "strategy.bucket_mb ", "DDPStrategy"):
+        assert part in shown
+
+
+def test_an_unknown_key_is_told_with_the_nearest(capsys):
+    assert "Did you mean 'trainer.max_duration'?" in _refused(capsys, "trainer.max_duratoin")
+    assert "Did you mean 'width'?" in _refused(capsys, "widht")
+    assert "explain needs a key" in _refused(capsys, "recipe=digits")
+
+
+def test_a_class_without_docstrings_is_explained_by_the_comment_in_its_file(tmp_path, capsys):
+    (tmp_path / "plain.py").write_text("class Task:\n    def __init__(self, rate: float = 0.5): ...\n")
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ntask:\n  _target_: plain.Task\n  rate: 0.25 # how fast it goes\n"
+    )
+    shown = _explained(capsys, "task.rate", "--config-dir", "conf", "recipe=mine")
+    assert "  how fast it goes\n" in shown
+    assert "default  0.5" in shown and "now      0.25, from conf/recipe/mine.yaml:4" in shown
+
+
+def test_the_config_is_yaml_with_the_origin_of_every_value(capsys):
+    argv = ["recipe=char_lm", "task.lr=0.5", "+callbacks=early_stopping"]
+    assert main(["config", *argv]) == 0
+    shown = capsys.readouterr().out
+    with composing() as composer:
+        tree = composer.settings(argv).tree
+    assert yaml.safe_load(shown) == tree
+    lines = {line.split(":")[0].strip(): line for line in shown.splitlines()}
+    assert "# the command line: task.lr=0.5" in lines["lr"]
+    assert "conf/callbacks/early_stopping.yaml:" in lines["patience"]
+    assert "# ${data.context} in " in next(line for line in shown.splitlines() if "context: 128" in line)
+    assert all("#" in line for line in shown.splitlines() if not line.endswith(":"))
+
+
+def test_every_key_of_the_package_is_described_by_a_docstring():
+    """What `explain` and the guide's page of keys say comes from there alone."""
+    for group in ("recipe", "strategy", "callbacks", "logger"):
+        for name in registry.names(group):
+            with composing() as composer:
+                choice = f"+{group}={name}" if group in ("callbacks", "logger") else f"{group}={name}"
+                tree = composer.settings([choice], needs_task=False, here=False).tree
+            silent = [key.path for key in known_keys(tree) if not key.meaning and "hook" not in key.path]
+            assert silent == [], f"{group}={name}"
+
+
+def test_arguments_of_a_docstring_may_run_over_lines_and_have_types():
+    read = read_docstring(
+        "Does it.\n\nMore.\n\nArgs:\n    one (int): First\n        and more: of it.\n    two: Second.\n\n"
+        "Returns:\n    x: y\n"
+    )
+    assert read.summary == "Does it."
+    assert read.arguments == {"one": "First and more: of it.", "two": "Second."}
