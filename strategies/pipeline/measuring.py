@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .costs import estimated_seconds
 from .event_mode import EventMode
 from .events import Event, Recording
 from .interception import Call, Interception
-from .recording import CONSTANTS, Step, estimated_seconds, unchanged
+from .recorder import CONSTANTS
+from .recording import Step
 from .structures import leaves, rebuild, tensors
+from .untouched import copied, unchanged
 
 WORTH_SECONDS = 50e-6
 """Calls that take less than this are not repeated."""
@@ -32,13 +35,12 @@ def measure(recording: Recording, task: nn.Module, step: Step, batch: Any, *, re
     passes = 1
     while passes:
         stopwatch = _Stopwatch(recording, interception, repeats if passes == 1 else 0)
-        copied = rebuild(batch, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
         with ExitStack() as stack:
             stack.enter_context(unchanged(task))
             stack.enter_context(interception.installed())
             stack.enter_context(interception.session(stopwatch))
             stack.enter_context(stopwatch)
-            step(copied)
+            step(copied(batch))
         passes = passes + 1 if stopwatch.has_stateful and passes < repeats else 0
     _pool(recording)
     recording.measured = True

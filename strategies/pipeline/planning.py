@@ -10,10 +10,12 @@ from torch import nn
 
 from trainkit.errors import UserError
 
+from .costs import estimated_seconds
 from .events import Event, Recording
 from .measuring import Unrepeatable, estimate, measure
+from .observation import Observation
 from .partition import Partition, StageCosts, dearest, manual_cuts, partition
-from .recording import Observation, Step, estimated_seconds, observe
+from .recording import Step, observe
 
 logger = logging.getLogger(__name__)
 
