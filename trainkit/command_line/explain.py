@@ -141,7 +141,7 @@ class _Explanations:
         """Return the classes that a choice brings, with the place of each in the settings."""
         loaded = self._composer.content(group, name)
         if group == "strategy":
-            places = {"strategy": loaded}
+            places: dict[str, Any] = {"strategy": loaded}
         elif group == "recipe":
             places = {section: loaded.get(section) for section in ("task", "data")}
         else:
