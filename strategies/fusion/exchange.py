@@ -1,11 +1,10 @@
-"""Fusion buffers that travel through gloo: each window's part i goes to rank i, which sums it and sends the sum back.
+"""Fusion buffers that travel through gloo: each window's part i goes to server i, which sums it and sends the sum back.
 
-    rank 0   [p0 p1]  --- scatter --->  p0 + p0'  --- gather --->  [s0 s1]
-    rank 1   [p0'p1'] ---------------   p1 + p1'  -------------    [s0 s1]
+    server 0   [p0 p1]  --- scatter --->  p0 + p0'  --- back --->  [s0 s1]
+    server 1   [p0'p1'] ---------------   p1 + p1'  -----------    [s0 s1]
 
-Windows are started in the same order on every rank. At most `in_flight` of them are under way; a rank that fills its
-buffers faster waits. Scattering and gathering have a process group each: in one group the order of collectives would
-depend on who is how far.
+Windows travel in the same order on every server, at most `in_flight` at a time; the others wait in their buffers, so
+that backward waits for none. Nothing moves by itself: `progress` takes every window as far as it can go.
 """
 
 from __future__ import annotations
@@ -13,87 +12,121 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..ddp.collective import PatientWork
-from ..ddp.failure import FailureBoard
-from ..ddp.transport import Reduction
-from .part_transport import BufferSettings, PartTransport, sum_in_order
+from ..ddp.failure import FailureBoard, RankError
+from .channels import Channels
+from .part_transport import BufferSettings, Landing, PartTransport, sum_in_order
 from .parts import cut_windows, equal_parts
+from .staging import Copy, Staging
 
 
 class Exchange(PartTransport):
-    """Sums windows of flat buffers at servers that are the ranks; device buffers are staged in CPU memory."""
+    """Sums windows of flat buffers at the servers that share `channels`; device buffers are staged in CPU memory."""
 
     name = "exchange"
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        channels: Channels,
         *,
         board: FailureBoard,
         device: torch.device,
+        staging: Staging,
         timeout_seconds: float,
         settings: BufferSettings,
         num_gradients: Callable[[], list[int]],
     ) -> None:
-        """Make the groups for both directions. Collective."""
-        self.board, self.device, self.timeout_seconds = board, device, timeout_seconds
-        self.settings, self.num_gradients = settings, num_gradients
-        self.rank, self.world_size = group.rank(), group.size()
-        ranks = dist.get_process_group_ranks(group)
-        self.scatter_group = _gloo_group(ranks)
-        self.gather_group = _gloo_group(ranks)
+        self.channels, self.board, self.device, self.staging = channels, board, device, staging
+        self.timeout_seconds, self.settings, self.num_gradients = timeout_seconds, settings, num_gradients
+        self.rank, self.world_size = channels.rank, channels.world_size
         self.flats: list[Tensor] = []
-        self.weights: list[Tensor] = []
+        self.flags: list[Tensor] = []
+        self.weight_sets = []
         self._windows: list[list[tuple[int, int]]] = []
-        self._under_way: deque[_Flight] = deque()
+        self._ready: dict[int, Any] = {}  # by buffer: the moment at which it was filled
+        self._landed: dict[int, Copy] = {}  # by buffer: the last copy to the device
+        self._queue: deque[_Flight] = deque()  # windows in the order in which they travel, those under way first
+        self._num_under_way = 0
+        self._passages: deque[_Passage] = deque()
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Return one flat tensor of zeros for each (elements, dtype)."""
-        sharded = self.settings.sharded
-        self.flats = [torch.zeros(numel, dtype=dtype, device=self.device) for numel, dtype in sizes]
-        self.weights = [torch.zeros_like(flat) for flat in self.flats] if sharded else []
+        flats = [torch.zeros(numel, dtype=dtype, device=self.device) for numel, dtype in sizes]
+        sharded, settings = self.settings.sharded, self.settings
         summed = self.num_gradients() if sharded else [numel for numel, _ in sizes]
-        self._windows = [
-            cut_windows(numel, max(1, self.settings.window_bytes // dtype.itemsize))
-            for numel, (_, dtype) in zip(summed, sizes, strict=True)
-        ]
-        return self.flats
+        flags = [flat[numel:] for flat, numel in zip(flats, self.num_gradients(), strict=True)]
+        sets = (1 + settings.second_weights) * sharded
+        self.adopt(
+            flats,
+            summed=summed,
+            flags=flags,
+            weight_sets=[[torch.zeros_like(flat) for flat in flats] for _ in range(sets)],
+        )
+        return flats
 
-    def start(self, bucket: int, *, where: str, timed: bool = False) -> Reduction:
-        """Start to sum the allocated tensor number `bucket`, window by window."""
-        if self.world_size == 1:
-            return _Landing(self, [], None)
+    def adopt(
+        self,
+        flats: list[Tensor],
+        *,
+        summed: Sequence[int],
+        flags: list[Tensor],
+        weight_sets: list[list[Tensor]],
+    ) -> None:
+        """Sum these flat tensors from now on, `summed` elements of each."""
+        self.flats, self.flags, self.weight_sets, self.live = flats, flags, weight_sets, 0
+        self._windows = [
+            cut_windows(numel, max(1, self.settings.window_bytes // flat.dtype.itemsize))
+            for numel, flat in zip(summed, flats, strict=True)
+        ]
+
+    def mark_ready(self, buffer: int) -> None:
+        """Note that what is on the current stream fills the buffer."""
+        self._ready[buffer] = self.staging.mark()
+
+    def order_current_stream(self, buffer: int) -> None:
+        """Let what comes on the current stream see a buffer that has landed."""
+        if buffer in self._landed:
+            self._landed[buffer].order_current_stream()
+
+    def start(self, bucket: int, *, where: str, timed: bool = False) -> Landing:
+        """Start to sum the buffer number `bucket`, window by window."""
+        flat, ready = self.flats[bucket], self._ready.pop(bucket, None) or self.staging.mark()
         flags = None
-        flat = self.flats[bucket]
-        if self.settings.sharded:
-            behind = flat[self.num_gradients()[bucket] :]
-            if behind.numel():
-                work = dist.all_reduce(behind, group=self.gather_group, async_op=True)
-                flags = self._patient(work, where)
-        flights = []
-        for start, stop in self._windows[bucket]:
-            while len(self._under_way) >= self.settings.in_flight:
-                self._land_first()
-            flight = _Flight(self, flat[start:stop], where)
-            self._under_way.append(flight)
-            flights.append(flight)
+        flights: list[_Flight] = []
+        if self.world_size > 1:
+            flights = [_Flight(self, bucket, flat[a:b], ready, where) for a, b in self._windows[bucket]]
+            if self.settings.sharded and self.flags[bucket].numel():
+                work = dist.all_reduce(self.flags[bucket], group=self.channels.flags, async_op=True)
+                flags = self.patient(work, where)
+        self._queue.extend(flights)
+        passage = _Passage(self, bucket, where, flights=flights, flags=flags)
+        self._passages.append(passage)
         self.progress()
-        return _Landing(self, flights, flags)
+        return passage
 
     def progress(self) -> None:
-        """Sum and send back, in the order of windows, what has arrived from all ranks."""
-        for flight in self._under_way:
-            if not flight.is_summed:
-                if not flight.has_arrived():
-                    break
-                flight.sum_and_return()
-        while self._under_way and self._under_way[0].has_come_back():
-            self._land_first()
+        """Take every window as far as it can go, in their order, without waiting."""
+        self._launch()
+        for flight in self._under_way():
+            if not flight.is_summed_now():  # sent back in another order, sums would meet the wrong windows
+                break
+        while self._queue and self._queue[0].is_landed_now():
+            self._queue.popleft()
+            self._num_under_way -= 1
+        self._launch()
+        for passage in list(self._passages):
+            passage.advance()
+            if not passage.is_summed:  # in the order of buffers, as weights are sent
+                break
+        while self._passages and self._passages[0].is_done():
+            self._passages.popleft()
 
     def own_parts(self, buffer: int) -> list[tuple[int, int]]:
         """Return (start, stop) of the gradient elements of a buffer that this rank sums."""
@@ -104,18 +137,26 @@ class Exchange(PartTransport):
             parts.append((begin, begin + sizes[self.rank]))
         return [(start, stop) for start, stop in parts if start < stop]
 
-    def share(self, buffer: int, *, where: str) -> Reduction:
-        """Start to send this rank's parts of the weights to all ranks."""
+    def used(self, buffer: int) -> Tensor:
+        """Return for each parameter of a summed buffer how many ranks had a gradient."""
+        return self.flags[buffer]
+
+    def share(self, buffer: int, *, where: str) -> Landing:
+        """Start to send this rank's parts of the next weights to all."""
+        return _Shares(self, self.send_weights(buffer, where), where)
+
+    def send_weights(self, buffer: int, where: str) -> list[PatientWork]:
+        """Start to send this rank's parts of the next weights, and to receive the others'."""
         works = []
         for start, stop in self._windows[buffer] if self.world_size > 1 else []:
-            whole = self.weights[buffer][start:stop]
+            whole = self.weight_sets[self.next][buffer][start:stop]
             sizes = equal_parts(len(whole), self.world_size)
             own = whole.split(sizes)[self.rank]
             work = dist.all_to_all_single(
-                whole, own.repeat(self.world_size), sizes, [len(own)] * self.world_size, self.gather_group, True
+                whole, own.repeat(self.world_size), sizes, [len(own)] * self.world_size, self.channels.back, True
             )
-            works.append(self._patient(work, where))
-        return _All(works)
+            works.append(self.patient(work, where))
+        return works
 
     @property
     def bytes_a_step(self) -> int:
@@ -129,105 +170,211 @@ class Exchange(PartTransport):
                 total += (stop - start - own) * wire + own * (self.world_size - 1) * back
         return total
 
-    def close(self) -> None:
-        """Release the tensors and groups; may be called twice."""
-        self.flats, self.weights, self._windows = [], [], []
-        self._under_way.clear()
-
-    def _land_first(self) -> None:
-        self._under_way[0].land()
-        self._under_way.popleft()
-
-    def _land(self, flight: _Flight) -> None:
-        while flight in self._under_way:
-            self._land_first()
-
-    def _patient(self, work: dist.Work, where: str) -> PatientWork:
+    def patient(self, work: dist.Work | None, where: str) -> PatientWork:
+        """Return a collective whose wait looks at the failure board."""
+        assert work is not None
         return PatientWork(work, where=where, board=self.board, timeout_seconds=self.timeout_seconds)
+
+    def look_around(self, where: str, *, waited: float) -> None:
+        """Raise if a rank has failed, or has been waited for too long."""
+        cause = self.board.root_cause()
+        if cause is not None:
+            raise RankError(f"stopped while waiting in {where}, because {cause}")
+        self.board.note_waiting(where)
+        if waited > self.timeout_seconds:
+            raise RankError(f"waited {waited:.0f} s in {where}; who is where:\n{self.board.who_waits()}")
+
+    def wait_for_first(self) -> None:
+        """Return once what is under way longest has gone one stage further."""
+        if self._num_under_way:
+            self._queue[0].wait_a_stage()
+        elif self._passages:
+            self._passages[0].wait_a_stage()
+
+    def note_landed(self, buffer: int, copy: Copy) -> None:
+        """Remember the last copy to the device."""
+        self._landed[buffer] = copy
+
+    def close(self) -> None:
+        """Release the tensors; may be called twice."""
+        self.flats, self.flags, self.weight_sets, self._windows = [], [], [], []
+        self._queue.clear()
+        self._passages.clear()
+        self._ready, self._landed = {}, {}
+        self._num_under_way = 0
+        self.staging.close()
+
+    def _under_way(self) -> list[_Flight]:
+        return list(islice(self._queue, self._num_under_way))
+
+    def _launch(self) -> None:
+        while self._num_under_way < min(self.settings.in_flight, len(self._queue)):
+            self._queue[self._num_under_way].launch()
+            self._num_under_way += 1
+        for flight in self._under_way():
+            if not flight.is_sent_now():
+                break
 
 
 class _Flight:
     """One window on its way to the servers and back."""
 
-    def __init__(self, exchange: Exchange, window: Tensor, where: str) -> None:
-        self.exchange, self.window, self.where = exchange, window, where
-        world_size = exchange.world_size
-        wire_type = exchange.wire_type_of(window.dtype)
-        same = window.device.type == "cpu" and wire_type == window.dtype
-        self.wire = window if same else window.to("cpu", wire_type)
-        self.sizes = equal_parts(len(window), world_size)
+    def __init__(self, exchange: Exchange, buffer: int, window: Tensor, ready: Any, where: str) -> None:
+        self.exchange, self.buffer, self.window, self.ready, self.where = exchange, buffer, window, ready, where
+        self.sizes = equal_parts(len(window), exchange.world_size)
         self.own = self.sizes[exchange.rank]
-        self.arrived = torch.empty(world_size * self.own, dtype=wire_type)
-        self.is_summed = False
-        work = dist.all_to_all_single(
-            self.arrived, self.wire, [self.own] * world_size, self.sizes, exchange.scatter_group, True
-        )
-        self.work: PatientWork | None = exchange._patient(work, where)
+        self.is_summed = self.is_landed = False
+        self.wire = window
+        self._copy: Copy | None = None  # to the host
+        self._work: PatientWork | None = None
 
-    def has_arrived(self) -> bool:
-        """Whether the parts of all ranks are here."""
-        return self.work is not None and bool(self.work.work.is_completed())
+    def launch(self) -> None:
+        """Start to copy the window to where it can be sent from."""
+        exchange, window = self.exchange, self.window
+        wire_type = exchange.wire_type_of(window.dtype)
+        if window.device.type != "cpu" or wire_type != window.dtype:
+            self.wire = exchange.staging.empty(len(window), wire_type)
+            self._copy = exchange.staging.to_host(window, self.wire, after=self.ready)
 
-    def sum_and_return(self) -> None:
+    def is_sent_now(self) -> bool:
+        """Send the parts to their servers if they are on the host, and return whether they are sent."""
+        if self._copy is None and self._work is None and not self.is_summed:
+            self._scatter()
+        elif self._copy is not None and self._copy.is_done():
+            self._copy = None
+            self._scatter()
+        return self._copy is None
+
+    def is_summed_now(self) -> bool:
+        """Sum this server's part if it has arrived from all, and return whether it is summed."""
+        if not self.is_summed and self._work is not None and self._work.work.is_completed():
+            self._sum_and_return()
+        return self.is_summed
+
+    def is_landed_now(self) -> bool:
+        """Take what has come back, and return whether nothing is left to do."""
+        if self.is_summed and not self.is_landed and (self._work is None or self._work.work.is_completed()):
+            self._land()
+        return self.is_landed
+
+    def wait_a_stage(self) -> None:
+        """Return once the present stage has ended."""
+        if self._copy is not None:
+            self._copy.wait()
+        elif self._work is not None:
+            self._work.wait()
+
+    def _scatter(self) -> None:
+        world_size = self.exchange.world_size
+        self.arrived = torch.empty(world_size * self.own, dtype=self.wire.dtype)
+        own = [self.own] * world_size
+        work = dist.all_to_all_single(self.arrived, self.wire, own, self.sizes, self.exchange.channels.scatter, True)
+        self._work = self.exchange.patient(work, self.where)
+
+    def _sum_and_return(self) -> None:
         """Add up what has arrived and send the sum to all, or keep it."""
-        assert self.work is not None
-        self.work.wait()
+        assert self._work is not None
+        self._work.wait()
         self.is_summed = True
         exchange = self.exchange
         parts = list(self.arrived.split(self.own)) if self.own else [self.arrived]
         total = sum_in_order(parts)
         if exchange.settings.sharded:
             self.window.split(self.sizes)[exchange.rank].copy_(total)
-            self.work = None
+            self._work = None
             return
         for part in parts:
             part.copy_(total)
         own = [self.own] * exchange.world_size
-        work = dist.all_to_all_single(self.wire, self.arrived, self.sizes, own, exchange.gather_group, True)
-        self.work = exchange._patient(work, self.where)
+        work = dist.all_to_all_single(self.wire, self.arrived, self.sizes, own, exchange.channels.back, True)
+        self._work = exchange.patient(work, self.where)
 
-    def has_come_back(self) -> bool:
-        """Whether nothing is left to wait for."""
-        return self.is_summed and (self.work is None or bool(self.work.work.is_completed()))
-
-    def land(self) -> None:
-        """Wait until the window holds the sum, or this rank's part of it."""
-        if not self.is_summed:
-            self.sum_and_return()
-        if self.work is not None:
-            self.work.wait()
+    def _land(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
             if self.wire is not self.window:
-                self.window.copy_(self.wire)
+                self.exchange.note_landed(self.buffer, self.exchange.staging.to_device(self.wire, self.window))
+        self.is_landed = True
 
 
-class _Landing:
-    """The reduction of one buffer: all its windows."""
+class _Passage:
+    """The reduction of one buffer: all its windows, and with sharded settings what follows from their sums."""
 
-    def __init__(self, exchange: Exchange, flights: list[_Flight], flags: PatientWork | None) -> None:
-        self.exchange, self.flights, self.flags = exchange, flights, flags
+    def __init__(
+        self, exchange: Exchange, buffer: int, where: str, *, flights: list[_Flight], flags: PatientWork | None
+    ) -> None:
+        self.exchange, self.buffer, self.where = exchange, buffer, where
+        self.flights, self.flags = flights, flags
+        self.shares: list[PatientWork] = []
+        self.is_summed = False
         self.finished_at: float | None = None
 
-    def wait(self) -> None:
-        """Return once all windows have landed."""
-        for flight in self.flights:
-            self.exchange._land(flight)
+    def is_done(self) -> bool:
+        """Whether the buffer holds the sum, or the next weights are here."""
+        return self.finished_at is not None
+
+    def advance(self) -> bool:
+        """Go on as far as is possible without waiting, and return whether all is done."""
+        if not self.is_summed and not self._becomes_summed():
+            return False
+        if not all(share.work.is_completed() for share in self.shares):
+            return False
+        for share in self.shares:
+            share.wait()
+        self.finished_at = self.finished_at or time.perf_counter()
+        return True
+
+    def _becomes_summed(self) -> bool:
+        if not all(flight.is_landed for flight in self.flights):
+            return False
         if self.flags is not None:
+            if not self.flags.work.is_completed():
+                return False
             self.flags.wait()
-        self.finished_at = time.perf_counter()
+        self.is_summed = True
+        exchange = self.exchange
+        if exchange.on_summed is not None:
+            exchange.on_summed(self.buffer)
+            self.shares = exchange.send_weights(self.buffer, self.where)
+        return True
 
-
-class _All:
-    """Several works as one."""
-
-    def __init__(self, works: list[PatientWork]) -> None:
-        self.works = works
-        self.finished_at: float | None = None
+    def wait_a_stage(self) -> None:
+        """Return once the present stage has ended."""
+        pending = [self.flags] if self.flags is not None and not self.is_summed else self.shares
+        for work in pending:
+            work.wait()
 
     def wait(self) -> None:
-        """Return once all are done."""
+        """Return once the buffer holds the sum, or the next weights are here."""
+        exchange = self.exchange
+        exchange.progress()
+        while not self.is_done():
+            exchange.wait_for_first()
+            exchange.progress()
+        exchange.order_current_stream(self.buffer)
+
+    def look_around(self, *, waited: float) -> None:
+        """Raise if a rank has failed, or has been waited for too long."""
+        self.exchange.look_around(self.where, waited=waited)
+
+
+class _Shares:
+    """Weights under way."""
+
+    def __init__(self, exchange: Exchange, works: list[PatientWork], where: str) -> None:
+        self.exchange, self.works, self.where = exchange, works, where
+        self.finished_at: float | None = None
+
+    def is_done(self) -> bool:
+        """Whether all parts are here."""
+        return all(work.work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """Return once all parts are here."""
         for work in self.works:
             work.wait()
 
-
-def _gloo_group(ranks: list[int]) -> dist.ProcessGroup | None:
-    return dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
+    def look_around(self, *, waited: float) -> None:
+        """Raise if a rank has failed, or has been waited for too long."""
+        self.exchange.look_around(self.where, waited=waited)

@@ -1,10 +1,11 @@
-"""What both ways of moving fusion buffers offer: sums in parts, and parts of the weights for all."""
+"""What all ways of moving fusion buffers offer: sums in parts, and parts of the weights for all."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,24 +25,60 @@ class BufferSettings:
     """Number format in which gradients travel; sums are made in at least float32. `None`: their own."""
     sharded: bool
     """Whether a part's sum stays with its server, which then updates that part of the weights."""
+    second_weights: bool = False
+    """With `sharded`: whether new weights are gathered beside those that backward still reads."""
+
+
+class Landing(Reduction, Protocol):
+    """A reduction that can be looked at without waiting."""
+
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+
+    def look_around(self, *, waited: float) -> None:
+        """Raise if a rank has failed or gone, or has been waited for too long; `waited` in seconds."""
 
 
 class PartTransport(Transport):
-    """A transport in which server i, which is rank i, sums part i of every window."""
+    """A transport in which every server sums its part of every buffer."""
 
     settings: BufferSettings
-    weights: list[Tensor]
-    """With sharded settings: for each buffer the flat weights of its parameters, which `share` makes whole."""
+    weight_sets: list[list[Tensor]]
+    """With sharded settings: the flat weights of each buffer's parameters, once or (`second_weights`) twice."""
+    live: int = 0
+    """Which of the sets the parameters are in; the others receive what is shared."""
     num_gradients: Callable[[], list[int]]
     """Gradient elements of each buffer; behind them are flags, which every rank must know."""
+    on_summed: Callable[[int], None] | None = None
+    """With sharded settings: called with a buffer's number once this rank's parts of it are summed and the flags are
+    known; afterwards its parts of the weights are shared before the reduction ends. The same on every rank."""
+
+    @abstractmethod
+    def start(self, bucket: int, *, where: str, timed: bool = False) -> Landing:
+        """Start to sum the allocated tensor number `bucket`; `where` names the place in messages."""
 
     @abstractmethod
     def own_parts(self, buffer: int) -> list[tuple[int, int]]:
         """Return (start, stop) of the gradient elements of a buffer that this rank sums."""
 
     @abstractmethod
-    def share(self, buffer: int, *, where: str) -> Reduction:
-        """Start to give all ranks this rank's parts of the buffer's weights, and it theirs. Collective."""
+    def used(self, buffer: int) -> Tensor:
+        """Return for each parameter of a summed buffer a number above 0 if any rank had a gradient."""
+
+    @abstractmethod
+    def share(self, buffer: int, *, where: str) -> Landing:
+        """Start to give all ranks this rank's parts of the buffer's next weights, and it theirs. Collective."""
+
+    @property
+    def next(self) -> int:
+        """Which set of weights receives what is shared."""
+        return (self.live + 1) % max(1, len(self.weight_sets))
+
+    def mark_ready(self, buffer: int) -> None:
+        """Note that what is on the current stream fills the buffer; called on the thread that runs backward."""
+
+    def order_current_stream(self, buffer: int) -> None:
+        """Let what comes on the current stream see a buffer that has landed."""
 
     @property
     @abstractmethod

@@ -51,11 +51,23 @@ class _Piece:
     """A part of one parameter that this rank updates."""
 
     owner: nn.Parameter
+    buffer: int
+    position: int  # of the owner in its buffer
     group: int
     start: int  # in the owner's elements, in the order in which they lie in memory
     stop: int
     gradient: Tensor
+    places: list[Tensor]  # in each set of weights
     parameter: nn.Parameter
+    is_copied: bool = False  # the owner is not in the flat weights
+
+
+@dataclass(eq=False)
+class _Home:
+    """Where one parameter lies in each set of flat weights."""
+
+    owner: nn.Parameter
+    views: list[Tensor]
 
 
 class ShardedOptimizer:
@@ -64,20 +76,24 @@ class ShardedOptimizer:
     The pieces are views of the transport's flat weights. Parameters are moved there where they lie as memory from an
     allocator does; others are copied back, since matrix products round differently at odd addresses, and a resumed run
     would not be bit-equal.
+
+    With two sets of weights a step reads the live one and writes the next, which takes its place after `adopt`: until
+    then forwards and backwards, this rank's and others', go on with the weights that they began with.
     """
 
     def __init__(
         self, optimizer: Optimizer, buckets: Sequence[Bucket], transport: PartTransport, saved: dict[int, Any]
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self.transport = optimizer, transport
         self._pieces: list[_Piece] = []
-        self._moved: list[nn.Parameter] = []
-        self._copied: list[tuple[nn.Parameter, Tensor]] = []  # and where in the flat weights
+        self._moved: list[_Home] = []
+        self._copied: list[_Home] = []
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._home = {id(p): number for number, params in enumerate(self._groups) for p in params}
         self._indices = {id(p): i for i, p in enumerate(p for params in self._groups for p in params)}
         for bucket in buckets:
-            self._take(bucket, transport)
+            self._take(bucket)
+        self._of_buffer = {b.index: [piece for piece in self._pieces if piece.buffer == b.index] for b in buckets}
         for piece in self._pieces:
             state = saved.get(self._indices[id(piece.owner)]) or optimizer.state.get(piece.owner)
             if state is not None:
@@ -86,56 +102,103 @@ class ShardedOptimizer:
             for slot in bucket.slots:
                 optimizer.state.pop(slot.parameter, None)
 
-    def _take(self, bucket: Bucket, transport: PartTransport) -> None:
+    def _take(self, bucket: Bucket) -> None:
         if bucket.contents is None:
             raise UserError(
                 f"{bucket.slots[0].name} has sparse gradients, which cannot be cut into parts; set "
                 "strategy.shard_optimizer=false."
             )
-        weights, own = transport.weights[bucket.index], transport.own_parts(bucket.index)
-        for slot, offset in zip(bucket.slots, bucket.layout.offsets, strict=True):
+        transport = self.transport
+        flats, own = [weights[bucket.index] for weights in transport.weight_sets], transport.own_parts(bucket.index)
+        for position, (slot, offset) in enumerate(zip(bucket.slots, bucket.layout.offsets, strict=True)):
             owner = slot.parameter
             end = offset + owner.numel()
-            part = weights[offset:end]
+            home = _Home(owner, [shaped_like(flat[offset:end], owner) for flat in flats])
             with torch.no_grad():
-                moved = shaped_like(part, owner)
-                moved.copy_(owner)
-            if moved.data_ptr() % ALIGNMENT_BYTES == 0:
-                owner.data = moved
-                self._moved.append(owner)
+                home.views[transport.live].copy_(owner)
+            is_copied = any(view.data_ptr() % ALIGNMENT_BYTES for view in home.views)
+            if is_copied:
+                self._copied.append(home)
             else:
-                self._copied.append((owner, moved))
+                owner.data = home.views[transport.live]
+                self._moved.append(home)
             for start, stop in own:
                 first, last = max(start, offset), min(stop, end)
                 if first < last and id(owner) in self._home:
-                    piece = nn.Parameter(weights[first:last])
-                    gradient = bucket.contents[first:last]
-                    home = self._home[id(owner)]
-                    self._pieces.append(_Piece(owner, home, first - offset, last - offset, gradient, piece))
+                    places = [flat[first:last] for flat in flats]
+                    self._pieces.append(
+                        _Piece(
+                            owner,
+                            bucket.index,
+                            position,
+                            self._home[id(owner)],
+                            first - offset,
+                            last - offset,
+                            bucket.contents[first:last],
+                            places,
+                            nn.Parameter(places[transport.live]),
+                            is_copied,
+                        )
+                    )
+
+    # ---- A step
 
     @contextmanager
     def on_pieces(self) -> Iterator[None]:
         """Let the optimizer see this rank's pieces, with their gradients, in place of the parameters."""
+        for buffer in self._of_buffer:
+            self._bring(buffer)
+        # A parameter that no rank used has no gradient, and is not updated.
+        with self._seeing([piece for piece in self._pieces if piece.owner.grad is not None]):
+            yield
+
+    def step_buffer(self, buffer: int, used: Sequence[bool], step: Callable[[], None]) -> None:
+        """Call `step` with the optimizer seeing this rank's pieces of one buffer, of which all gradients are summed."""
+        self._bring(buffer)
+        pieces = [piece for piece in self._of_buffer[buffer] if not used or used[piece.position]]
+        if pieces:
+            with self._seeing(pieces):
+                step()
+
+    def adopt(self) -> None:
+        """Let the parameters be what the next set of weights holds, once all ranks' parts of it are there."""
+        number = self.transport.next
+        if number != self.transport.live:
+            for home in self._moved:
+                home.owner.data = home.views[number]
+            self.transport.live = number
+        if self._copied:
+            with torch.no_grad():
+                owners = [home.owner for home in self._copied]
+                torch._foreach_copy_(owners, [home.views[number] for home in self._copied])
+
+    def _bring(self, buffer: int) -> None:
+        """Leave in this rank's parts of the next weights what the parameters are now, whoever has changed them."""
+        sets, live, following = self.transport.weight_sets, self.transport.live, self.transport.next
+        with torch.no_grad():
+            if following != live:
+                for start, stop in self.transport.own_parts(buffer):
+                    sets[following][buffer][start:stop].copy_(sets[live][buffer][start:stop])
+            for piece in self._of_buffer[buffer]:
+                if piece.is_copied:
+                    piece.places[following].copy_(_in_memory_order(piece.owner)[piece.start : piece.stop])
+                if piece.parameter.data_ptr() != piece.places[following].data_ptr():
+                    piece.parameter.data = piece.places[following]
+
+    @contextmanager
+    def _seeing(self, pieces: Sequence[_Piece]) -> Iterator[None]:
         groups = self.optimizer.param_groups
-        for piece in self._pieces:
-            # A parameter that no rank used has no gradient, and is not updated.
-            piece.parameter.grad = None if piece.owner.grad is None else piece.gradient
+        for piece in pieces:
+            piece.parameter.grad = piece.gradient
         try:
             for number, group in enumerate(groups):
-                group["params"] = [piece.parameter for piece in self._pieces if piece.group == number]
+                group["params"] = [piece.parameter for piece in pieces if piece.group == number]
             yield
         finally:
             for group, params in zip(groups, self._groups, strict=True):
                 group["params"] = params
-            for piece in self._pieces:
+            for piece in pieces:
                 piece.parameter.grad = None
-
-    def copy_back(self) -> None:
-        """Leave in every parameter what the flat weights hold, once all ranks' parts are there."""
-        if self._copied:
-            owners, views = zip(*self._copied, strict=True)
-            with torch.no_grad():
-                torch._foreach_copy_(owners, views)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's pieces."""
@@ -177,9 +240,9 @@ class ShardedOptimizer:
 
     def release(self) -> None:
         """Give the parameters memory of their own again."""
-        for parameter in self._moved:
-            parameter.data = parameter.data.clone()
-        self._moved, self._copied, self._pieces = [], [], []
+        for home in self._moved:
+            home.owner.data = home.owner.data.clone()
+        self._moved, self._copied, self._pieces, self._of_buffer = [], [], [], {}
 
 
 def state_dict_without_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -189,6 +252,14 @@ def state_dict_without_state(optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
     finally:
         optimizer.state = state
+
+
+def _in_memory_order(parameter: Tensor) -> Tensor:
+    """Return the elements of a parameter as they lie in flat weights."""
+    shaped = shaped_like(parameter.new_empty(parameter.numel()), parameter)
+    if shaped.stride() == parameter.stride():
+        return parameter.as_strided((parameter.numel(),), (1,))
+    return parameter.reshape(-1)
 
 
 def _is_cut(name: str, value: Any, piece: _Piece) -> bool:

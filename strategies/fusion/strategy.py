@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,20 +12,23 @@ from torch import Tensor
 
 from trainkit.errors import UserError, nearest
 from trainkit.optimization import Optimization
+from trainkit.step_output import StepOutput
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
+from trainkit.window import Window
 
 from ..ddp.buckets import MIB
 from ..ddp.clipping import total_norm
 from ..ddp.reducer import Unused
-from ..ddp.shared_memory import why_no_shared_memory
 from ..ddp.strategy import DDPStrategy
-from .exchange import Exchange
+from .communication_thread import CommunicationThread
+from .hosts import Servers
+from .opening import host_name, open_part_transport
 from .part_transport import BufferSettings, PartTransport
 from .sharding import ShardedOptimizer, check_elementwise, state_dict_without_state
-from .shared_buffers import SharedBuffers
 
 _TRANSPORTS = ("auto", "shared_memory", "exchange")
+_SERVERS = ("rank", "host")
 _WIRES = {"same": None, "bf16": torch.bfloat16}
 
 
@@ -34,8 +39,9 @@ class FusionStrategy(DDPStrategy):
         rank 1   backward  [ part 0 | part 1 ] --+--> server 1: part 1 of all ranks, summed --+--> step
 
     Buffers are filled in the order in which gradients arrive; the servers' parts are equal whatever the sizes of
-    parameters. Ranks of one host read each other's buffers in shared memory, others exchange them through gloo. With
-    `shard_optimizer` a server updates its part of the weights, and keeps the optimizer's state of that part only.
+    parameters. Ranks of one host read each other's buffers in shared memory; between hosts parts travel through gloo.
+    With `shard_optimizer` a server updates its part of the weights, and keeps the optimizer's state of that part only:
+    as soon as the part is summed, unless all gradients are needed first (clipping, fp16, weights of its own).
 
     Args:
         devices: Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU.
@@ -45,7 +51,10 @@ class FusionStrategy(DDPStrategy):
         buffer_mb: Size of a buffer in MiB; a parameter that is larger travels in several windows of this size.
         in_flight: Windows that travel at once, at most.
         wire: Number format in which gradients travel: `same` as they are, or `bf16`, summed in fp32.
-        transport: `auto`, `shared_memory` (ranks of one host) or `exchange` (gloo).
+        transport: `auto`, `shared_memory` (inside each host) or `exchange` (gloo only).
+        servers: `rank`: every rank is a server; `host`: the first rank of each host.
+        communication_thread: Whether a thread moves buffers while backward goes on, instead of the thread that runs
+            backward itself, in between; `auto`: on CUDA.
         shard_optimizer: Whether each rank keeps and steps the optimizer for its part of the weights only.
         unused: Parameters without a gradient: `auto` handles them, `error` names them, `find` looks for them.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
@@ -68,6 +77,8 @@ class FusionStrategy(DDPStrategy):
         in_flight: int = 4,
         wire: Literal["same", "bf16"] = "same",
         transport: Literal["auto", "shared_memory", "exchange"] = "auto",
+        servers: Servers = "rank",
+        communication_thread: Literal["auto"] | bool = "auto",
         shard_optimizer: bool = False,
         unused: Unused = "auto",
         broadcast_buffers: bool = True,
@@ -88,34 +99,48 @@ class FusionStrategy(DDPStrategy):
             timeout=timeout,
             backend=backend,
         )
-        for name, value, valid in (("wire", wire, tuple(_WIRES)), ("transport", transport, _TRANSPORTS)):
+        for name, value, valid in (
+            ("wire", wire, tuple(_WIRES)),
+            ("transport", transport, _TRANSPORTS),
+            ("servers", servers, _SERVERS),
+        ):
             if value not in valid:
                 raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
         if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
             raise UserError(f"in_flight must be a whole number of windows, at least 1, got {in_flight!r}.")
+        if communication_thread not in ("auto", True, False):
+            raise UserError(f"communication_thread must be auto, true or false, got {communication_thread!r}.")
         self.transport_name = transport
+        self.servers: Servers = servers
+        self.communication_thread = communication_thread
         self.shard_optimizer = shard_optimizer
         self.buffer_settings = BufferSettings(int(buffer_mb * MIB), in_flight, _WIRES[wire], shard_optimizer)
         self._transport: PartTransport | None = None
+        self._optimization: Optimization | None = None
         self._sharded: ShardedOptimizer | None = None
+        self._steps_inside = False  # whether servers may step while backward goes on
         self._saved_state: dict[int, Any] = {}  # of an optimizer whose pieces are not known yet
 
     # ---- Before and after training
 
     def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
         """Listen to the gradients of all trained parameters and open the way that they take; collective."""
+        self._saved_state, self._optimization = {}, optimization
         if self.shard_optimizer:
-            check_elementwise(optimization.optimizer)
-            if self.precision.scaler is not None:
-                raise UserError("shard_optimizer=true does not go with fp16-mixed; set trainer.precision=bf16-mixed.")
-            if self.device.type != "cpu":
-                raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
+            self._check_shards(optimization)
         super().prepare_optimization(task, optimization)
         assert self.reducer is not None
-        self._saved_state = {}
+        self._steps_inside = self.shard_optimizer and not self.agree(_needs_all_gradients(optimization))
         self._transport = self._open_transport()
         self.reducer.transport.close()
         self.reducer.transport = self._transport
+
+    def _check_shards(self, optimization: Optimization) -> None:
+        check_elementwise(optimization.optimizer)
+        if self.device.type != "cpu":
+            raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
+        if self.precision.scaler is not None:
+            raise UserError("shard_optimizer=true does not go with fp16-mixed; set trainer.precision=bf16-mixed.")
 
     def _open_transport(self) -> PartTransport:
         reducer = self.reducer
@@ -124,34 +149,36 @@ class FusionStrategy(DDPStrategy):
         def num_gradients() -> list[int]:
             return [0 if layout.sparse else layout.numel for layout in reducer.plan.buckets]
 
-        name = self.transport_name
-        if name != "exchange" and self.world_size > 1:
-            reason = why_no_shared_memory(self.group, self.device)
-            if reason is None:
-                return SharedBuffers(
-                    self.group,
-                    board=reducer.board,
-                    timeout_seconds=self.timeout_seconds,
-                    settings=self.buffer_settings,
-                    num_gradients=num_gradients,
-                )
-            if name == "shared_memory":
-                raise UserError(f"transport=shared_memory cannot work here: {reason}. Set strategy.transport=auto.")
-        return Exchange(
+        transport = open_part_transport(
+            self.transport_name,
             self.group,
-            board=reducer.board,
+            host=self.host(),
+            servers=self.servers,
             device=self.device,
+            board=reducer.board,
             timeout_seconds=self.timeout_seconds,
-            settings=self.buffer_settings,
+            settings=replace(self.buffer_settings, second_weights=self._steps_inside),
             num_gradients=num_gradients,
         )
+        if not self._has_thread():
+            return transport
+        return CommunicationThread(transport, board=reducer.board, rank=self.rank, device=self.device)
+
+    def _has_thread(self) -> bool:
+        if isinstance(self.communication_thread, bool):
+            return self.communication_thread
+        return self.device.type == "cuda"
+
+    def host(self) -> str:
+        """Return what the machine that this rank is on is called; ranks that return the same share its memory."""
+        return host_name()
 
     def teardown(self) -> None:
         """Give parameters memory of their own again and leave the group; may be called twice."""
         if self._sharded is not None:
             self._sharded.release()
             self._sharded = None
-        self._transport, self._saved_state = None, {}
+        self._transport, self._optimization, self._saved_state = None, None, {}
         super().teardown()
 
     @property
@@ -161,11 +188,39 @@ class FusionStrategy(DDPStrategy):
 
     # ---- A step
 
+    def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+        """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective.
+
+        With servers that step at once also leave the new weights beside the old ones.
+        """
+        if self._transport is not None:
+            # Known after the first step: where the buffers are, and that no sum of weights is still to come.
+            steps = self._steps_inside and self._sharded is not None and self._weighted is False
+            self._transport.on_summed = self._step_part if steps else None
+        return super().forward_backward(task, window)
+
+    def _step_part(self, buffer: int) -> None:
+        """Update this rank's parts of a buffer's weights."""
+        assert self._transport is not None and self._sharded is not None and self._optimization is not None
+        used = [bool(count) for count in self._transport.used(buffer).tolist()]
+        self._sharded.step_buffer(buffer, used, partial(self._optimization.update, norm=None))
+
     def optimizer_step(self, optimization: Optimization) -> Tensor | None:
         """Clip, update this rank's part of the weights or all of them, and drop the gradients; collective."""
         if not self.shard_optimizer:
             return super().optimizer_step(optimization)
+        assert self._transport is not None
         sharded, norm = self._shards(optimization), None
+        if self._transport.on_summed is None:
+            norm = self._update_shards(sharded, optimization)
+            self._share_weights()
+        optimization.zero_grad()
+        sharded.adopt()
+        return norm
+
+    def _update_shards(self, sharded: ShardedOptimizer, optimization: Optimization) -> Tensor | None:
+        """Clip and update this rank's part of the weights; collective."""
+        norm = None
         if optimization.clip.norm is not None or optimization.skip_nonfinite:
             norm = self.gradient_norm(optimization)
         if optimization.clip.norm is not None and norm is not None:
@@ -174,9 +229,6 @@ class FusionStrategy(DDPStrategy):
             optimization.clip_by_value()
         with sharded.on_pieces():
             optimization.update(norm=norm)
-        optimization.zero_grad()
-        self._share_weights()
-        sharded.copy_back()
         return norm
 
     def gradient_norm(self, optimization: Optimization) -> Tensor:
@@ -222,6 +274,13 @@ class FusionStrategy(DDPStrategy):
             return
         Strategy.load_optimizer_state_dict(self, task, optimization, {**saved, "state": {}})
         self._saved_state = dict(saved["state"])
+
+
+def _needs_all_gradients(optimization: Optimization) -> bool:
+    """Return whether no part can be updated before all gradients are known, or somebody expects one step at a time."""
+    clip, optimizer = optimization.clip, optimization.optimizer
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return clip.norm is not None or clip.value is not None or optimization.skip_nonfinite or bool(hooks)
 
 
 def _positive(name: str, value: float) -> float:
