@@ -15,7 +15,7 @@ Content = Markup | str | int | float | None
 _VOID = frozenset({"meta", "link", "br", "hr", "img", "input", "rect", "line", "polyline", "path", "circle", "polygon"})
 
 
-def element(name: str, *children: Content, **attributes: str | int | float | bool | None) -> Markup:
+def element(name: str, /, *children: Content, **attributes: str | int | float | bool | None) -> Markup:
     """Return `<name attribute="...">children</name>`; `None` children and attributes are left out.
 
     A trailing underscore of an attribute's name is dropped (`class_`), others become hyphens (`stroke_width`).

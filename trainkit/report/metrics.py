@@ -94,6 +94,21 @@ def thinned(curve: Curve, *, most: int) -> Curve:
     return Curve([curve.steps[index] for index in indices], [curve.values[index] for index in indices])
 
 
+def averaged(curve: Curve, *, most: int) -> Curve | None:
+    """Return the mean of each of `most` stretches of a curve with many more points; `None` for others."""
+    length = len(curve.steps)
+    if length < 4 * most:
+        return None
+    mean = Curve()
+    for stretch in range(most):
+        start, stop = stretch * length // most, (stretch + 1) * length // most
+        finite = [value for value in curve.values[start:stop] if math.isfinite(value)]
+        if finite:
+            mean.steps.append(curve.steps[(start + stop - 1) // 2])
+            mean.values.append(sum(finite) / len(finite))
+    return mean
+
+
 def _extremes(values: Sequence[float], indices: range) -> list[int]:
     finite = [index for index in indices if math.isfinite(values[index])]
     kept = [index for index in indices if not math.isfinite(values[index])][:1]

@@ -1,0 +1,194 @@
+"""Curves as SVG that keeps its letters legible at any width: only the lines are stretched."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from trainkit.report.markup import Markup, element, joined
+from trainkit.report.metrics import Curve, averaged, thinned
+from trainkit.report.numbers import number, short, ticks
+
+MOST_POINTS = 1200  # of a line, as it is drawn
+_HEIGHT = 200
+_GRID = 10_000  # units of the stretched part, across and down
+_LOG_FROM = 20.0  # values that differ by this factor may be looked at on a logarithmic scale
+_COLOURS = 8
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve with its name in the legend."""
+
+    name: str
+    curve: Curve
+    colour: int = 0
+
+
+Format = Callable[[float], str]
+
+
+def chart(title: str, series: Sequence[Series], *, x_name: str = "step", show: Format = number) -> Markup:
+    """Return a figure with all series over the same axis; one of widely differing values gets a logarithmic twin."""
+    known = [item for item in series if any(math.isfinite(value) for value in item.curve.values)]
+    lost = [item for item in series if item not in known and item.curve.values]
+    if not known:
+        return _empty(title, lost)
+    plots = [_plot(known, x_name=x_name, show=show, logarithmic=False)]
+    switch: Markup | None = None
+    if _spans_powers(known):
+        plots.append(_plot(known, x_name=x_name, show=show, logarithmic=True))
+        switch = element(
+            "label", element("input", type="checkbox", class_="log-switch"), "log", class_="switch", title="log scale"
+        )
+    caption = element("figcaption", element("span", title, class_="chart-title"), switch, _legend(series, show))
+    return element("figure", caption, *plots, class_="chart")
+
+
+def _empty(title: str, lost: Sequence[Series]) -> Markup:
+    names = ", ".join(item.name for item in lost)
+    caption = element("figcaption", element("span", title, class_="chart-title"))
+    return element("figure", caption, element("p", f"{names}: no finite value", class_="muted"), class_="chart")
+
+
+def _legend(series: Sequence[Series], show: Format) -> Markup:
+    items = [
+        element(
+            "li",
+            element("i", class_=f"swatch c{item.colour % _COLOURS}"),
+            item.name,
+            " ",
+            element("b", show(item.curve.last)),
+        )
+        for item in series
+        if item.curve.values
+    ]
+    return element("ul", *items, class_="legend")
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Where steps and values lie in the stretched part."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+    logarithmic: bool
+
+    @classmethod
+    def around(cls, curves: Sequence[Curve], *, logarithmic: bool) -> _Axes:
+        steps = [step for curve in curves for step in (curve.steps[0], curve.steps[-1])]
+        values = [value for curve in curves for value in curve.values if math.isfinite(value)]
+        low, high = min(values), max(values)
+        if logarithmic:
+            low, high = math.log10(low), math.log10(high)
+        margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+        bottom = 0.0 if not logarithmic and (0 <= low <= 0.3 * high or low == high > 0) else low - margin
+        return cls(min(steps), max(steps), bottom, high + margin, logarithmic)
+
+    def across(self, step: float) -> float:
+        """Return a share of the width."""
+        return (step - self.left) / (self.right - self.left) if self.right > self.left else 0.5
+
+    def down(self, value: float) -> float:
+        """Return a share of the height."""
+        value = math.log10(value) if self.logarithmic else value
+        return (self.top - value) / (self.top - self.bottom)
+
+    def value_ticks(self) -> list[float]:
+        if not self.logarithmic:
+            return ticks(self.bottom, self.top, count=4)
+        powers = range(math.ceil(self.bottom - 1e-9), math.floor(self.top + 1e-9) + 1)
+        factors = (1,) if len(powers) > 2 else (1, 2, 5)
+        wider = range(math.floor(self.bottom), math.floor(self.top) + 1)
+        values = [factor * 10.0**power for power in wider for factor in factors]
+        return [value for value in values if self.bottom <= math.log10(value) <= self.top]
+
+
+def _plot(series: Sequence[Series], *, x_name: str, show: Format, logarithmic: bool) -> Markup:
+    axes = _Axes.around([item.curve for item in series], logarithmic=logarithmic)
+    lines: list[Markup] = []
+    pointed: list[dict[str, object]] = []
+    for item in series:
+        fine = thinned(item.curve, most=MOST_POINTS)
+        colour = f"line c{item.colour % _COLOURS}"
+        coarse = averaged(item.curve, most=MOST_POINTS // 4)
+        if coarse is not None:
+            lines += _lines(fine, axes, class_=f"{colour} faint")
+            lines += _lines(coarse, axes, class_=colour)
+        else:
+            lines += _lines(fine, axes, class_=colour)
+        shown = coarse or fine
+        pointed.append(
+            {
+                "name": item.name,
+                "colour": item.colour % _COLOURS,
+                "x": shown.steps,
+                "y": [show(value) for value in shown.values],
+                "t": [round(axes.down(value), 4) if math.isfinite(value) else None for value in shown.values],
+            }
+        )
+    stretched = element(
+        "svg",
+        *lines,
+        viewBox=f"0 0 {_GRID} {_GRID}",
+        preserveAspectRatio="none",
+        width="100%",
+        height="100%",
+        class_="stretched",
+    )
+    frame = element("svg", *_grid(axes, x_name=x_name), stretched, width="100%", height=_HEIGHT, class_="frame")
+    content = json.dumps({"left": axes.left, "right": axes.right, "x": x_name, "series": pointed}, allow_nan=False)
+    data = element("script", Markup(content.replace("<", "\\u003c")), type="application/json")
+    return element("div", frame, data, class_="plot logarithmic" if logarithmic else "plot linear")
+
+
+def _grid(axes: _Axes, *, x_name: str) -> list[Markup]:
+    parts = []
+    for value in axes.value_ticks():
+        height = f"{axes.down(value) * _HEIGHT:.1f}"
+        parts.append(element("line", x1="0", x2="100%", y1=height, y2=height, class_="grid"))
+        parts.append(element("text", short(value), x="-8", y=height, dy="0.32em", text_anchor="end"))
+    marks = ticks(axes.left, axes.right, count=5)
+    for index, step in enumerate(marks):
+        text = f"{short(step)} {x_name}" if index == len(marks) - 1 else short(step)
+        across = axes.across(step)
+        anchor = "start" if across < 0.04 else "end" if across > 0.9 else "middle"
+        parts.append(element("text", text, x=f"{100 * across:.2f}%", y=_HEIGHT + 18, text_anchor=anchor))
+    return parts
+
+
+def _lines(curve: Curve, axes: _Axes, *, class_: str) -> list[Markup]:
+    """Return a line for each stretch of finite values, and a mark on the floor for each that is not."""
+    parts: list[Markup] = []
+    points: list[str] = []
+    for step, value in zip(curve.steps, curve.values, strict=True):
+        across = round(axes.across(step) * _GRID)
+        if math.isfinite(value) and not (axes.logarithmic and value <= 0):
+            points.append(f"{across},{round(axes.down(value) * _GRID)}")
+            continue
+        parts += _line(points, class_=class_)
+        points = []
+        parts.append(element("line", x1=across, x2=across, y1=_GRID - 700, y2=_GRID, class_="line not-finite"))
+    return [*parts, *_line(points, class_=class_)]
+
+
+def _line(points: Sequence[str], *, class_: str) -> list[Markup]:
+    if not points:
+        return []
+    # A line of one point is drawn as a dot by its round ends.
+    joined_points = " ".join(points if len(points) > 1 else [points[0], points[0]])
+    return [element("polyline", points=joined_points, class_=class_ if len(points) > 1 else f"{class_} dot")]
+
+
+def _spans_powers(series: Iterable[Series]) -> bool:
+    values = [value for item in series for value in item.curve.values if math.isfinite(value)]
+    return min(values) > 0 and max(values) >= _LOG_FROM * min(values)
+
+
+def chart_grid(charts: Sequence[Markup]) -> Markup:
+    """Return charts side by side where there is room."""
+    return element("div", joined(*charts), class_="charts")

@@ -1,0 +1,192 @@
+"""All that a run's folder says about the run, read without failing on what is missing or damaged."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoints.manifest import Manifest, parse_manifest
+from trainkit.checkpoints.store import CHECKPOINTS, CheckpointEntry
+from trainkit.environment import FILENAME as ENVIRONMENT
+from trainkit.errors import UserError
+from trainkit.failure import CALLERS, FailureRecord, read_failures
+from trainkit.report.metrics import METRICS, Curve, read_curves, read_lines
+from trainkit.timeline import FILENAME as TIMELINE
+from trainkit.timeline import Timeline, read_timeline
+from trainkit.warning_log import FILENAME as WARNINGS
+
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+STEP_TIMES = "step_times.jsonl"
+PROFILE = "profile.json"
+PARTITION = "partition.txt"
+_TRACES = ("*.svg", "*trace*.json*", "timeline_rank_*.json", "profile*", "predictions.pt")
+_TAIL_BYTES = 6000
+_TAIL_LINES = 30
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known of one run."""
+
+    folder: Path
+    curves: Mapping[str, Curve]
+    summary: Mapping[str, Any]
+    """Empty where the run has not ended, or was killed."""
+    environment: Mapping[str, Any]
+    config: Mapping[str, Any]
+    failures: Sequence[FailureRecord]
+    warnings: Sequence[Mapping[str, Any]]
+    timeline: Timeline | None
+    manifest: Manifest | None
+    step_times: Sequence[Mapping[str, Any]]
+    profile: Mapping[str, Any]
+    partition: str
+    logs: Mapping[str, str] = field(default_factory=dict)
+    """The last lines of what other ranks printed, by file name."""
+
+    @property
+    def name(self) -> str:
+        """The folder, shortly: `digits/2026-01-31_12-00-00`."""
+        folder = self.folder.absolute()
+        return f"{folder.parent.name}/{folder.name}"
+
+    @property
+    def status(self) -> str:
+        """`finished`, `stopped`, `failed`, or `unfinished` where nothing was left to say."""
+        if self.failures and self.summary.get("status") != "finished":
+            return "failed"
+        return str(self.summary.get("status", "unfinished"))
+
+    @property
+    def recipe(self) -> str:
+        """The recipe, or else the task's class."""
+        recipe = self.config.get("recipe")
+        return str(recipe or str(self.environment.get("task", "")).rpartition(".")[2] or self.folder.name)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The latest value of every metric."""
+        saved = self.summary.get("metrics")
+        if isinstance(saved, Mapping) and saved:
+            # A number that is not finite is `null` there.
+            return {name: math.nan if value is None else float(value) for name, value in saved.items()}
+        return {name: curve.last for name, curve in self.curves.items()}
+
+    @cached_property
+    def best(self) -> CheckpointEntry | None:
+        """The best checkpoint, where the run names a metric."""
+        if self.manifest is None or self.manifest.monitor is None:
+            return None
+        metric, mode = self.manifest.monitor
+        measured = [entry for entry in self.manifest.entries if not math.isnan(entry.metrics.get(metric, math.nan))]
+        sign = 1.0 if mode == "min" else -1.0
+        return min(reversed(measured), key=lambda entry: sign * entry.metrics[metric], default=None)
+
+    @property
+    def cause(self) -> FailureRecord | None:
+        """The failure to be shown first: that of the rank that failed first, or what the caller was told.
+
+        A rank that was killed has left nothing; then the caller knows more than ranks that only miss it.
+        """
+        ranks = [record for record in self.failures if record.process is not None]
+        callers = [record for record in self.failures if record.process is None]
+        if not callers:
+            return ranks[0] if ranks else None
+        same = [record for record in ranks if record.message == callers[0].message]
+        return same[0] if same else callers[0]
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Return what a run's folder says; raises UserError if it is no run's folder."""
+    if not is_run(folder):
+        raise UserError(f"{folder} is no run's folder: it has no {CONFIG}, {METRICS} or {SUMMARY}.")
+    return RunRecord(
+        folder=folder,
+        curves=read_curves(folder),
+        summary=_json(folder / SUMMARY),
+        environment=_json(folder / ENVIRONMENT),
+        config=_yaml(folder / CONFIG),
+        failures=read_failures(folder),
+        warnings=list(read_lines(folder / WARNINGS)),
+        timeline=read_timeline(folder),
+        manifest=_manifest(folder / CHECKPOINTS),
+        step_times=_in_order(read_lines(folder / STEP_TIMES)),
+        profile=_json(folder / PROFILE),
+        partition=_text(folder / PARTITION),
+        logs={path.name: tail for path in sorted(folder.glob("rank_*.log")) if (tail := _tail(path))},
+    )
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is one that a run has written into."""
+    return any((folder / name).is_file() for name in (CONFIG, METRICS, SUMMARY, ENVIRONMENT, CALLERS))
+
+
+def files_beside(folder: Path) -> list[str]:
+    """Return the names of files in a run's folder that the report links to."""
+    names = {path.name for pattern in _TRACES for path in folder.glob(pattern)} - {TIMELINE, PROFILE}
+    names |= {name for name in (CONFIG, METRICS, SUMMARY, PARTITION) if (folder / name).is_file()}
+    names |= {path.name for path in folder.glob("rank_*.log")}
+    return sorted(names)
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    try:
+        return parse_manifest(folder)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if text.strip() else {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(file.tell() - _TAIL_BYTES, 0))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _in_order(lines: Any) -> list[dict[str, Any]]:
+    """Return lines with rising steps: those that a resumed run wrote again replace the earlier ones."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        if not isinstance(line.get("step"), int):
+            continue
+        while kept and kept[-1]["step"] >= line["step"]:
+            kept.pop()
+        kept.append(line)
+    return kept

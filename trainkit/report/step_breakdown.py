@@ -1,0 +1,130 @@
+"""Where a step's time goes, and what is known of the device's speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainkit.report.chart import Series, chart
+from trainkit.report.markup import Markup, element, joined
+from trainkit.report.metrics import Curve
+from trainkit.report.numbers import number, seconds, share, size
+from trainkit.report.page import table
+
+# part -> (words, the class that gives it a colour)
+PARTS = {
+    "data": ("waiting for data", "data"),
+    "copy": ("copying to the device", "copy"),
+    "forward": ("forward", "forward"),
+    "backward": ("backward", "backward"),
+    "communication": ("communication that was not hidden", "wait"),
+    "optimizer": ("optimizer", "optimizer"),
+    "rest": ("callbacks, logging, the loop", "rest"),
+}
+_SKIPPED = 1  # log points at the start: kernels are chosen and workers started then
+_LETTER_SHARE = 0.08
+
+
+def breakdown(step_times: Sequence[Mapping[str, Any]]) -> Markup | None:
+    """Return a bar, and a row for each part of a step; `None` where nothing was measured."""
+    steps, totals = totals_of(step_times)
+    whole = sum(totals.values())
+    if not steps or whole <= 0:
+        return None
+    shares = {part: value / whole for part, value in totals.items()}
+    bar = [
+        element(
+            "span",
+            PARTS[part][0].split()[0] if portion > _LETTER_SHARE else None,
+            class_=PARTS[part][1],
+            style=f"width:{100 * portion:.2f}%",
+            title=f"{PARTS[part][0]}: {share(portion)}",
+        )
+        for part, portion in shares.items()
+    ]
+    rows = [
+        [
+            joined(element("i", class_=f"swatch {PARTS[part][1]}"), PARTS[part][0]),
+            seconds(value / steps),
+            share(shares[part]),
+        ]
+        for part, value in totals.items()
+    ]
+    rows.append([Markup("<b>a step</b>"), seconds(whole / steps), ""])
+    return joined(element("div", *bar, class_="stack"), table(["part of a step", "time", "share"], rows))
+
+
+def totals_of(step_times: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:
+    """Return the number of steps and the seconds of each part over them, without the first log interval."""
+    counted = step_times[_SKIPPED:] or step_times
+    totals = {
+        part: sum(float(line["seconds"].get(part, 0.0)) for line in counted)
+        for part in PARTS
+        if any(part in line["seconds"] for line in counted)
+    }
+    return sum(int(line["steps"]) for line in counted), totals
+
+
+def waiting_chart(step_times: Sequence[Mapping[str, Any]]) -> Markup | None:
+    """Return the parts of a step over the run."""
+    if len(step_times) < 3:
+        return None
+    series = []
+    for colour, part in enumerate(PARTS):
+        points = [(line["step"], line["seconds"].get(part), line["steps"]) for line in step_times]
+        known = [(step, value / count * 1e3) for step, value, count in points if value is not None and count]
+        if known and max(value for _, value in known) > 0:
+            curve = Curve([step for step, _ in known], [value for _, value in known])
+            series.append(Series(PARTS[part][0], curve, colour))
+    return chart("milliseconds of a step", series) if series else None
+
+
+def memory_series(step_times: Sequence[Mapping[str, Any]]) -> list[Series]:
+    """Return the memory of the process and of its device over the run, in bytes."""
+    series = []
+    for colour, (key, name) in enumerate((("host", "process"), ("device", "device, peak between logs"))):
+        points = [(line["step"], line.get("memory", {}).get(key)) for line in step_times]
+        known = [(step, float(value)) for step, value in points if value is not None]
+        if known:
+            series.append(Series(name, Curve([step for step, _ in known], [value for _, value in known]), colour))
+    return series
+
+
+def profile_part(profile: Mapping[str, Any]) -> Markup | None:
+    """Return what a profiled window showed: arithmetic, use of the device, the operations that took most time."""
+    if not profile:
+        return None
+    figures = [
+        ("arithmetic of a step", _flops(profile.get("flops_per_step")), "operations, counted once"),
+        ("achieved", _flops(profile.get("flops_per_second"), per_second=True), "over all devices"),
+        ("MFU", share(profile["mfu"]) if profile.get("mfu") is not None else "", str(profile.get("peak_note", ""))),
+        ("peak of operations' memory", size(profile["peak_bytes"]) if profile.get("peak_bytes") else "", ""),
+    ]
+    items = [
+        element("div", element("dt", name), element("dd", value, element("span", note, class_="muted")))
+        for name, value, note in figures
+        if value
+    ]
+    first, last = profile.get("first_step"), profile.get("last_step")
+    rows = [
+        [row["name"], number(row["calls"]), seconds(row["self_seconds"]), share(row["share"])]
+        for row in profile.get("operations", [])
+    ]
+    operations = None
+    if rows:
+        clock = "the device's" if profile.get("on_device") else "the CPU's"
+        operations = joined(
+            element("h3", f"Operations of steps {first} to {last}, by {clock} own time"),
+            table(["operation", "calls", "own time", "share"], rows),
+        )
+    return joined(element("dl", *items, class_="figures") if items else None, operations)
+
+
+def _flops(value: Any, *, per_second: bool = False) -> str:
+    if not isinstance(value, int | float) or value <= 0:
+        return ""
+    unit = "FLOP/s" if per_second else "FLOP"
+    for power, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= power:
+            return f"{value / power:.3g} {letter}{unit}"
+    return f"{value:.3g} {unit}"
