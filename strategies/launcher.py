@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 
 from trainkit.errors import Stopped, UserError
+from trainkit.signals import ALWAYS
 
 from .ddp.failure import RankError
 
@@ -81,11 +82,17 @@ class _Failure:
 
 
 def launch_ranks(
-    run: Callable[[], T], *, num_ranks: int, enter: Callable[[RankEnvironment], None], log_dir: Path | None
+    run: Callable[[], T],
+    *,
+    num_ranks: int,
+    enter: Callable[[RankEnvironment], None],
+    log_dir: Path | None,
+    signals: Sequence[int] = ALWAYS,
 ) -> T:
     """Return what `run` returned on rank 0 of `num_ranks` new processes, each of which calls `enter` first.
 
-    Raises the error of the rank that failed first, with that rank's traceback. Ranks other than 0 write to
+    Raises the error of the rank that failed first, with that rank's traceback. The `signals` that this process
+    receives meanwhile are sent on to every rank. Ranks other than 0 write to
     `rank_<k>.log` in `log_dir` what they would print. Rank 0 has the caller's terminal: its progress display is made
     for one, and whatever is worth keeping of its output is in the loggers' files.
     """
@@ -98,7 +105,7 @@ def launch_ranks(
             RankEnvironment(rank, num_ranks, store.port, os.getpid(), folder, logs, num_threads, _log_level())
             for rank in range(num_ranks)
         ]
-        with _signals_kept() as received, _quiet_elastic():
+        with _signals_kept(signals) as received, _quiet_elastic():
             context = start_processes(
                 name="trainkit",
                 entrypoint=_run_rank,
@@ -107,7 +114,7 @@ def launch_ranks(
                 logs_specs=DefaultLogsSpecs(log_dir=folder),
                 start_method="spawn",
             )
-            _watch(context, Path(folder), received)
+            _watch(context, Path(folder), received, signals)
         value: T = pickle.loads((Path(folder) / VALUE_FILE).read_bytes())
     return value
 
@@ -229,14 +236,14 @@ def _write(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[list[int]]:
+def _signals_kept(signals: Sequence[int]) -> Iterator[list[int]]:
     """Leave the handlers as they were: starting processes through elastic replaces some."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
+    elastic = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in (*elastic, *signals)}
     try:
         yield received
     finally:
@@ -256,7 +263,7 @@ def _quiet_elastic() -> Iterator[None]:
         elastic.setLevel(before)
 
 
-def _watch(context: PContext, folder: Path, received: list[int]) -> None:
+def _watch(context: PContext, folder: Path, received: list[int], signals: Sequence[int]) -> None:
     """Return when all ranks have ended well; otherwise end them all and raise the first failure."""
     pids = context.pids()
 
@@ -267,8 +274,8 @@ def _watch(context: PContext, folder: Path, received: list[int]) -> None:
                 os.kill(pid, number)
 
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, forward)
-        signal.signal(signal.SIGTERM, forward)
+        for number in signals:
+            signal.signal(number, forward)
     ended: dict[int, int] = {}  # rank -> exit code, in the order of dying
     try:
         while True:

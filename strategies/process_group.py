@@ -107,7 +107,13 @@ class ProcessGroupStrategy(Strategy):
         if _is_joining():
             return self._run_or_tell(run)
         started = _Started(self, run)
-        value: T = launch_ranks(started, num_ranks=self.num_ranks(), enter=started.enter, log_dir=self.log_dir)
+        value: T = launch_ranks(
+            started,
+            num_ranks=self.num_ranks(),
+            enter=started.enter,
+            log_dir=self.log_dir,
+            signals=self.stop_signals,
+        )
         return value
 
     def _run_or_tell(self, run: Callable[[], T]) -> T:

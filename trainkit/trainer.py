@@ -36,7 +36,7 @@ from trainkit.settings import (
     made_loggers,
 )
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named
-from trainkit.slurm import check_goes_on, check_requeue, requeue_job
+from trainkit.slurm import check_goes_on, requeue_job, signal_to_requeue_after
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
@@ -132,8 +132,7 @@ class Trainer:
         self.overfit_batches = checked_limit("overfit_batches", overfit_batches)
         self.fast_dev_run = fast_dev_run
         self.preemption_signal = preemption_signal_named(preemption_signal)
-        check_requeue(requeue, self.preemption_signal)
-        self.requeue = requeue
+        self.requeue_after = signal_to_requeue_after(requeue, self.preemption_signal)
         if self.preemption_signal is not None:
             self.strategy.stop_signals = (*ALWAYS, self.preemption_signal)
         self.run_dir = None if run_dir is None else Path(run_dir)
@@ -163,7 +162,7 @@ class Trainer:
         """
         data = as_data(data, "train")
         self._validate(task, data, "train")
-        check_goes_on(self.requeue, resumes_by_itself=resume == AUTO)
+        check_goes_on(self.requeue_after is not None, resumes_by_itself=resume == AUTO)
         checkpoint = self._run_to_continue(task) if resume == AUTO else _checked(resume)
         run_dir = self._choose_run_dir(task, checkpoint)
         self.strategy.log_dir = run_dir
@@ -172,7 +171,7 @@ class Trainer:
             self.precision.prepare(task)  # to the type that the ranks trained in
             task.load_state_dict(result.weights)
         if result.exit_reason in EXIT_CODES:
-            if self.requeue and EXIT_CODES[result.exit_reason] - 128 == self.preemption_signal and self.strategy.is_main:
+            if result.exit_reason == self.requeue_after and self.strategy.is_main:
                 requeue_job()
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
         return replace(result, weights=None)

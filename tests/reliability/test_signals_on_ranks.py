@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ class Regression(TaskModule):
             os.kill(os.getpid(), self.number)
         return nn.functional.mse_loss(self.network(batch[0]), batch[1])
 
+    test_step = validation_step
+
     def predict_step(self, batch: Any) -> Any:
         self.validation_step(batch)
         return batch[1]
@@ -63,14 +67,71 @@ class SendAt(Callback):
             os.kill(os.getpid(), self.number)
 
 
+class InSave(SendAt):
+    """Sends it while the first checkpoint is being made."""
+
+    def __init__(self, receiver: int, number: int) -> None:
+        super().__init__(receiver, number, 0)
+
+    def on_save(self, run: Any, payload: dict[str, Any]) -> None:
+        if run.strategy.rank == self.receiver and run.state.step == 5:
+            os.kill(os.getpid(), self.number)
+
+
+class Compiled(Regression):
+    """Receives a signal on one rank while its forward is compiled."""
+
+    def forward(self, inputs: Any) -> Any:
+        return self.network(inputs)
+
+    def training_step(self, batch: Any) -> Any:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def compile(self, *args: Any, **settings: Any) -> None:
+        super().compile(backend=compile_slowly)
+
+
+def compile_slowly(graph: Any, inputs: Any) -> Any:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return graph.forward
+
+
+def compile_on_ranks(folder: Path) -> tuple[int, str, int]:
+    return fit(folder, Compiled(), compile=True)
+
+
 def data() -> Data:
     inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     validation = TensorDataset(inputs[:24], inputs[:24].sum(1, keepdim=True))
-    return Data(train=dataset, validation=validation, predict=validation, batch_size=8, evaluation_batch_size=8)
+    return Data(
+        train=dataset,
+        validation=validation,
+        test=validation,
+        predict=validation,
+        batch_size=8,
+        evaluation_batch_size=8,
+    )
 
 
-def fit(folder: Path, task: TaskModule, *callbacks: Callback) -> tuple[int, str, int]:
+@contextmanager
+def slurm_job(folder: Path) -> Iterator[None]:
+    """Have a `scontrol` that notes what it is asked for."""
+    tools = folder / f"tools_{dist.get_rank()}"
+    tools.mkdir()
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.txt\n')
+    (tools / "scontrol").chmod(0o755)
+    before = dict(os.environ)
+    os.environ.update(PATH=f"{tools}:{before['PATH']}", SLURM_JOB_ID="4711")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def fit(folder: Path, task: TaskModule, *callbacks: Callback, **settings: Any) -> tuple[int, str, int]:
     """Train until a signal ends it; return the exit code, its name and the step that the rank ended at."""
     last = SendAt(-1, 0, 0)
     last.on_fit_end = lambda run: setattr(last, "step", run.state.step)  # type: ignore[method-assign]
@@ -82,6 +143,7 @@ def fit(folder: Path, task: TaskModule, *callbacks: Callback) -> tuple[int, str,
         loggers=[],
         sanity_batches=0,
         run_dir=folder,
+        **settings,
     )
     try:
         trainer.fit(task, data(), resume="auto")
@@ -90,10 +152,10 @@ def fit(folder: Path, task: TaskModule, *callbacks: Callback) -> tuple[int, str,
     return 0, "", last.step
 
 
-def predict(task: TaskModule) -> tuple[int, str]:
+def evaluate(stage: str, task: TaskModule) -> tuple[int, str]:
     trainer = Trainer(DDPStrategy(device="cpu"), callbacks=[], loggers=[])
     try:
-        trainer.predict(task, data())
+        getattr(trainer, stage)(task, data())
     except Stopped as stopped:
         return stopped.exit_code, stopped.signal_name
     return 0, ""
@@ -104,10 +166,17 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     seen["step"] = fit(folder / "step", Regression(), SendAt(1, signal.SIGTERM, 4))
     seen["evaluation"] = fit(folder / "evaluation", Regression(receiver=1, number=signal.SIGTERM, evaluation=2))
     seen["interrupt"] = fit(folder / "interrupt", Regression(receiver=0, number=signal.SIGINT, evaluation=1))
-    seen["predict"] = predict(Regression(receiver=1, number=signal.SIGTERM, evaluation=1))
+    for stage in ("predict", "test"):
+        seen[stage] = evaluate(stage, Regression(receiver=1, number=signal.SIGTERM, evaluation=1))
+    with slurm_job(folder):
+        preemptible = {"preemption_signal": "SIGUSR1", "requeue": True}
+        seen["preempted"] = fit(folder / "preempted", Regression(), SendAt(1, signal.SIGUSR1, 4), **preemptible)
+        seen["terminated"] = fit(folder / "terminated", Regression(), SendAt(1, signal.SIGTERM, 4), **preemptible)
+    seen["compilation"] = compile_on_ranks(folder / "compilation")
+    seen["save"] = fit(folder / "save", Regression(), InSave(1, signal.SIGTERM), Checkpoint(every="5step"))
     seen["whole"] = fit(folder / "whole", Regression(), SendAt(0, signal.SIGTERM, NUM_STEPS + 1))
     weights = {}
-    for name in ("whole", "evaluation"):
+    for name in ("whole", "evaluation", "preempted"):
         task = Regression()
         fit(folder / name, task)
         weights[name] = task.network.weight.detach().clone()
@@ -149,8 +218,39 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_up_to_the_same_weights(ra
         assert torch.equal(rank["weights"]["evaluation"], rank["weights"]["whole"])
 
 
-def test_predictions_that_a_signal_broke_off_are_returned_by_no_rank(ranks):
-    assert [rank["predict"] for rank in ranks] == [(143, "SIGTERM")] * 2
+@pytest.mark.parametrize("stage", ["predict", "test"])
+def test_an_evaluation_by_itself_that_a_signal_broke_off_is_returned_by_no_rank(ranks, stage):
+    assert [rank[stage] for rank in ranks] == [(143, "SIGTERM")] * 2
+
+
+def test_a_signal_in_a_compilation_stops_all_ranks_once_it_is_done(ranks, folder):
+    code, name, step = ranks[0]["compilation"]
+    assert ranks[1]["compilation"] == (code, name, step) == (143, "SIGTERM", step)
+    assert 1 <= step < 10
+    assert saved(folder, "compilation") == [(step, "SIGTERM")]
+
+
+def test_a_signal_in_a_save_lets_it_end_and_then_stops_all_ranks(ranks, folder):
+    code, name, step = ranks[0]["save"]
+    assert ranks[1]["save"] == (code, name, step) == (143, "SIGTERM", step)
+    assert 5 <= step < NUM_STEPS
+    assert saved(folder, "save")[-1][0] == step
+
+
+def test_an_announced_end_saves_and_has_the_main_rank_queue_the_job_again_once(ranks, folder):
+    code, name, step = ranks[0]["preempted"]
+    assert ranks[1]["preempted"] == (code, name, step) == (128 + signal.SIGUSR1, "SIGUSR1", step)
+    assert saved(folder, "preempted")[0] == (step, "SIGUSR1")
+    assert (folder / "scontrol.txt").read_text() == "requeue 4711\n"
+
+
+def test_a_job_that_is_cancelled_is_not_queued_again(ranks):
+    assert ranks[0]["terminated"][:2] == ranks[1]["terminated"][:2] == (143, "SIGTERM")
+
+
+def test_a_job_that_was_queued_again_ends_with_the_weights_of_an_uninterrupted_run(ranks):
+    for rank in ranks:
+        assert torch.equal(rank["weights"]["preempted"], rank["weights"]["whole"])
 
 
 SCRIPT = """
@@ -167,14 +267,15 @@ class Pid(Callback):
 
 if __name__ == "__main__":
     strategy = DDPStrategy(devices=2, device="cpu")
-    settings = {{"callbacks": [Pid(), Checkpoint(every=None)], "loggers": []}}
+    settings = {{"callbacks": [Pid(), Checkpoint(every=None)], "loggers": [], "preemption_signal": "SIGUSR1"}}
     trainer = Trainer(strategy, max_duration="1000000step", run_dir=sys.argv[1] + "/run", **settings)
     trainer.fit(Regression(), data())
 """
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_started_rank_ends_the_caller_with_its_exit_code(tmp_path):
+@pytest.mark.parametrize(("receiver", "name"), [("rank", "SIGTERM"), ("caller", "SIGUSR1")])
+def test_a_signal_to_one_started_rank_or_the_caller_ends_all_with_its_exit_code(tmp_path, receiver, name):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(here=str(Path(__file__).parent)))
     environment = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
@@ -188,11 +289,11 @@ def test_a_signal_to_one_started_rank_ends_the_caller_with_its_exit_code(tmp_pat
             assert caller.poll() is None, caller.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        os.kill(int(files[1].read_text()), signal.SIGTERM)
+        os.kill(caller.pid if receiver == "caller" else int(files[1].read_text()), signal.Signals[name])
         _, errors = caller.communicate(timeout=60)
     finally:
         caller.kill()
         caller.communicate()
-    assert caller.returncode == 143, errors
+    assert caller.returncode == 128 + signal.Signals[name], errors
     assert "Traceback" not in errors
-    assert load_from(tmp_path / "run").entry.reason == "SIGTERM"
+    assert load_from(tmp_path / "run").entry.reason == name
