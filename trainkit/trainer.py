@@ -23,6 +23,7 @@ from trainkit.optimization import Clip
 from trainkit.phases import has_phases
 from trainkit.precision import Precision
 from trainkit.rank import evaluate_on_rank, fit_on_rank
+from trainkit.report.writing import reported
 from trainkit.result import FitResult
 from trainkit.run_folder import check_run_dir, choose_run_dir
 from trainkit.run_lock import check_no_other_run
@@ -72,6 +73,7 @@ class Trainer:
         fast_dev_run: Try everything with one batch, writing no file.
         preemption_signal: A further signal after which the state is saved and training ends, such as `"SIGUSR1"`.
         requeue: Whether SLURM queues the job again after that signal; needs `resume="auto"`.
+        report: Whether the run's folder gets a `report.html` when the run ends, well or not.
         run_dir: The run's folder; by default a new one below `runs/`.
         callbacks: Callbacks or their names; by default checkpoints, progress, throughput, model summary, learning rate.
         loggers: Loggers or their names; by default TensorBoard and `metrics.jsonl`.
@@ -105,6 +107,7 @@ class Trainer:
         fast_dev_run: bool = False,
         preemption_signal: str | None = None,
         requeue: bool = False,
+        report: bool = True,
         run_dir: str | Path | None = None,
         callbacks: Sequence[str | Callback] | None = None,
         loggers: Sequence[str | Logger] | None = None,
@@ -135,6 +138,7 @@ class Trainer:
         self.requeue_after = signal_to_requeue_after(requeue, self.preemption_signal)
         if self.preemption_signal is not None:
             self.strategy.stop_signals = (*ALWAYS, self.preemption_signal)
+        self.report = report
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.callbacks = made_callbacks(callbacks)
         self.loggers = made_loggers(loggers)
@@ -166,7 +170,8 @@ class Trainer:
         checkpoint = self._run_to_continue(task) if resume == AUTO else _checked(resume)
         run_dir = self._choose_run_dir(task, checkpoint)
         self.strategy.log_dir = run_dir
-        result = self.strategy.launch(partial(fit_on_rank, self, task, data, checkpoint, run_dir))
+        with reported(run_dir if self.report else None, is_main=lambda: self.strategy.is_main):
+            result = self.strategy.launch(partial(fit_on_rank, self, task, data, checkpoint, run_dir))
         if result.weights is not None:
             self.precision.prepare(task)  # to the type that the ranks trained in
             task.load_state_dict(result.weights)
