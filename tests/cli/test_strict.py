@@ -339,3 +339,16 @@ def test_more_stages_than_a_task_has_modules_are_refused_before_a_process_starts
     monkeypatch.setattr(subprocess, "Popen", None)
     assert main(["fit", "recipe=digits_mlp", "strategy=pipeline", "strategy.stages=40", *QUIET]) == 2
     assert "strategy.stages: 40 stages, but DigitsMLP has only 6 modules" in capsys.readouterr().err
+
+
+def test_a_duration_or_a_share_is_either(tmp_path):
+    (tmp_path / "shares.py").write_text(
+        "from trainkit import Duration\n"
+        "class Task:\n"
+        "    def __init__(self, start: float | str | Duration, name: str = ''): ...\n"
+    )
+    alone = ("~task", "recipe=digits")
+    taken = ["+task={_target_: shares.Task, start: 0.75}", "+task={_target_: shares.Task, start: 3epoch}"]
+    assert [_settings(*alone, text).tree["task"]["start"] for text in taken] == [0.75, "3epoch"]
+    assert "unknown unit 'parsec'" in _message(*alone, "+task={_target_: shares.Task, start: 3parsec}")
+    assert "null is null" in _message(*alone, "+task={_target_: shares.Task, start: null}")

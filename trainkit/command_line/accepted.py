@@ -50,10 +50,12 @@ class Accepted:
         """Return why `value` cannot be right, `None` if it can."""
         if self.kinds is None or any(value == choice and type(value) is type(choice) for choice in self.choices):
             return None
-        if "duration" in self.kinds and not isinstance(value, dict) and value is not None:
-            return _complaint_about_durations(value)
         kind = _kind_of(value)
-        if kind is None or kind in self.kinds or (kind == "int" and "float" in self.kinds):
+        if kind is None or kind in self.kinds - {"str", "list"} or (kind == "int" and "float" in self.kinds):
+            return None
+        if "duration" in self.kinds and kind not in ("dict", "none"):
+            return _complaint_about_durations(value)
+        if kind in self.kinds:
             return None
         near = nearest(str(value), [str(choice) for choice in self.choices])
         if kind == "float" and value == int(value) and "int" in self.kinds:
