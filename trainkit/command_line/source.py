@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -104,9 +105,16 @@ def definition(module: str, name: str) -> tuple[str, ast.stmt] | None:
 
 
 def _at_the_top(tree: ast.Module, name: str) -> ast.stmt | None:
-    meanings = [statement for statement in tree.body if _may_define(statement, name)]
+    meanings = [statement for statement in _statements(tree.body) if _may_define(statement, name)]
     plain = (ast.ClassDef, ast.FunctionDef, ast.Import, ast.ImportFrom, ast.Assign)
     return meanings[0] if len(meanings) == 1 and isinstance(meanings[0], plain) else None
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements, and in place of an `if TYPE_CHECKING:` those in it."""
+    for statement in body:
+        is_typing = isinstance(statement, ast.If) and _is_name(statement.test, "TYPE_CHECKING") and not statement.orelse
+        yield from statement.body if isinstance(statement, ast.If) and is_typing else [statement]
 
 
 def _may_define(statement: ast.stmt, name: str) -> bool:
