@@ -149,7 +149,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if self.overlap_optimizer:
             self._overlap(optimization)
         if self.record_timeline:
-            self.timeline = self.timeline or Timeline(rank=self.rank)
+            self.timeline = self.timeline or self._new_timeline()
             self.reducer.after_step = self.timeline.record
 
     def _overlap(self, optimization: Optimization) -> None:
@@ -181,11 +181,17 @@ class DDPStrategy(ProcessGroupStrategy):
             reducer.close()
         self._reducers, self.reducer = {}, None
 
+    def _new_timeline(self) -> Timeline:
+        return Timeline(rank=self.rank)
+
     def _close_timeline(self, timeline: Timeline) -> None:
         """Write the trace, and on rank 0 say what it shows."""
         if self.log_dir is not None:
             timeline.write(Path(self.log_dir) / f"timeline_rank_{self.rank}.json")
         if self.is_main:
+            drawn = timeline.drawn(strategy=type(self).__name__)
+            if drawn is not None and self.log_dir is not None:
+                drawn.write(Path(self.log_dir))
             for line in timeline.summary():
                 logger.info("%s", line)
 
@@ -205,6 +211,8 @@ class DDPStrategy(ProcessGroupStrategy):
         reducer = self.reducer
         if reducer is not None and reducer.is_open and self.settings.unused == "find" and output.loss is not None:
             reducer.mark_unused(unreached_parameters([output.loss], reducer.parameters))
+        if self.timeline is not None:
+            self.timeline.mark_backward()
         super().backward(output, micro_batch, window)
 
     def contribute_nothing(self) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trainkit.timeline import Figure, Lane, TimelineSpan, covered_seconds
+from trainkit.timeline import Timeline as DrawnTimeline
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 MAX_STEPS = 200  # kept
 SMALL_SECONDS = 0.0003  # a reduction this short costs more to start than to do
 WORTH_ADVICE = 0.03  # of a step; communication that costs less is left alone
+MOST_LANES = 60  # buckets in the picture
 MIB = 1024 * 1024
 
 
@@ -29,34 +33,55 @@ class BucketTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """One step: its backward and its buckets."""
+    """One step: the forward and backward of its last micro-batch, and its buckets."""
 
     step: int
     begin: float
     backward_end: float
     end: float
     buckets: tuple[BucketTimes, ...]
+    forward_end: float | None = None
+    """When backward began, where that is known: by default everything counts as backward."""
+
+    @property
+    def backward_begin(self) -> float:
+        """When backward began."""
+        return self.begin if self.forward_end is None else self.forward_end
 
     @property
     def communication(self) -> float:
         """Seconds in which some bucket was under way."""
-        return _length(self._spans())
+        return covered_seconds(self._spans())
 
     @property
     def hidden(self) -> float:
         """Seconds of communication during which backward went on."""
-        return _length([(start, min(end, self.backward_end)) for start, end in self._spans()])
+        return covered_seconds([(start, min(end, self.backward_end)) for start, end in self._spans()])
 
     def _spans(self) -> list[tuple[float, float]]:
         return [(bucket.launched, bucket.finished) for bucket in self.buckets]
 
 
 class Timeline:
-    """Keeps the times of the last steps of one rank."""
+    """Keeps the times of the last steps of one rank.
 
-    def __init__(self, *, rank: int) -> None:
+    Args:
+        rank: Whose times they are.
+        word: What a strategy calls its buckets, in the picture and in its keys.
+        compressed: What to type for fewer bytes.
+
+    """
+
+    def __init__(self, *, rank: int, word: str = "bucket", compressed: str = "strategy.hook=bf16") -> None:
         self.rank = rank
+        self.word = word
+        self.compressed = compressed
         self.steps: list[StepTimes] = []
+        self._backward_began = 0.0
+
+    def mark_backward(self) -> None:
+        """Note that a forward has ended and its backward begins."""
+        self._backward_began = time.perf_counter()
 
     def record(self, reducer: Reducer) -> None:
         """Keep the step that the Reducer has just finished."""
@@ -64,7 +89,15 @@ class Timeline:
             BucketTimes(b.ready_at, b.launched_at, b.finished_at, b.layout.numel * reducer.element_size(b))
             for b in reducer.buckets
         )
-        times = StepTimes(reducer.step - 1, reducer.began_at, reducer.backward_ended_at, reducer.ended_at, buckets)
+        marked = reducer.began_at < self._backward_began < reducer.backward_ended_at
+        times = StepTimes(
+            reducer.step - 1,
+            reducer.began_at,
+            reducer.backward_ended_at,
+            reducer.ended_at,
+            buckets,
+            forward_end=self._backward_began if marked else None,
+        )
         self.steps.append(times)
         if len(self.steps) > MAX_STEPS:
             del self.steps[0]
@@ -89,24 +122,24 @@ class Timeline:
         short = [b for b in last.buckets if b.finished - b.launched < SMALL_SECONDS]
         if len(sizes) == 1 and exposed > 0.5 and matters:
             advice.append(
-                f"All gradients are in one bucket, which can only start at the end of backward. "
-                f"Try strategy.bucket_mb={max(sizes[0] / MIB / 4, 0.1):.1f}."
+                f"All gradients are in one {self.word}, which can only start at the end of backward. "
+                f"Try strategy.{self.word}_mb={max(sizes[0] / MIB / 4, 0.1):.1f}."
             )
         elif len(short) > 8 and len(short) > len(sizes) / 2:
             advice.append(
-                f"{len(short)} of {len(sizes)} buckets take less than 0.3 ms each. "
-                f"Try strategy.bucket_mb={4 * sum(sizes) / len(sizes) / MIB:.1f}."
+                f"{len(short)} of {len(sizes)} {self.word}s take less than 0.3 ms each. "
+                f"Try strategy.{self.word}_mb={4 * sum(sizes) / len(sizes) / MIB:.1f}."
             )
-        elif exposed > 0.5 and matters and last.communication > last.backward_end - last.begin:
+        elif exposed > 0.5 and matters and last.communication > _backward(last):
             advice.append(
-                "Communication takes longer than backward, so it cannot be hidden. Try strategy.hook=bf16, "
+                f"Communication takes longer than backward, so it cannot be hidden. Try {self.compressed}, "
                 "or more samples in a step (strategy.accumulate)."
             )
         blocked = [number for number, b in enumerate(last.buckets) if b.launched - b.ready > 0.25 * _backward(last)]
         if blocked:
             advice.append(
-                f"Bucket {blocked[0]} was ready long before it was started: an earlier one waited for parameters "
-                "that get no gradient in most steps. Try strategy.unused=find."
+                f"{self.word.capitalize()} {blocked[0]} was ready long before it was started: an earlier one waited "
+                "for parameters that get no gradient in most steps. Try strategy.unused=find."
             )
         return advice
 
@@ -119,14 +152,35 @@ class Timeline:
         share = f"{self.hidden_share:.0%} of communication ({milliseconds:.1f} ms a step) ran behind backward"
         return [f"{share}; one step:\n{self.draw()}", *self.advice()]
 
+    def drawn(self, *, strategy: str) -> DrawnTimeline | None:
+        """Return the step of median length for the report; `None` without steps."""
+        steps = self._steady()
+        if not steps:
+            return None
+        step = sorted(steps, key=lambda one: one.end - one.begin)[len(steps) // 2]
+        shown = step.buckets[:MOST_LANES]
+        lanes = [Lane("compute", _compute_spans(step))]
+        lanes += [Lane(f"{self.word} {number}", _bucket_spans(bucket)) for number, bucket in enumerate(shown)]
+        return DrawnTimeline(
+            strategy,
+            f"Forward and backward of the last micro-batch on rank {self.rank}, and its {self.word}s",
+            lanes,
+            step.step + 1,
+            _figures(steps, self.hidden_share, word=self.word),
+            self.advice(),
+        )
+
     def trace(self) -> dict[str, Any]:
         """Return the steps as a Chrome trace, to be opened in chrome://tracing or ui.perfetto.dev."""
         events: list[dict[str, Any]] = []
         for step in self.steps:
-            events.append(self._event(f"step {step.step}: backward", "backward", step.begin, step.backward_end))
+            if step.forward_end is not None:
+                events.append(self._event(f"step {step.step}: forward", "backward", step.begin, step.forward_end))
+            name = f"step {step.step}: backward"
+            events.append(self._event(name, "backward", step.backward_begin, step.backward_end))
             events.append(self._event(f"step {step.step}: wait", "backward", step.backward_end, step.end))
             for number, bucket in enumerate(step.buckets):
-                row = f"bucket {number}"
+                row = f"{self.word} {number}"
                 if bucket.launched - bucket.ready > 1e-5:
                     events.append(self._event("blocked", row, bucket.ready, bucket.launched))
                 name = f"all_reduce {bucket.num_bytes / MIB:.2f} MiB"
@@ -143,7 +197,10 @@ class Timeline:
         path.write_text(json.dumps(self.trace()))
 
     def draw(self, *, width: int = 60) -> str:
-        """Return the last step as a picture: `=` under way, `.` ready but not started, `|` the end of backward."""
+        """Return the last step as a picture: `=` under way, `.` ready but not started, `|` the end of backward.
+
+        A `-` is the forward before it.
+        """
         if not self.steps:
             return ""
         step = self.steps[-1]
@@ -152,11 +209,12 @@ class Timeline:
         def column(moment: float) -> int:
             return min(max(int((moment - step.begin) * scale), 0), width)
 
-        lines = [f"backward  {'#' * column(step.backward_end)}|"]
+        forward = column(step.backward_begin)
+        lines = [f"backward  {'-' * forward}{'#' * (column(step.backward_end) - forward)}|"]
         for number, bucket in enumerate(step.buckets):
             ready, launched, finished = (column(t) for t in (bucket.ready, bucket.launched, bucket.finished))
             bar = " " * ready + "." * (launched - ready) + "=" * max(finished - launched, 1)
-            lines.append(f"bucket {number:<3}{bar}")
+            lines.append(f"{self.word} {number:<3}{bar}")
         return "\n".join(lines)
 
     def _steady(self) -> list[StepTimes]:
@@ -169,13 +227,31 @@ class Timeline:
 
 
 def _backward(step: StepTimes) -> float:
-    return step.backward_end - step.begin
+    return step.backward_end - step.backward_begin
 
 
-def _length(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the seconds that the spans cover together."""
-    total, covered = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, covered))
-        covered = max(covered, end)
-    return total
+def _compute_spans(step: StepTimes) -> list[TimelineSpan]:
+    spans = [
+        TimelineSpan("backward", step.backward_begin, step.backward_end),
+        TimelineSpan("wait", step.backward_end, step.end, "waits for communication"),
+    ]
+    return spans if step.forward_end is None else [TimelineSpan("forward", step.begin, step.forward_end), *spans]
+
+
+def _bucket_spans(bucket: BucketTimes) -> list[TimelineSpan]:
+    name = f"{bucket.num_bytes / MIB:.2f} MiB"
+    spans = [TimelineSpan("communication", bucket.launched, bucket.finished, name)]
+    if bucket.launched - bucket.ready > 1e-5:
+        spans.insert(0, TimelineSpan("blocked", bucket.ready, bucket.launched, f"{name} ready, an earlier one is not"))
+    return spans
+
+
+def _figures(steps: list[StepTimes], hidden_share: float, *, word: str) -> list[Figure]:
+    last, count = steps[-1], len(steps)
+    total = sum(bucket.num_bytes for bucket in last.buckets)
+    return [
+        Figure("communication hidden behind backward", hidden_share, note=f"over {count} steps"),
+        Figure("communication of a step", sum(step.communication for step in steps) / count, "seconds"),
+        Figure("waited after backward", sum(step.end - step.backward_end for step in steps) / count, "seconds"),
+        Figure(f"gradients in {len(last.buckets)} {word}{'s' * (len(last.buckets) > 1)}", total, "bytes"),
+    ]

@@ -21,6 +21,7 @@ from ..ddp.buckets import MIB
 from ..ddp.clipping import total_norm
 from ..ddp.reducer import Unused
 from ..ddp.strategy import DDPStrategy
+from ..ddp.timeline import Timeline
 from .communication_thread import CommunicationThread
 from .hosts import Servers
 from .opening import host_name, open_part_transport
@@ -185,6 +186,9 @@ class FusionStrategy(DDPStrategy):
     def bytes_a_step(self) -> int | None:
         """Bytes that this rank sends (in shared memory: reads from and writes to others) in a step, once known."""
         return None if self._transport is None else self._transport.bytes_a_step
+
+    def _new_timeline(self) -> Timeline:
+        return Timeline(rank=self.rank, word="buffer", compressed="strategy.wire=bf16")
 
     # ---- A step
 
