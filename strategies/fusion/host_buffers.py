@@ -280,11 +280,8 @@ class _Gradients(_OnItsWay):
         self, owner: HostBuffers, number: int, flats: list[Tensor], result: Tensor, *, span: tuple[int, int]
     ) -> None:
         self.wire, self.owner, self.result, self.span = flats[owner.rank], owner, result, span
-        start, stop = span
-        chunks = [
-            [flat[a : min(a + CHUNK_ELEMENTS, stop)] for flat in flats] for a in range(start, stop, CHUNK_ELEMENTS)
-        ]
-        super().__init__(number, self.wire, chunks)
+        parts = [flat[slice(*span)].split(CHUNK_ELEMENTS) for flat in flats]
+        super().__init__(number, self.wire, [list(chunk) for chunk in zip(*parts, strict=True)])
         self.flag_views = [flat[owner.num_gradients()[number] :] for flat in flats]
         self.copy: Copy | None = None
         self.copy_back: Copy | None = None

@@ -169,7 +169,7 @@ class ShardedOptimizer:
             self.transport.live = number
         if self._copied:
             with torch.no_grad():
-                owners = [home.owner for home in self._copied]
+                owners: list[Tensor] = [home.owner for home in self._copied]
                 torch._foreach_copy_(owners, [home.views[number] for home in self._copied])
 
     def _bring(self, buffer: int) -> None:

@@ -54,7 +54,7 @@ class CudaStaging(Staging):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's own
+        self.stream = torch.cuda.Stream(device)
         self._adopted: list[Tensor] = []
 
     def mark(self) -> Any:

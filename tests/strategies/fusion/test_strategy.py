@@ -17,43 +17,10 @@ from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleDevice
 
 from tests.equality import Perceptron, StepWeights, largest_difference, make, numbers
+from tests.strategies.fusion.training import OPTIMIZERS, Partly, Wide, train, trained
 from tests.tasks import Recorder, StopAt
-from trainkit import Data, Trainer, UserError
+from trainkit import Data, UserError
 from trainkit.testing import rank_outcomes, run_ranks
-
-OPTIMIZERS = {
-    "sgd": lambda task: torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9),
-    "adamw": lambda task: torch.optim.AdamW(
-        [
-            {"params": [p for p in task.parameters() if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in task.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-        ],
-        lr=0.01,
-        eps=1e-3,
-    ),
-}
-
-
-def train(strategy, task, data, *callbacks, resume=None, run_dir=None, steps=6, **settings):
-    trainer = Trainer(
-        strategy,
-        max_duration=f"{steps}step",
-        callbacks=list(callbacks),
-        loggers=[],
-        sanity_batches=0,
-        run_dir=run_dir,
-        **settings,
-    )
-    return trainer.fit(task, data, resume=resume)
-
-
-def trained(strategy, name, *, optimizer="sgd", **settings):
-    """Return the weights after every step; the last batch of each epoch leaves ranks without samples."""
-    task, data = make(name, 13, batch_size=6)
-    task.configure_optimizers = lambda: OPTIMIZERS[optimizer](task)
-    seen = StepWeights()
-    train(strategy, task, data, seen, **settings)
-    return seen.steps
 
 
 def differences_on_this_rank(transport, run_dir):
@@ -296,23 +263,6 @@ def test_sums_of_short_formats_are_made_in_fp32():
     assert sums_of_many(9).tolist() == [1.0 + 8 / 512] * 4  # in bf16 every addition would be rounded away
 
 
-class Partly(Perceptron):
-    """Trains its second head with every other sample, and a third one never."""
-
-    def build(self):
-        super().build()
-        self.second = nn.Linear(8, 1)
-        self.third = nn.Linear(8, 1)
-
-    def training_step(self, batch):
-        outputs = self.network(batch[0]) + (self.second(batch[0]) if batch[0].sum() > 0 else 0.0)
-        return (outputs - batch[1]).square().mean()
-
-    def configure_optimizers(self):
-        # The decay of a parameter without a gradient would show.
-        return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.1)
-
-
 def partly_used(run_dir):
     """Return the differences of sharded and plain fusion from single for a task with unused parameters."""
     found = []
@@ -333,11 +283,6 @@ def partly_used(run_dir):
 def test_parameters_that_some_ranks_or_all_do_not_use_are_trained_as_on_one_device(tmp_path):
     for differences in run_ranks(partly_used, 2, tmp_path):
         assert max(differences) < 1e-6
-
-
-class Wide(Perceptron):
-    def build(self):
-        self.network = nn.Sequential(nn.Linear(8, 1000), nn.Tanh(), nn.Linear(1000, 1))
 
 
 def bytes_on_this_rank(run_dir):

@@ -1,0 +1,65 @@
+"""Tasks and short runs for the tests of fusion."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.equality import Perceptron, StepWeights, make
+from trainkit import Trainer
+
+OPTIMIZERS = {
+    "sgd": lambda task: torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9),
+    "adamw": lambda task: torch.optim.AdamW(
+        [
+            {"params": [p for p in task.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in task.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        eps=1e-3,
+    ),
+}
+
+
+def train(strategy, task, data, *callbacks, resume=None, run_dir=None, steps=6, **settings):
+    trainer = Trainer(
+        strategy,
+        max_duration=f"{steps}step",
+        callbacks=list(callbacks),
+        loggers=[],
+        sanity_batches=0,
+        run_dir=run_dir,
+        **settings,
+    )
+    return trainer.fit(task, data, resume=resume)
+
+
+def trained(strategy, name, *callbacks, optimizer="sgd", **settings):
+    """Return the weights after every step; the last batch of each epoch leaves ranks without samples."""
+    task, data = make(name, 13, batch_size=6)
+    task.configure_optimizers = lambda: OPTIMIZERS[optimizer](task)
+    seen = StepWeights()
+    train(strategy, task, data, seen, *callbacks, **settings)
+    return seen.steps
+
+
+class Partly(Perceptron):
+    """Trains its second head with every other sample, and a third one never."""
+
+    def build(self):
+        super().build()
+        self.second = nn.Linear(8, 1)
+        self.third = nn.Linear(8, 1)
+
+    def training_step(self, batch):
+        outputs = self.network(batch[0]) + (self.second(batch[0]) if batch[0].sum() > 0 else 0.0)
+        return (outputs - batch[1]).square().mean()
+
+    def configure_optimizers(self):
+        # The decay of a parameter without a gradient would show.
+        return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.1)
+
+
+class Wide(Perceptron):
+    def build(self):
+        self.network = nn.Sequential(nn.Linear(8, 1000), nn.Tanh(), nn.Linear(1000, 1))
