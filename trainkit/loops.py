@@ -67,13 +67,8 @@ class FitLoop:
                     optimization.after_step()
                 else:
                     outputs = phases.train(window, num_steps=state.step)
-                state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
+                self._advance(window)
                 means.add(outputs, step=state.step)
-                if state.clock_is_watched:
-                    state.set_clock(strategy.broadcast_object(state.own_seconds))
-                if window.ends_epoch:
-                    for part in self._optimizations:
-                        part.after_epoch()
                 if self._log_interval.due(state):
                     self._log()
                 if self._evaluation_interval.due(state):
@@ -108,6 +103,16 @@ class FitLoop:
     def _windows(self) -> Iterator[Window]:
         run, state = self._run, self._run.state
         return run.strategy.windows(self._feed.windows(state.epoch, state.position), self._feed.source)
+
+    def _advance(self, window: Window) -> None:
+        """Count the step, by a clock that all ranks agree on, and what follows from the end of an epoch."""
+        state = self._run.state
+        state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
+        if state.clock_is_watched:
+            state.set_clock(self._run.strategy.broadcast_object(state.own_seconds))
+        if window.ends_epoch:
+            for optimization in self._optimizations:
+                optimization.after_epoch()
 
     def _finished(self) -> bool:
         """Return whether this was the last step; the same on every rank."""
@@ -147,7 +152,9 @@ class FitLoop:
             metrics["train/gradient_norm"] = float(self._norm)
         if self._phases is not None:
             del metrics["train/loss"]  # of all phases together, which means nothing
-            metrics.update({f"train/{name}/gradient_norm": float(norm) for name, norm in self._phases.norms.items()})
+            metrics.update(
+                {f"train/{name}/gradient_norm": float(norm) for name, norm in self._phases.control.norms.items()}
+            )
         for optimization in self._optimizations:
             if optimization.skipped_steps is not None:
                 under = f"{optimization.phase}/" if optimization.phase else ""

