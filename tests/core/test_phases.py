@@ -7,6 +7,7 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
 
@@ -127,11 +128,19 @@ def test_a_manual_task_drives_its_phases_itself(tmp_path):
     torch.testing.assert_close(weights(task), weights(by_hand(num_steps=6, critic_steps=2)), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [Adversarial, Manual])
-def test_two_ranks_have_the_weights_of_one(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        (Adversarial, DDPStrategy(devices=2, micro_batch_size=3)),
+        (Manual, DDPStrategy(devices=2)),
+        (Adversarial, DataParallel(devices=["cpu", "cpu"])),
+    ],
+    ids=["ddp", "manual-ddp", "dp"],
+)
+def test_several_devices_have_the_weights_of_one(kind, strategy, tmp_path):
     alone, together = made(kind), made(kind)
     fit(alone, tmp_path / "alone")
-    result = fit(together, tmp_path / "together", DDPStrategy(devices=2, micro_batch_size=3))
+    result = fit(together, tmp_path / "together", strategy)
     torch.testing.assert_close(weights(together), weights(alone), rtol=0, atol=1e-12)
     assert result.steps == 6
 
