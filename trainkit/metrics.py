@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from trainkit.metric_objects import MetricObjects
 from trainkit.step_output import StepOutput
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _FOLD_AT = 512
 """Outputs that are kept one by one before they are summed up, which bounds memory."""
+_COUNTING = "metric objects"
+"""Stands among the names where a rank has metric objects: all ranks then know, without another collective."""
 
 
 class WeightedMeans:
@@ -33,6 +36,7 @@ class WeightedMeans:
         self._steps: list[int] = []
         self._sums: dict[str, Tensor] = {}  # name -> (2,): weighted sum, sum of weights
         self._losses: list[tuple[Tensor, list[int]]] = []  # losses (outputs,) and the steps that they are of
+        self._objects = MetricObjects()
 
     def add(self, outputs: Sequence[StepOutput], *, step: int = 0) -> None:
         """Count the outputs of one window, or of one evaluation batch."""
@@ -44,11 +48,17 @@ class WeightedMeans:
     def reduce(self, strategy: Strategy) -> dict[str, float]:
         """Return the means over all ranks and start anew; collective, and the one place that waits for the device."""
         self._fold()
+        if self._objects:
+            self._sums[_COUNTING] = torch.ones(2, dtype=self._dtype, device=self._device)
         names, sums = strategy.sum_named(self._sums, device=self._device, dtype=self._dtype)
         self._sums, self._losses = {}, []
         reduced = dict(zip(names, sums.tolist(), strict=True))  # name -> [weighted sum, sum of weights]
+        have_objects = reduced.pop(_COUNTING, None) is not None
         self.loss_was_finite = math.isfinite(reduced["loss"][0]) if "loss" in reduced else True
-        return {name: total / weight if weight else math.nan for name, (total, weight) in reduced.items()}
+        means = {name: total / weight if weight else math.nan for name, (total, weight) in reduced.items()}
+        if have_objects:
+            means.update(self._objects.reduce(strategy))
+        return means
 
     def state_dict(self, strategy: Strategy) -> dict[str, list[float]]:
         """Return what a checkpoint keeps: each name's weighted sum and sum of weights over all ranks; collective."""
@@ -77,6 +87,9 @@ class WeightedMeans:
         """Sum up the outputs kept one by one."""
         outputs, steps = self._outputs, self._steps
         self._outputs, self._steps = [], []
+        for output in outputs:
+            if output.objects:
+                self._objects.add(output)
         losses = [output.loss for output in outputs if output.loss is not None]
         if losses:
             having = [step for step, output in zip(steps, outputs, strict=True) if output.loss is not None]
@@ -88,16 +101,18 @@ class WeightedMeans:
 
     def _add(self, name: str, values: Sequence[Tensor | float], weights: Sequence[Tensor | float]) -> Tensor:
         """Add to a name's sums, and return the values as one tensor."""
-        stacked, weight = self._stack(values), self._stack(weights)  # (outputs,) each
+        stacked, weight = stack(values, self._device), stack(weights, self._device)  # (outputs,) each
         total = torch.stack([stacked @ weight, weight.sum()])
         self._sums[name] = self._sums[name] + total if name in self._sums else total
         return stacked
 
-    def _stack(self, values: Sequence[Tensor | float]) -> Tensor:
-        """Return numbers or scalar tensors as one tensor on the device."""
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        if not tensors:
-            return torch.tensor(values, dtype=self._dtype).to(self._device, non_blocking=True)
-        if len(tensors) < len(values) or any(tensor.dim() or tensor.device != self._device for tensor in tensors):
-            tensors = [torch.as_tensor(value).to(self._device, self._dtype).reshape(()) for value in values]
-        return torch.stack(tensors).to(self._dtype)
+
+def stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return numbers or scalar tensors as one tensor on the device, in double precision where there is one."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    if len(tensors) < len(values) or any(tensor.dim() or tensor.device != device for tensor in tensors):
+        tensors = [torch.as_tensor(value).to(device, dtype).reshape(()) for value in values]
+    return torch.stack(tensors).to(dtype)

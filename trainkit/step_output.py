@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.errors import UserError
 from trainkit.metric_states import is_metric
+
+
+class Counted(NamedTuple):
+    """A metric object that a step has given samples."""
+
+    name: str
+    metric: nn.Module | None
+    """`None` where another process of this rank holds it."""
+    num_samples: int
 
 
 @dataclass(slots=True)
@@ -25,10 +34,8 @@ class StepOutput:
     """The other values that the task returned."""
     own_weight: bool = False
     """Whether the task gave the weight."""
-    num_samples: int = 0
-    """Samples that `objects` have counted in this step."""
-    objects: Mapping[str, nn.Module | None] | None = None
-    """The metric objects that the task returned; one that counts in another process is `None` here."""
+    objects: Sequence[Counted] = ()
+    """The metric objects that the task returned."""
 
 
 def read_training_output(returned: Any, num_samples: int, task: object, step_name: str = "training_step") -> StepOutput:
@@ -70,7 +77,7 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
             "scalars such as {'loss': loss, 'accuracy': accuracy}."
         )
     metrics: dict[str, Tensor | float] = {}
-    objects: dict[str, nn.Module | None] = {}
+    objects: list[Counted] = []
     for name, value in returned.items():
         if not isinstance(value, (Tensor, int, float)):
             if not is_metric(value) or name in ("loss", "weight"):
@@ -78,7 +85,7 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
                     f"{_name(task)}.{step_name} returned {name!r} = {_kind(value)}; metrics are numbers or scalar "
                     "tensors, or metric objects: a trainkit.Metric, or one of torchmetrics."
                 )
-            objects[name] = value
+            objects.append(Counted(name, value, num_samples))
             continue
         if isinstance(value, Tensor) and value.numel() != 1:
             raise UserError(
@@ -93,10 +100,8 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
         weight = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
     if loss is not None and not isinstance(loss, Tensor):
         raise UserError(f"{_name(task)}.{step_name} returned a loss that is no tensor but {_kind(loss)}.")
-    output = StepOutput(loss, num_samples if weight is None else weight, metrics, own_weight=weight is not None)
-    if objects:
-        output.num_samples, output.objects = num_samples, objects
-    return output
+    own_weight = weight is not None
+    return StepOutput(loss, weight if own_weight else num_samples, metrics, own_weight=own_weight, objects=objects)
 
 
 def _name(task: object) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.batches import to_device
+from trainkit.checkpoints.shards import Shards
 from trainkit.cutting import cutting_complaint
 from trainkit.data import Source
 from trainkit.devices import pick_device
@@ -333,6 +334,10 @@ class Strategy:
     def state_dict(self, task: TaskModule) -> dict[str, Any]:
         """Return the task's parameters and buffers; complete on rank 0."""
         return task.state_dict()
+
+    def shards(self, task: TaskModule, optimizations: Sequence[Optimization]) -> Shards | None:
+        """Return what this rank holds of the state, in pieces that all ranks' make whole; `None`: one rank has all."""
+        return None
 
     def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
         """Give the task the parameters and buffers in `saved`."""

@@ -12,7 +12,7 @@ to them: only what replica 0, which is the task itself, writes to its buffers is
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
@@ -27,11 +27,14 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-def replicate(task: TaskModule, devices: Sequence[torch.device], *, phase: Phase) -> list[TaskModule]:
+def replicate(
+    task: TaskModule, devices: Sequence[torch.device], *, phase: Phase, kept: Sequence[Mapping[int, Any]] = ()
+) -> list[TaskModule]:
     """Return the task itself, which is on the first device, and a replica for each further device.
 
     Gradients of all replicas arrive in the task's parameters. Attributes that a step assigns to a replica are lost
-    with it. `phase` is entered as "sum" while gradients are copied to the master and added up.
+    with it, but for those of modules in `kept`: for each further device, what stands for a module, by its id.
+    `phase` is entered as "sum" while gradients are copied to the master and added up.
     """
     others = list(devices[1:])
     if not others:
@@ -45,7 +48,7 @@ def replicate(task: TaskModule, devices: Sequence[torch.device], *, phase: Phase
         copied = [copy for device in others for copy in _copies(trained, device)]
     replicas: list[TaskModule] = [task]
     for index, device in enumerate(others):
-        known: dict[int, Any] = {}
+        known: dict[int, Any] = dict(kept[index]) if kept else {}
         copies = copied[index * len(trained) : (index + 1) * len(trained)]
         known.update(zip(map(id, trained), copies, strict=True))
         known.update(zip(map(id, fixed), _copies(fixed, device), strict=True))
@@ -109,7 +112,7 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 def _replica(task: TaskModule, known: dict[int, Any]) -> TaskModule:
     """Return a module of the same structure in which what is in `known`, by its id, stands for the original."""
-    modules = list(task.modules())
+    modules = [module for module in task.modules() if id(module) not in known]
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             raise UserError(

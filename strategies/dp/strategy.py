@@ -9,12 +9,13 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.batches import concatenate, to_device
 from trainkit.data import Source
 from trainkit.devices import pick_device
 from trainkit.errors import UserError
+from trainkit.metric_states import fresh_copy, metrics_in, outermost_metrics
 from trainkit.precision import Precision
 from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.strategy import BatchPlan, Strategy
@@ -63,8 +64,6 @@ class DataParallel(Strategy):
 
     """
 
-    runs_phases = False
-
     def __init__(
         self,
         *,
@@ -76,6 +75,7 @@ class DataParallel(Strategy):
         self._requested_devices = _checked(devices)
         self._threads: ReplicaThreads | None = None
         self._watch = Stopwatch([])
+        self._metrics: list[dict[int, nn.Module]] | None = None  # of each replica but the first
 
     # ---- Where the devices are
 
@@ -105,6 +105,7 @@ class DataParallel(Strategy):
         precision.setup(self.device)
         self._threads = ReplicaThreads(self.devices)
         self._watch = Stopwatch(self.devices)
+        self._metrics = None
 
     def teardown(self) -> None:
         """End the threads; may be called twice."""
@@ -150,7 +151,7 @@ class DataParallel(Strategy):
         self, task: TaskModule, shards: Sequence[MicroBatch], window: Window
     ) -> list[StepOutput]:
         """Add to the gradients what the shards, one for each device, contribute."""
-        outputs = self._on_replicas(task, shards, _training_step, kind="training_step")
+        outputs = self._on_replicas(task, shards, partial(_training_step, self._step_name), kind=self._step_name)
         with self._watch.phase("gather"):
             outputs = [self._gathered(output) for output in outputs]
             total = self._combined(outputs, shards, window)
@@ -167,7 +168,7 @@ class DataParallel(Strategy):
         with self._watch.phase("scatter"):
             moved = [self._scattered(shard, device) for shard, device in zip(shards, devices, strict=True)]
         with self._watch.phase("replicate"):
-            replicas = replicate(task, devices, phase=self._watch.phase)
+            replicas = replicate(task, devices, phase=self._watch.phase, kept=self._metrics_of_replicas(task))
         calls = [partial(step, replica, shard, self.precision) for replica, shard in zip(replicas, moved, strict=True)]
         return self._threads.run(calls, kind=kind)
 
@@ -183,7 +184,7 @@ class DataParallel(Strategy):
         if isinstance(weight, Tensor):
             # A number of tokens divided by an integer would be rounded to float32, whatever the precision.
             weight = weight.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
-        return StepOutput(loss, weight, output.metrics, output.own_weight)
+        return StepOutput(loss, weight, output.metrics, output.own_weight, output.objects)
 
     def _combined(self, outputs: Sequence[StepOutput], shards: Sequence[MicroBatch], window: Window) -> Tensor:
         """Return the shards' losses, each at its part of the window, added up."""
@@ -207,6 +208,20 @@ class DataParallel(Strategy):
         )
 
     # ---- Evaluation
+
+    def metrics_of(self, task: TaskModule) -> list[nn.Module]:
+        """Return what holds states of metrics in the task and its replicas."""
+        copies = [copy for of_replica in self._metrics_of_replicas(task) for copy in of_replica.values()]
+        return [*metrics_in(task), *(holder for copy in copies for holder in metrics_in(copy))]
+
+    def _metrics_of_replicas(self, task: TaskModule) -> list[dict[int, nn.Module]]:
+        """Return for each further device the metric objects of its replica, which count until they are reset."""
+        if self._metrics is None:
+            self._metrics = [
+                {id(metric): fresh_copy(metric).to(device) for metric in outermost_metrics(task)}
+                for device in self.devices[1:]
+            ]
+        return self._metrics
 
     def evaluate(
         self, task: TaskModule, micro_batch: MicroBatch, step_name: Literal["validation_step", "test_step"]
@@ -235,16 +250,17 @@ class DataParallel(Strategy):
             named[name] = sum(products) / _not_zero(weight)
         loss = named.pop("loss", None)
         assert loss is None or isinstance(loss, Tensor)
-        return StepOutput(loss, total, named, any(output.own_weight for output in outputs))
+        objects = [counted for output in outputs for counted in output.objects]
+        return StepOutput(loss, total, named, any(output.own_weight for output in outputs), objects)
 
     def _on_master(self, value: Tensor | float) -> Tensor | float:
         return value.to(self.device) if isinstance(value, Tensor) else value
 
 
-def _training_step(replica: TaskModule, shard: MicroBatch, precision: Precision) -> StepOutput:
+def _training_step(step_name: str, replica: TaskModule, shard: MicroBatch, precision: Precision) -> StepOutput:
     with precision.forward():
-        returned = replica.training_step(shard.batch)
-    return read_training_output(returned, shard.num_samples, replica)
+        returned = getattr(replica, step_name)(shard.batch)
+    return read_training_output(returned, shard.num_samples, replica, step_name)
 
 
 def _evaluation_step(

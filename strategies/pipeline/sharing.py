@@ -112,4 +112,5 @@ def _blank(output: StepOutput) -> StepOutput:
             name: torch.zeros((), dtype=value.dtype) if isinstance(value, Tensor) else 0.0
             for name, value in output.metrics.items()
         },
+        objects=[counted._replace(metric=None) for counted in output.objects],
     )

@@ -1,0 +1,99 @@
+"""The control flow of evaluation and prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+
+from trainkit.batches import concatenate
+from trainkit.exact_means import ExactMeans, Sums, means_over
+from trainkit.feed import Feed
+from trainkit.metric_objects import MetricObjects
+from trainkit.metric_states import set_aside
+from trainkit.rng import rng_untouched
+from trainkit.run import EvaluationProgress, Run
+
+_STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
+    "validation": "validation_step",
+    "sanity": "validation_step",
+    "test": "test_step",
+}
+
+
+class EvalLoop:
+    """Evaluates every sample exactly once; ranks meet only at the end."""
+
+    def __init__(self, run: Run, feed: Feed, *, stage: str) -> None:
+        self._run = run
+        self._feed = feed
+        self._stage = stage
+
+    def run(self) -> dict[str, float] | None:
+        """Return the metrics by their full names (`validation/loss`), `None` if a stop was asked for meanwhile.
+
+        Leaves the task in evaluation mode and the random generators as they were.
+        """
+        run, stage, strategy = self._run, self._stage, self._run.strategy
+        means, objects = ExactMeans(strategy.device), MetricObjects()
+        with self._evaluating() as progress, set_aside(strategy.metrics_of(run.task)):
+            for micro_batch in self._feed.batches():
+                output = strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])
+                means.add(output)
+                objects.add(output)
+                progress.batch += 1
+                if strategy.stop_evaluating(run.signals.received is not None):
+                    break
+            if strategy.agree(run.signals.received is not None):
+                return None
+            reduced = self._over_all_ranks(means, objects)
+        metrics = {f"{stage}/{name}": value for name, value in reduced.items()}
+        if stage != "sanity":
+            run.log(metrics)
+        return metrics
+
+    def _over_all_ranks(self, means: ExactMeans, objects: MetricObjects) -> dict[str, float]:
+        """Return means and metrics over the samples of all ranks; one collective, two where there are objects."""
+        strategy = self._run.strategy
+        gathered = strategy.all_gather_object((means.sums(), objects.parts(strategy.rank)))
+        ranks: dict[int, Sums] = {}
+        for sums, (rank, _) in gathered:
+            ranks.setdefault(rank, sums)  # those that share a rank's samples have the same
+        reduced = means_over(ranks)
+        if any(counted for _, (_, counted) in gathered):
+            reduced.update(objects.compute([parts for _, parts in gathered], strategy))
+        return reduced
+
+    def predict(self) -> Any:
+        """Return the predictions in the order of the dataset, joined along the first dimension, on rank 0."""
+        run = self._run
+        outputs = []
+        with self._evaluating() as progress:
+            for micro_batch in self._feed.batches():
+                outputs.append(run.strategy.predict(run.task, micro_batch))
+                progress.batch += 1
+                if run.strategy.stop_evaluating(run.signals.received is not None):
+                    break
+            if run.strategy.agree(run.signals.received is not None):
+                return []  # not those of some samples, as if they were all
+            gathered = run.strategy.gather_predictions(outputs)
+        return concatenate(gathered) if gathered else []
+
+    def _evaluating(self) -> AbstractContextManager[EvaluationProgress]:
+        return _evaluating(self._run, EvaluationProgress(self._stage, self._feed.num_steps))
+
+
+@contextmanager
+def _evaluating(run: Run, progress: EvaluationProgress) -> Iterator[EvaluationProgress]:
+    """Evaluation mode, no gradients, and random generators that training does not notice."""
+    run.evaluation = progress
+    run.emit("on_evaluation_start", progress.stage)
+    run.task.eval()
+    try:
+        # Not inference mode: a tensor that a model caches in it could not be used in training later.
+        with rng_untouched(), torch.no_grad():
+            yield progress
+    finally:
+        run.evaluation = None
