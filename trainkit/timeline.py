@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-from trainkit.checkpoints.file import write_text
 
 FILENAME = "timeline.json"
 KINDS = ("forward", "backward", "communication", "blocked", "wait", "optimizer")
@@ -83,7 +82,9 @@ class Timeline:
     def write(self, folder: Path) -> None:
         """Leave `timeline.json` in a run's folder, in place of an earlier one; times then begin at 0."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / FILENAME, json.dumps({"version": _VERSION, **asdict(self._from_zero())}) + "\n")
+        part = folder / f".{FILENAME}.part"
+        part.write_text(json.dumps({"version": _VERSION, **asdict(self._from_zero())}) + "\n", encoding="utf-8")
+        os.replace(part, folder / FILENAME)
 
     def _from_zero(self) -> Timeline:
         first = self.start

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from .schedules import BACKWARD, FORWARD, Action, Span, draw, simulate
+from trainkit.timeline import Figure, Lane, Timeline, TimelineSpan
+
+from .schedules import BACKWARD, FORWARD, Action, Span, draw, idle_share, simulate
 from .table import PartitionPlan, in_units
 from .timeline import timeline_picture
 
 BAR_WIDTH = 60
+WORTH_ADVICE = 0.10  # of all ranks' time: idle beyond what the schedule itself costs
 COLUMNS = 150
 """A schedule wider than this is drawn for fewer micro-batches."""
 
@@ -24,9 +27,39 @@ def write_plan(plan: PartitionPlan, folder: Path) -> None:
 
 
 def write_timeline(spans: Sequence[Sequence[Span]], folder: Path, *, expected: float) -> None:
-    """Leave `timeline.svg` in the run's folder: the last window, with its idle share beside the expected one."""
+    """Leave `timeline.svg` in the run's folder: the last window, with its idle share beside the expected one.
+
+    The same window is left as `timeline.json`, for the report.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    drawn_timeline(spans, expected=expected).write(folder)
     (folder / "timeline.svg").write_text(timeline_picture(spans, expected=expected), encoding="utf-8")
+
+
+def drawn_timeline(spans: Sequence[Sequence[Span]], *, expected: float) -> Timeline:
+    """Return a window in the form that the report draws: a lane for each rank, a bar for each action."""
+    lanes = [Lane(f"rank {rank}", [_bar(span) for span in rank_spans]) for rank, rank_spans in enumerate(spans)]
+    num_micro_batches = len({span.action.micro_batch for rank_spans in spans for span in rank_spans})
+    idle = idle_share(spans)
+    figures = [
+        Figure("bubble, measured", idle, note=f"{expected:.1%} with equal stages: (p-1)/(m+p-1)"),
+        Figure("one window", max((row[-1].end for row in spans if row), default=0.0), "seconds"),
+        Figure("micro-batches", num_micro_batches, "count"),
+    ]
+    advice = []
+    if idle > expected + WORTH_ADVICE:
+        advice.append(
+            "Ranks are idle for longer than equal stages would be. Look at partition.txt for the slowest stage; "
+            "strategy.cuts sets where stages begin, and strategy.accumulate gives more micro-batches."
+        )
+    return Timeline("pipeline", "Who does which micro-batch when, in one step", lanes, None, figures, advice)
+
+
+def _bar(span: Span) -> TimelineSpan:
+    action = span.action
+    kind = "forward" if action.kind == FORWARD else "backward"
+    name = f"{kind} of micro-batch {action.micro_batch} in stage {action.stage}"
+    return TimelineSpan(kind, span.start, span.end, name, str(action.micro_batch))
 
 
 def stages_drawing(plan: PartitionPlan) -> str:
