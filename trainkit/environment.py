@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ def environment(run: Run) -> dict[str, Any]:
     parameters = [parameter for parameter in task.parameters() if not _is_lazy(parameter)]
     return {
         "started": time.time(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv and sys.argv[0] else "",
+        "command": command(sys.argv),
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
@@ -59,6 +60,15 @@ def environment(run: Run) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "git": git_state(Path.cwd()),
     }
+
+
+def command(argv: Sequence[str]) -> str:
+    """Return what was typed, without the folders that programs lie in; nothing for what was not started by a file."""
+    if not argv or not argv[0] or argv[0].startswith("-"):
+        return ""
+    program = Path(argv[0])
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    return " ".join([name, shlex.join(argv[1:])]).strip()
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 METRICS = "metrics.jsonl"
 _NOT_METRICS = ("step", "time")
+_NUMBERED = re.compile(r"(?<=learning_rate)\.\d+$")  # groups of parameters
 
 
 @dataclass
@@ -128,5 +130,6 @@ def base_names(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         stage, _, base = name.partition("/")
         key = base if stage in ("train", "validation", "test") and base else name
+        key = _NUMBERED.sub("", key)
         groups.setdefault(key, []).append(name)
     return groups

@@ -260,14 +260,21 @@ def curve_charts(runs: Mapping[str, Mapping[str, Curve]], *, kinds: tuple[str, .
         for number_of_run, (run, curves) in enumerate(runs.items()):
             for place, name in enumerate(members):
                 if name in curves:
-                    colour = _STAGE_COLOURS.get(name.partition("/")[0], place) if len(runs) == 1 else number_of_run
+                    colour = number_of_run if len(runs) > 1 else _colour(name, members, place)
                     series.append(Series(run or _told_apart(name, members), curves[name], colour))
         charts.append(chart(base, series))
     return charts[:MOST_CHARTS]
 
 
+def _colour(name: str, members: list[str], place: int) -> int:
+    stages = [member.partition("/")[0] for member in members]
+    return _STAGE_COLOURS.get(name.partition("/")[0], place) if len(set(stages)) == len(stages) else place
+
+
 def _told_apart(name: str, members: list[str]) -> str:
-    return name.partition("/")[0] if len(members) > 1 or "/" in name else name
+    """Return what a metric is called beside the others of its picture: its stage, or else what is different."""
+    stages = {member.partition("/")[0] for member in members}
+    return name.partition("/")[0] if len(stages) == len(members) else name.rpartition("/")[2]
 
 
 def kind_of(name: str) -> str:
