@@ -40,11 +40,11 @@ def fit_on_rank(
 ) -> FitResult:
     """Train `task` on this rank's samples and return what the run came to; collective."""
     strategy = trainer.strategy
-    with _run_on_rank(trainer, task, data, run_dir) as run:
+    with run_on_rank(trainer, task, data, run_dir) as run:
         before = Progress()
         try:
             # Under torchrun each rank has looked for itself; rank 0 decides.
-            loop = _prepare_fit(trainer, run, strategy.broadcast_object(checkpoint))
+            loop = prepare_fit(trainer, run, strategy.broadcast_object(checkpoint))
             before = Progress.of(run.state)
             loop.run()
         except BaseException as error:
@@ -60,11 +60,11 @@ def fit_on_rank(
 
 def evaluate_on_rank(trainer: Trainer, task: TaskModule, data: Data, checkpoint: Path | None, stage: str) -> Any:
     """Return the metrics of a stage, or for `predict` the predictions; collective."""
-    with _run_on_rank(trainer, task, data, None) as run:
+    with run_on_rank(trainer, task, data, None) as run:
         _prepare_task(trainer, run)
         if checkpoint is not None:
-            run.load_weights(load_from(checkpoint).payload, where=str(checkpoint))
-        loop = _eval_loop(trainer, run, stage, limit=trainer.limits[stage])
+            run.load_weights(load_from(checkpoint).payload, where=str(checkpoint), to_evaluate=True)
+        loop = eval_loop(trainer, run, stage, limit=trainer.limits[stage])
         outcome = loop.predict() if stage == "predict" else loop.run()
         if run.agree_on_signal() and run.stopped_by is not None:
             raise Stopped(run.stopped_by.name, EXIT_CODES[run.stopped_by.name])
@@ -73,7 +73,7 @@ def evaluate_on_rank(trainer: Trainer, task: TaskModule, data: Data, checkpoint:
 
 
 @contextmanager
-def _run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | None) -> Iterator[Run]:
+def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | None) -> Iterator[Run]:
     """Set this rank up for a run, and release everything whatever happens."""
     strategy = trainer.strategy
     with StopSignals(trainer.preemption_signal) as signals, _torch_flags(trainer), ExitStack() as stack:
@@ -91,6 +91,7 @@ def _run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path |
                 seed=trainer.seed,
                 run_dir=strategy.broadcast_object(run_dir),
                 config=trainer.config,
+                usual_batch=trainer.usual_batch,
             )
             if run.run_dir is not None and run.is_main:
                 make_run_dir(run.run_dir)
@@ -108,7 +109,7 @@ def _run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path |
             strategy.teardown()
 
 
-def _prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
+def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
     """Bring task, optimizer and data into place on this rank, and a resumed run to where it was; collective."""
     _prepare_data(trainer, run)
     _prepare_task(trainer, run)
@@ -132,7 +133,7 @@ def _prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop
     assert run.feed is not None
     trainer.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
     if checkpoint is None and validation is not None and trainer.sanity_batches and not trainer.fast_dev_run:
-        metrics = _eval_loop(trainer, run, "sanity", limit=trainer.sanity_batches).run()
+        metrics = eval_loop(trainer, run, "sanity", limit=trainer.sanity_batches).run()
         if metrics is not None:
             run.emit("on_evaluation_end", "sanity", metrics)
     _open_loggers(run)
@@ -168,7 +169,7 @@ def _prepare_task(trainer: Trainer, run: Run) -> None:
 def _validation_loop(trainer: Trainer, run: Run) -> EvalLoop | None:
     """Return the loop of validations; raises UserError if a schedule follows one and there is none."""
     if trainer.validates(run.data):
-        return _eval_loop(trainer, run, "validation", limit=trainer.limits["validation"])
+        return eval_loop(trainer, run, "validation", limit=trainer.limits["validation"])
     schedules = [schedule for optimization in run.optimizations for schedule in optimization.schedules]
     followed = [schedule.metric for schedule in schedules if schedule.metric is not None]
     if followed:
@@ -179,7 +180,7 @@ def _validation_loop(trainer: Trainer, run: Run) -> EvalLoop | None:
     return None
 
 
-def _eval_loop(trainer: Trainer, run: Run, stage: str, *, limit: int | None) -> EvalLoop:
+def eval_loop(trainer: Trainer, run: Run, stage: str, *, limit: int | None) -> EvalLoop:
     source = run.data.source("validation" if stage == "sanity" else stage)
     feed = make_feed(source, trainer.strategy, seed=_data_seed(trainer, run.data), limit=limit)
     return EvalLoop(run, feed, stage=stage)

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from trainkit.callback import MOMENTS, Callback
 from trainkit.checkpoints.matching import check_shapes, check_state_dict_keys
+from trainkit.checkpoints.sharded_saving import save_together
+from trainkit.checkpoints.shards import Shards
 from trainkit.checkpoints.store import CheckpointEntry, CheckpointStore
 from trainkit.checkpoints.writer import AsyncWriter
 from trainkit.data import Data
 from trainkit.errors import UserError
 from trainkit.feed import Feed
 from trainkit.histogram import histogram_of
+from trainkit.linear_scaling import UsualBatch
 from trainkit.logger import Logger
 from trainkit.loggers.guarded import GuardedLogger
 from trainkit.metrics import WeightedMeans
@@ -65,6 +68,8 @@ class Run:
     state: TrainState = field(default_factory=TrainState)
     feed: Feed | None = None
     plan: BatchPlan | None = None
+    usual_batch: UsualBatch | None = None
+    """The global batch that the learning rate was chosen for, where that is known."""
     optimizations: Sequence[Optimization] = ()
     """One, or one for each phase of the task; none outside of training."""
     means: WeightedMeans | None = None
@@ -143,19 +148,29 @@ class Run:
     # ---- Checkpoints
 
     def save(
-        self, *, reason: str, background: bool = False, then: Callable[[CheckpointEntry], object] | None = None
+        self,
+        *,
+        reason: str,
+        background: bool = False,
+        sharded: bool = False,
+        then: Callable[[CheckpointEntry], object] | None = None,
     ) -> CheckpointEntry | None:
         """Write a checkpoint of this moment; collective.
 
         With `background` the state is copied and a thread writes it; `check_saving` and `finish_saving` raise what
-        goes wrong there. `then` is called on the main rank with the entry, once that is listed.
+        goes wrong there. With `sharded` each rank writes what it holds, where the strategy shards the state. `then` is
+        called on the main rank with the entry, once that is listed.
 
         Returns the entry on the main rank; `None` in the background, without a folder, or when a loss was not finite
         and the weights are not worth keeping.
         """
         if self.checkpoints is None or not self.may_save():
             return None
-        payload = self._payload()
+        shards = self.strategy.shards(self.task, self.optimizations) if sharded else None
+        payload = self._payload(shards)
+        if shards is not None:
+            labels = self._labels(reason)
+            return save_together(self.checkpoints, payload, shards.pieces, together=self.strategy, then=then, **labels)
         entry: CheckpointEntry | None = None
         failure: UserError | None = None
         if self.is_main:
@@ -167,6 +182,13 @@ class Run:
         if failure is not None:
             raise failure
         return entry
+
+    def prepare_saving(self) -> None:
+        """Have memory for saves in the background, or the first would stall training longer than others; collective."""
+        payload = self._state()
+        if self.is_main and self.checkpoints is not None:
+            self._writer = self._writer or AsyncWriter(self.checkpoints)
+            self._writer.prepare(payload)
 
     def check_saving(self) -> None:
         """Raise the error of a save in the background that failed; costs next to nothing and never waits."""
@@ -187,17 +209,12 @@ class Run:
         then: Callable[[CheckpointEntry], object] | None,
     ) -> CheckpointEntry | None:
         assert self.checkpoints is not None
-        name, state, metrics = f"step_{self.state.step:08d}", self.state, self._metrics_of_this_step()
         self.finish_saving()
         if background:
             self._writer = self._writer or AsyncWriter(self.checkpoints)
-            self._writer.save(
-                payload, name=name, step=state.step, epoch=state.epoch, metrics=metrics, reason=reason, then=then
-            )
+            self._writer.save(payload, then=then, **self._labels(reason))
             return None
-        entry = self.checkpoints.save(
-            payload, name=name, step=state.step, epoch=state.epoch, metrics=metrics, reason=reason
-        )
+        entry = self.checkpoints.save(payload, **self._labels(reason))
         if then is not None:
             then(entry)
         return entry
@@ -220,10 +237,15 @@ class Run:
             if name in payload["callbacks"]:
                 callback.load_state_dict(payload["callbacks"][name])
         self.resumed_from = where
+        if payload.get("batch_size") is not None:
+            self.usual_batch = UsualBatch(payload["batch_size"], "the resumed run")
 
-    def load_weights(self, payload: dict[str, Any], *, where: str) -> None:
-        """Give the task a checkpoint's parameters and buffers; raises UserError if they are another task's."""
-        saved = payload["task"]
+    def load_weights(self, payload: dict[str, Any], *, where: str, to_evaluate: bool = False) -> None:
+        """Give the task a checkpoint's parameters and buffers; raises UserError if they are another task's.
+
+        `to_evaluate` takes those that validations of the run were made with, where they were others (an average).
+        """
+        saved = payload.get("evaluation_weights", payload["task"]) if to_evaluate else payload["task"]
         own = self.strategy.state_dict(self.task)
         check_state_dict_keys(own, saved, where)
         check_shapes(own, saved, where)
@@ -258,18 +280,30 @@ class Run:
         if errors:
             raise errors[0]
 
-    def _payload(self) -> dict[str, Any]:
+    def _labels(self, reason: str) -> dict[str, Any]:
+        """Return what a checkpoint of this moment is listed as."""
+        state, metrics = self.state, self._metrics_of_this_step()
+        labels = {"step": state.step, "epoch": state.epoch, "metrics": metrics, "reason": reason}
+        return {"name": f"step_{state.step:08d}", **labels}
+
+    def _state(self, shards: Shards | None = None) -> dict[str, Any]:
+        """Return the state of the task and its optimizers, complete on the main rank unless in shards; collective."""
+        if shards is None:
+            parts = [self.strategy.optimizer_state_dict(self.task, part) for part in self.optimizations]
+            shards = Shards(self.strategy.state_dict(self.task), parts)
+        return {"task": shards.task, "optimizer": by_phase(shards.optimizers, self.optimizations)}
+
+    def _payload(self, shards: Shards | None = None) -> dict[str, Any]:
         assert self.feed is not None
-        optimizers = [self.strategy.optimizer_state_dict(self.task, part) for part in self.optimizations]
         payload = {
-            "task": self.strategy.state_dict(self.task),
-            "optimizer": by_phase(optimizers, self.optimizations),
+            **self._state(shards),
             "schedules": by_phase([part.schedule_state() for part in self.optimizations], self.optimizations),
             "scaler": self.precision.state_dict(),
             "state": self.state.state_dict(),
             "feed": self.feed.state_dict(self.state.position),
             "rng": self.strategy.all_gather_object(rng_state()),
             "layout": self._layout(),
+            "batch_size": None if self.plan is None else self.plan.batch_size,
             "means": {} if self.means is None else self.means.state_dict(self.strategy),
             "callbacks": {name: callback.state_dict() for name, callback in _named(self.callbacks)},
             "config": self.config,

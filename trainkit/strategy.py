@@ -107,6 +107,11 @@ class Strategy:
         """Whether this process writes files and talks to the user."""
         return self.process == 0
 
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether `launch` would start processes, as this one is not one of the ranks."""
+        return False
+
     def validate(self) -> None:
         """Raise UserError for what this machine cannot run; called before any process is started."""
         pick_device(self._requested_device)

@@ -1,0 +1,171 @@
+"""A second set of a task's weights: an average of those that training went through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainkit.callback import Callback
+from trainkit.checkpoints.payload import identity_of
+from trainkit.errors import UserError
+
+if TYPE_CHECKING:
+    from trainkit.run import Run
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+AVERAGE = "average"
+
+
+class AveragedWeights(Callback):
+    """What averages have in common: evaluations see the average, training does not, and checkpoints hold both.
+
+        training      w1   w2   w3   w4 . . . . . . w4   w5
+        average       a1   a2   a3   a4             a4   a5
+        evaluation                        a4 a4 a4
+        checkpoint                        task: w4, evaluation_weights: a4
+
+    Every process averages the part of the task that it holds, so that nothing is sent. Floating-point buffers
+    (batch-norm statistics) are averaged too, others are taken as they are. Subclasses say when and with which share.
+    """
+
+    def __init__(self, *, leave_average: bool) -> None:
+        self.leave_average = leave_average
+        self._forget()
+
+    def _forget(self) -> None:
+        self._average: dict[str, Tensor] = {}  # what this process holds, once there is an average
+        self._saved: Mapping[str, Tensor] = {}  # the whole average that a resumed run goes on with
+        self._updates = 0
+        self._seen_step = 0
+        self._is_exchanged = False
+        self._state: dict[str, Any] = {}
+
+    def share(self, run: Run) -> float | None:
+        """Return how much of the present weights goes into the average after this step; `None`: it stays as it is."""
+        raise NotImplementedError
+
+    def on_fit_start(self, run: Run) -> None:
+        if run.resumed_from is None:
+            self._forget()
+        self._seen_step = run.state.step
+        low = [name for name, tensor in run.strategy.held(run.task).items() if tensor.dtype in _LOW_PRECISION]
+        if low:
+            raise UserError(
+                f"{type(self).__name__} cannot average weights of 16 bits ({low[0]}): small changes would be rounded "
+                "away. Set trainer.precision=bf16-mixed, which keeps the weights in fp32."
+            )
+
+    def on_step_end(self, run: Run) -> None:
+        self._put_back(run)  # an evaluation that a signal broke off has not
+        self._look(run)
+
+    def on_evaluation_start(self, run: Run, stage: str) -> None:
+        if run.optimizations and not self._is_exchanged:
+            self._look(run)
+            self._exchange(run)
+
+    def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
+        self._put_back(run)
+
+    def on_save(self, run: Run, payload: dict[str, Any]) -> None:
+        was_exchanged = self._is_exchanged
+        self._put_back(run)
+        self._look(run)
+        self._state.update(updates=self._updates, seen_step=self._seen_step)
+        if was_exchanged:  # training has ended
+            payload["task"] = _copied(run.strategy.state_dict(run.task))
+        if self._updates:
+            self._exchange(run)
+            self._state[AVERAGE] = payload["evaluation_weights"] = _copied(run.strategy.state_dict(run.task))
+            if not was_exchanged:
+                self._put_back(run)  # what `payload` shares with the task is then as it was
+
+    def on_fit_end(self, run: Run) -> None:
+        self._put_back(run)
+        self._look(run)
+        if self.leave_average:
+            self._exchange(run)
+
+    def close(self) -> None:
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        # Filled in `on_save`, where the parts of all processes are put together.
+        self._state = {"updates": self._updates, "seen_step": self._seen_step}
+        return self._state
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._forget()
+        self._updates, self._seen_step = saved["updates"], saved["seen_step"]
+        self._saved = saved.get(AVERAGE, {})
+
+    def _look(self, run: Run) -> None:
+        """Let the present step count, unless it has: an evaluation comes before the end of its step."""
+        if run.state.step == self._seen_step:
+            return
+        self._seen_step = run.state.step
+        share = self.share(run)
+        if share is None:
+            return
+        held = self._held_beside_average(run)
+        if self._updates == 0:
+            self._average = {name: tensor.detach().clone() for name, tensor in held.items()}
+        else:
+            _blend(self._average, held, share)
+        self._updates += 1
+
+    def _held_beside_average(self, run: Run) -> dict[str, Tensor]:
+        """Return what this process holds, and have an average of exactly that where there is one.
+
+        What a checkpoint held is whole; a pipeline's stage keeps its part, once the task is cut.
+        """
+        held = run.strategy.held(run.task)
+        first = next(iter(held.values()))
+        average = self._average
+        if self._updates and (average.keys() != held.keys() or average[next(iter(held))].device != first.device):
+            known = average or self._saved
+            self._average = {name: known[name].to(tensor.device, copy=True) for name, tensor in held.items()}
+            self._saved = {}
+        return held
+
+    def _exchange(self, run: Run) -> None:
+        """Let the task hold the average and this callback the weights, or the other way round."""
+        if self._updates == 0:
+            return
+        held = self._held_beside_average(run)
+        with torch.no_grad():
+            for name, tensor in held.items():
+                kept = tensor.detach().clone()
+                tensor.copy_(self._average[name])
+                self._average[name] = kept
+        self._is_exchanged = not self._is_exchanged
+
+    def _put_back(self, run: Run) -> None:
+        if self._is_exchanged:
+            self._exchange(run)
+
+
+def _blend(average: dict[str, Tensor], present: dict[str, Tensor], share: float) -> None:
+    """Move the average towards the present weights by a share of the way."""
+    names = [name for name, tensor in present.items() if tensor.is_floating_point()]
+    with torch.no_grad():
+        for name, tensor in present.items():
+            if not tensor.is_floating_point():
+                average[name].copy_(tensor)
+        torch._foreach_lerp_([average[name] for name in names], [present[name] for name in names], share)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict with tensors of its own; those that are one (tied weights) stay one."""
+    copies: dict[tuple[object, ...], Tensor] = {}
+    copied = copy(state)  # with what modules note of their versions
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            identity = identity_of(value)
+            copies.setdefault(identity, value.detach().clone())
+            copied[name] = copies[identity]
+    return copied

@@ -1,0 +1,59 @@
+"""The mean of the weights of the last part of training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainkit.duration import Duration, Interval
+from trainkit.errors import UserError
+
+from .averaged_weights import AveragedWeights
+
+if TYPE_CHECKING:
+    from trainkit.run import Run
+
+
+class SWA(AveragedWeights):
+    """Evaluates with the equal mean of the weights at regular points of the last part of training.
+
+    It goes with a learning rate that stays high in that part: constant, or in cycles that end where weights are taken.
+    Batch-norm statistics are the mean of those at the same points.
+
+    Args:
+        start: When averaging begins; a fraction of the run (0.75), or a duration.
+        every: From one point at which weights are taken to the next.
+        leave_average: Whether the task holds the average when training has ended.
+
+    """
+
+    def __init__(
+        self, *, start: float | str | Duration = 0.75, every: str | Duration = "1epoch", leave_average: bool = True
+    ) -> None:
+        if isinstance(start, (int, float)) and not 0 <= start < 1:
+            raise UserError(f"swa.start must be a fraction of the run, from 0 to below 1, or a duration; got {start}.")
+        super().__init__(leave_average=leave_average)
+        self.start = start if isinstance(start, (int, float)) else Duration.parse(start, where="swa.start")
+        self.every = Duration.parse(every, where="swa.every")
+        if {self.every.unit, getattr(self.start, "unit", "step")} & {"second", "minute", "hour"}:
+            raise UserError("swa.start and swa.every are counted in steps, epochs or samples: clocks differ on ranks.")
+        self._interval = Interval(self.every)
+
+    def on_fit_start(self, run: Run) -> None:
+        super().on_fit_start(run)
+        if isinstance(self.start, float) and run.max_steps is None:
+            raise UserError(
+                f"swa.start={self.start} is a fraction of a run whose steps are not known; give a duration, such as "
+                "swa.start=10epoch."
+            )
+        self._interval.start(run.state)
+
+    def share(self, run: Run) -> float | None:
+        if not self._interval.due(run.state) or not self._has_begun(run):
+            return None
+        return 1.0 / (self._updates + 1)
+
+    def _has_begun(self, run: Run) -> bool:
+        if isinstance(self.start, Duration):
+            return self.start.reached(run.state)
+        assert run.max_steps is not None
+        return run.state.step >= self.start * run.max_steps

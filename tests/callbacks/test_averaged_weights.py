@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.callbacks.ema import EMA
+from trainkit.callbacks.swa import SWA
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.single import SingleDevice
+
+from tests.tasks import Regression, StopAt, assert_same_bits, regression_data, weights
+from trainkit import Callback, Data, UserError
+from trainkit.checkpoints.store import load_from
+
+
+def data() -> Data:
+    return Data(train=regression_data(40), validation=regression_data(12, seed=1), batch_size=8)
+
+
+def adamw(task: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(task.parameters(), lr=0.02)
+
+
+def task() -> Regression:
+    return Regression(adamw, hidden=6)
+
+
+class Trace(Callback):
+    """Keeps the weights after each step, and those that evaluations saw."""
+
+    def __init__(self) -> None:
+        self.trained: list[dict[str, Tensor]] = []
+        self.evaluated: list[dict[str, Tensor]] = []
+
+    def on_step_end(self, run: Any) -> None:
+        self.trained.append(weights(run.task))
+
+    def on_evaluation_start(self, run: Any, stage: str) -> None:
+        self.evaluated.append(weights(run.task))
+
+
+def ema_of(trained: list[dict[str, Tensor]], decay: float) -> dict[str, Tensor]:
+    average = {name: tensor.clone() for name, tensor in trained[0].items()}
+    for present in trained[1:]:
+        for name, tensor in present.items():
+            average[name] += (1 - decay) * (tensor - average[name])
+    return average
+
+
+def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_evaluations_see_the_average_up_to_their_step_and_training_does_not(make_trainer: Any) -> None:
+    trace, plain = Trace(), Trace()
+    settings = {"max_duration": "2epoch", "evaluate_every": "3step"}
+
+    make_trainer(callbacks=[EMA(decay=0.9, warm_up=False), trace], **settings).fit(task(), data())
+    make_trainer(callbacks=[plain], **settings).fit(task(), data())
+
+    for with_average, without in zip(trace.trained, plain.trained, strict=True):
+        assert_same_bits(with_average, without)
+    for number, evaluated in enumerate(trace.evaluated, start=1):
+        assert_near(evaluated, ema_of(trace.trained[: 3 * number], 0.9))
+
+
+def test_the_task_is_left_with_the_average_unless_asked_otherwise(make_trainer: Any) -> None:
+    left, not_left, trace = task(), task(), Trace()
+
+    make_trainer(callbacks=[EMA(decay=0.9, warm_up=False), trace]).fit(left, data())
+    make_trainer(callbacks=[EMA(decay=0.9, leave_average=False)]).fit(not_left, data())
+
+    assert_near(weights(left), ema_of(trace.trained, 0.9))
+    assert_same_bits(not_left, trace.trained[-1])
+
+
+def test_early_weights_are_forgotten_while_the_average_warms_up(make_trainer: Any) -> None:
+    """Updates 1, 2, 3 keep 2/11, 3/12, 4/13 of the average."""
+    made, trace = task(), Trace()
+
+    make_trainer(callbacks=[EMA(decay=0.999), trace], max_duration="4step").fit(made, data())
+
+    average = dict(trace.trained[0])
+    for update, present in enumerate(trace.trained[1:], start=1):
+        keep = (1 + update) / (10 + update)
+        average = {name: keep * average[name] + (1 - keep) * present[name] for name in present}
+    assert_near(weights(made), average)
+
+
+def test_every_and_start_say_when_weights_are_taken(make_trainer: Any) -> None:
+    """Steps 4, 6, 8 and 10, each update with the decay of two steps."""
+    made, trace = task(), Trace()
+    ema = EMA(decay=0.9, every=2, start="3step", warm_up=False)
+
+    make_trainer(callbacks=[ema, trace], max_duration="10step").fit(made, data())
+
+    assert_near(weights(made), ema_of([trace.trained[step - 1] for step in (4, 6, 8, 10)], 0.81))
+
+
+def test_swa_is_the_equal_mean_of_the_last_epochs_ends(make_trainer: Any) -> None:
+    made, trace = task(), Trace()
+
+    make_trainer(callbacks=[SWA(start=0.5), trace], max_duration="6epoch").fit(made, data())
+
+    taken = [trace.trained[5 * epoch - 1] for epoch in (3, 4, 5, 6)]
+    assert_near(weights(made), {name: torch.stack([t[name] for t in taken]).mean(0) for name in taken[0]})
+
+
+@pytest.mark.parametrize("make", [lambda: EMA(decay=0.9), lambda: SWA(start="4step", every="2step")])
+@pytest.mark.parametrize("checkpoint_is_first", [False, True])
+def test_a_run_that_was_stopped_goes_on_to_the_same_average_to_the_bit(
+    make_trainer: Any, tmp_path: Path, make: Any, checkpoint_is_first: bool
+) -> None:
+    settings = {"max_duration": "2epoch", "evaluate_every": "3step"}
+    whole, resumed = task(), task()
+    make_trainer(callbacks=[make()], **settings).fit(whole, data())
+
+    def callbacks(*more: Callback) -> list[Callback]:
+        both = [make(), *more]
+        return both[::-1] if checkpoint_is_first else both
+
+    folder = {"run_dir": tmp_path / "parts", **settings}
+    make_trainer(callbacks=callbacks(StopAt(6)), **folder).fit(task(), data())
+    make_trainer(callbacks=callbacks(Checkpoint()), **folder).fit(resumed, data(), resume=tmp_path / "parts")
+
+    assert_same_bits(resumed, whole)
+    payload = load_from(tmp_path / "parts").payload
+    assert_same_bits(payload["evaluation_weights"], whole)
+    assert not torch.equal(payload["task"]["network.0.weight"], whole.state_dict()["network.0.weight"])
+
+
+def test_a_checkpoint_is_evaluated_with_the_average_that_chose_it(make_trainer: Any, tmp_path: Path) -> None:
+    best = Checkpoint(metric="validation/loss", every=None)
+    trainer = make_trainer(
+        callbacks=[EMA(decay=0.8), best], run_dir=tmp_path / "run", evaluate_every="1epoch", max_duration="2epoch"
+    )
+    fitted = trainer.fit(task(), data())
+
+    metrics = make_trainer().validate(task(), data(), checkpoint=tmp_path / "run")
+
+    assert metrics["validation/loss"] == pytest.approx(fitted.metrics["validation/loss"], rel=1e-6)
+
+
+def test_an_evaluation_that_a_signal_breaks_off_leaves_the_weights_of_training(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    """The checkpoint of the signal holds the weights of training as such."""
+
+    class Interrupted(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            signal.raise_signal(signal.SIGTERM)
+            return super().validation_step(batch)
+
+    class Steps(Callback):
+        def on_step_end(self, run: Any) -> None:
+            trained.append(weights(run.task))
+
+    trained: list[dict[str, Tensor]] = []
+    made = Interrupted(adamw, hidden=6)
+    callbacks = [Checkpoint(), EMA(decay=0.9), Steps()]
+    trainer = make_trainer(callbacks=callbacks, run_dir=tmp_path / "run", evaluate_every="3step")
+
+    with pytest.raises(SystemExit):
+        trainer.fit(made, data())
+
+    assert len(trained) == 3
+    assert_same_bits(load_from(tmp_path / "run").payload["task"], trained[-1])
+
+
+class Normalised(Regression):
+    """With batch-norm statistics and a counter among its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=6)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.norm(inputs))
+
+
+def test_buffers_are_averaged_and_counters_taken_as_they_are(make_trainer: Any) -> None:
+    made, trace = Normalised(), Trace()
+
+    make_trainer(callbacks=[EMA(decay=0.9, warm_up=False), trace]).fit(made, data())
+
+    assert int(made.norm.num_batches_tracked) == 5
+    statistics = [{"mean": step["norm.running_mean"]} for step in trace.trained]
+    assert_near({"mean": made.norm.running_mean}, ema_of(statistics, 0.9))
+
+
+def test_weights_of_16_bits_are_refused(make_trainer: Any) -> None:
+    with pytest.raises(UserError, match="EMA cannot average weights of 16 bits"):
+        make_trainer(callbacks=[EMA()], precision="bf16-true").fit(task(), data())
+
+
+STRATEGIES = {
+    "ddp": lambda: DDPStrategy(devices=2, device="cpu"),
+    "fusion sharded": lambda: FusionStrategy(devices=2, device="cpu", shard_optimizer=True),
+    "pipeline": lambda: Pipeline(stages=2, device="cpu"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_has_the_average_of_single_and_resumes_to_the_bit(
+    make_trainer: Any, tmp_path: Path, name: str
+) -> None:
+    def fit(strategy: Any, made: Regression, *more: Callback, **settings: Any) -> Any:
+        resume = settings.pop("resume", None)
+        settings = {"max_duration": "8step", "evaluate_every": "4step", **settings}
+        return make_trainer(strategy, callbacks=[EMA(decay=0.9), *more], **settings).fit(made, data(), resume=resume)
+
+    reference, whole, resumed = task(), task(), task()
+    expected = fit(SingleDevice(device="cpu"), reference)
+    result = fit(STRATEGIES[name](), whole)
+    fit(STRATEGIES[name](), task(), StopAt(5), run_dir=tmp_path / "parts")
+    fit(STRATEGIES[name](), resumed, run_dir=tmp_path / "parts", resume=tmp_path / "parts")
+
+    assert_near(weights(whole), weights(reference))
+    assert result.metrics["validation/loss"] == pytest.approx(expected.metrics["validation/loss"], rel=1e-5)
+    assert_same_bits(resumed, whole)
