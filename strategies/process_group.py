@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -25,6 +27,8 @@ from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
 from .ddp.agreement import broadcast, gather
+from .ddp.failure import RankError, StoreBoard, is_lost, timed_out
+from .ddp.whereabouts import Whereabouts
 from .launcher import RankEnvironment, launch_ranks
 from .rendezvous import fresh_store
 from .stop_agreement import StopAgreement
@@ -49,6 +53,7 @@ class ProcessGroupStrategy(Strategy):
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
         timeout: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+        process_group: The ranks that train together, where this process has joined others already; `None`: all ranks.
 
     """
 
@@ -62,14 +67,21 @@ class ProcessGroupStrategy(Strategy):
         broadcast_buffers: bool = True,
         timeout: float = 1800.0,
         backend: str = "auto",
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(device=device, accumulate=accumulate, micro_batch_size=micro_batch_size)
         if devices != "auto" and (isinstance(devices, bool) or not isinstance(devices, int) or devices < 1):
             raise UserError(f"devices must be 'auto' or a whole number, at least 1, got {devices!r}.")
         if timeout <= 0:
             raise UserError(f"timeout must be above 0 seconds, got {timeout}.")
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise UserError(
+                f"process_group must be a process group that this process is a member of, got {process_group!r}; only "
+                "the ranks that torch.distributed.new_group was given can train in it."
+            )
         self.devices = devices
         self.backend = backend
+        self.process_group = process_group
         self.broadcast_buffers = broadcast_buffers
         self.timeout_seconds = float(timeout)
         self.log_dir: Path | None = None  # where ranks other than 0 write what they print
@@ -79,6 +91,9 @@ class ProcessGroupStrategy(Strategy):
         self._buffers: list[Tensor] = []
         self._weighted: bool | None = None  # whether steps return weights of their own; known after the first
         self._stop: StopAgreement | None = None
+        self._board: StoreBoard | None = None  # where ranks tell each other why they fail and where they are
+        self._whereabouts: Whereabouts | None = None
+        self._steps = 0  # that this rank has begun
 
     # ---- Where the ranks are
 
@@ -95,6 +110,11 @@ class ProcessGroupStrategy(Strategy):
             )
         if self.backend != "auto" and not dist.is_backend_available(self.backend):
             raise UserError(f"backend={self.backend!r} is not part of this torch build; set strategy.backend=auto.")
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether `launch` would start processes, as this one is not one of the ranks."""
+        return self._environment is None and not _is_joining()
 
     def num_ranks(self) -> int:
         """Return the number of ranks that are started on this machine."""
@@ -126,22 +146,50 @@ class ProcessGroupStrategy(Strategy):
 
     def tell_failure(self, why: str) -> None:
         """Let the other ranks know that this one stops."""
+        if self._board is not None:
+            self._board.publish(f"rank {self.rank} failed in step {max(self._steps - 1, 0)}: {why}")
+
+    @contextmanager
+    def _waiting(self, where: str) -> Iterator[None]:
+        """Say of a collective in this block that breaks or takes too long where it was, why, and who is where."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._explain(error, where)
+            raise
+
+    def _explain(self, error: RuntimeError, where: str) -> None:
+        """Raise RankError in place of an error that says no more than that a collective broke."""
+        if self._board is None or isinstance(error, RankError) or not is_lost(error):
+            return
+        cause = self._board.root_cause()
+        if cause is None and "imed out" in str(error):
+            raise timed_out(self._board, where=where, seconds=self.timeout_seconds) from None
+        cause = cause or f"a rank is gone ({str(error).splitlines()[0]})"
+        raise RankError(f"stopped while waiting in {where}, because {cause}") from None
+
+    def _after(self, what: str) -> str:
+        return f"{what} after step {self._steps}"
 
     def setup(self, precision: Precision) -> None:
         """Join the other ranks and choose this rank's device; collective."""
         kind = pick_device(self._requested_device).type
         if not dist.is_initialized():
             self._join_group(kind)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = self._ranks.rank(), self._ranks.size()
         self.device = torch.device("cpu")
         if kind == "cuda":
-            local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+            local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
             self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         self.precision = precision
         precision.setup(self.device)
         self._names, self._weighted = [], None
-        self._stop = StopAgreement(self.group) if self.world_size > 1 else None
+        self._steps = 0
+        if self.world_size > 1:
+            self._stop = StopAgreement(self.group)
+            self._board = StoreBoard(self.group, token=gather(secrets.token_hex(8), self.group)[0])
+            self._whereabouts = Whereabouts(self._board, step=lambda: max(self._steps - 1, 0))
 
     def _join_group(self, kind: str) -> None:
         backend = self.backend
@@ -162,7 +210,12 @@ class ProcessGroupStrategy(Strategy):
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that have copies of the task."""
-        group = dist.group.WORLD
+        return self._ranks
+
+    @property
+    def _ranks(self) -> dist.ProcessGroup:
+        """All ranks of the run."""
+        group = self.process_group or dist.group.WORLD
         assert group is not None
         return group
 
@@ -181,12 +234,16 @@ class ProcessGroupStrategy(Strategy):
     def teardown(self) -> None:
         """Leave the process group if this strategy joined it; may be called twice."""
         self._stop, self._buffers = None, []
+        if self._whereabouts is not None:
+            self._whereabouts.close()
+            self._whereabouts = None
         failing = sys.exc_info()[1]
         if failing is not None and self.world_size > 1:
             # Others may wait for this rank: leaving now would give them a broken connection in place of the reason,
             # and might wait for them. The process is about to end.
             self.tell_failure(f"{type(failing).__name__}: {failing}")
             return
+        self._board = None
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
@@ -195,12 +252,14 @@ class ProcessGroupStrategy(Strategy):
 
     def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
+        self._steps += 1
         if not window.micro_batches:
             self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss
             self.contribute_nothing()
         outputs = super().forward_backward(task, window)
         if self._buffers:
-            broadcast(self._buffers, self.group)
+            with self._waiting(self._after("the broadcast of buffers")):
+                broadcast(self._buffers, self.group)
         return outputs
 
     def contribute_nothing(self) -> None:
@@ -210,19 +269,26 @@ class ProcessGroupStrategy(Strategy):
     def finish_gradients(self, outputs: Sequence[StepOutput], window: Window) -> None:
         """Divide by the sum of weights over all ranks where the task gave weights of its own; collective."""
         own = any(output.own_weight for output in outputs)
-        if self._weighted is False:
-            if own:
-                raise UserError(
-                    "training_step returned a weight, but did not in the first step; return one always or never."
-                )
-            return
-        undivided = self._is_undivided(window.micro_batches, window)
-        total = sum(float(output.weight) for output in outputs) if own else 0.0
-        sums = torch.tensor([total, float(own), float(own and undivided)], dtype=torch.float64)
-        total, any_own, any_undivided = self.all_reduce(sums.to(self.device)).tolist()
-        self._weighted = bool(any_own)
-        if any_own and not any_undivided:
-            self.scale_gradients(window.num_samples / total if total else 0.0)  # 0: a window of padding only
+        if self._weighted is None:
+            self._weighted = self.agree(own)
+        if outputs and own != self._weighted:
+            raise UserError(
+                "training_step returned a weight, but did not in the first step; return one always or never."
+                if own
+                else "training_step returned no weight, but did in the first step; return one always or never."
+            )
+        if self._weighted:
+            self.scale_gradients(self._samples_over_weight(outputs, window))
+
+    def _samples_over_weight(self, outputs: Sequence[StepOutput], window: Window) -> Tensor:
+        """Return what makes gradients of sums weighted by samples those of the weighted mean; on the device."""
+        undivided = float(self._is_undivided(window.micro_batches, window))
+        weights = [torch.as_tensor(o.weight, dtype=torch.float64, device=self.device) for o in outputs]
+        total = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.float64, device=self.device)
+        flag = torch.full((), undivided, dtype=torch.float64, device=self.device)
+        total, any_undivided = self._reduce(torch.stack([total, flag]), where="the sum of weights")
+        factor = torch.where(total > 0, window.num_samples / total, 0.0)  # 0: a window of padding only
+        return torch.where(any_undivided > 0, 1.0, factor).detach()
 
     def _is_undivided(self, micro_batches: Sequence[MicroBatch], window: Window) -> bool:
         """Whether one micro-batch is the whole window: its loss is not weighted at all."""
@@ -232,24 +298,30 @@ class ProcessGroupStrategy(Strategy):
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
         """Return the reduction of `tensor` over ranks; collective."""
-        reduced = tensor.detach().clone()
-        dist.all_reduce(reduced, _OPS[op], group=self.group)
-        return reduced
+        return self._reduce(tensor.detach().clone(), op, where="an all_reduce")
+
+    def _reduce(self, tensor: Tensor, op: str = "sum", *, where: str) -> Tensor:
+        with self._waiting(self._after(where)):
+            dist.all_reduce(tensor, _OPS[op], group=self.group)
+        return tensor
 
     def all_gather_object(self, value: T) -> list[T]:
         """Return each rank's value, in the order of ranks; collective."""
-        return gather(value, self.group)
+        with self._waiting(self._after("an all_gather")):
+            return gather(value, self.group)
 
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's value; collective."""
         values: list[Any] = [value]
-        dist.broadcast_object_list(values, dist.get_global_rank(self.group, 0), group=self.group)
+        with self._waiting(self._after("a broadcast")):
+            dist.broadcast_object_list(values, dist.get_global_rank(self.group, 0), group=self.group)
         received: T = values[0]
         return received
 
     def barrier(self) -> None:
         """Return when every rank has come here; collective."""
-        dist.barrier(group=self.group)
+        with self._waiting(self._after("a barrier")):
+            dist.barrier(group=self.group)
 
     def agree(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; collective."""
@@ -257,21 +329,25 @@ class ProcessGroupStrategy(Strategy):
 
     def agree_to_stop(self, requested: bool) -> bool:
         """Return on every rank after the same step whether any rank was asked to stop."""
-        return requested if self._stop is None else self._stop.after_step(requested)
+        if self._stop is None:
+            return requested
+        try:  # in every step, so without a context that costs as much as the question
+            return self._stop.after_step(requested)
+        except RuntimeError as error:
+            self._explain(error, self._after("the agreement whether to stop"))
+            raise
 
     def sum_named(
         self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
     ) -> tuple[list[str], Tensor]:
         """Return the names known to any rank, and their `(names, 2)` sums over ranks; one collective."""
-        packed = self._packed(sums, device, dtype)
-        dist.all_reduce(packed, group=self.group)
+        packed = self._reduce(self._packed(sums, device, dtype), where="the sum of metrics")
         if packed[-1, 0].item():  # a rank has a name that not all know: agree on names, and add up again
             known = set(self._names)
             for names in self.all_gather_object(sorted(sums)):
                 self._names += [name for name in names if name not in known]
                 known.update(names)
-            packed = self._packed(sums, device, dtype)
-            dist.all_reduce(packed, group=self.group)
+            packed = self._reduce(self._packed(sums, device, dtype), where="the sum of metrics")
         present = [index for index, (_, weight) in enumerate(packed[:-1].tolist()) if weight]
         return [self._names[index] for index in present], packed[present]
 
@@ -287,7 +363,8 @@ class ProcessGroupStrategy(Strategy):
         """Return on rank 0 all predictions in the order of the dataset, elsewhere nothing; collective."""
         gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         mine = concatenate(outputs) if outputs else None
-        dist.gather_object(mine, gathered, dist.get_global_rank(self.group, 0), group=self.group)
+        with self._waiting(self._after("the gathering of predictions")):
+            dist.gather_object(mine, gathered, dist.get_global_rank(self.group, 0), group=self.group)
         parts = [part for part in gathered or [] if part is not None]
         return [interleave(parts)] if parts else []
 

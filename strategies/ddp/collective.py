@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .failure import FailureBoard, RankError
+from .failure import FailureBoard, RankError, timed_out
 from .transport import Reduction, Transport
 
 SLICE = timedelta(seconds=0.5)  # between two looks at the board
@@ -97,7 +97,7 @@ class PatientWork:
         if slices > 1:
             self.board.note_waiting(self.where)
         if waited > self.timeout_seconds:
-            raise RankError(f"waited {waited:.0f} s in {self.where}; who is where:\n{self.board.who_waits()}") from None
+            raise timed_out(self.board, where=self.where, seconds=waited) from None
 
 
 class _StreamWork:

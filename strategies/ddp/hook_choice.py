@@ -106,4 +106,5 @@ def _imported(setting: str, value: str | Callable[..., Any]) -> Callable[..., An
             raise UserError(f"{setting}={value}: {module} has no {name!r}.{nearest(name, vars(home))}")
     if not callable(found):
         raise UserError(f"{setting} must be a function or its import path, got {value!r}.")
-    return found
+    function: Callable[..., Any] = found
+    return function

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .failure import FailureBoard, RankError
+from .failure import FailureBoard, RankError, timed_out
 
 HookFuture = torch.futures.Future[Tensor]
 HookSteps = Generator[Any, Any, Tensor]
@@ -82,8 +82,7 @@ class HookRun:
                 raise RankError(f"stopped while waiting in {self.where}, because {cause}")
             self.board.note_waiting(self.where)
             if time.monotonic() - start > self.timeout_seconds:
-                waits = self.board.who_waits()
-                raise RankError(f"waited {self.timeout_seconds:.0f} s in {self.where}; who is where:\n{waits}")
+                raise timed_out(self.board, where=self.where, seconds=self.timeout_seconds)
 
 
 def _as_tensor(value: Any) -> Tensor:

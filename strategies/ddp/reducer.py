@@ -75,14 +75,19 @@ class Reducer:
         *,
         group: dist.ProcessGroup,
         settings: ReducerSettings | None = None,
+        board: StoreBoard | None = None,
     ) -> None:
-        """Check that all ranks have the same parameters and listen to their gradients. Collective."""
+        """Check that all ranks have the same parameters and listen to their gradients. Collective.
+
+        On `board` the ranks tell each other why they fail; by default it is one of this Reducer's own.
+        """
         self.settings = settings or ReducerSettings()
         self.group, self.world_size = group, group.size()
         self.slots = [Slot(i, name, parameter) for i, (name, parameter) in enumerate(named_parameters)]
         self.parameters = [slot.parameter for slot in self.slots]
         self.device = _only_device(self.parameters)
-        self.board = StoreBoard(group, token=check_same_parameters(list(named_parameters), group))
+        token = check_same_parameters(list(named_parameters), group)
+        self.board = board or StoreBoard(group, token=token)
         self.transport = open_transport(
             self.settings.transport,
             group=group,

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -245,9 +244,3 @@ class DDPStrategy(ProcessGroupStrategy):
         if self._trains_all and self.reducer is not None:
             return self.reducer.gradient_norm()
         return total_norm(optimization.gradients(), self.device)
-
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply every gradient that `forward_backward` left."""
-        gradients = [p.grad for p in self._trained if p.grad is not None]
-        with torch.no_grad():
-            torch._foreach_mul_(gradients, factor)

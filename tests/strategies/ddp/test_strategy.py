@@ -259,6 +259,81 @@ def test_predictions_come_in_order_whatever_sizes_batches_have(num_ranks):
         assert torch.equal(ready_made, targets[: sum(ReadyBatches.sizes)])
 
 
+class Forgetful(Regression):
+    """Returns a weight in the first step only, or in all but the first."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__(weighted=first)
+
+    def training_step(self, batch: Any) -> Any:
+        returned = super().training_step(batch)
+        self.weighted = not self.weighted
+        return returned
+
+
+def waits_and_refusals(folder: str) -> tuple[list[str], list[str]]:
+    """Return how the host waited for values of the device after the first step, and what is said of weights."""
+    task, waits = Regression(weighted=True), []
+
+    def watched(name: str, original: Any) -> Any:
+        def method(tensor: Tensor, *args: Any) -> Any:
+            if 1 < task.calls < 4 and tensor.dtype != torch.int64:  # the agreement to stop is on the host
+                waits.append(name)
+            return original(tensor, *args)
+
+        return method
+
+    def counted(batch: Any) -> Any:
+        task.calls += 1
+        return Regression.training_step(task, batch)
+
+    task.calls, task.training_step = 0, counted
+    names = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu")
+    originals = {name: getattr(Tensor, name) for name in names}
+    trainer = Trainer(DDPStrategy(device="cpu"), max_duration="4step", callbacks=[], loggers=[], run_dir=f"{folder}/w")
+    for name, original in originals.items():
+        setattr(Tensor, name, watched(name, original))
+    try:
+        trainer.fit(task, Data(train=samples(), batch_size=12))
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
+    refusals = []
+    for first in (True, False):
+        with pytest.raises(UserError) as raised:
+            fit(DDPStrategy(device="cpu"), Forgetful(first=first), run_dir=f"{folder}/{first}")
+        refusals.append(str(raised.value))
+    return waits, refusals
+
+
+def test_weights_of_a_tasks_own_are_added_up_on_the_device(tmp_path):
+    for waits, (dropped, came) in run_ranks(waits_and_refusals, 2, str(tmp_path)):
+        assert waits == []
+        assert "returned no weight, but did in the first step" in dropped
+        assert "returned a weight, but did not in the first step" in came
+
+
+def trained_in_a_group_of_its_own(folder: str) -> tuple[str, list[float]]:
+    """Ranks 0 and 2 train together; rank 1 is not one of them."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 2])
+    task = Regression()
+    try:
+        fit(DDPStrategy(device="cpu", process_group=group), task, run_dir=f"{folder}/{rank}")
+    except UserError as error:
+        return str(error), []
+    return "", flat(task).tolist()
+
+
+def test_a_process_group_of_the_users_own_trains_by_itself(tmp_path):
+    alone = Regression()
+    fit(SingleDevice(device="cpu"), alone, run_dir=tmp_path / "single")
+    (_, first), (refused, _), (_, last) = run_ranks(trained_in_a_group_of_its_own, 3, str(tmp_path))
+    assert first == last
+    assert (torch.tensor(first) - flat(alone)).abs().max() < 2e-5
+    assert "only the ranks that torch.distributed.new_group was given" in refused
+
+
 # ---- Started ranks
 
 
