@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from trainkit.strategies.pipeline.partition import StageCosts, dearest
 from trainkit.strategies.pipeline.planning import plan
-from trainkit.strategies.pipeline.schedules import bubble, idle_share
+from trainkit.strategies.pipeline.schedules import Span, bubble, idle_share
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.pipeline.table import PartitionPlan
 
@@ -30,6 +30,7 @@ from trainkit.testing import run_ranks
 from trainkit.window import MicroBatch, Window
 
 VOCABULARY, LENGTH, BATCH_SIZE = 512, 64, 32
+WARM_UP_ROUNDS = 2
 Step = Callable[[], None]
 
 
@@ -143,36 +144,41 @@ class HandCut(nn.Module):
         return x if self.stage == 0 else self.task.head(self.task.norm(x))
 
 
-def speed_on_rank(width: int, depth: int, rounds: int, counts: list[int]) -> dict[str, Any]:
-    """Return the seconds of each contender's steps for each number of micro-batches, and measured bubbles."""
+def speed_on_rank(width: int, depth: int, rounds: int, count: int) -> dict[str, list[float]]:
+    """Return the seconds of each contender's steps with `count` micro-batches, and the measured idle shares."""
     cut = depth // 2
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCABULARY, (BATCH_SIZE, LENGTH))
     batch = (tokens, torch.randint(0, VOCABULARY, (BATCH_SIZE, LENGTH)))
-    times: dict[str, list[float]] = {}
-    bubbles: dict[int, list[float]] = {}
-    for count in counts:
-        contenders = {
-            "trainkit simple": _own("simple", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
-            "trainkit interleaved": _own("interleaved", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
-            "torch GPipe": _upstream(ScheduleGPipe, task=Gpt(width, depth), cut=cut, batch=batch, count=count),
-            "torch 1F1B": _upstream(Schedule1F1B, task=Gpt(width, depth), cut=cut, batch=batch, count=count),
-        }
-        for index in range(rounds + 2):
-            for name, (step, strategy) in contenders.items():
-                dist.barrier()
-                start = time.perf_counter()
-                step()
-                dist.barrier()
-                seconds = time.perf_counter() - start
-                if index >= 2:
-                    times.setdefault(f"{name} {count}", []).append(seconds)
-                    if name == "trainkit interleaved":
-                        bubbles.setdefault(count, []).append(idle_share(strategy.timeline()))
-    return {
-        "times": times,
-        "bubbles": {count: median(values) for count, values in bubbles.items()},
+    contenders = {
+        "trainkit simple": _own("simple", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
+        "trainkit interleaved": _own("interleaved", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
+        "torch GPipe": _upstream(ScheduleGPipe, task=Gpt(width, depth), cut=cut, batch=batch, count=count),
+        "torch 1F1B": _upstream(Schedule1F1B, task=Gpt(width, depth), cut=cut, batch=batch, count=count),
     }
+    found: dict[str, list[float]] = {name: [] for name in (*contenders, "idle", "uneven")}
+    for index in range(rounds + WARM_UP_ROUNDS):
+        # In another order each round, so that no contender always follows the same one.
+        names = list(contenders)[index % 4 :] + list(contenders)[: index % 4]
+        for name in names:
+            step, strategy = contenders[name]
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            if index >= WARM_UP_ROUNDS:
+                found[name].append(time.perf_counter() - start)
+                if name == "trainkit interleaved":
+                    spans = strategy.timeline()
+                    found["idle"].append(idle_share(spans))
+                    found["uneven"].append(_unevenness(spans))
+    return found
+
+
+def _unevenness(spans: Sequence[Sequence[Span]]) -> float:
+    """Return the busier rank's time over the mean: idleness that no schedule can help."""
+    busy = [sum(span.end - span.start for span in row) for row in spans]
+    return max(busy) * len(busy) / sum(busy)
 
 
 def _own(schedule: str, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor], count: int) -> tuple[Step, Pipeline]:
@@ -209,19 +215,22 @@ def _upstream(schedule: Any, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor
 
 def show_speed(arguments: argparse.Namespace) -> None:
     """Print step times beside those of torch.distributed.pipelining: medians, and least times against noise."""
-    counts = [int(count) for count in arguments.micro_batches.split(",")]
-    found = run_ranks(speed_on_rank, 2, arguments.width, arguments.depth, arguments.rounds, counts, timeout=580)[0]
     names = ["trainkit simple", "trainkit interleaved", "torch GPipe", "torch 1F1B"]
     print(f"\nms a step: median (least of {arguments.rounds}); {BATCH_SIZE} x {LENGTH} tokens, width {arguments.width}")
     titles = " ".join(f"{name:>21}" for name in names)
-    print(f"{'micro-batches':>14} {titles} {'own / best':>15} {'bubble':>8} {'formula':>8}")
-    for count in counts:
-        times = [found["times"][f"{name} {count}"] for name in names]
-        ratios = [min(how(t) for t in times[:2]) / min(how(t) for t in times[2:]) for how in (median, min)]
+    print(
+        f"{'micro-batches':>14} {titles} {'interleaved / best':>19} {'idle':>7} {'formula':>8} {'uneven':>7}",
+        flush=True,
+    )
+    for count in [int(count) for count in arguments.micro_batches.split(",")]:
+        found = run_ranks(speed_on_rank, 2, arguments.width, arguments.depth, arguments.rounds, count, timeout=580)[0]
+        times = [found[name] for name in names]
+        ratios = [how(times[1]) / min(how(t) for t in times[2:]) for how in (median, min)]
         cells = " ".join(f"{median(values) * 1e3:11.1f} ({min(values) * 1e3:7.1f})" for values in times)
         print(
-            f"{count:>14} {cells} {ratios[0]:6.3f} ({ratios[1]:.3f})  {found['bubbles'][count]:8.1%} "
-            f"{bubble(2, count):8.1%}"
+            f"{count:>14} {cells} {ratios[0]:11.3f} ({ratios[1]:.3f}) {median(found['idle']):7.1%} "
+            f"{bubble(2, count):8.1%} {median(found['uneven']):7.3f}",
+            flush=True,
         )
 
 
@@ -265,12 +274,14 @@ def _best_limit(costs: list[float], stages: int) -> float:
 def show_planning() -> None:
     """Print how long a deep model takes to be recorded and cut."""
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH))
-    for depth, measured in ((150, True), (150, False)):
-        task = Gpt(64, depth)
+    depth = 150
+    task = Gpt(64, depth)
+    for costs in ("measured", "estimated", "fake"):
         start = time.perf_counter()
-        recording, _ = plan(task, task.training_step, (tokens, tokens), num_stages=4, measured=measured)
-        how = "measured" if measured else "estimated"
-        print(f"\n{depth} layers, 4 stages, {how}: {time.perf_counter() - start:.2f} s, {len(recording.events)} events")
+        recording, _ = plan(task, task.training_step, (tokens, tokens), num_stages=4, costs=costs)
+        print(
+            f"\n{depth} layers, 4 stages, {costs}: {time.perf_counter() - start:.2f} s, {len(recording.events)} events"
+        )
 
 
 def overhead_on_rank(depth: int) -> dict[str, float]:

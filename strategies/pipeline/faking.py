@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .untouched import with_tensors
-
 _TENSORS = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
-def faked(task: nn.Module, batch: Any) -> Iterator[Any]:
-    """Give the task fake parameters and buffers and yield a fake batch; afterwards the task is what it was.
+def faked(task: nn.Module) -> Iterator[None]:
+    """Give the task fake parameters and buffers; afterwards it is what it was.
 
-    Everything is on the CPU as far as the step can tell. Whatever the step leaves in attributes of modules is dropped
-    again, since it would be fake.
+    What is computed with them is fake too, and on the CPU as far as the step can tell. What follows from the batch
+    alone is computed, so that the step takes the same branches as ever. Whatever the step leaves in attributes of
+    modules is dropped again, since it may be fake.
     """
     attributes = [(module, dict(module.__dict__)) for module in task.modules()]
     contents = [(module, [dict(getattr(module, kind)) for kind in _TENSORS]) for module in task.modules()]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             _replace_tensors(task)
-            yield with_tensors(batch, _fake)
+        yield
     finally:
         for module, kept in attributes:
             module.__dict__.clear()

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 from trainkit.errors import UserError
 
@@ -20,6 +26,8 @@ from .recording import Step, observe
 logger = logging.getLogger(__name__)
 
 Cuts = Sequence[str] | Mapping[str, int]
+Costs = Literal["measured", "estimated", "fake"]
+NEEDS_ELEMENTS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 GOOD_IMBALANCE = 1.05
 """Modules are not opened further once the dearest stage is this close to the mean."""
@@ -27,6 +35,39 @@ WORTH_OPENING = 0.98
 """More events make every replay longer: finer units must make the dearest stage cheaper by this factor."""
 FINENESS = (2, 4, 8, 16)
 """A module is opened where it takes more than this part of a stage; tried in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """A task's step with one batch, which can be observed as often as needed."""
+
+    task: nn.Module
+    step: Step
+    batch: Any
+    costs: Costs
+
+    def observe(self, units: frozenset[str]) -> Observation:
+        """Return what one run shows; raises UserError where only computing could tell what the step does."""
+        if self.costs != "fake":
+            return observe(self.task, self.step, self.batch, units=units)
+        try:
+            return observe(self.task, self.step, self.batch, units=units, fake=True)
+        except NEEDS_ELEMENTS as error:
+            raise UserError(
+                f"{type(self.task).__name__}'s step looks at elements of a tensor ({error.func}), which are not known "
+                "while it is recorded without computing anything. Give the task real parameters (not on the meta "
+                "device) and set strategy.record=real."
+            ) from None
+
+    def set_costs(self, recording: Recording) -> None:
+        """Measure or estimate how long the events take."""
+        if self.costs == "measured":
+            try:
+                measure(recording, self.task, self.step, self.batch)
+                return
+            except Unrepeatable as error:
+                logger.info("costs are estimated, not measured: %s", error)
+        estimate(recording)
 
 
 def plan(
@@ -37,39 +78,37 @@ def plan(
     num_stages: int,
     balance: float = 0.0,
     cuts: Cuts | None = None,
-    measured: bool = True,
+    costs: Costs = "measured",
 ) -> tuple[Recording, Partition]:
     """Return a recording of `step` and its partition: the user's `cuts`, or the best for this `balance`.
 
-    The step runs a few times on a copy of `batch`; the task is left as it was. With `measured` false costs follow
-    from operations and bytes alone, so that the task may lie on the meta device.
+    The step runs a few times on a copy of `batch`; the task is left as it was. Unless `costs` are `measured` they
+    follow from operations and bytes; `fake` computes nothing at all, and the task may lie on the meta device.
     """
-    survey = observe(task, step, batch, units=frozenset())
+    rehearsal = Rehearsal(task, step, batch, costs)
+    survey = rehearsal.observe(frozenset())
     if not survey.recording.parameter_users:
         raise UserError(f"{type(task).__name__}'s step uses no parameter of the task: there is nothing to cut.")
     if cuts is not None:
-        return _manual(task, step, batch, survey, cuts, num_stages=num_stages, measured=measured)
+        return _manual(rehearsal, survey, cuts, num_stages=num_stages)
     best: tuple[Recording, Partition] | None = None
     best_cost = float("inf")
     refusal: UserError | None = None
     previous: frozenset[str] | None = None
     for fineness in FINENESS:
-        recording = _record(task, step, batch, survey, limit=1.0 / (num_stages * fineness), opened=frozenset())
+        recording = _record(rehearsal, survey, limit=1.0 / (num_stages * fineness), opened=frozenset())
         units = frozenset(event.name for event in recording.events if event.is_unit)
         if units == previous:
             continue
         previous = units
-        _set_costs(recording, task, step, batch, measured=measured)
+        rehearsal.set_costs(recording)
         try:
             found = partition(recording, num_stages=num_stages, balance=balance)
         except UserError as error:
             refusal = error
             continue
-        cost = dearest(
-            found.cuts,
-            len(recording.events),
-            StageCosts.of(recording, num_stages=num_stages, balance=balance),
-        )
+        stage_costs = StageCosts.of(recording, num_stages=num_stages, balance=balance)
+        cost = dearest(found.cuts, len(recording.events), stage_costs)
         if cost < best_cost * WORTH_OPENING:
             best, best_cost = (recording, found), cost
         if best_cost * num_stages <= GOOD_IMBALANCE:
@@ -80,16 +119,7 @@ def plan(
     return best
 
 
-def _manual(
-    task: nn.Module,
-    step: Step,
-    batch: Any,
-    survey: Observation,
-    cuts: Cuts,
-    *,
-    num_stages: int,
-    measured: bool,
-) -> tuple[Recording, Partition]:
+def _manual(rehearsal: Rehearsal, survey: Observation, cuts: Cuts, *, num_stages: int) -> tuple[Recording, Partition]:
     wanted = [] if isinstance(cuts, Mapping) else list(cuts)
     names = [name for name in survey.module_calls if name]
     opened = {
@@ -99,23 +129,21 @@ def _manual(
         for ancestor in _ancestors(name)
     }
     limit = 0.0 if isinstance(cuts, Mapping) else 1.0  # patterns may name any module
-    recording = _record(task, step, batch, survey, limit=limit, opened=frozenset(opened))
-    _set_costs(recording, task, step, batch, measured=measured)
+    recording = _record(rehearsal, survey, limit=limit, opened=frozenset(opened))
+    rehearsal.set_costs(recording)
     return recording, manual_cuts(recording, dict(cuts) if isinstance(cuts, Mapping) else wanted, num_stages=num_stages)
 
 
-def _record(
-    task: nn.Module, step: Step, batch: Any, survey: Observation, *, limit: float, opened: frozenset[str]
-) -> Recording:
+def _record(rehearsal: Rehearsal, survey: Observation, *, limit: float, opened: frozenset[str]) -> Recording:
     """Return a recording whose units take at most `limit` of the step, where they can be opened."""
     closed: frozenset[str] = frozenset()
     while True:
-        units = choose_units(task, survey, limit=limit, opened=opened, closed=closed)
-        observation = observe(task, step, batch, units=units)
+        units = choose_units(rehearsal.task, survey, limit=limit, opened=opened, closed=closed)
+        observation = rehearsal.observe(units)
         opaque = frozenset(
             name
             for name in observation.opaque_units - opened
-            if _can_be_opened(task, survey, name) and name not in closed
+            if _can_be_opened(rehearsal.task, survey, name) and name not in closed
         )
         reading = frozenset(observation.reading_modules - opened - closed - opaque)
         if opaque:
@@ -168,16 +196,6 @@ def _can_be_opened(task: nn.Module, survey: Observation, name: str) -> bool:
     module = task.get_submodule(name)
     is_compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
     return bool(survey.module_calls[name].callees) and not is_compiled
-
-
-def _set_costs(recording: Recording, task: nn.Module, step: Step, batch: Any, *, measured: bool) -> None:
-    if measured:
-        try:
-            measure(recording, task, step, batch)
-            return
-        except Unrepeatable as error:
-            logger.info("costs are estimated, not measured: %s", error)
-    estimate(recording)
 
 
 def _ancestors(name: str) -> list[str]:

@@ -28,7 +28,9 @@ def observe(task: nn.Module, step: Step, batch: Any, *, units: frozenset[str], f
     interception = Interception(modules)
     with ExitStack() as stack:
         stack.enter_context(unchanged(task))
-        batch = stack.enter_context(faked(task, batch)) if fake else copied(batch)
+        batch = copied(batch)
+        if fake:
+            stack.enter_context(faked(task))
         recorder = Recorder(task, batch, units, draws_are_real=not fake)
         with ExitStack() as observing:
             observing.enter_context(interception.installed())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 from trainkit.errors import UserError
+from trainkit.metric_states import metrics_in
 
 from .event_mode import EventMode
 from .events import RETURN, Event, Held, Opaque, Recording, Slot
 from .interception import Call, Interception
+from .metric_updates import updates_watched
 from .recording import Step
 from .segments import Segment
 from .structures import rebuild, tensors
@@ -51,6 +53,7 @@ class Player:
         self.recording = recording
         self.interception = Interception({name: task.get_submodule(name) for name in units})
         self.device = device
+        self.metrics = metrics_in(task)
         self.held: dict[str, Tensor] = {**dict(task.named_parameters()), **dict(task.named_buffers())}
         self.checkpoint_starts = _checkpoint_starts(recording.events)
         """For each event, whether a checkpoint begins with it that draws random numbers."""
@@ -77,6 +80,8 @@ class Player:
             sys.modules["numpy"].random.seed(seed % 2**32)
         with ExitStack() as stack:
             stack.enter_context(self.interception.session(replay))
+            if segment.is_last:
+                stack.enter_context(replay.watching(self.metrics))
             stack.enter_context(replay)
             try:
                 returned = step(batch)
@@ -134,6 +139,10 @@ class _Replay(EventMode):
         self._next = 0
         self._inside = False
         self._seed_checkpoint(0)
+
+    def watching(self, metrics: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Return a context in which metrics are refused that count in another stage."""
+        return updates_watched(metrics, position=lambda: self._next, executes=self._segment.executes)
 
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run or skip a unit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 FORWARD = "F"
@@ -21,7 +21,16 @@ class Action:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-ScheduleFunction = Callable[[int, int, int], Iterator[Action]]
+SCHEDULES = ("simple", "interleaved", "interleaved_virtual")
+
+
+def schedule_actions(
+    name: str, rank: int, num_ranks: int, num_micro_batches: int, *, stages_per_rank: int = 1
+) -> Iterator[Action]:
+    """Return the actions of a rank under the schedule of this name; only `interleaved_virtual` has several stages."""
+    if name == "interleaved_virtual":
+        return interleaved_virtual(rank, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
+    return (simple if name == "simple" else interleaved)(rank, num_ranks, num_micro_batches)
 
 
 def simple(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:

@@ -9,11 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from trainkit.batches import to_device
+from trainkit.errors import UserError
+from trainkit.metric_states import metrics_in, set_aside
 
 from .events import Recording
+from .materializing import has_meta
 from .partition import Partition
 from .placement import Placement, owned_bounds, place
-from .planning import Cuts, plan
+from .planning import Costs, Cuts, plan
 from .recording import Step, observe
 from .replay import Player
 from .runtime import StagedStep
@@ -32,6 +35,7 @@ class Staging:
         group: The pipeline.
         cuts: The user's wish, or none.
         balance: Share of memory against time.
+        record: `real`, `fake`, or `auto`, which is `fake` for tasks on the meta device.
         device: Where this rank computes.
 
     """
@@ -44,6 +48,7 @@ class Staging:
         group: dist.ProcessGroup,
         cuts: Cuts | None,
         balance: float,
+        record: str,
         device: torch.device,
     ):
         self.steps: dict[str, StagedStep] = {}
@@ -54,6 +59,7 @@ class Staging:
         self._group = group
         self._cuts = cuts
         self._balance = balance
+        self._record_how = record
         self._device = device
 
     @property
@@ -70,7 +76,8 @@ class Staging:
         answer: Any = None
         if dist.get_rank() == source:
             try:
-                answer = self._record(task, step, batch)
+                with set_aside(metrics_in(task)):  # what is recorded is trained on, or evaluated, once more
+                    answer = self._record(task, step, batch)
             except Exception as error:
                 self._tell(error, source, everywhere=everywhere)
                 raise
@@ -85,7 +92,8 @@ class Staging:
     def _record(self, task: nn.Module, step: Step, batch: Any) -> Answer:
         if self.placement is not None:
             units = frozenset(event.name for event in self.first.recording.events if event.is_unit)
-            return observe(task, step, batch, units=units).recording, None, signature(batch)
+            fake = self._record_how == "fake"
+            return observe(task, step, batch, units=units, fake=fake).recording, None, signature(batch)
         on_host = batch if self._device.type == "cpu" else to_device(batch, torch.device("cpu"))
         recording, partition = plan(
             task,
@@ -94,7 +102,7 @@ class Staging:
             num_stages=self._num_ranks * self._stages_per_rank,
             balance=self._balance,
             cuts=self._cuts,
-            measured=self._device.type == "cpu",
+            costs=costs_of(self._record_how, task, self._device),
         )
         return recording, partition, signature(batch)
 
@@ -114,3 +122,12 @@ class Staging:
             return bounds, [index % self._num_ranks for index in range(len(bounds))]
         assert self.placement is not None
         return owned_bounds(recording, self.placement, num_ranks=self._num_ranks)
+
+
+def costs_of(record: str, task: nn.Module, device: torch.device) -> Costs:
+    """Return how the costs of a step are found: timed only where it is run for real, on the device it trains on."""
+    if record == "fake" or (record == "auto" and has_meta(task)):
+        return "fake"
+    if has_meta(task):
+        raise UserError("strategy.record=real needs a task with real parameters, not on the meta device.")
+    return "measured" if device.type == "cpu" else "estimated"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -13,11 +13,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.batches import to_device
 from trainkit.data import Source
-from trainkit.errors import UserError, nearest
 from trainkit.feed import make_feed
 from trainkit.optimization import Optimization
 from trainkit.precision import Precision
@@ -27,44 +26,27 @@ from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
 from ..ddp.agreement import broadcast, gather
-from ..ddp.clipping import total_norm
-from ..ddp.reducer import Reducer, ReducerSettings
 from ..process_group import ProcessGroupStrategy
+from .arguments import checked_balance, checked_count, checked_name, refuse_compiled
 from .failures import Failures
+from .grid import Grid
 from .messages import Messages
-from .placement import Placement, keep_own_part
 from .planning import plan
 from .report import schedule_drawing, stages_drawing, write_plan, write_timeline
 from .runtime import Runtime, StagedStep
 from .scaled_together import ScaledTogether
-from .schedules import (
-    FORWARD,
-    Action,
-    Span,
-    bubble,
-    forward_only,
-    interleaved,
-    interleaved_virtual,
-    simple,
-)
+from .schedules import SCHEDULES, Action, Span, bubble, forward_only, schedule_actions
 from .sharing import OutputSharing
-from .staging import Staging
+from .stage_gradients import StageGradients
+from .staging import Staging, costs_of
 from .table import PartitionPlan
-from .whole_state import (
-    gather_optimizer_state,
-    gather_state,
-    keep_own_optimizer_state,
-    load_own_optimizer_state,
-    load_own_state,
-    make_whole,
-)
+from .whole_state import WholeState
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TRAINING = "training_step"
-SCHEDULES = ("simple", "interleaved", "interleaved_virtual")
-BALANCES = {"speed": 0.0, "memory": 1.0}
+RECORDINGS = ("auto", "real", "fake")
 MICRO_BATCHES_PER_STAGE = 2
 """Micro-batches for each stage where the user says nothing: a third of the time is idle with so many."""
 
@@ -90,6 +72,8 @@ class Pipeline(ProcessGroupStrategy):
         cuts: Names of the modules that begin the second and later stages, or a stage for each pattern of names;
             by default found from what each module costs.
         balance: `speed`, `memory`, or a share between 0 and 1 of memory against time.
+        record: How the step is recorded: `real` (run on the CPU, and timed there if that is where it trains), `fake`
+            (nothing is computed; times follow from operations), `auto` (`fake` for a task on the meta device).
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each replica; by default two for each stage.
         micro_batch_size: Samples of a micro-batch, at most; another way to say it.
@@ -112,6 +96,7 @@ class Pipeline(ProcessGroupStrategy):
         stages_per_rank: int = 2,
         cuts: Sequence[str] | Mapping[str, int] | None = None,
         balance: str | float = "speed",
+        record: str = "auto",
         device: str = "auto",
         accumulate: int | None = None,
         micro_batch_size: int | None = None,
@@ -129,33 +114,26 @@ class Pipeline(ProcessGroupStrategy):
             backend=backend,
         )
         for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
-        if schedule not in SCHEDULES:
-            raise UserError(
-                f"unknown schedule {schedule!r}.{nearest(schedule, SCHEDULES)} Choose one of {', '.join(SCHEDULES)}."
-            )
+            checked_count(name, value)
         self.stages = stages
         self.replicas = replicas
-        self.schedule = schedule
+        self.schedule = checked_name("schedule", schedule, SCHEDULES)
         self.stages_per_rank = stages_per_rank if schedule == "interleaved_virtual" else 1
         self.cuts = cuts
-        self.balance = _balance(balance)
+        self.balance = checked_balance(balance)
+        self.record = checked_name("record", record, RECORDINGS)
         self.draws_timeline = timeline
         self.stage = 0
         self.partition_plan: PartitionPlan | None = None
         """The stages, once the first step has been planned."""
-        self._pipeline_group: dist.ProcessGroup | None = None
-        self._data_group: dist.ProcessGroup | None = None
+        self._grid: Grid | None = None
         self._staging: Staging | None = None
         self._runtime: Runtime | None = None
         self._sharing: OutputSharing | None = None
         self._failures: Failures | None = None
-        self._holder_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._reducer: Reducer | None = None
+        self._gradients: StageGradients | None = None
+        self._state = WholeState()
         self._optimization: Optimization | None = None
-        self._with_gradient: set[str] | None = None
-        self._counted_parameters: list[nn.Parameter] = []
         self._begun: Iterator[Window] | None = None  # the windows of training, of which the first was looked at
 
     # ---- Where the ranks are
@@ -167,7 +145,7 @@ class Pipeline(ProcessGroupStrategy):
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that have copies of this rank's part: the same stage of every replica."""
-        return super().group if self._data_group is None else self._data_group
+        return super().group if self._grid is None else self._grid.copies
 
     @property
     def process(self) -> int:
@@ -186,47 +164,37 @@ class Pipeline(ProcessGroupStrategy):
     def setup(self, precision: Precision) -> None:
         """Join the other ranks, and find this rank's stage and replica; collective."""
         super().setup(precision)
-        self._optimization = self._with_gradient = self._begun = None
-        self._join()
-        messages = Messages(self._pipeline_group, rank=self.stage, device=self.device)
-        self._runtime = Runtime(messages, device=self.device)
+        grid = Grid.join(stages=self.stages, replicas=self.replicas, limit=self._limit)
+        self._grid, self.rank, self.stage, self.world_size = grid, grid.replica, grid.stage, self.replicas
+        self._optimization = self._gradients = self._begun = None
+        self._state = WholeState()
+        self._runtime = Runtime(Messages(grid.pipeline, rank=self.stage, device=self.device), device=self.device)
         self._staging = Staging(
             num_ranks=self.stages,
             stages_per_rank=self.stages_per_rank,
-            group=self._stage_group,
+            group=grid.pipeline,
             cuts=self.cuts,
             balance=self.balance,
+            record=self.record,
             device=self.device,
         )
         self._failures = Failures(super().group, name=f"stage {self.stage} of replica {self.rank}")
-        self._sharing = OutputSharing(self._pipeline_group, rank=self.stage, device=self.device)
+        self._sharing = OutputSharing(grid.pipeline, rank=self.stage, device=self.device)
 
-    def _join(self) -> None:
-        if dist.get_world_size() != self.num_ranks():
-            raise UserError(
-                f"strategy.stages={self.stages} x strategy.replicas={self.replicas} need {self.num_ranks()} processes, "
-                f"but there are {dist.get_world_size()}."
-            )
-        self.rank, self.stage = divmod(dist.get_rank(), self.stages)
-        self.world_size = self.replicas
-        limit = timedelta(seconds=self.timeout_seconds)
-        # Every rank makes every group, in the same order.
-        for replica in range(self.replicas):
-            members = [replica * self.stages + stage for stage in range(self.stages)]
-            group = dist.new_group(members, backend="gloo", timeout=limit)
-            if replica == self.rank:
-                self._pipeline_group = group
-        for stage in range(self.stages):
-            group = dist.new_group([replica * self.stages + stage for replica in range(self.replicas)], timeout=limit)
-            if stage == self.stage:
-                self._data_group = group
+    @property
+    def _limit(self) -> timedelta:
+        return timedelta(seconds=self.timeout_seconds)
 
     def prepare(self, task: TaskModule) -> None:
-        """Leave rank 0's parameters and buffers on every rank; they stay in host memory until the first step is cut."""
+        """Leave rank 0's parameters and buffers on every rank; they stay in host memory until the first step is cut.
+
+        What lies on the meta device stays there until then, and is made only where it is needed.
+        """
         self.precision.prepare(task)
-        task.to(torch.device("cpu"))
+        everything = [tensor for tensor in (*task.parameters(), *task.buffers()) if not tensor.is_meta]
+        for tensor in everything:
+            tensor.data = tensor.data.cpu()
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
-        everything = [*task.parameters(), *task.buffers()]
         if self.stage == 0:
             broadcast(everything, self.group)
         broadcast(everything, self._stage_group)
@@ -257,8 +225,7 @@ class Pipeline(ProcessGroupStrategy):
         Where the ranks were there before (torchrun), every one has the whole task again, in host memory.
         """
         if self._environment is None:
-            if self._is_placed:
-                make_whole(task, self._placement, group=self._stage_group)
+            self._state.make_whole(task)
             return None
         weights = {name: tensor.cpu() for name, tensor in self.state_dict(task).items()}
         return weights if self.is_main else None
@@ -274,11 +241,9 @@ class Pipeline(ProcessGroupStrategy):
 
     def teardown(self) -> None:
         """Leave the other ranks and release what was acquired; may be called twice."""
-        if self._reducer is not None:
-            self._reducer.close()
-        self._reducer = self._data_group = self._pipeline_group = None
-        self._staging = None
-        self._holder_groups.clear()
+        if self._gradients is not None:
+            self._gradients.close()
+        self._gradients = self._staging = self._grid = self._begun = None
         super().teardown()
 
     # ---- Who reads what
@@ -323,9 +288,15 @@ class Pipeline(ProcessGroupStrategy):
             return self.precision.scale(loss if undivided else loss * (output.weight / window.num_samples))
 
         self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss, on every stage
-        self._run_window(staged, step, batches, read_loss)
-        shared = self._share([outputs[index] for index in sorted(outputs)], staged, "training_step")
-        self._add_up_shared_parameters(task)
+        gradients = self._gradients
+        assert gradients is not None and self._runtime is not None
+        actions = list(self._actions(len(batches), self.stage))
+        around, seed = gradients.session_around(actions), _draw_seed()
+        self._runtime.train(staged, step, batches, actions=actions, seed=seed, read_loss=read_loss, around=around)
+        if not actions:
+            gradients.reduce_nothing()
+        shared = self._share([outputs[index] for index in sorted(outputs)], staged, TRAINING)
+        gradients.add_up_shared()
         self.finish_gradients(shared, window)
         if self._buffers and self.replicas > 1:
             broadcast(self._buffers, self.group)
@@ -337,61 +308,15 @@ class Pipeline(ProcessGroupStrategy):
         with self.precision.forward():
             return step(batch)
 
-    def _run_window(
-        self,
-        staged: StagedStep,
-        step: Callable[[Any], Any],
-        batches: list[Any],
-        read_loss: Callable[[int, Any], Tensor],
-    ) -> None:
-        assert self._runtime is not None
-        seed = _draw_seed()
-        actions = list(self._actions(len(batches), self.stage))
-        if self._reducer is None or not actions:
-            self._runtime.train(staged, step, batches, actions=actions, seed=seed, read_loss=read_loss)
-            if self._reducer is not None:
-                self._reducer.reduce_nothing()
-            return
-        reducer = self._reducer
-
-        def around(index: int) -> Any:
-            if actions[index].kind == FORWARD:
-                return nullcontext()
-            return reducer.session(sync=index == len(actions) - 1)
-
-        self._runtime.train(staged, step, batches, actions=actions, seed=seed, around=around, read_loss=read_loss)
-
     def _actions(self, num_micro_batches: int, stage: int) -> Iterator[Action]:
-        if self.schedule == "interleaved_virtual":
-            return interleaved_virtual(stage, self.stages, num_micro_batches, stages_per_rank=self.stages_per_rank)
-        schedule = simple if self.schedule == "simple" else interleaved
-        return schedule(stage, self.stages, num_micro_batches)
-
-    def _add_up_shared_parameters(self, task: TaskModule) -> None:
-        """Leave on every stage that uses a parameter the sum of all stages' gradients."""
-        parameters = dict(task.named_parameters())
-        if self._with_gradient is None:
-            mine = [name for name, parameter in parameters.items() if parameter.grad is not None]
-            answers = gather(mine, super().group)
-            self._with_gradient = {name for names in answers for name in names}
-        for ranks, names in self._placement.shared_by().items():
-            if self.stage not in ranks:
-                continue
-            for name in names:
-                if name in self._with_gradient:
-                    parameter = parameters[name]
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    dist.all_reduce(parameter.grad, group=self._holder_groups[ranks])
+        return schedule_actions(
+            self.schedule, stage, self.stages, num_micro_batches, stages_per_rank=self.stages_per_rank
+        )
 
     def gradient_norm(self, optimization: Optimization) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
-        gradients = [parameter.grad for parameter in self._counted_parameters if parameter.grad is not None]
-        norm = total_norm(gradients, self.device)
-        square = norm.double().square()
-        square = square.cpu()
-        dist.all_reduce(square, group=self._stage_group)
-        return square.sqrt().to(norm)
+        assert self._gradients is not None and self._grid is not None
+        return self._gradients.norm(self._grid, self.device)
 
     def optimizer_step(self, optimization: Optimization) -> Tensor | None:
         """Update this stage's parameters; a step that fp16 skips on one stage is skipped on all. Collective."""
@@ -465,31 +390,30 @@ class Pipeline(ProcessGroupStrategy):
         staging = self._staging
         assert staging is not None
         if name not in staging.steps:
-            _refuse_compiled(task)
+            refuse_compiled(task)
             is_first = staging.placement is None
             batch = batches[0] if batches else None
             # Replicas train together, but each evaluates as many batches as it has.
             staging.add(name, task, step, batch, everywhere=name == TRAINING)
             if is_first:
-                self._settle(task, staging.first, num_micro_batches)
+                self._settle(task, staging.first, num_micro_batches, trains=name == TRAINING)
         return staging.steps[name]
 
-    def _settle(self, task: TaskModule, staged: StagedStep, num_micro_batches: int) -> None:
-        """Keep this stage's part of the task on the device, and arrange for gradients to be reduced."""
-        assert self._staging is not None and self._staging.partition is not None
-        placement = self._placement
-        keep_own_part(task, placement, rank=self.stage, device=self.device)
-        named = dict(task.named_parameters())
-        self._counted_parameters = [
-            parameter for name, parameter in named.items() if placement.counted(name, self.stage)
-        ]
+    def _settle(self, task: TaskModule, staged: StagedStep, num_micro_batches: int, *, trains: bool) -> None:
+        """Keep this stage's part of the task on the device, and arrange for gradients to be reduced; collective."""
+        assert self._staging is not None and self._staging.partition is not None and self._grid is not None
+        placement = self._staging.placement
+        assert placement is not None
+        optimizer = None if self._optimization is None else self._optimization.optimizer
+        self._state.settle(task, optimizer, placement, group=self._stage_group, device=self.device)
         state = torch.get_rng_state()  # all stages of a pipeline draw the same numbers from here on
         dist.broadcast(state, group=self._stage_group, group_src=0)
         torch.set_rng_state(state)
-        if self._optimization is not None:
-            optimizer = self._optimization.optimizer
-            keep_own_optimizer_state(optimizer, task, placement, stage=self.stage, device=self.device)
-            self._prepare_reduction(task, named)
+        if trains:
+            self._gradients = StageGradients(task, placement, self._grid, limit=self._limit)
+            if self.broadcast_buffers:
+                held = [buffer for name, buffer in task.named_buffers() if placement.is_held(name, self.stage)]
+                self._buffers = held
         share = self._equal_bubble(num_micro_batches)
         self.partition_plan = PartitionPlan.of(staged.recording, self._staging.partition, bubble=share)
         if self.is_main:
@@ -506,29 +430,6 @@ class Pipeline(ProcessGroupStrategy):
         """Return the idle share of the schedule if all stages were equal."""
         return bubble(self.stages, max(num_micro_batches, 1), stages_per_rank=self.stages_per_rank)
 
-    def _prepare_reduction(self, task: TaskModule, named: dict[str, nn.Parameter]) -> None:
-        """Make the groups that add up gradients; collective over all ranks."""
-        placement = self._placement
-        for replica in range(self.replicas):
-            for ranks in sorted(placement.shared_by()):
-                group = dist.new_group([replica * self.stages + stage for stage in ranks])
-                if replica == self.rank:
-                    self._holder_groups[ranks] = group
-        mine = [
-            (name, parameter)
-            for name, parameter in named.items()
-            if name in placement.used and placement.is_held(name, self.stage) and parameter.requires_grad
-        ]
-        if self.broadcast_buffers:
-            self._buffers = [buffer for name, buffer in task.named_buffers() if placement.is_held(name, self.stage)]
-        if self.replicas > 1 and mine:
-            self._reducer = Reducer(mine, group=self.group, settings=ReducerSettings(average=False))
-
-    @property
-    def _placement(self) -> Placement:
-        assert self._staging is not None and self._staging.placement is not None
-        return self._staging.placement
-
     @property
     def _is_placed(self) -> bool:
         """Whether the task has been cut, so that this rank holds only a part."""
@@ -544,12 +445,16 @@ class Pipeline(ProcessGroupStrategy):
     @property
     def _stage_group(self) -> dist.ProcessGroup:
         """The stages of this rank's replica."""
-        assert self._pipeline_group is not None
-        return self._pipeline_group
+        assert self._grid is not None
+        return self._grid.pipeline
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
         """Return the reduction of `tensor` over replicas; collective."""
         return tensor.detach().clone() if self.replicas == 1 else super().all_reduce(tensor, op)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return the value of each process, of any stage and replica; collective."""
+        return gather(value, super().group)
 
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's value, on every stage of every replica; collective."""
@@ -577,36 +482,29 @@ class Pipeline(ProcessGroupStrategy):
 
     def state_dict(self, task: TaskModule) -> dict[str, Any]:
         """Return the task's parameters and buffers, complete on the main rank."""
-        if not self._is_placed or self.rank != 0:
-            return task.state_dict()
-        return gather_state(task, self._placement, stage=self.stage, group=self._stage_group)
+        return self._state.gather_task(task) if self.rank == 0 else task.state_dict()
 
     def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
         """Give each stage its part of the parameters and buffers in `saved`."""
-        if self._is_placed:
-            load_own_state(task, self._placement, saved, stage=self.stage)
-        else:
-            task.load_state_dict(saved)
+        self._state.load_task(task, saved)
 
     def held(self, task: TaskModule) -> dict[str, Tensor]:
         """Return the parameters and buffers of this stage, themselves and by name; all of them before the cut."""
         everything = super().held(task)
-        if not self._is_placed:
+        placement = None if self._staging is None else self._staging.placement
+        if placement is None:
             return everything
-        return {name: tensor for name, tensor in everything.items() if self._placement.is_held(name, self.stage)}
+        return {name: tensor for name, tensor in everything.items() if placement.is_held(name, self.stage)}
 
     def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
         """Return the optimizer's state, complete on the main rank."""
         if not self._is_placed or self.rank != 0:
             return super().optimizer_state_dict(task, optimization)
-        return gather_optimizer_state(optimization.optimizer, stage=self.stage, group=self._stage_group)
+        return self._state.gather_optimizer(optimization.optimizer)
 
     def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
         """Give this stage's optimizer the state of its own parameters in `saved`."""
-        if self._is_placed:
-            load_own_optimizer_state(optimization.optimizer, task, self._placement, saved, stage=self.stage)
-        else:
-            super().load_optimizer_state_dict(task, optimization, saved)
+        self._state.load_optimizer(task, optimization.optimizer, saved)
 
     # ---- What happened when
 
@@ -642,6 +540,7 @@ class Pipeline(ProcessGroupStrategy):
             num_stages=num_stages,
             balance=self.balance,
             cuts=self.cuts,
+            costs=costs_of(self.record, task, self.device),
         )
         num_micro_batches = len(window.micro_batches)
         found = PartitionPlan.of(recording, partition, bubble=self._equal_bubble(num_micro_batches))
@@ -652,21 +551,3 @@ class Pipeline(ProcessGroupStrategy):
 def _draw_seed() -> int:
     """Return the seed of a window, drawn from torch's generator, which advances equally on all stages."""
     return int(torch.randint(2**62, ()).item())
-
-
-def _refuse_compiled(task: nn.Module) -> None:
-    if task._compiled_call_impl is not None:
-        raise UserError(
-            f"{type(task).__name__}'s forward is compiled as one piece, which cannot be cut into stages. Set "
-            "trainer.compile=false, or compile modules in the task's constructor: self.block.compile()."
-        )
-
-
-def _balance(balance: str | float) -> float:
-    if isinstance(balance, str):
-        if balance not in BALANCES:
-            raise UserError(f"balance must be speed, memory or a number from 0 to 1, got {balance!r}.")
-        return BALANCES[balance]
-    if not 0.0 <= balance <= 1.0:
-        raise UserError(f"balance must be speed, memory or a number from 0 to 1, got {balance}.")
-    return float(balance)

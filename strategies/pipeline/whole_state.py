@@ -9,87 +9,141 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .placement import Placement
+from .materializing import has_meta, materialize
+from .placement import Placement, keep_own_part
 
 
-def gather_state(task: nn.Module, placement: Placement, *, stage: int, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the task's state dict, complete in stage 0: each stage sends what it holds. Collective over stages."""
-    state: dict[str, Any] = task.state_dict()
-    names = _canonical_names(task)
-    for key, own in list(state.items()):
-        source = placement.holders[names[key]][0] if key in names else 0
-        if source == 0:
-            continue
-        if stage == source:
-            dist.send(own.cpu().contiguous(), group=group, group_dst=0)
-        elif stage == 0:
-            whole = torch.empty(own.shape, dtype=own.dtype)
-            dist.recv(whole, group=group, group_src=source)
-            state[key] = whole
-    return state
+class WholeState:
+    """Puts a task and its optimizer together and takes them apart; until `settle` every stage has the whole."""
+
+    def __init__(self) -> None:
+        self._placement: Placement | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._stage = 0
+        self._waiting: dict[str, dict[str, Any]] = {}  # what was loaded while parameters lay on the meta device
+
+    def settle(
+        self,
+        task: nn.Module,
+        optimizer: Optimizer | None,
+        placement: Placement,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Leave only the own part on the device; parameters on the meta device are made there. Collective."""
+        self._placement, self._group, self._stage = placement, group, group.rank()
+        if has_meta(task):
+            # Replicas train together; they evaluate each for itself.
+            seed = _agreed_seed(None if optimizer is not None else group)
+            materialize(task, seed=seed, device=device, keep=self._is_held)
+        keep_own_part(task, placement, rank=self._stage, device=device)
+        if optimizer is not None:
+            self._keep_own_optimizer_state(optimizer, task, device)
+        if "task" in self._waiting:
+            self.load_task(task, self._waiting.pop("task"))
+        if optimizer is not None and "optimizer" in self._waiting:
+            self.load_optimizer(task, optimizer, self._waiting.pop("optimizer"))
+
+    def _is_held(self, name: str) -> bool:
+        assert self._placement is not None
+        return self._placement.is_held(name, self._stage)
+
+    # ---- The task
+
+    def gather_task(self, task: nn.Module) -> dict[str, Any]:
+        """Return the task's state dict, complete in stage 0: each stage sends what it holds. Collective over stages."""
+        state: dict[str, Any] = task.state_dict()
+        if self._placement is None:
+            return state
+        names = _canonical_names(task)
+        for key, own in list(state.items()):
+            source = self._placement.holders[names[key]][0] if key in names else 0
+            if source == 0:
+                continue
+            if self._stage == source:
+                dist.send(own.cpu().contiguous(), group=self._group, group_dst=0)
+            elif self._stage == 0:
+                whole = torch.empty(own.shape, dtype=own.dtype)
+                dist.recv(whole, group=self._group, group_src=source)
+                state[key] = whole
+        return state
+
+    def load_task(self, task: nn.Module, saved: dict[str, Any]) -> None:
+        """Give the task what this stage holds of a whole state dict."""
+        current = task.state_dict()
+        if set(current) != set(saved) or (self._placement is None and not has_meta(task)):
+            task.load_state_dict(saved)  # raises with the names that differ
+            return
+        if self._placement is None:
+            self._waiting["task"] = saved
+            return
+        names = _canonical_names(task)
+        with torch.no_grad():
+            for key, tensor in current.items():
+                if key in names and self._is_held(names[key]):
+                    tensor.copy_(saved[key])
+
+    def make_whole(self, task: nn.Module) -> None:
+        """Leave every parameter and buffer complete in host memory on every stage. Collective over stages."""
+        if self._placement is None:
+            return
+        for name, tensor in (*task.named_parameters(), *task.named_buffers()):
+            source = self._placement.holders[name][0]
+            held = self._is_held(name)
+            content = tensor.detach().cpu().contiguous() if held else torch.empty(tensor.shape, dtype=tensor.dtype)
+            dist.broadcast(content, group=self._group, group_src=source)
+            tensor.data = content
+
+    # ---- The optimizer
+
+    def gather_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state dict, complete in stage 0. Collective over stages."""
+        assert self._group is not None
+        state: dict[str, Any] = optimizer.state_dict()
+        parts: list[Any] = [None] * self._group.size()
+        dist.gather_object(state["state"], parts if self._stage == 0 else None, group=self._group, group_dst=0)
+        if self._stage == 0:
+            whole = {index: found for part in reversed(parts) for index, found in part.items()}
+            state["state"] = dict(sorted(whole.items()))
+        return state
+
+    def load_optimizer(self, task: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        """Give the optimizer the state of the parameters that this stage holds."""
+        if self._placement is None and has_meta(task):
+            self._waiting["optimizer"] = saved
+            return
+        states = saved["state"]
+        if self._placement is not None:
+            names = {id(parameter): name for name, parameter in task.named_parameters()}
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            states = {index: state for index, state in states.items() if self._is_held(names[id(parameters[index])])}
+        # Which kernels are used is this run's own choice, not the one that was saved.
+        groups = [
+            {**old, **{key: new[key] for key in ("fused", "foreach") if key in new}}
+            for old, new in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+        ]
+        optimizer.load_state_dict({**saved, "state": states, "param_groups": groups})
+
+    def _keep_own_optimizer_state(self, optimizer: Optimizer, task: nn.Module, device: torch.device) -> None:
+        """Drop the state of parameters that this stage does not hold, and move the rest to `device`."""
+        for name, parameter in task.named_parameters():
+            if parameter not in optimizer.state:
+                continue
+            if not self._is_held(name):
+                del optimizer.state[parameter]
+                continue
+            state = optimizer.state[parameter]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:  # step counts stay where they are
+                    state[key] = torch.zeros_like(value, device=device) if value.is_meta else value.to(device)
 
 
-def load_own_state(task: nn.Module, placement: Placement, saved: dict[str, Any], *, stage: int) -> None:
-    """Give the task what `stage` holds of a whole state dict."""
-    current = task.state_dict()
-    if set(current) != set(saved):
-        task.load_state_dict(saved)  # raises with the names that differ
-    names = _canonical_names(task)
-    with torch.no_grad():
-        for key, tensor in current.items():
-            if key in names and placement.is_held(names[key], stage):
-                tensor.copy_(saved[key])
-
-
-def make_whole(task: nn.Module, placement: Placement, *, group: dist.ProcessGroup) -> None:
-    """Leave every parameter and buffer complete in host memory on every stage. Collective over stages."""
-    for name, tensor in (*task.named_parameters(), *task.named_buffers()):
-        source = placement.holders[name][0]
-        held = placement.is_held(name, group.rank())
-        content = tensor.detach().cpu().contiguous() if held else torch.empty(tensor.shape, dtype=tensor.dtype)
-        dist.broadcast(content, group=group, group_src=source)
-        tensor.data = content
-
-
-def gather_optimizer_state(optimizer: Optimizer, *, stage: int, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the optimizer's state dict, complete in stage 0. Collective over stages."""
-    state: dict[str, Any] = optimizer.state_dict()
-    parts: list[Any] = [None] * group.size()
-    dist.gather_object(state["state"], parts if stage == 0 else None, group=group, group_dst=0)
-    if stage == 0:
-        whole = {index: found for part in reversed(parts) for index, found in part.items()}
-        state["state"] = dict(sorted(whole.items()))
-    return state
-
-
-def load_own_optimizer_state(
-    optimizer: Optimizer, task: nn.Module, placement: Placement, saved: dict[str, Any], *, stage: int
-) -> None:
-    """Give the optimizer the state of the parameters that `stage` holds."""
-    names = {id(parameter): name for name, parameter in task.named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {
-        index: state
-        for index, state in saved["state"].items()
-        if placement.is_held(names[id(parameters[index])], stage)
-    }
-    optimizer.load_state_dict({**saved, "state": own})
-
-
-def keep_own_optimizer_state(
-    optimizer: Optimizer, task: nn.Module, placement: Placement, *, stage: int, device: torch.device
-) -> None:
-    """Drop the state of parameters that `stage` does not hold, and move the rest to `device`."""
-    for name, parameter in task.named_parameters():
-        if parameter not in optimizer.state:
-            continue
-        if not placement.is_held(name, stage):
-            del optimizer.state[parameter]
-            continue
-        state = optimizer.state[parameter]
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0:  # step counts stay where they are
-                state[key] = value.to(device)
+def _agreed_seed(group: dist.ProcessGroup | None) -> int:
+    """Return the seed of the group's first rank, or of rank 0 of all; collective."""
+    seed = torch.tensor([torch.initial_seed() % 2**62])
+    dist.broadcast(seed, group=group, group_src=0)
+    return int(seed)
 
 
 def _canonical_names(task: nn.Module) -> dict[str, str]:

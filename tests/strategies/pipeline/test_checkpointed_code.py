@@ -92,7 +92,7 @@ def test_what_is_drawn_in_a_checkpoint_does_not_depend_on_the_number_of_stages()
 
 def _plan(task, **settings):
     batch = _Checkpointed.batch(4, torch.Generator().manual_seed(0))
-    return plan(task, task.training_step, batch, num_stages=2, measured=False, **settings)
+    return plan(task, task.training_step, batch, num_stages=2, costs="estimated", **settings)
 
 
 def test_no_stage_begins_inside_a_checkpoint():

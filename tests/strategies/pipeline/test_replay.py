@@ -13,7 +13,9 @@ class _Chain:
 
     def __init__(self, task, batch, num_stages, **settings):
         self.task = task
-        recording, partition = plan(task, task.training_step, batch, num_stages=num_stages, measured=False, **settings)
+        recording, partition = plan(
+            task, task.training_step, batch, num_stages=num_stages, costs="estimated", **settings
+        )
         self.player = Player(recording, task, torch.device("cpu"))
         self.shapes = [value.shape for value in recording.values]
         self.segments = segments(recording, partition.bounds(len(recording.events)), list(range(num_stages)))

@@ -1,0 +1,91 @@
+"""The gradients of one stage: added up over the replicas that have a copy, and over stages that share a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..ddp.agreement import gather
+from ..ddp.clipping import total_norm
+from ..ddp.reducer import Reducer, ReducerSettings
+from .grid import Grid
+from .placement import Placement
+from .schedules import FORWARD, Action
+
+
+class StageGradients:
+    """Makes the gradients of this rank's parameters those of the whole step. To be made by all ranks at once."""
+
+    def __init__(self, task: nn.Module, placement: Placement, grid: Grid, *, limit: timedelta):
+        named = dict(task.named_parameters())
+        used = [(name, parameter) for name, parameter in named.items() if name in placement.used]
+        mine = [
+            (name, parameter)
+            for name, parameter in used
+            if placement.is_held(name, grid.stage) and parameter.requires_grad
+        ]
+        self._counted = [parameter for name, parameter in named.items() if placement.counted(name, grid.stage)]
+        shared = placement.shared_by()
+        groups = grid.holder_groups(shared, limit=limit)
+        self._shared = [
+            (groups[stages], [(name, named[name]) for name in names])
+            for stages, names in shared.items()
+            if grid.stage in stages
+        ]
+        self._everyone: dist.ProcessGroup | None = dist.group.WORLD
+        self._without_gradient: set[str] | None = None  # on all ranks; known after the first step
+        self._named = named
+        self._reducer: Reducer | None = None
+        if grid.replicas > 1 and mine:
+            self._reducer = Reducer(mine, group=grid.copies, settings=ReducerSettings(average=False))
+
+    def session_around(self, actions: Sequence[Action]) -> Callable[[int], AbstractContextManager[Any]] | None:
+        """Return what gives the context of each action: backwards reduce over replicas, the last one for all."""
+        reducer = self._reducer
+        if reducer is None or not actions:
+            return None
+
+        def around(index: int) -> AbstractContextManager[Any]:
+            if actions[index].kind == FORWARD:
+                return nullcontext()
+            session: AbstractContextManager[Any] = reducer.session(sync=index == len(actions) - 1)
+            return session
+
+        return around
+
+    def reduce_nothing(self) -> None:
+        """Take part in the reduction of replicas that have samples, without any; collective over copies."""
+        if self._reducer is not None:
+            self._reducer.reduce_nothing()
+
+    def add_up_shared(self) -> None:
+        """Leave on every stage that uses a parameter the sum of all stages' gradients; collective."""
+        if self._without_gradient is None:
+            assert self._everyone is not None
+            mine = {name for name, parameter in self._named.items() if parameter.grad is not None}
+            self._without_gradient = set(self._named).difference(*gather(mine, self._everyone))
+        for group, parameters in self._shared:
+            for name, parameter in parameters:
+                if name not in self._without_gradient:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    dist.all_reduce(parameter.grad, group=group)
+
+    def norm(self, grid: Grid, device: torch.device) -> Tensor:
+        """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
+        gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
+        norm = total_norm(gradients, device)
+        square = norm.double().square().cpu()
+        dist.all_reduce(square, group=grid.pipeline)
+        return square.sqrt().to(norm)
+
+    def close(self) -> None:
+        """Leave the parameters to themselves."""
+        if self._reducer is not None:
+            self._reducer.close()
