@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from trainkit.callback import Callback
 from trainkit.console import Table, say, show
 from trainkit.errors import UserError
+from trainkit.linear_scaling import linear_scaling
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -58,10 +59,14 @@ def _header(run: Run) -> list[tuple[str, str]]:
         ("task", type(run.task).__name__),
         ("strategy", f"{type(strategy).__name__} on {strategy.device}"),
         ("precision", run.precision.name),
-        ("batches", "ready-made" if run.plan is None else str(run.plan)),
+        ("batches", "ready-made" if run.plan is None else f"{run.plan}; the same global batch on any devices"),
         ("steps", "until the time is up" if run.max_steps is None else f"{run.max_steps:,}"),
         ("run folder", "none, nothing is written" if run.run_dir is None else str(run.run_dir)),
     ]
+    rates = [rate for optimization in run.optimizations for rate in optimization.initial_learning_rates()]
+    scaled = None if run.plan is None else linear_scaling(run.plan.batch_size, rates, run.usual_batch)
+    if scaled is not None:
+        lines.append(("lr scaling", scaled))
     if run.resumed_from is not None:
         lines.append(("resumed", f"from {run.resumed_from} at step {run.state.step:,}"))
     return lines

@@ -154,6 +154,11 @@ class Optimization:
         """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
 
+    def initial_learning_rates(self) -> list[float]:
+        """Return the learning rate of each parameter group as it was set, before any schedule changed it."""
+        groups = self.optimizer.param_groups
+        return [float(group.get("initial_lr", group["lr"])) for group in groups if "lr" in group]
+
     def check_saved(self, optimizer: Mapping[str, Any], schedules: Sequence[Any], *, where: str) -> None:
         """Raise UserError if a checkpoint's optimizer or schedules are not of this kind."""
         own = [_group_signature(group) for group in self.optimizer.param_groups]

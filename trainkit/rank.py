@@ -181,6 +181,7 @@ def _validation_loop(trainer: Trainer, run: Run) -> EvalLoop | None:
 
 
 def eval_loop(trainer: Trainer, run: Run, stage: str, *, limit: int | None) -> EvalLoop:
+    """Return the loop of an evaluation of at most `limit` global batches."""
     source = run.data.source("validation" if stage == "sanity" else stage)
     feed = make_feed(source, trainer.strategy, seed=_data_seed(trainer, run.data), limit=limit)
     return EvalLoop(run, feed, stage=stage)

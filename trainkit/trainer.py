@@ -17,6 +17,7 @@ from trainkit.continuation import AUTO, run_to_continue
 from trainkit.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
+from trainkit.linear_scaling import UsualBatch
 from trainkit.logger import Logger
 from trainkit.loops import Policy
 from trainkit.optimization import Clip
@@ -143,6 +144,8 @@ class Trainer:
         self.callbacks = made_callbacks(callbacks)
         self.loggers = made_loggers(loggers)
         self.config = config
+        self.usual_batch: UsualBatch | None = None
+        """The global batch that the learning rate was chosen for; the command line knows that of a recipe."""
         if fast_dev_run:
             self.max_duration, self.evaluate_every = [Duration(1, "step")], Duration(1, "step")
             self.limits = dict.fromkeys(self.limits, 1)
@@ -164,17 +167,15 @@ class Trainer:
         of this task below `runs/`; where there is none, training starts anew. After a SIGINT or SIGTERM it saves the
         state and raises Stopped, a SystemExit with code 130 or 143; after another signal, 128 and its number.
         """
-        data = as_data(data, "train")
-        self._validate(task, data, "train")
-        check_goes_on(self.requeue_after is not None, resumes_by_itself=resume == AUTO)
-        checkpoint = self._run_to_continue(task) if resume == AUTO else _checked(resume)
+        data, checkpoint = self.check(task, data, resume=resume)
         run_dir = self._choose_run_dir(task, checkpoint)
         self.strategy.log_dir = run_dir
         with reported(run_dir if self.report else None, is_main=lambda: self.strategy.is_main):
             result = self.strategy.launch(partial(fit_on_rank, self, task, data, checkpoint, run_dir))
         if result.weights is not None:
             self.precision.prepare(task)  # to the type that the ranks trained in
-            task.load_state_dict(result.weights)
+            has_no_memory = any(parameter.is_meta for parameter in task.parameters())
+            task.load_state_dict(result.weights, assign=has_no_memory)
         if result.exit_reason in EXIT_CODES:
             if result.exit_reason == self.requeue_after and self.strategy.is_main:
                 requeue_job()
@@ -194,6 +195,13 @@ class Trainer:
         data = as_data(data, "predict")
         self._validate(task, data, "predict")
         return self.strategy.launch(partial(evaluate_on_rank, self, task, data, _checked(checkpoint), "predict"))
+
+    def check(self, task: TaskModule, data: Any, *, resume: str | Path | None) -> tuple[Data, Path | None]:
+        """Return the data, and the run or checkpoint to go on from; raises UserError for what cannot be trained."""
+        data = as_data(data, "train")
+        self._validate(task, data, "train")
+        check_goes_on(self.requeue_after is not None, resumes_by_itself=resume == AUTO)
+        return data, self._run_to_continue(task) if resume == AUTO else _checked(resume)
 
     def validates(self, data: Data) -> bool:
         """Return whether a run of `fit` evaluates between its steps."""

@@ -9,11 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trainkit.command_line.cli import Arguments
-from trainkit.command_line.composition import Settings, composing
+from trainkit.command_line.composition import Composer, Settings, composing
 from trainkit.errors import Stopped, UserError
 
 if TYPE_CHECKING:
     from trainkit.command_line.assembly import Assembly
+    from trainkit.linear_scaling import UsualBatch
 
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "config.yaml"
@@ -33,11 +34,11 @@ def fit(arguments: Arguments) -> int:
         return sweep(arguments)
     with composing(arguments.config_dirs, saved=None if saved is None else settings_file(Path(saved))) as composer:
         settings = composer.settings(arguments.overrides, needs_task=not arguments.cfg)
+        usual = _usual_batch(composer, arguments, settings) if saved is None else None
     if arguments.cfg:
         return _show(settings, arguments)
-    if resumed is not None:
-        return _train(settings, _run_dir_to_continue(settings), resume=resumed)
-    return _train(settings, _new_run_dir(settings))
+    run_dir = _new_run_dir(settings) if resumed is None else _run_dir_to_continue(settings)
+    return _train(settings, run_dir, resume=resumed, usual=usual)
 
 
 def resume(arguments: Arguments) -> int:
@@ -82,16 +83,38 @@ def farewell(stopped: Stopped, run_dir: Path) -> str:
 
 def check_is_new(folder: Path) -> None:
     """Raise UserError if a folder holds a run already."""
-    if (folder / _SETTINGS).exists() or (folder / _CHECKPOINTS).exists() or (folder / "multirun.yaml").exists():
+    if (
+        (folder / _SETTINGS).exists()
+        or (folder / _CHECKPOINTS).exists()
+        or (folder / "multirun.yaml").exists()
+        or (folder / "sweep.json").exists()
+    ):
         raise UserError(
             f"run_dir={folder} holds a run already. Continue it: trainkit resume {folder}. Or choose another folder."
         )
 
 
-def _train(settings: Settings, run_dir: Path, *, resume: Path | str | None = None) -> int:
+def _usual_batch(composer: Composer, arguments: Arguments, settings: Settings) -> UsualBatch | None:
+    """Return the global batch that the recipe was written for, if another one may have been typed."""
+    recipe = settings.tree.get("recipe")
+    if recipe is None or not any("batch_size" in text for text in arguments.overrides):
+        return None
+    from trainkit.linear_scaling import UsualBatch
+
+    own = composer.settings([f"recipe={recipe}"]).tree
+    batch_size, rate = own["data"].get("batch_size"), own["task"].get("lr")
+    if not isinstance(batch_size, int):
+        return None
+    return UsualBatch(batch_size, f"recipe {recipe}", float(rate) if isinstance(rate, (int, float)) else None)
+
+
+def _train(
+    settings: Settings, run_dir: Path, *, resume: Path | str | None = None, usual: UsualBatch | None = None
+) -> int:
     from trainkit.command_line.assembly import assemble
 
     assembly = assemble(settings, run_dir=run_dir)
+    assembly.trainer.usual_batch = usual
     try:
         result = assembly.trainer.fit(assembly.task, assembly.data, resume=resume)
     except Stopped as stopped:
