@@ -35,12 +35,13 @@ def measure(recording: Recording, task: nn.Module, step: Step, batch: Any, *, re
     passes = 1
     while passes:
         stopwatch = _Stopwatch(recording, interception, repeats if passes == 1 else 0)
+        own = copied(batch)
         with ExitStack() as stack:
             stack.enter_context(unchanged(task))
             stack.enter_context(interception.installed())
             stack.enter_context(interception.session(stopwatch))
             stack.enter_context(stopwatch)
-            step(copied(batch))
+            step(own)
         passes = passes + 1 if stopwatch.has_stateful and passes < repeats else 0
     _pool(recording)
     recording.measured = True

@@ -193,3 +193,14 @@ def test_stages_cover_the_step_without_gaps():
     assert bounds[0][0] == 0 and bounds[-1][1] == len(recording.events)
     assert all(first[1] == second[0] for first, second in pairwise(bounds))
     assert with_replicas(recording, found.cuts) == found
+
+
+@pytest.mark.parametrize("model", [Gpt, UNet])
+def test_times_are_measured_where_the_step_can_be_run_again(model):
+    task = model()
+
+    recording, _ = plan(task, task.training_step, model.batch(4, torch.Generator()), num_stages=2)
+
+    dear = [event for event in recording.events if event.cost.flops]
+    assert recording.measured
+    assert all(event.cost.forward_seconds > 0 and event.cost.backward_seconds > 0 for event in dear)
