@@ -45,6 +45,8 @@ class Checkpoint(Callback):
         background: Whether training goes on while a checkpoint is written: it waits for a copy of the state in host
             memory only. An error of the writer is raised after the next step. (Elsewhere this is called `async`,
             which Python does not allow as a name.)
+        sharded: Whether each rank writes what it holds, where the strategy shards the state (`fusion` with
+            `shard_optimizer`, `pipeline`): no rank gathers all of it. Every machine must see the run's folder.
 
     """
 
@@ -59,7 +61,13 @@ class Checkpoint(Callback):
         save_at_end: bool = True,
         save_on_exception: bool = True,
         background: bool = False,
+        sharded: bool = False,
     ) -> None:
+        if sharded and background:
+            raise UserError(
+                "checkpoint.sharded=true has the ranks write together, which cannot be done in the background; set "
+                "checkpoint.background=false."
+            )
         if mode not in ("min", "max"):
             raise UserError(f"checkpoint.mode={mode!r} is unknown.{nearest(mode, ('min', 'max'))} Choose min or max.")
         for name, count in (("keep_best", keep_best), ("keep_last", keep_last)):
@@ -72,10 +80,12 @@ class Checkpoint(Callback):
         self.save_at_end = save_at_end
         self.save_on_exception = save_on_exception
         self.background = background
+        self.sharded = sharded
         self._by_clock = self.every is not None and self.every.unit in ("second", "minute", "hour")
         self._interval = Interval(self.every)
         self._reason: str | None = None
         self._saved_step: int | None = None
+        self._is_prepared = False
 
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None and not run.data.has("validation"):
@@ -87,6 +97,7 @@ class Checkpoint(Callback):
             run.checkpoints = CheckpointStore(run.checkpoints.folder, monitor=self.monitor)
         self._interval.start(run.state)
         self._reason = None
+        self._is_prepared = False
         self._saved_step = run.strategy.broadcast_object(_step_saved_last(run)) if run.resumed_from else None
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
@@ -109,6 +120,9 @@ class Checkpoint(Callback):
 
     def on_step_end(self, run: Run) -> None:
         run.check_saving()
+        if self.background and not self._is_prepared:  # the optimizer has its state by now
+            run.prepare_saving()
+            self._is_prepared = True
         # Saved here and not where it was decided, so that what other callbacks make of an evaluation is saved too.
         if not self._by_clock and self._interval.due(run.state):
             self._reason = self._reason or "interval"
@@ -147,7 +161,7 @@ class Checkpoint(Callback):
             logger.info("saved %s (%s)", entry.path, reason)
             self._remove_others(store)
 
-        run.save(reason=reason, background=self.background, then=say_and_remove_others)
+        run.save(reason=reason, background=self.background, sharded=self.sharded, then=say_and_remove_others)
         self._saved_step = run.state.step
 
     def _remove_others(self, store: CheckpointStore) -> None:

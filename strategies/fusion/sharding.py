@@ -23,6 +23,7 @@ from torch.optim import (
     RMSprop,
 )
 
+from trainkit.checkpoints.shards import Piece, Shards, elsewhere
 from trainkit.errors import UserError
 
 from ..ddp.gradient_bucket import Bucket, shaped_like
@@ -231,6 +232,32 @@ class ShardedOptimizer:
             for index in sorted(known)
         }
 
+    def shards(self, task: nn.Module, all_gather: AllGather) -> Shards:
+        """Return the state of the task and of this optimizer, with this rank's pieces of both. Collective."""
+        names = {id(parameter): name for name, parameter in task.named_parameters()}
+        shards = Shards(task.state_dict(), [{**state_dict_without_state(self.optimizer), "state": {}}])
+        owners = {id(home.owner) for home in (*self._moved, *self._copied)} & set(self._home)
+        for key, parameter in task.state_dict(keep_vars=True).items():
+            if id(parameter) in owners:
+                shards.task[key] = elsewhere(f"task.{names[id(parameter)]}", _laid_out(parameter, parameter.dtype))
+        state = shards.optimizers[0]["state"]
+        for piece in self._pieces:
+            index, name = self._indices[id(piece.owner)], names[id(piece.owner)]
+            weights = _in_memory_order(piece.owner)[piece.start : piece.stop]
+            shards.pieces.append(Piece(f"task.{name}", weights, piece.start, piece.owner.numel()))
+            for key, value in self.optimizer.state.get(piece.parameter, {}).items():
+                told = value
+                if _is_cut(key, value, piece):
+                    place = f"optimizer.{index}.{key}"
+                    shards.pieces.append(Piece(place, value, piece.start, piece.owner.numel()))
+                    told = elsewhere(place, _laid_out(piece.owner, value.dtype))
+                state.setdefault(index, {})[key] = told
+        for told_by_rank in all_gather(state):
+            for index, told in told_by_rank.items():
+                state.setdefault(index, {}).update(told)
+        shards.optimizers[0]["state"] = dict(sorted(state.items()))
+        return shards
+
     def _whole(self, owner: nn.Parameter, name: str, dtype: torch.dtype, all_reduce: AllReduce) -> Tensor:
         flat = torch.zeros(owner.numel(), dtype=dtype, device=owner.device)
         for piece in self._pieces:
@@ -252,6 +279,11 @@ def state_dict_without_state(optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
     finally:
         optimizer.state = state
+
+
+def _laid_out(owner: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor as a parameter's elements in flat weights make one."""
+    return shaped_like(torch.empty(owner.numel(), dtype=dtype, device="meta"), owner)
 
 
 def _in_memory_order(parameter: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainkit.checkpoints.shards import Shards
 from trainkit.errors import UserError, nearest
 from trainkit.optimization import Optimization
 from trainkit.step_output import StepOutput
@@ -270,6 +271,10 @@ class FusionStrategy(DDPStrategy):
             return {**settings, "state": self._saved_state}
         sum_of: Callable[[Tensor], Tensor] = self.all_reduce
         return {**settings, "state": self._sharded.whole_state(sum_of, self.all_gather_object)}
+
+    def shards(self, task: TaskModule, optimizations: Sequence[Optimization]) -> Shards | None:
+        """Return the state with this rank's pieces of it, where the optimizer is sharded and a step has been made."""
+        return None if self._sharded is None else self._sharded.shards(task, self.all_gather_object)
 
     def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
         """Give the optimizer the state in `saved`, of which this rank will keep its part."""

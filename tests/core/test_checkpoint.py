@@ -323,20 +323,29 @@ def test_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     assert (tmp_path / "precious.txt").exists()
 
 
-def test_newer_format_is_refused_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def save_in_format(store: CheckpointStore, version: int) -> CheckpointEntry:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainkit.checkpoints.content.FORMAT_VERSION", version)
+        return store.save(payload_of(1), name=f"step_{version}", step=1, epoch=0)
+
+
+def test_newer_format_is_refused_not_passed_over(tmp_path: Path) -> None:
     store = filled(tmp_path, [3.0])
-    monkeypatch.setattr("trainkit.checkpoints.store.FORMAT_VERSION", 2)
-    store.save(payload_of(1), name="step_1", step=1, epoch=0)
-    with pytest.raises(CheckpointError, match=r"newer trainkit \(format 2.*pip install --upgrade trainkit"):
+    save_in_format(store, 3)
+    with pytest.raises(CheckpointError, match=r"newer trainkit \(format 3.*pip install --upgrade trainkit"):
         store.load_last()
-    monkeypatch.setattr("trainkit.checkpoints.store.FORMAT_VERSION", 0)
+
+
+def test_format_that_no_release_wrote_is_refused_and_older_ones_are_read(tmp_path: Path) -> None:
+    store = filled(tmp_path, [3.0])
     with pytest.raises(CheckpointError, match="format 0"):
-        store.load(store.save(payload_of(1), name="step_2", step=1, epoch=0))
+        store.load(save_in_format(store, 0))
+    assert store.load(save_in_format(store, 1))["state"] == {"step": 1}
 
 
 def test_manifest_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     store = filled(tmp_path, [3.0])
-    (tmp_path / "manifest.json").write_text('{"format_version": 2, "other": 1}')
+    (tmp_path / "manifest.json").write_text('{"format_version": 3, "other": 1}')
     with pytest.raises(CheckpointError, match="newer trainkit"):
         store.load_last()
     with pytest.raises(CheckpointError, match="newer trainkit"):
@@ -599,17 +608,13 @@ def test_file_and_its_name_are_on_the_disk_before_the_manifest_lists_it(
     ]
 
 
-def test_error_of_an_early_sync_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_bringing_it_to_the_disk_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled(tmp_path, [3.0])
-    monkeypatch.setattr("trainkit.checkpoints.followed_file._SYNC_BYTES", 1 << 20)
-    calls = []
 
-    def fails_once(descriptor: int) -> None:
-        calls.append(descriptor)
-        if len(calls) == 1:
-            raise OSError(5, "Input/output error")
+    def fails(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(os, "fsync", fails_once)
+    monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(CheckpointError, match="Input/output error"):
         store.save({str(index): torch.zeros(1 << 20) for index in range(8)}, name="a", step=1, epoch=0)
     assert files(tmp_path) == ["manifest.json", "step_0.pt"]

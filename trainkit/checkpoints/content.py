@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from io import FileIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -13,15 +14,39 @@ from typing import Any
 
 import torch
 
-from trainkit.checkpoints.digest import ALGORITHMS, digest_of
+from trainkit.checkpoints.digest import ALGORITHMS, Written, digest_of
 from trainkit.checkpoints.entry import (
     FORMAT_VERSION,
     HEADER,
     CheckpointEntry,
     CheckpointError,
     DamagedCheckpoint,
+    ShardFile,
+    shards_of,
     too_new,
 )
+from trainkit.checkpoints.payload import PayloadWalk, plain
+from trainkit.errors import UserError
+
+
+def labelled(
+    payload: dict[str, Any], *, name: str, step: int, epoch: int, metrics: Mapping[str, float], reason: str
+) -> dict[str, Any]:
+    """Return what goes into a file: the payload, with what the manifest will say of it in front."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*", name):
+        raise UserError(f"A checkpoint's name is made of letters, digits and '_.=+-', got {name!r}.")
+    if HEADER in payload:
+        raise UserError(f"The key '{HEADER}' of a checkpoint is reserved; use another one.")
+    header = {
+        "name": name,
+        "step": int(step),
+        "epoch": int(epoch),
+        "metrics": {key: float(value) for key, value in metrics.items()},
+        "reason": reason,
+        "saved_at": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        "format_version": FORMAT_VERSION,
+    }
+    return {HEADER: header, **plain(payload)}
 
 
 def read_checkpoint(path: Path, entry: CheckpointEntry | None, *, map_location: Any) -> dict[str, Any]:
@@ -33,7 +58,7 @@ def read_checkpoint(path: Path, entry: CheckpointEntry | None, *, map_location: 
         if entry is None:
             _check_archive(file)
         else:
-            check_digest(file, entry)
+            check_digest(file, path, Written(entry.size, entry.digest))
         content = _unpickled(file, path, map_location=map_location, verified=entry is not None)
     header = content.get(HEADER) if isinstance(content, dict) else None
     if not isinstance(header, dict):
@@ -45,21 +70,41 @@ def read_checkpoint(path: Path, entry: CheckpointEntry | None, *, map_location: 
             f"{path} has format {header['format_version']}, which no released trainkit wrote; it is not read."
         )
     checked: dict[str, Any] = content
-    return checked
+    return _with_shards(checked, path, map_location=map_location) if header.get("shards") else checked
 
 
-def check_digest(file: FileIO, entry: CheckpointEntry) -> None:
-    """Raise DamagedCheckpoint unless the open file has the size and hash of the entry."""
-    algorithm = entry.digest.partition(":")[0]
+def check_digest(file: FileIO, path: Path, saved: Written) -> None:
+    """Raise DamagedCheckpoint unless the open file has the size and hash that were saved."""
+    algorithm = saved.digest.partition(":")[0]
     if algorithm not in ALGORITHMS:
-        raise too_new(entry.path, FORMAT_VERSION + 1)
+        raise too_new(path, FORMAT_VERSION + 1)
     found = digest_of(file, algorithm)
-    if found.size != entry.size:
+    if found.size != saved.size:
         raise DamagedCheckpoint(
-            f"{entry.path} is cut off or altered: it has {found.size:,} bytes, {entry.size:,} were saved."
+            f"{path} is cut off or altered: it has {found.size:,} bytes, {saved.size:,} were saved."
         )
-    if found.digest != entry.digest:
-        raise DamagedCheckpoint(f"{entry.path} was altered after it was saved: its {algorithm} hash is another one.")
+    if found.digest != saved.digest:
+        raise DamagedCheckpoint(f"{path} was altered after it was saved: its {algorithm} hash is another one.")
+
+
+def check_shards(path: Path, shards: Iterable[ShardFile]) -> None:
+    """Raise DamagedCheckpoint unless the files beside the checkpoint at `path` are those that were saved."""
+    for shard in shards:
+        name = shards_of(path) / shard.file
+        with opened(name) as file:
+            check_digest(file, name, Written(shard.size, shard.digest))
+
+
+def _with_shards(content: dict[str, Any], path: Path, *, map_location: Any) -> dict[str, Any]:
+    """Return the content with the tensors that several ranks have written."""
+    from trainkit.checkpoints.shard_files import filled  # which takes half a second to import
+
+    check_shards(path, CheckpointEntry.of(path, {**content[HEADER], "size": 0, "digest": ""}).shards)
+    whole = filled(content, shards_of(path))
+    if str(map_location) == "cpu":
+        return whole
+    moved: dict[str, Any] = PayloadWalk(lambda tensor, place: tensor.to(map_location)).convert(whole, "")
+    return moved
 
 
 @contextmanager

@@ -32,3 +32,9 @@ def opened_folder(folder: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in the folder on the disk."""
+    with opened_folder(folder) as descriptor:
+        sync(descriptor)

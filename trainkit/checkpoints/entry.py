@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trainkit.errors import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1: one file for each checkpoint; 2: shards beside it."""
 HEADER = "trainkit_checkpoint"
 MANIFEST = "manifest.json"
 SUFFIX = ".pt"
+SHARDS = ".shards"
 UNLISTED = ".unlisted"
 
 
@@ -31,6 +33,14 @@ class Monitor(NamedTuple):
     mode: Literal["min", "max"]
 
 
+class ShardFile(NamedTuple):
+    """One file that a rank wrote beside the checkpoint's own."""
+
+    file: str
+    size: int  # bytes
+    digest: str
+
+
 @dataclass(frozen=True)
 class CheckpointEntry:
     """What the manifest says about one checkpoint."""
@@ -45,6 +55,18 @@ class CheckpointEntry:
     size: int  # bytes
     digest: str  # "sha256:..." or "blake2b:...", in hexadecimal
     format_version: int
+    shards: tuple[ShardFile, ...] = ()  # none: the file holds all
+
+    @staticmethod
+    def of(path: Path, fields: Mapping[str, Any]) -> CheckpointEntry:
+        """Return the entry that a manifest or a checkpoint's header describes."""
+        shards = tuple(ShardFile(**shard) for shard in fields.get("shards", ()))
+        return CheckpointEntry(path=path, **{**fields, "shards": shards})
+
+
+def shards_of(path: Path) -> Path:
+    """Return the folder that stands beside a checkpoint which several ranks have written."""
+    return path.with_suffix(SHARDS)
 
 
 def marker_of(path: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainkit.checkpoints.digest import BLOCK_BYTES, Written, fastest_algorithm
-from trainkit.checkpoints.disk import opened_folder, sync, write_all
+from trainkit.checkpoints.disk import sync, sync_folder, write_all
 from trainkit.checkpoints.followed_file import Background, FollowedFile
 
 PART = ".part"
@@ -30,12 +30,10 @@ def write_payload(part: Path, payload: dict[str, Any]) -> Written:
         followed = FollowedFile(raw.fileno())
         hashed = Background(lambda: followed.hash(part, fastest_algorithm()))
         try:
-            with BufferedWriter(followed, BLOCK_BYTES) as file:
-                torch.save(payload, file)
+            _save(payload, followed)
+            followed.sync()  # while the rest is hashed
         finally:
-            followed.end()  # or the hashing thread would wait for ever
             hashed.join()
-        followed.sync()
         return hashed.result()
 
 
@@ -55,5 +53,12 @@ def write_text(path: Path, text: str) -> None:
 def move(part: Path, path: Path) -> None:
     """Give a file that is on the disk its final name; after the call the name is on the disk too."""
     os.replace(part, path)
-    with opened_folder(path.parent) as folder:
-        sync(folder)
+    sync_folder(path.parent)
+
+
+def _save(payload: dict[str, Any], followed: FollowedFile) -> None:
+    try:
+        with BufferedWriter(followed, BLOCK_BYTES) as file:
+            torch.save(payload, file)
+    finally:
+        followed.end()  # or the hashing thread would wait for ever

@@ -1,8 +1,7 @@
-"""A file that is hashed and brought to the disk while it is still being written."""
+"""A file that is hashed while it is still being written."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from io import RawIOBase
 from pathlib import Path
@@ -18,11 +17,10 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _SLICE_BYTES = 4 << 20  # of a large tensor: the hashing thread starts before all of it is written
-_SYNC_BYTES = 64 << 20
 
 
 class FollowedFile(RawIOBase):
-    """A file that two other threads hash and bring to the disk while it is being written.
+    """A file that another thread hashes while it is being written.
 
     The hash is of what can be read from the file, not of the memory it came from: that memory may be gone or
     changed by the time the hashing thread gets there, and that thread must not hold up the writing one.
@@ -35,8 +33,6 @@ class FollowedFile(RawIOBase):
         self._size = 0
         self._ended = False
         self._error: OSError | None = None
-        self._syncing: Background[None] | None = None
-        self._synced = 0
 
     def writable(self) -> bool:
         """Say yes, as a buffered writer asks."""
@@ -73,8 +69,11 @@ class FollowedFile(RawIOBase):
             self._changed.notify()
 
     def sync(self) -> None:
-        """Have all of the file on the disk; raise the first error that the disk has had with it."""
-        self._end_sync()
+        """Have all of the file on the disk; raise the first error that the disk has had with it.
+
+        At the end, and not by and by: writing waits while the disk takes what was written before, and where memory is
+        as quick as the disk a save takes half as long again.
+        """
         if self._error is not None:
             raise self._error
         sync(self._descriptor)
@@ -94,23 +93,6 @@ class FollowedFile(RawIOBase):
         with self._changed:
             self._size += len(view)
             self._changed.notify()
-        if self._size - self._synced >= _SYNC_BYTES:
-            self._start_sync()
-
-    def _start_sync(self) -> None:
-        """Let the disk begin now: otherwise it idles until all is written and then keeps everyone waiting."""
-        if self._syncing is None or not self._syncing.is_alive():
-            self._end_sync()
-            self._synced = self._size
-            self._syncing = Background(lambda: os.fsync(self._descriptor))
-
-    def _end_sync(self) -> None:
-        if self._syncing is not None:
-            try:
-                self._syncing.result()
-            except OSError as error:  # the system tells it only once, so it must not be lost
-                self._error = self._error or error
-            self._syncing = None
 
 
 class Background(Thread, Generic[Result]):

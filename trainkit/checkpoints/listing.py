@@ -6,10 +6,11 @@ mark the files to be removed    list the others    remove the files, then the ma
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit.checkpoints.entry import SUFFIX, UNLISTED, CheckpointEntry, marker_of
+from trainkit.checkpoints.entry import SUFFIX, UNLISTED, CheckpointEntry, marker_of, shards_of
 from trainkit.checkpoints.file import PART
 from trainkit.checkpoints.manifest import Manifest, parse_manifest, write_manifest
 
@@ -31,11 +32,12 @@ def sweep(folder: Path, listed: list[CheckpointEntry]) -> None:
     """Remove what is not listed: unfinished files, and marked ones; a kill leaves both to the next save."""
     names = {entry.path.name for entry in listed}
     for part in folder.glob(f".*{PART}"):
-        part.unlink(missing_ok=True)
+        _remove(part)
     for marker in folder.glob(f".*{UNLISTED}"):
         name = marker.name[1 : -len(UNLISTED)]
         if name not in names:
-            (folder / name).unlink(missing_ok=True)
+            _remove(folder / name)
+            _remove(shards_of(folder / name))
         marker.unlink(missing_ok=True)
 
 
@@ -50,7 +52,14 @@ def sweep_after_failure(folder: Path, listed: list[CheckpointEntry]) -> None:
 def free_path(folder: Path, name: str) -> Path:
     """Return a file name no file has: an earlier checkpoint of this name must outlive a kill during the save."""
     path, number = folder / f"{name}{SUFFIX}", 1
-    while path.exists():
+    while path.exists() or shards_of(path).exists():
         number += 1
         path = folder / f"{name}-{number}{SUFFIX}"
     return path
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -100,7 +100,7 @@ def _inspected(path: Path) -> CheckpointEntry:
     header = read_checkpoint(path, None, map_location="cpu")[HEADER]
     with opened(path) as file:
         size, digest = digest_of(file, fastest_algorithm())
-    return CheckpointEntry(path=path, size=size, digest=digest, **header)
+    return CheckpointEntry.of(path, {**header, "size": size, "digest": digest})
 
 
 def _entry(folder: Path, fields: dict[str, Any]) -> CheckpointEntry:
@@ -109,13 +109,14 @@ def _entry(folder: Path, fields: dict[str, Any]) -> CheckpointEntry:
     if Path(file).name != file:
         raise ValueError(f"the manifest names a file outside its folder: {file!r}")
     known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
-    return CheckpointEntry(path=folder / file, **known)
+    return CheckpointEntry.of(folder / file, known)
 
 
 def _fields(entry: CheckpointEntry) -> dict[str, Any]:
     fields = {key: value for key, value in vars(entry).items() if key != "path"}
     # JSON has no NaN and no infinity; float() reads them from text.
     fields["metrics"] = {key: value if math.isfinite(value) else str(value) for key, value in entry.metrics.items()}
+    fields["shards"] = [shard._asdict() for shard in entry.shards]
     return {"file": entry.path.name, **fields}
 
 

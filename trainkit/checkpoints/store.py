@@ -4,6 +4,7 @@
         manifest.json           what is there: file, size, hash, step, epoch, metrics; replaced at one instant
         step_100.pt             the payload, as torch.save writes it, with what the manifest says of it inside
         step_200.pt
+        step_200.shards/        the tensors of step_200.pt, where several ranks have written them
         .step_300.pt.part       a save that is going on, or was killed: swept by the next save
         .step_100.pt.unlisted   says that step_100.pt goes when the manifest does not list it
 
@@ -18,25 +19,25 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from re import fullmatch
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from trainkit.checkpoints.content import check_digest, opened, read_checkpoint
+from trainkit.checkpoints.content import check_digest, check_shards, labelled, opened, read_checkpoint
 from trainkit.checkpoints.digest import Written
+from trainkit.checkpoints.disk import sync_folder
 from trainkit.checkpoints.entry import (
-    FORMAT_VERSION,
     HEADER,
     MANIFEST,
     CheckpointEntry,
     CheckpointError,
     DamagedCheckpoint,
     Monitor,
+    ShardFile,
     marker_of,
+    shards_of,
 )
 from trainkit.checkpoints.file import move, part_of, write_payload
 from trainkit.checkpoints.folder_lock import only_writer
@@ -50,7 +51,7 @@ from trainkit.checkpoints.location import (
     no_checkpoint_in,
 )
 from trainkit.checkpoints.manifest import Manifest, parse_manifest, read_manifest
-from trainkit.checkpoints.payload import payload_bytes, plain
+from trainkit.checkpoints.payload import payload_bytes
 from trainkit.errors import UserError, nearest
 
 # The whole interface, with the names that its signatures need.
@@ -107,26 +108,45 @@ class CheckpointStore:
         Raises UserError for a payload that could not be read back, and CheckpointError when the disk does not take it;
         everything saved earlier is intact then.
         """
-        if not fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*", name):
-            raise UserError(f"A checkpoint's name is made of letters, digits and '_.=+-', got {name!r}.")
-        if HEADER in payload:
-            raise UserError(f"The key '{HEADER}' of a checkpoint is reserved; use another one.")
-        header = {
-            "name": name,
-            "step": int(step),
-            "epoch": int(epoch),
-            "metrics": {key: float(value) for key, value in metrics.items()},
-            "reason": reason,
-            "saved_at": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-            "format_version": FORMAT_VERSION,
-        }
-        content = {HEADER: header, **plain(payload)}
-        try:
+        content = labelled(payload, name=name, step=step, epoch=epoch, metrics=metrics, reason=reason)
+        with self._refused(name, needed=payload_bytes(content)):
             self.folder.mkdir(parents=True, exist_ok=True)
             with only_writer(self.folder):
                 return self._save(content)
-        except OSError as error:
-            raise self._refused_by_disk(error, name=name, needed=payload_bytes(content)) from error
+
+    @contextmanager
+    def receiving_shards(self, name: str) -> Iterator[Path]:
+        """Give a folder for the shards of one checkpoint, held against other writers; what is not listed is removed."""
+        with self._refused(name, needed=0):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with only_writer(self.folder):
+                listed = read_manifest(self.folder).entries
+                sweep(self.folder, listed)
+                folder = part_of(shards_of(free_path(self.folder, name)))
+                folder.mkdir()
+                try:
+                    yield folder
+                except BaseException:
+                    sweep_after_failure(self.folder, listed)
+                    raise
+
+    def list_shards(
+        self,
+        payload: dict[str, Any],
+        folder: Path,
+        shards: Iterable[ShardFile],
+        *,
+        name: str,
+        step: int,
+        epoch: int,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        reason: str = "interval",
+    ) -> CheckpointEntry:
+        """Have the payload listed with the shards in a folder of `receiving_shards`, inside that context."""
+        content = labelled(payload, name=name, step=step, epoch=epoch, metrics=metrics, reason=reason)
+        content[HEADER]["shards"] = [shard._asdict() for shard in shards]
+        with self._refused(name, needed=payload_bytes(content)):
+            return self._save(content, shards=folder)
 
     def load(self, entry_or_path: CheckpointEntry | Path | str, *, map_location: Any = "cpu") -> dict[str, Any]:
         """Return the payload of an undamaged checkpoint, as it was given to `save`; nothing in it can run code.
@@ -202,7 +222,8 @@ class CheckpointStore:
     def verify(self, entry: CheckpointEntry) -> None:
         """Raise DamagedCheckpoint unless the file has the size and hash that the manifest gives."""
         with opened(entry.path) as file:
-            check_digest(file, entry)
+            check_digest(file, entry.path, Written(entry.size, entry.digest))
+        check_shards(entry.path, entry.shards)
 
     def delete(self, entry: CheckpointEntry) -> None:
         """Take the checkpoint from the manifest, then remove its file."""
@@ -243,14 +264,18 @@ class CheckpointStore:
             return Loaded(payload, entry, skipped)
         raise self._nothing_to_load(skipped)
 
-    def _save(self, content: dict[str, Any]) -> CheckpointEntry:
+    def _save(self, content: dict[str, Any], *, shards: Path | None = None) -> CheckpointEntry:
         """Write, rename, list; the order of these is what a kill in between relies on."""
         manifest = read_manifest(self.folder)
-        sweep(self.folder, manifest.entries)
+        if shards is None:
+            sweep(self.folder, manifest.entries)
         path = free_path(self.folder, content[HEADER]["name"])
         try:
             written = write_payload(part_of(path), content)
             marker_of(path).touch()
+            if shards is not None:
+                sync_folder(shards)
+                move(shards, shards_of(path))
             move(part_of(path), path)
             entry = _entry_of(path, content[HEADER], written)
             kept = [earlier for earlier in manifest.entries if earlier.name != entry.name]
@@ -280,6 +305,14 @@ class CheckpointStore:
 
     def _list(self, entries: list[CheckpointEntry], *, instead_of: Manifest) -> None:
         replace_manifest(self.folder, Manifest(entries, self._monitor or instead_of.monitor), instead_of=instead_of)
+
+    @contextmanager
+    def _refused(self, name: str, *, needed: int) -> Iterator[None]:
+        """Tell an error of the disk in words."""
+        try:
+            yield
+        except OSError as error:
+            raise self._refused_by_disk(error, name=name, needed=needed) from error
 
     def _refused_by_disk(self, error: OSError, *, name: str, needed: int) -> CheckpointError:
         free = shutil.disk_usage(existing(self.folder)).free
@@ -341,7 +374,7 @@ def resolve(path: Path | str, which: str = "last", *, monitor: Monitor | None = 
 
 
 def _entry_of(path: Path, header: dict[str, Any], written: Written) -> CheckpointEntry:
-    return CheckpointEntry(path=path, size=written.size, digest=written.digest, **header)
+    return CheckpointEntry.of(path, {**header, "size": written.size, "digest": written.digest})
 
 
 def _listed(path: Path) -> CheckpointEntry | None:

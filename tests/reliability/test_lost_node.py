@@ -1,0 +1,120 @@
+"""Two machines under torchrun, one of which is lost: the other goes on by itself from the last complete checkpoint."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.single import SingleDevice
+
+from trainkit import Callback, Data, Strategy, TaskModule, Trainer
+from trainkit.checkpoints.store import load_from
+
+LOST_AT = 7
+ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Regression(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Any) -> Any:
+        return nn.functional.mse_loss(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class NoteStart(Callback):
+    def on_fit_start(self, run: Any) -> None:
+        if run.is_main:
+            start = {"step": run.state.step, "ranks": run.strategy.world_size, "batch": run.plan.batch_size}
+            with open(run.run_dir / "starts.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(start) + "\n")
+
+
+class LoseMachine(Callback):
+    """Kills the agent of this machine and then its rank, as if the power had failed."""
+
+    def on_step_end(self, run: Any) -> None:
+        if os.environ.get("MACHINE") == "lost" and run.state.step == LOST_AT:
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(run_dir: Path, strategy: Strategy, *callbacks: Callback) -> None:
+    inputs = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+    trainer = Trainer(
+        strategy,
+        max_duration="3epoch",
+        callbacks=[NoteStart(), *callbacks, Checkpoint(every="3step")],
+        loggers=[],
+        run_dir=run_dir,
+    )
+    data = Data(train=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+    trainer.fit(Regression(), data, resume="auto")
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def agent(machine: str, port: int, run_dir: Path, log: Path) -> "subprocess.Popen[bytes]":
+    """Start what is typed on each machine; `kept` is the one where the ranks meet."""
+    settings = f"last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2,is_host={int(machine == 'kept')}"
+    environment = {key: value for key, value in os.environ.items() if key not in ELASTIC}
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=lost", "--local-addr=127.0.0.1"),
+        *(f"--rdzv-conf={settings}", __file__, str(run_dir)),
+    ]
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            env={**environment, "OMP_NUM_THREADS": "1", "MACHINE": machine},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that its ranks can be ended with it
+        )
+
+
+@pytest.mark.slow
+def test_what_is_left_of_two_machines_goes_on_to_the_weights_of_an_uninterrupted_run(tmp_path):
+    port, logs = free_port(), {name: tmp_path / f"{name}.log" for name in ("lost", "kept")}
+    agents = {name: agent(name, port, tmp_path / "run", log) for name, log in logs.items()}
+    try:
+        code = agents["kept"].wait(120)
+        lost = agents["lost"].wait(10)
+    finally:
+        for process in agents.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert code == 0, logs["kept"].read_text()
+    assert lost == -signal.SIGKILL
+    starts = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
+    assert starts == [{"step": 0, "ranks": 2, "batch": 8}, {"step": 6, "ranks": 1, "batch": 8}]
+    train(tmp_path / "whole", SingleDevice(device="cpu"))
+    whole, restarted = (load_from(tmp_path / name).payload for name in ("whole", "run"))
+    assert restarted["state"]["step"] == whole["state"]["step"] == 12
+    torch.testing.assert_close(restarted["task"], dict(whole["task"]), check_device=False)
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), DDPStrategy(device="cpu"), LoseMachine())

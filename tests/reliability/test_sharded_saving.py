@@ -1,0 +1,219 @@
+"""Checkpoints of which each rank writes what it holds: as safe as those in one file, and read on any layout."""
+
+import os
+import pickle
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.fusion import FusionStrategy
+from trainkit.strategies.single import SingleDevice
+
+from trainkit import Data, Strategy, TaskModule, Trainer, UserError
+from trainkit.checkpoints import shard_files
+from trainkit.checkpoints.shard_files import FileSystemWriter
+from trainkit.checkpoints.store import CheckpointError, CheckpointStore, load_from
+from trainkit.command_line.export import export_weights
+from trainkit.testing import rank_outcomes, run_ranks
+
+NAMES = ["step_00000004", "step_00000008"]
+
+
+class Regression(TaskModule):
+    """Has a frozen parameter, a tied one, buffers, and one that does not lie in memory as it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Tanh())
+        self.head = nn.Linear(16, 1)
+        self.mixing = nn.Parameter(torch.randn(16, 16).t())
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.tied = self.head.bias
+
+    def training_step(self, batch: Any) -> Any:
+        hidden = self.network(batch[0]) @ self.mixing
+        return nn.functional.mse_loss(self.head(hidden) * self.scale, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def fit(folder: Path, strategy: Strategy, steps: int, *, task: TaskModule | None = None, **saving: Any) -> None:
+    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    trainer = Trainer(
+        strategy,
+        max_duration=f"{steps}step",
+        callbacks=[Checkpoint(every="4step", **{"keep_last": None, **saving})],
+        loggers=[],
+        run_dir=folder,
+    )
+    data = Data(train=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+    trainer.fit(task or Regression(), data, resume="auto")
+
+
+def fusion() -> Strategy:
+    return FusionStrategy(device="cpu", shard_optimizer=True)
+
+
+def resumed(folder: Path, copy: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a run that goes on in one process, in a copy of its folder."""
+    shutil.copytree(folder, copy)
+    task = Regression()
+    fit(copy, SingleDevice(device="cpu"), 12, task=task)
+    return task.state_dict()
+
+
+def saved_on_two_ranks(folder: Path) -> list[str]:
+    fit(folder / "whole", fusion(), 8)
+    fit(folder / "sharded", fusion(), 8, sharded=True)
+    fit(folder / "pruned", fusion(), 8, sharded=True, keep_last=1)
+    fit(folder / "failed", fusion(), 5, sharded=True, save_at_end=False)
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(FileSystemWriter, "write_data", refuse)
+        try:
+            fit(folder / "failed", fusion(), 8, sharded=True)
+        except UserError as error:
+            errors.append(str(error))
+    return errors
+
+
+def refuse(*arguments: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> list[list[str]]:
+    return run_ranks(saved_on_two_ranks, 2, folder)
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.stride() == other.stride() and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same_bits(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same_bits, one, other))
+    return bool(one == other)
+
+
+def test_what_two_ranks_have_written_is_what_one_would_have(folder, told):
+    whole, sharded = load_from(folder / "whole").payload, load_from(folder / "sharded").payload
+    for part in ("task", "optimizer", "rng", "schedules"):
+        assert same_bits(whole[part], sharded[part]), part
+
+
+def test_each_rank_writes_about_half_and_the_manifest_knows_all_files(folder, told):
+    for entry in CheckpointStore(folder / "sharded" / "checkpoints").entries():
+        shards = entry.path.with_suffix(".shards")
+        assert sorted(shard.file for shard in entry.shards) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+        assert {path.name: path.stat().st_size for path in shards.iterdir()} == {s.file: s.size for s in entry.shards}
+    first, second = ((shards / f"__{rank}_0.distcp").stat().st_size for rank in range(2))
+    assert 0.5 < first / second < 2
+
+
+def test_a_run_goes_on_in_one_process_to_the_same_bits_as_from_one_file(folder, told, tmp_path):
+    one, other = (resumed(folder / name, tmp_path / name) for name in ("whole", "sharded"))
+    assert same_bits(dict(one), dict(other))
+
+
+def test_weights_are_exported_whole(folder, told, tmp_path):
+    from safetensors.torch import load_file
+
+    export_weights(folder / "sharded", tmp_path / "model.safetensors")
+    weights = load_from(folder / "whole").payload["task"]
+    exported = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in exported.items())
+    assert set(exported) | {"tied"} == set(weights)
+
+
+def test_retention_removes_the_shards_too(folder, told):
+    names = {path.name for path in (folder / "pruned" / "checkpoints").iterdir()}
+    assert names == {"manifest.json", f"{NAMES[1]}.pt", f"{NAMES[1]}.shards"}
+
+
+def test_a_rank_that_cannot_write_is_told_on_every_rank_and_leaves_what_was_saved(folder, told):
+    assert all("process 1 could not write its shard: OSError: [Errno 28] No space left" in error for (error,) in told)
+    store = CheckpointStore(folder / "failed" / "checkpoints")
+    assert store.load_last().entry.step == 4
+    assert {path.name for path in store.folder.iterdir()} == {"manifest.json", f"{NAMES[0]}.pt", f"{NAMES[0]}.shards"}
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata", None])
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_damaged_shard_is_noticed_and_the_checkpoint_before_it_used(folder, told, tmp_path, file, listed):
+    store = CheckpointStore(shutil.copytree(folder / "sharded" / "checkpoints", tmp_path / "checkpoints"))
+    shards = store.folder / f"{NAMES[1]}.shards"
+    if file is None:
+        shutil.rmtree(shards)
+    else:
+        content = bytearray((shards / file).read_bytes())
+        content[len(content) // 2] ^= 0x10
+        (shards / file).write_bytes(content)
+    if listed:
+        with pytest.raises(CheckpointError, match=r"altered after it was saved|missing"):
+            store.verify(store.entries()[-1])
+    else:  # the entries are then made from what the files say
+        (store.folder / "manifest.json").unlink()
+    assert store.load_last().entry.name == NAMES[0]
+
+
+def test_a_lost_manifest_is_made_from_files_with_shards(folder, told, tmp_path):
+    store = CheckpointStore(shutil.copytree(folder / "sharded" / "checkpoints", tmp_path / "checkpoints"))
+    listed = store.entries()
+    (store.folder / "manifest.json").unlink()
+    assert [entry.shards for entry in store.entries()] == [entry.shards for entry in listed]
+
+
+def test_metadata_that_names_code_is_refused_and_never_run(tmp_path):
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "trap"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"names posix\.mkdir, which can run code"):
+        shard_files.filled({}, tmp_path)
+    assert not (tmp_path / "trap").exists()
+
+
+def test_background_and_shards_are_not_had_together():
+    with pytest.raises(UserError, match=r"set checkpoint\.background=false"):
+        Checkpoint(sharded=True, background=True)
+
+
+def killed_while_saving(folder: Path, rank: int, at: str) -> None:
+    """Kill a rank in its second save: while it writes its shard, or when the checkpoint is about to be listed."""
+    fit(folder, fusion(), 4, sharded=True)
+    if dist.get_rank() == rank:
+        target = (FileSystemWriter, "write_data") if at == "writing" else (CheckpointStore, "_list")
+        setattr(*target, lambda *arguments, **settings: os.kill(os.getpid(), signal.SIGKILL))
+    fit(folder, fusion(), 8, sharded=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "at"), [(0, "writing"), (1, "writing"), (0, "listing")])
+def test_a_kill_while_ranks_save_costs_only_the_work_since_the_last_checkpoint(tmp_path, folder, told, rank, at):
+    outcomes = rank_outcomes(killed_while_saving, 2, tmp_path / "killed", rank, at, patience=20)
+    assert "SIGKILL" in str(outcomes[rank].failure)
+    store = CheckpointStore(tmp_path / "killed" / "checkpoints")
+    assert [entry.step for entry in store.entries()] == [4]
+    whole = shutil.copytree(folder / "whole", tmp_path / "whole")
+    CheckpointStore(whole / "checkpoints").delete(CheckpointStore(whole / "checkpoints").entries()[-1])
+    assert same_bits(dict(resumed(tmp_path / "killed", tmp_path / "a")), dict(resumed(whole, tmp_path / "b")))
+    swept = {path.name for path in (tmp_path / "a" / "checkpoints").iterdir()}
+    assert not any(name.startswith(".") for name in swept)
+    assert f"{NAMES[1]}.shards" not in swept

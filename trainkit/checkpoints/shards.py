@@ -1,0 +1,77 @@
+"""What a payload holds of tensors that the ranks write in pieces.
+
+    step_100.pt            the payload, with the name of a tensor wherever a rank holds one, or a part of one
+    step_100.shards/       the pieces, each written by the rank that holds it
+
+A tensor is written as its elements in the order in which they lie in memory, cut wherever the ranks have cut it. It is
+read whole, so a checkpoint does not depend on how many ranks have written it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLACE = "trainkit_shard"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a tensor's elements that this rank holds, in the order in which they lie in memory."""
+
+    name: str  # of the tensor; the same on every rank
+    elements: Tensor  # (elements,)
+    start: int
+    whole: int  # elements of the whole tensor
+
+
+@dataclass
+class Shards:
+    """The state of a task and its optimizers, with `elsewhere` in place of tensors, and this rank's pieces of these."""
+
+    task: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    pieces: list[Piece] = field(default_factory=list)
+
+
+def elsewhere(name: str, like: Tensor) -> dict[str, Any]:
+    """Return what stands in a payload for a tensor that is written in pieces."""
+    return {_PLACE: name, "shape": tuple(like.shape), "stride": tuple(like.stride()), "dtype": like.dtype}
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Whether a value stands for a tensor that is written in pieces."""
+    return isinstance(value, dict) and _PLACE in value
+
+
+def wanted_tensors(payload: dict[str, Any]) -> dict[str, tuple[int, torch.dtype]]:
+    """Return the elements and the type of every tensor that the payload only names."""
+    wanted: dict[str, tuple[int, torch.dtype]] = {}
+
+    def note(place: Mapping[str, Any]) -> None:
+        wanted[place[_PLACE]] = (torch.Size(place["shape"]).numel(), place["dtype"])
+
+    _replace(payload, note)
+    return wanted
+
+
+def with_tensors(payload: dict[str, Any], elements: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the payload with tensors where it names them."""
+    whole: dict[str, Any] = _replace(
+        payload, lambda place: elements[place[_PLACE]].as_strided(place["shape"], place["stride"])
+    )
+    return whole
+
+
+def _replace(value: Any, by: Callable[[dict[str, Any]], Any]) -> Any:
+    if is_elsewhere(value):
+        return by(value)
+    if isinstance(value, dict):
+        return {key: _replace(item, by) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_replace(item, by) for item in value])
+    return value
