@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainkit.batches import concatenate
 from trainkit.devices import pick_device
-from trainkit.errors import UserError
+from trainkit.errors import UserError, nearest
 from trainkit.precision import Precision
 from trainkit.step_output import StepOutput
 from trainkit.strategy import Strategy
@@ -29,13 +30,14 @@ from trainkit.window import MicroBatch, Window
 from .ddp.agreement import broadcast, gather
 from .ddp.failure import RankError, StoreBoard, is_lost, timed_out
 from .ddp.whereabouts import Whereabouts
-from .launcher import RankEnvironment, launch_ranks
+from .launcher import RankEnvironment, environment_of_caller, launch_ranks
 from .rendezvous import fresh_store
 from .stop_agreement import StopAgreement
 
 T = TypeVar("T")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_LAUNCHERS = ("local", "ray")
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -53,6 +55,7 @@ class ProcessGroupStrategy(Strategy):
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
         timeout: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+        launch: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
         process_group: The ranks that train together, where this process has joined others already; `None`: all ranks.
 
     """
@@ -67,6 +70,7 @@ class ProcessGroupStrategy(Strategy):
         broadcast_buffers: bool = True,
         timeout: float = 1800.0,
         backend: str = "auto",
+        launch: str = "local",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(device=device, accumulate=accumulate, micro_batch_size=micro_batch_size)
@@ -79,6 +83,9 @@ class ProcessGroupStrategy(Strategy):
                 f"process_group must be a process group that this process is a member of, got {process_group!r}; only "
                 "the ranks that torch.distributed.new_group was given can train in it."
             )
+        if launch not in _LAUNCHERS:
+            raise UserError(f"launch={launch!r} is unknown.{nearest(launch, _LAUNCHERS)} Choose local or ray.")
+        self.launched_by = launch
         self.devices = devices
         self.backend = backend
         self.process_group = process_group
@@ -99,6 +106,8 @@ class ProcessGroupStrategy(Strategy):
 
     def validate(self) -> None:
         """Raise UserError for more devices than there are."""
+        if self.launched_by == "ray":
+            return self._validate_on_ray()
         device = pick_device(self._requested_device)
         if device.type == "mps":
             raise UserError(f"{type(self).__name__} runs on cpu or cuda, not on mps; set strategy.device=cpu.")
@@ -110,6 +119,12 @@ class ProcessGroupStrategy(Strategy):
             )
         if self.backend != "auto" and not dist.is_backend_available(self.backend):
             raise UserError(f"backend={self.backend!r} is not part of this torch build; set strategy.backend=auto.")
+
+    def _validate_on_ray(self) -> None:
+        if find_spec("ray") is None:
+            raise UserError("launch=ray needs the package ray. Type: pip install 'trainkit[ray]'")
+        if self.devices == "auto":
+            raise UserError("launch=ray needs to know how many ranks to start in all; set strategy.devices=8.")
 
     @property
     def starts_ranks(self) -> bool:
@@ -127,6 +142,8 @@ class ProcessGroupStrategy(Strategy):
         if _is_joining():
             return self._run_or_tell(run)
         started = _Started(self, run)
+        if self.launched_by == "ray":
+            return self._launch_on_ray(started)
         value: T = launch_ranks(
             started,
             num_ranks=self.num_ranks(),
@@ -135,6 +152,18 @@ class ProcessGroupStrategy(Strategy):
             signals=self.stop_signals,
         )
         return value
+
+    def _launch_on_ray(self, started: _Started) -> Any:
+        from .ray_launcher import launch_on_ray
+
+        return launch_on_ray(
+            started,
+            num_ranks=self.num_ranks(),
+            enter=started.enter,
+            environment=environment_of_caller(self.log_dir),
+            signals=self.stop_signals,
+            on_gpus=pick_device(self._requested_device).type == "cuda",
+        )
 
     def _run_or_tell(self, run: Callable[[], T]) -> T:
         """Run, and if that fails let ranks that wait for this one know why."""
@@ -202,7 +231,7 @@ class ProcessGroupStrategy(Strategy):
             fresh = fresh_store(shared, rank=rank, world_size=world_size, limit=limit)
             dist.init_process_group(backend, store=fresh, rank=rank, world_size=world_size, timeout=limit)
         else:
-            store = TCPStore("127.0.0.1", environment.store_port, is_master=False, timeout=limit)
+            store = TCPStore(environment.store_host, environment.store_port, is_master=False, timeout=limit)
             rank, world_size = environment.rank, environment.world_size
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         self._owns_group = True
@@ -377,7 +406,7 @@ class _Started:
 
     def enter(self, environment: RankEnvironment) -> None:
         """Tell the strategy which rank it is."""
-        self.strategy._environment = environment
+        self.strategy._environment, self.strategy.attempt = environment, environment.attempt
 
     def __call__(self) -> Any:
         """Run, telling the others of a failure."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainkit.logger import Logger
     from trainkit.optimization import Schedule
     from trainkit.phases import Phase, PhaseControl
+    from trainkit.sessions import Session, session
     from trainkit.state import TrainState
     from trainkit.strategy import BatchPlan, Strategy
     from trainkit.task import TaskModule
@@ -29,12 +30,14 @@ __all__ = [
     "Phase",
     "PhaseControl",
     "Schedule",
+    "Session",
     "Stopped",
     "Strategy",
     "TaskModule",
     "TrainState",
     "Trainer",
     "UserError",
+    "session",
 ]
 __version__ = "0.1.0"
 
@@ -47,12 +50,14 @@ _HOMES = {
     "Phase": "phases",
     "PhaseControl": "phases",
     "Schedule": "optimization",
+    "Session": "sessions",
     "Stopped": "errors",
     "Strategy": "strategy",
     "TaskModule": "task",
     "TrainState": "state",
     "Trainer": "trainer",
     "UserError": "errors",
+    "session": "sessions",
 }
 
 

@@ -38,7 +38,6 @@ _PHASES = {
     "restore": "restoring a checkpoint",
     "windows": "reading data",
     "forward_backward": "forward and backward",
-    "_prepare_fit": "preparing the run",
     "prepare_fit": "preparing the run",
 }
 

@@ -14,6 +14,7 @@ from trainkit.window import Window
 
 if TYPE_CHECKING:
     from trainkit.optimization import Optimization, OptimizerSpec
+    from trainkit.run import Run
     from trainkit.strategy import Strategy
     from trainkit.task import TaskModule
 
@@ -129,15 +130,15 @@ class PhaseControl:
 class Phases:
     """Drives the phases of each step."""
 
-    def __init__(self, task: TaskModule, strategy: Strategy, optimizations: Sequence[Optimization]) -> None:
-        self.control = PhaseControl(task, strategy, optimizations)
-        self._task = task
+    def __init__(self, run: Run, optimizations: Sequence[Optimization]) -> None:
+        self.control = PhaseControl(run.task, run.strategy, optimizations)
+        self._task, self._state = run.task, run.state
         self._names = [optimization.phase for optimization in optimizations]
 
-    def train(self, window: Window, *, num_steps: int) -> list[StepOutput]:
+    def train(self, window: Window) -> list[StepOutput]:
         """Make one step of all phases that take part in it, and return what they returned; collective."""
         control = self.control
-        control.begin(window, num_steps=num_steps)
+        control.begin(window, num_steps=self._state.step)
         if self._task.manual:
             self._task.manual_step(control)
         else:

@@ -13,6 +13,7 @@ import torch
 
 from trainkit.checkpoints.store import load_from
 from trainkit.compilation import compile_forward
+from trainkit.continuation import latest_whole
 from trainkit.data import Data
 from trainkit.duration import total_steps
 from trainkit.environment import write_environment
@@ -22,6 +23,7 @@ from trainkit.failure import record_failure
 from trainkit.feed import make_feed
 from trainkit.loops import FitLoop, FitSchedule
 from trainkit.optimization import configure
+from trainkit.recovery import Recovery
 from trainkit.result import FitResult, Progress, result_of
 from trainkit.rng import seed_everything
 from trainkit.run import Run
@@ -44,7 +46,7 @@ def fit_on_rank(
         before = Progress()
         try:
             # Under torchrun each rank has looked for itself; rank 0 decides.
-            loop = prepare_fit(trainer, run, strategy.broadcast_object(checkpoint))
+            loop = prepare_fit(trainer, run, strategy.broadcast_object(_start_of(run, checkpoint)))
             before = Progress.of(run.state)
             loop.run()
         except BaseException as error:
@@ -109,6 +111,13 @@ def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | 
             strategy.teardown()
 
 
+def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
+    """Return where the run goes on: where it was itself, if its ranks were lost and have been started again."""
+    if run.strategy.attempt and run.is_main and run.run_dir is not None and latest_whole(run.run_dir) is not None:
+        return run.run_dir
+    return checkpoint
+
+
 def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
     """Bring task, optimizer and data into place on this rank, and a resumed run to where it was; collective."""
     _prepare_data(trainer, run)
@@ -125,7 +134,8 @@ def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
         trainer.strategy.prepare_optimization(run.task, optimization)
     validation = _validation_loop(trainer, run)
     schedule = FitSchedule(trainer.max_duration, trainer.log_every, trainer.evaluate_every)
-    loop = FitLoop(run, schedule, validation=validation, on_nonfinite=trainer.on_nonfinite)
+    recovery = Recovery(run, policy=trainer.on_nonfinite, max_rollbacks=trainer.max_rollbacks)
+    loop = FitLoop(run, schedule, validation=validation, recovery=recovery)
     if checkpoint is not None:
         payload = load_from(checkpoint).payload
         run.restore(payload, where=str(checkpoint))

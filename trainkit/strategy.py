@@ -63,8 +63,12 @@ class Strategy:
 
     rank: int = 0
     world_size: int = 1
+    attempt: int = 0
+    """How often the ranks of this run have been lost and started again."""
     runs_phases: bool = True
     """Whether a task may have several optimizers."""
+    shows_modules: bool = True
+    """Whether the modules of a step run as they are, so that hooks see all their outputs."""
 
     def __init__(
         self, *, device: str = "auto", accumulate: int | None = None, micro_batch_size: int | None = None

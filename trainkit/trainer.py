@@ -19,11 +19,11 @@ from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
 from trainkit.linear_scaling import UsualBatch
 from trainkit.logger import Logger
-from trainkit.loops import Policy
 from trainkit.optimization import Clip
 from trainkit.phases import has_phases
 from trainkit.precision import Precision
 from trainkit.rank import evaluate_on_rank, fit_on_rank
+from trainkit.recovery import Policy, checked_rollbacks
 from trainkit.report.writing import reported
 from trainkit.result import FitResult
 from trainkit.run_folder import check_run_dir, choose_run_dir
@@ -64,7 +64,9 @@ class Trainer:
         deterministic: Whether torch may only use deterministic algorithms.
         detect_anomaly: Whether autograd looks for the operation that made a NaN (slow).
         fused_optimizer: Whether torch's fused optimizer kernels are used where there are any.
-        on_nonfinite: What happens to a loss that is NaN or infinite: `raise`, `skip` that step, or `stop` the run.
+        on_nonfinite: What happens to a loss that is NaN or infinite: `raise`, `skip` that step, `stop` the run, or
+            `rollback` to the last checkpoint before it, from which the run goes on without that step.
+        max_rollbacks: How often a run may go back.
         sanity_batches: Validation batches to try before training.
         limit_train_batches: Global batches that make an epoch at most.
         limit_validation_batches: Global batches of a validation at most.
@@ -99,6 +101,7 @@ class Trainer:
         detect_anomaly: bool = False,
         fused_optimizer: bool = True,
         on_nonfinite: Policy = "raise",
+        max_rollbacks: int = 3,
         sanity_batches: int = 2,
         limit_train_batches: int | None = None,
         limit_validation_batches: int | None = None,
@@ -126,6 +129,7 @@ class Trainer:
         self.detect_anomaly = detect_anomaly
         self.fused_optimizer = fused_optimizer
         self.on_nonfinite = checked_policy(on_nonfinite)
+        self.max_rollbacks = checked_rollbacks(max_rollbacks)
         self.sanity_batches = checked_limit("sanity_batches", sanity_batches, least=0) or 0
         self.limits = {
             "train": checked_limit("limit_train_batches", limit_train_batches),

@@ -1,0 +1,113 @@
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.single import SingleDevice
+
+from trainkit import Data, TaskModule, Trainer, UserError, session
+
+
+class Regression(TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch):
+        return {"loss": self.training_step(batch)}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(22, 3, generator=generator)
+    return Data(
+        train=TensorDataset(x, x.sum(1, keepdim=True)), validation=TensorDataset(x[:7], x[:7, :1]), batch_size=8
+    )
+
+
+def weights(task):
+    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
+
+
+def trained_by_a_trainer(steps=5):
+    task = Regression()
+    settings = {"evaluate_every": None, "callbacks": [], "loggers": [], "run_dir": "trainer"}
+    Trainer(max_duration=f"{steps}step", clip_norm=0.5, **settings).fit(task, data())
+    return weights(task)
+
+
+def train(strategy, *, steps=5, run_dir=None, resume=None):
+    """A plain loop of one's own."""
+    task, losses = Regression(), []
+    settings = {"max_duration": f"{steps}step", "clip_norm": 0.5, "run_dir": run_dir, "resume": resume}
+    with session(strategy, task, data(), **settings) as s:
+        for window in s.windows():
+            outputs = s.step(window)
+            losses.append(s.mean(outputs)["loss"])
+        metrics = s.evaluate()
+        if run_dir is not None:
+            s.save()
+    return weights(task), losses, metrics
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_plain_loop_over_a_session_gives_the_weights_of_the_trainer():
+    found, losses, metrics = train(SingleDevice())
+    assert torch.equal(found, trained_by_a_trainer())
+    assert len(losses) == 5
+    assert set(metrics) == {"validation/loss"}
+
+
+def test_a_plain_loop_under_ddp_gives_the_same_weights_and_means():
+    alone, losses, metrics = train(SingleDevice())
+    strategy = DDPStrategy(devices=2)
+    found, losses_of_two, metrics_of_two = strategy.launch(partial(train, strategy))
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-6)
+    assert losses_of_two == pytest.approx(losses, abs=1e-6)
+    assert metrics_of_two == pytest.approx(metrics, abs=1e-6)
+
+
+def test_a_session_goes_on_from_what_another_saved(tmp_path):
+    whole, _, _ = train(SingleDevice(), steps=5)
+    train(SingleDevice(), steps=2, run_dir=tmp_path / "mine")
+    found, losses, _ = train(SingleDevice(), steps=5, resume=tmp_path / "mine")
+    assert torch.equal(found, whole)
+    assert len(losses) == 3
+
+
+def test_a_session_leaves_no_folder_behind_that_was_not_asked_for(tmp_path):
+    train(SingleDevice())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_strategy_that_would_start_ranks_is_told_how():
+    with (
+        pytest.raises(UserError, match=r"strategy\.launch\(partial"),
+        session(DDPStrategy(devices=2), Regression(), data()),
+    ):
+        pass
+
+
+def test_a_window_that_is_left_out_is_an_error():
+    with session("single", Regression(), data()) as s, pytest.raises(UserError, match=r"call session\.step"):
+        for _ in s.windows():
+            pass
+
+
+def test_saving_without_a_folder_is_an_error():
+    with session("single", Regression(), data()) as s, pytest.raises(UserError, match="run_dir="):
+        s.save()
