@@ -19,6 +19,7 @@ from trainkit.data import Source
 from trainkit.errors import UserError
 from trainkit.order import GlobalOrder, sample_seed
 from trainkit.reading import Request, get_sample_of, make_reader, read_in_workers, request_seed, stream
+from trainkit.rng import rng_untouched
 from trainkit.sampling import Order, SamplerOrder
 from trainkit.window import MicroBatch, Window
 
@@ -58,6 +59,12 @@ class Feed(ABC):
     def batches(self) -> Iterator[MicroBatch]:
         """Yield this rank's share of an evaluation: over all ranks each sample comes exactly once."""
 
+    def example(self) -> MicroBatch | None:
+        """Return this rank's first micro-batch, read apart from training; `None` for a stream, which is not read."""
+        with rng_untouched():
+            window = next(self.windows(0, 0), None)
+        return window.micro_batches[0] if window is not None and window.micro_batches else None
+
     def _first_from(self, position: int) -> int:
         """Return how far after `position` this rank's next sample of an evaluation lies.
 
@@ -69,6 +76,9 @@ class Feed(ABC):
     def samples_of(self, step: int, state: TrainState) -> list[int]:
         """Return the indices of the samples that this rank read for a step, where a dataset's order tells."""
         return []
+
+    def cut_anew(self, strategy: Strategy) -> None:
+        """Cut windows that are read from now on as the strategy plans it now."""
 
     def state_dict(self, position: int) -> dict[str, Any]:
         """Return what a dataset that keeps its own position said when `position` items had been read."""
@@ -135,6 +145,9 @@ class SampleFeed(Feed):
         shares = ([chunk] for chunk in mine.split(size)) if len(mine) else iter(())
         for micro_batches in self._read_all(0, shares):
             yield from micro_batches
+
+    def cut_anew(self, strategy: Strategy) -> None:
+        self._plan = strategy.plan(self._batch_size, even=self.source.stage == "train")
 
     def samples_of(self, step: int, state: TrainState) -> list[int]:
         windows = state.epoch * self.num_steps + -(-state.position // self._batch_size)
@@ -305,6 +318,12 @@ class StreamFeed(Feed):
                 return
             first = self._first_from(number * self._batch_size)
             yield from self._micro_batches(window[first :: self.world_size])
+
+    def example(self) -> MicroBatch | None:
+        return None
+
+    def cut_anew(self, strategy: Strategy) -> None:
+        self._plan = strategy.plan(self._batch_size, even=self.source.stage == "train")
 
     def state_dict(self, position: int) -> dict[str, Any]:
         return {"position": position, "dataset": self._states[position]} if position in self._states else {}

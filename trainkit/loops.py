@@ -11,6 +11,7 @@ from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError
 from trainkit.evaluation import EvalLoop
 from trainkit.feed import Feed
+from trainkit.memory import MemoryFit
 from trainkit.phases import Phases
 from trainkit.recovery import Recovery
 from trainkit.run import Run
@@ -35,6 +36,9 @@ class FitLoop:
         phased = run.optimization.phase != ""
         self.phases = Phases(run, run.optimizations) if phased else None
         """Of a task that has several; `None` for others."""
+        self.memory_fit = MemoryFit(run) if run.strategy.fits_memory else None
+        self.forward_backward = (self.memory_fit or run.strategy).forward_backward
+        """Leaves the gradients of a window; collective."""
         self._run = run
         self._feed: Feed = run.feed
         self._optimizations = run.optimizations
@@ -50,7 +54,7 @@ class FitLoop:
     def run(self) -> None:
         """Train until a duration is reached or a stop is asked for; leaves why in `run.stop_reason`."""
         run, state, means, phases = self._run, self._run.state, self._means, self.phases
-        forward_backward, on_step_end = run.strategy.forward_backward, run.hooks("on_step_end")
+        forward_backward, on_step_end = self.forward_backward, run.hooks("on_step_end")
         self.start()
         for attempt in self._recovery.attempts(self.start_intervals):
             with attempt:

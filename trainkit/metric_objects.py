@@ -65,16 +65,20 @@ class MetricObjects:
             for name, of_rank in counted.items()
             if owners[name] == strategy.process
         }
-        for of_name in self._found.values():
-            for metric, _ in of_name.values():
-                reset(metric)
-        self._found.clear()
-        self._are_elsewhere = False
+        self.reset()
         computed: dict[str, float] = {}
         for numbers in strategy.all_gather_object(mine):
             for own in numbers.values():
                 computed.update(own)
         return computed
+
+    def reset(self) -> None:
+        """Let the objects begin anew."""
+        for of_name in self._found.values():
+            for metric, _ in of_name.values():
+                reset(metric)
+        self._found.clear()
+        self._are_elsewhere = False
 
     def _compute(self, name: str, parts: list[Part]) -> Any:
         metric, _ = next(iter(self._found[name].values()))

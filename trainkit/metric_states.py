@@ -98,17 +98,33 @@ def talking_to_nobody(holders: Sequence[nn.Module]) -> Iterator[None]:
 @contextmanager
 def set_aside(holders: Sequence[nn.Module]) -> Iterator[None]:
     """Let metrics count from nothing in this context, and afterwards have the states they had."""
-    names = [(holder, [*_reductions(holder), *_COUNTERS]) for holder in holders]
-    before = [{name: _copied(getattr(holder, name)) for name in of if hasattr(holder, name)} for holder, of in names]
+    before = states_of(holders)
     _reset(holders)
     try:
         with talking_to_nobody(holders):
             yield
     finally:
         _reset(holders)
-        for holder, states in zip(holders, before, strict=True):
-            for name, value in states.items():
-                setattr(holder, name, value)
+        put_back(before)
+
+
+def states_of(holders: Sequence[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return copies of all states, which later updates do not touch."""
+    return [
+        (holder, {name: _copied(getattr(holder, name)) for name in _names(holder) if hasattr(holder, name)})
+        for holder in holders
+    ]
+
+
+def put_back(states: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Let metrics have the states that `states_of` returned."""
+    for holder, named in states:
+        for name, value in named.items():
+            setattr(holder, name, _copied(value))
+
+
+def _names(holder: nn.Module) -> list[str]:
+    return [*_reductions(holder), *_COUNTERS]
 
 
 _COUNTERS = ("_update_count", "_computed")  # of torchmetrics
@@ -163,18 +179,17 @@ def _together(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
 def _lists_together(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
     if reduction == "cat":
         rows = [torch.cat([torch.atleast_1d(tensor) for tensor in state]) for state, _ in counted if state]
-        in_order = len(rows) == len(counted) and _are_shares([(len(own), n) for own, (_, n) in zip(rows, counted)])
-        return [_interleaved(rows) if in_order else torch.cat(rows)] if rows else []
+        if not rows:
+            return []
+        in_order = _are_shares([len(own) for own in rows], [samples for _, samples in counted])
+        return [_interleaved(rows) if in_order else torch.cat(rows)]
     flat = [tensor for state, _ in counted for tensor in state]
     return reduction(flat) if callable(reduction) else flat
 
 
-def _are_shares(rows_and_samples: Sequence[tuple[int, int]]) -> bool:
+def _are_shares(rows: Sequence[int], samples: Sequence[int]) -> bool:
     """Return whether there is a row for each sample, and rank r of W has the samples r, r + W, ..."""
-    total, count = sum(rows for rows, _ in rows_and_samples), len(rows_and_samples)
-    return all(
-        rows == samples == len(range(rank, total, count)) for rank, (rows, samples) in enumerate(rows_and_samples)
-    )
+    return list(rows) == list(samples) == [len(range(rank, sum(rows), len(rows))) for rank in range(len(rows))]
 
 
 def _interleaved(rows: Sequence[Tensor]) -> Tensor:
@@ -230,7 +245,9 @@ def _to(state: Any, device: torch.device) -> Any:
 
 
 def _copied(state: Any) -> Any:
-    return list(state) if isinstance(state, list) else state
+    if isinstance(state, Tensor):
+        return state.clone()
+    return list(state) if isinstance(state, list) else state  # its tensors are added to no more
 
 
 def _not_distributed() -> bool:

@@ -67,9 +67,11 @@ class WeightedMeans:
         return dict(zip(names, sums.tolist(), strict=True))
 
     def load_state_dict(self, saved: Mapping[str, list[float]], strategy: Strategy) -> None:
-        """Go on from sums that `state_dict` returned; rank 0 counts the samples of all."""
-        if strategy.rank == 0:
-            self._sums = {name: torch.tensor(s, dtype=self._dtype, device=self._device) for name, s in saved.items()}
+        """Go on from sums that `state_dict` returned, and from nothing else; rank 0 counts the samples of all."""
+        own = saved if strategy.rank == 0 else {}
+        self._outputs, self._steps, self._losses = [], [], []
+        self._sums = {name: torch.tensor(s, dtype=self._dtype, device=self._device) for name, s in own.items()}
+        self._objects.reset()
 
     def first_nonfinite_step(self) -> int | None:
         """Return the first step since the last `reduce` whose loss was not finite here; waits for the device."""

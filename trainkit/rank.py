@@ -82,6 +82,7 @@ def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | 
         try:
             strategy.setup(trainer.precision)
             seed_everything(trainer.seed + strategy.rank)
+            stack.enter_context(trainer.model_settings.applied(task, strategy))
             run = Run(
                 task=task,
                 data=data,
@@ -129,6 +130,7 @@ def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
         total_steps=run.max_steps,
         fused=trainer.fused_optimizer,
         skip=trainer.on_nonfinite == "skip",
+        no_weight_decay=trainer.no_weight_decay,
     )
     for optimization in run.optimizations:
         trainer.strategy.prepare_optimization(run.task, optimization)
@@ -139,6 +141,8 @@ def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
     if checkpoint is not None:
         payload = load_from(checkpoint).payload
         run.restore(payload, where=str(checkpoint))
+        if loop.memory_fit is not None:
+            loop.memory_fit.resume()
         run.restore_rng(payload)
     assert run.feed is not None
     trainer.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))

@@ -13,11 +13,11 @@ from trainkit.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import UserError, nearest
 from trainkit.logger import Logger
-from trainkit.loops import Policy
+from trainkit.recovery import Policy
 
 DEFAULT_CALLBACKS = ("model_summary", "learning_rate", "throughput", "checkpoint", "progress_bar")
 DEFAULT_LOGGERS = ("tensorboard", "jsonl")
-_POLICIES: dict[str, Policy] = {"raise": "raise", "skip": "skip", "stop": "stop"}
+_POLICIES: dict[str, Policy] = {"raise": "raise", "skip": "skip", "stop": "stop", "rollback": "rollback"}
 
 
 def as_data(data: Any, stage: str) -> Data:
@@ -53,7 +53,9 @@ def checked_seed(seed: int) -> int:
 def checked_policy(name: str) -> Policy:
     """Return what happens to a loss that is not finite."""
     if name not in _POLICIES:
-        raise UserError(f"on_nonfinite={name!r} is unknown.{nearest(name, _POLICIES)} Choose raise, skip or stop.")
+        raise UserError(
+            f"on_nonfinite={name!r} is unknown.{nearest(name, _POLICIES)} Choose raise, skip, stop or rollback."
+        )
     return _POLICIES[name]
 
 

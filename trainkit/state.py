@@ -23,6 +23,10 @@ class TrainState:
     """Items of one epoch; unknown for streams."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The latest value of every logged metric, by its full name (`validation/loss`)."""
+    left_out: set[int] = field(default_factory=set)
+    """Steps that change nothing, since the loss of their samples was not finite."""
+    micro_batch_size: int | None = None
+    """Samples of a micro-batch at most, where the run has found out how many fit into memory."""
     evaluation_due: bool = False
     """Whether an evaluation was broken off and is still to be made."""
     clock_is_watched: bool = False
@@ -51,6 +55,11 @@ class TrainState:
         """Count seconds from now on."""
         self._started = time.monotonic()
 
+    def go_on_counting(self, seconds: float) -> None:
+        """Let the clock go on from `seconds`, whatever a restored state says of them."""
+        self._seconds_before = seconds
+        self.start_clock()
+
     def set_clock(self, seconds: float) -> None:
         """Take `seconds`, which are the same on every rank, as the time until the next call."""
         self._agreed = seconds
@@ -75,6 +84,8 @@ class TrainState:
             "seconds": self.seconds,
             "metrics": dict(self.metrics),
             "evaluation_due": self.evaluation_due,
+            "left_out": sorted(self.left_out),
+            "micro_batch_size": self.micro_batch_size,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -85,4 +96,6 @@ class TrainState:
         self.samples = saved["samples"]
         self.metrics = dict(saved["metrics"])
         self.evaluation_due = saved["evaluation_due"]
+        self.left_out = set(saved.get("left_out", []))
+        self.micro_batch_size = saved.get("micro_batch_size")
         self._seconds_before = saved["seconds"]

@@ -70,19 +70,35 @@ class Strategy:
     shows_modules: bool = True
     """Whether the modules of a step run as they are, so that hooks see all their outputs."""
 
+    can_fit_memory: bool = False
+    """Whether `micro_batch_size=auto` works: a window can be given up and computed again on all ranks."""
+
     def __init__(
-        self, *, device: str = "auto", accumulate: int | None = None, micro_batch_size: int | None = None
+        self,
+        *,
+        device: str = "auto",
+        accumulate: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
+        self.fits_memory = micro_batch_size == "auto"
+        """Whether the size of micro-batches is found out while training."""
+        if micro_batch_size == "auto":
+            if not self.can_fit_memory:
+                raise UserError(
+                    f"micro_batch_size=auto does not work with {type(self).__name__}; give a number, or use "
+                    "strategy=single, dp, ddp or fusion."
+                )
+            micro_batch_size = None
         for name, value in (("accumulate", accumulate), ("micro_batch_size", micro_batch_size)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
-        if accumulate is not None and micro_batch_size is not None:
+        if accumulate is not None and (self.fits_memory or micro_batch_size is not None):
             raise UserError(
-                f"accumulate={accumulate} and micro_batch_size={micro_batch_size} say the same thing in two ways; "
-                "set one of them."
+                f"accumulate={accumulate} and micro_batch_size={micro_batch_size or 'auto'} say the same thing in two "
+                "ways; set one of them."
             )
         self.accumulate = accumulate
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size: int | None = micro_batch_size
         self.device = torch.device("cpu")
         self.precision = Precision()
         self.log_dir: Path | None = None
@@ -165,7 +181,7 @@ class Strategy:
     @property
     def micro_batches_of_a_step(self) -> int:
         """Micro-batches in which each rank is asked to take its part of a step (1 if there is only a limit on size)."""
-        return self.accumulate or (2 if self.micro_batch_size is not None else 1)
+        return self.accumulate or (2 if self.fits_memory or self.micro_batch_size is not None else 1)
 
     def plan(self, batch_size: int, *, even: bool = True) -> BatchPlan:
         """Return how a global batch is cut; raises UserError where it should be `even` and cannot be.

@@ -19,6 +19,7 @@ from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
 from trainkit.linear_scaling import UsualBatch
 from trainkit.logger import Logger
+from trainkit.model_settings import ModelSettings, check_patterns
 from trainkit.optimization import Clip
 from trainkit.phases import has_phases
 from trainkit.precision import Precision
@@ -64,6 +65,11 @@ class Trainer:
         deterministic: Whether torch may only use deterministic algorithms.
         detect_anomaly: Whether autograd looks for the operation that made a NaN (slow).
         fused_optimizer: Whether torch's fused optimizer kernels are used where there are any.
+        no_weight_decay: What weight decay leaves alone: `bias`, `norm`, `embedding`, or patterns of names.
+        freeze: Patterns of names of parameters or modules that are not trained.
+        checkpoint_activations: Patterns of names of modules whose forward is computed again for backward.
+        channels_last: Whether convolutions' weights are laid out by pixels, which is quicker on GPUs.
+        sync_batch_norm: Whether batch norms on several devices take their statistics from all of them (CUDA).
         on_nonfinite: What happens to a loss that is NaN or infinite: `raise`, `skip` that step, `stop` the run, or
             `rollback` to the last checkpoint before it, from which the run goes on without that step.
         max_rollbacks: How often a run may go back.
@@ -100,6 +106,11 @@ class Trainer:
         deterministic: bool = False,
         detect_anomaly: bool = False,
         fused_optimizer: bool = True,
+        no_weight_decay: Sequence[str] = (),
+        freeze: Sequence[str] = (),
+        checkpoint_activations: Sequence[str] = (),
+        channels_last: bool = False,
+        sync_batch_norm: bool = False,
         on_nonfinite: Policy = "raise",
         max_rollbacks: int = 3,
         sanity_batches: int = 2,
@@ -128,6 +139,9 @@ class Trainer:
         self.deterministic = deterministic
         self.detect_anomaly = detect_anomaly
         self.fused_optimizer = fused_optimizer
+        check_patterns("no_weight_decay", no_weight_decay)
+        self.no_weight_decay = no_weight_decay
+        self.model_settings = ModelSettings(freeze, checkpoint_activations, channels_last, sync_batch_norm)
         self.on_nonfinite = checked_policy(on_nonfinite)
         self.max_rollbacks = checked_rollbacks(max_rollbacks)
         self.sanity_batches = checked_limit("sanity_batches", sanity_batches, least=0) or 0
@@ -224,6 +238,7 @@ class Trainer:
                 f"the task is a {type(task).__name__}; subclass trainkit.TaskModule and pass an object of it."
             )
         self.strategy.validate()
+        self.model_settings.check(task)
         source = data.source(stage)
         if stage == "train":
             if has_phases(task) and not self.strategy.runs_phases:

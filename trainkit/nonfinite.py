@@ -1,0 +1,74 @@
+"""Where a loss that is not finite came from, and going back to before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.batches import tensors_in
+
+
+class GoBack(Exception):  # no error: training goes on
+    """A loss was not finite after `step - 1` sound steps; raised on all ranks at the same point."""
+
+    def __init__(self, step: int, place: str) -> None:
+        super().__init__(place)
+        self.step = step
+        self.place = place
+
+
+class ModuleWatch:
+    """While open, finds the first module whose output is not finite; every output is looked at, which waits for it."""
+
+    def __init__(self, task: nn.Module) -> None:
+        self.found: str | None = None
+        self._task = task
+
+    @contextmanager
+    def open(self) -> Iterator[ModuleWatch]:
+        """Listen to every module of the task but the task itself."""
+        handles = [
+            module.register_forward_hook(self._hook(name)) for name, module in self._task.named_modules() if name
+        ]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def look(module: nn.Module, inputs: Any, output: Any) -> None:
+            if self.found is None and not _is_finite(output):
+                given = "finite inputs" if _is_finite(inputs) else "inputs that were not finite already"
+                self.found = f"{name} ({type(module).__name__}), from {given}"
+
+        return look
+
+
+def nonfinite_parameter(task: nn.Module) -> str | None:
+    """Return the name of the first parameter or buffer that is not finite; waits for the device."""
+    named = [*task.named_parameters(), *task.named_buffers()]
+    return next((name for name, tensor in named if not _is_finite(tensor.detach())), None)
+
+
+def nonfinite_gradient(task: nn.Module) -> str | None:
+    """Return the name of the first parameter whose gradient is not finite; waits for the device."""
+    named = [(name, parameter.grad) for name, parameter in task.named_parameters()]
+    return next((name for name, gradient in named if gradient is not None and not _is_finite(gradient)), None)
+
+
+def is_finite_state(state: dict[str, Any]) -> bool:
+    """Return whether every tensor of a state dict is finite."""
+    return all(map(_is_finite, state.values()))
+
+
+def _is_finite(value: Any) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors_in(value) if _may_be_nan(tensor))
+
+
+def _may_be_nan(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta

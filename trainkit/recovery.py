@@ -1,0 +1,273 @@
+"""What happens after a loss that is not finite: an error, the end of the run, or going back to before it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+from trainkit.checkpoints.store import CheckpointError, load_from
+from trainkit.errors import NonFiniteLoss, UserError
+from trainkit.feed import Feed
+from trainkit.metrics import WeightedMeans
+from trainkit.nonfinite import GoBack, ModuleWatch, is_finite_state, nonfinite_gradient, nonfinite_parameter
+from trainkit.run import Run
+from trainkit.step_output import StepOutput
+from trainkit.window import Window
+
+logger = logging.getLogger(__name__)
+
+Policy = Literal["raise", "skip", "stop", "rollback"]
+_SAMPLES_SHOWN = 20
+_PATIENCE_SECONDS = 60.0
+"""How long training may be repeated to see a step again that a run will fail of anyway."""
+
+
+class Recovery:
+    """Looks at losses where training waits for the device anyway, and applies the policy on all ranks at once.
+
+    step        100        147   150
+    checkpoint  saved                        147: a loss that is not finite, seen when step 150 logs
+    rollback    restored   147   150         training repeats 101 to 146 to the bit, looks at 147 closely,
+                  ------>   |---->           leaves it out, and goes on
+    """
+
+    def __init__(self, run: Run, *, policy: Policy, max_rollbacks: int) -> None:
+        assert run.feed is not None
+        self.means = run.means = WeightedMeans(run.strategy.device)
+        self._weights_are_sound = True
+        self._run = run
+        self._feed: Feed = run.feed
+        self._policy = policy if run.checkpoints is not None or policy != "rollback" else "raise"
+        self._max_rollbacks = max_rollbacks
+        self._rollbacks = 0
+        self._suspect: tuple[int, str] | None = None  # the step to look at, and what was said of it
+
+    # ---- What the loop calls
+
+    def start(self) -> None:
+        """Have a checkpoint to go back to, if the policy may ask for one; collective."""
+        run = self._run
+        if self._policy != "rollback" or run.checkpoints is None:
+            return
+        if run.strategy.broadcast_object(run.is_main and not run.checkpoints.entries()):
+            run.save(reason="start")
+
+    def attempts(self, on_return: Callable[[], None]) -> Iterator[Attempt]:
+        """Yield contexts to train in until one is left without a need to go back; `on_return` is called after that."""
+        while True:
+            attempt = Attempt(self)
+            yield attempt
+            if attempt.succeeded:
+                return
+            on_return()
+
+    def check(self) -> bool:
+        """Apply the policy to losses that were not logged yet, and return whether the weights may be saved."""
+        first_bad = self.means.first_nonfinite_step()
+        if self._run.strategy.agree(first_bad is not None):
+            self.handle(first_bad)
+        return self._weights_are_sound
+
+    def handle(self, step: int | None) -> None:
+        """Raise, stop or go back as the policy says; `step` is this rank's first bad one. Collective.
+
+        A skipped step has changed nothing, and nothing is left to do.
+        """
+        if self._policy == "skip":
+            return
+        if self._policy == "stop":
+            self._weights_are_sound = False
+            where = f"at step {step}" if step is not None else "on another rank"
+            self._run.request_stop(f"the loss became NaN or infinite {where}")
+            return
+        first, place = self._place(step)
+        said = f"the loss became NaN or infinite {place}"
+        if self._policy == "rollback" and first is not None:
+            raise GoBack(first, said)
+        raise NonFiniteLoss(
+            f"{said}. Lower the learning rate, set trainer.clip_norm=1.0, or look for the operation with "
+            "trainer.detect_anomaly=true; trainer.on_nonfinite=skip leaves such steps out, and rollback goes back to "
+            f"before them.{'' if first is None else self._see_again(first)}"
+        )
+
+    def leave_out(self, window: Window) -> list[StepOutput]:
+        """Let a step change nothing but schedules, after a close look if training has come back for it; collective."""
+        run, step = self._run, self._run.state.step + 1
+        if self._suspect is not None and self._suspect[0] == step:
+            said = self._suspect[1]
+            self._suspect = None
+            seen = self._look_at(window, step, said)
+            if run.is_main:
+                logger.warning("%s: step %d is left out.%s", said, step, seen)
+        for optimization in run.optimizations:
+            optimization.after_step()
+        return []
+
+    # ---- Going back
+
+    def go_back(self, found: GoBack) -> None:
+        """Restore the last checkpoint before the step that was found, which will be left out; collective."""
+        run = self._run
+        self._rollbacks += 1
+        if self._rollbacks > self._max_rollbacks:
+            raise NonFiniteLoss(
+                f"{found.place}, after {self._max_rollbacks} rollbacks. Lower the learning rate, set "
+                "trainer.clip_norm=1.0, or allow more with trainer.max_rollbacks."
+            ) from found
+        checkpoint = self._checkpoint_before(found.step)
+        if checkpoint is None:
+            raise NonFiniteLoss(
+                f"{found.place}, and there is no sound checkpoint from before it to go back to. Lower the learning "
+                "rate, or save more often: callbacks.checkpoint.every=500step."
+            ) from found
+        self._restore(checkpoint)
+        run.state.left_out.discard(found.step + 1)
+        run.state.left_out.add(found.step)
+        self._suspect = (found.step, found.place)
+        if run.stopped_by is None:
+            run.stop_reason = None
+        for destination in run.loggers:
+            assert run.run_dir is not None
+            destination.close()
+            destination.open(run.run_dir, step=run.state.step)
+        if run.is_main:
+            logger.warning("%s: going back to step %d.", found.place, run.state.step)
+
+    def _checkpoint_before(self, step: int) -> tuple[int, Path] | None:
+        """Return the step and path of the last whole checkpoint before `step` whose weights are finite; collective."""
+        run = self._run
+        run.finish_saving()
+        found: tuple[int, Path] | None = None
+        if run.is_main and run.checkpoints is not None:
+            for entry in reversed(run.checkpoints.entries()):
+                with suppress(CheckpointError):
+                    if entry.step < step and is_finite_state(run.checkpoints.load(entry)["task"]):
+                        found = (entry.step, entry.path)
+                        break
+        return run.strategy.broadcast_object(found)
+
+    def _restore(self, checkpoint: tuple[int, Path]) -> None:
+        run, state = self._run, self._run.state
+        seconds, left_out, resumed_from = state.own_seconds, state.left_out, run.resumed_from
+        payload = load_from(checkpoint[1]).payload
+        run.restore(payload, where=str(checkpoint[1]))
+        run.restore_rng(payload)
+        state.go_on_counting(seconds)
+        state.left_out |= left_out
+        run.resumed_from = resumed_from
+        run.task.train()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for optimization in self._run.optimizations:
+            optimization.zero_grad()
+
+    # ---- Looking at a step again
+
+    def _look_at(self, window: Window, step: int, said: str) -> str:
+        """Return in words what is not finite first in a step, computed as it was then; collective.
+
+        Raises GoBack if its parameters were not finite before it, so that the step before is to blame.
+        """
+        run, strategy = self._run, self._run.strategy
+        blamed = self._first(nonfinite_parameter(run.task))
+        if blamed is not None:
+            raise GoBack(step - 1, f"{said}, since step {step - 1} left {blamed} not finite")
+        if run.optimizations[0].phase or not strategy.shows_modules:
+            return ""
+        buffers = [buffer.clone() for buffer in run.task.buffers()]
+        with ModuleWatch(run.task).open() as watch:
+            strategy.forward_backward(run.task, window)
+        module = self._first(watch.found)
+        parameter = self._first(nonfinite_gradient(run.task))
+        self._drop_gradients()
+        with torch.no_grad():
+            for buffer, before in zip(run.task.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        if module is not None:
+            return f" The first output that is not finite is that of {module}."
+        if parameter is not None:
+            return f" Every module's output is finite, but not the gradient of {parameter}."
+        return " Computed again, it is finite."
+
+    def _see_again(self, step: int) -> str:
+        """Return in words what was not finite first in a step that a run fails of, where that is quick; collective."""
+        run, state, strategy = self._run, self._run.state, self._run.strategy
+        checkpoint = self._checkpoint_before(step)
+        if checkpoint is None or run.optimizations[0].phase:
+            blamed = self._first(nonfinite_parameter(run.task))
+            return "" if blamed is None else f" By now {blamed} is not finite."
+        seconds = (step - checkpoint[0]) * state.own_seconds / max(state.step, 1)
+        if not strategy.broadcast_object(seconds < _PATIENCE_SECONDS):
+            return ""
+        self._restore(checkpoint)
+        try:
+            while True:
+                for window in strategy.windows(self._feed.windows(state.epoch, state.position), self._feed.source):
+                    if state.step + 1 == step:
+                        return self._look_at(window, step, "")
+                    self._repeat(window)
+        except GoBack as found:
+            return f" The reason lies before it{found.place}."
+
+    def _repeat(self, window: Window) -> None:
+        run, optimization = self._run, self._run.optimizations[0]
+        run.strategy.forward_backward(run.task, window)
+        run.strategy.optimizer_step(optimization)
+        optimization.after_step()
+        run.state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
+        if window.ends_epoch:
+            optimization.after_epoch()
+
+    def _first(self, found: str | None) -> str | None:
+        """Return what the first rank has found that found anything; collective."""
+        return next((other for other in self._run.strategy.all_gather_object(found) if other is not None), None)
+
+    def _place(self, step: int | None) -> tuple[int | None, str]:
+        """Return the first bad step of all ranks, and in words where it was; collective."""
+        run = self._run
+        own = None if step is None else (step, run.strategy.rank, self._feed.samples_of(step, run.state))
+        places = run.strategy.all_gather_object(own)
+        found = [place for place in places if place is not None]
+        if not found:  # it was logged already, and on no rank since
+            return None, f"before step {run.state.step}"
+        first, rank, samples = min(found)
+        on_rank = f" on rank {rank}" if len(places) > 1 else ""
+        return first, f"at step {first}{on_rank}" + (f" (samples {_listed(samples)})" if samples else "")
+
+
+class Attempt:
+    """A context to train in: where a loss was not finite, it goes back and lets the next attempt train on."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self.succeeded = False
+        self._recovery = recovery
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, GoBack):
+            self._recovery.go_back(error)
+            return True
+        self.succeeded = error is None
+        return False
+
+
+def checked_rollbacks(number: int) -> int:
+    """Return how often a run may go back."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise UserError(f"max_rollbacks must be a whole number, at least 1, got {number!r}.")
+    return number
+
+
+def _listed(samples: Sequence[int]) -> str:
+    return ", ".join(map(str, samples[:_SAMPLES_SHOWN])) + ", ..." * (len(samples) > _SAMPLES_SHOWN)
