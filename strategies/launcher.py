@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -23,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -70,6 +71,8 @@ class RankEnvironment:
     log_dir: str | None
     num_threads: int | None  # None: as the environment says
     log_level: int | None  # of trainkit's loggers in the caller; None: the caller logs nowhere
+    store_host: str = "127.0.0.1"
+    attempt: int = 0  # how often the ranks have been started before
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +100,11 @@ def launch_ranks(
     for one, and whatever is worth keeping of its output is in the loggers' files.
     """
     payload = _pickle((enter, run))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    num_threads = None if "OMP_NUM_THREADS" in os.environ else 1
+    store = _store_of_this_machine()
     with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
-        logs = None if log_dir is None else str(log_dir)
+        common = environment_of_caller(log_dir)
         environments = [
-            RankEnvironment(rank, num_ranks, store.port, os.getpid(), folder, logs, num_threads, _log_level())
+            replace(common, rank=rank, world_size=num_ranks, store_port=store.port, folder=folder)
             for rank in range(num_ranks)
         ]
         with _signals_kept(signals) as received, _quiet_elastic():
@@ -119,6 +121,29 @@ def launch_ranks(
     return value
 
 
+def environment_of_caller(log_dir: Path | None) -> RankEnvironment:
+    """Return what ranks need to know of the process that starts them."""
+    return RankEnvironment(
+        rank=0,
+        world_size=1,
+        store_port=0,
+        caller_pid=os.getpid(),
+        folder="",
+        log_dir=None if log_dir is None else str(log_dir),
+        num_threads=None if "OMP_NUM_THREADS" in os.environ else 1,
+        log_level=_log_level(),
+    )
+
+
+def _store_of_this_machine() -> TCPStore:
+    """Return a store that no other machine can reach: by itself it would listen on every network."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(socket.SOMAXCONN)
+        port = listening.getsockname()[1]
+        return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 def _log_level() -> int | None:
     return logging.getLogger("trainkit").getEffectiveLevel() if logging.getLogger().handlers else None
 
@@ -133,10 +158,15 @@ def _pickle(call: object) -> bytes:
         # As bytes, because multiprocessing would share the memory of tensors: all ranks would train the same weights.
         return pickle.dumps(call)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"the run cannot be sent to other processes: {error}. Define the task, the dataset and what they hold "
-            "at the top level of a module (no lambdas or local classes), or start the program with torchrun."
-        ) from error
+        raise unpicklable(error) from error
+
+
+def unpicklable(error: Exception) -> UserError:
+    """Return the error of a run that holds what cannot be sent to other processes."""
+    return UserError(
+        f"the run cannot be sent to other processes: {error}. Define the task, the dataset and what they hold "
+        "at the top level of a module (no lambdas or local classes), or start the program with torchrun."
+    )
 
 
 def _variables(environment: RankEnvironment) -> dict[str, str]:
@@ -160,11 +190,7 @@ def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
     os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
     if environment.rank > 0 and environment.log_dir is not None:
         _redirect_output(Path(environment.log_dir) / f"rank_{environment.rank}.log")
-    if environment.log_level is not None:
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-        logging.getLogger("trainkit").setLevel(environment.log_level)
-    if environment.num_threads is not None:
-        torch.set_num_threads(environment.num_threads)
+    prepare_rank(environment)
     folder = Path(environment.folder)
     try:
         enter, run = pickle.loads(payload)
@@ -179,6 +205,15 @@ def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
         sys.stderr.flush()
         # At once: with a peer gone, taking down the process group may wait or abort.
         os._exit(1)
+
+
+def prepare_rank(environment: RankEnvironment) -> None:
+    """Have this process log and compute as a rank of its caller."""
+    if environment.log_level is not None:
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+        logging.getLogger("trainkit").setLevel(environment.log_level)
+    if environment.num_threads is not None:
+        torch.set_num_threads(environment.num_threads)
 
 
 def _die_with(caller_pid: int) -> None:
@@ -209,7 +244,7 @@ def _redirect_output(path: Path) -> None:
 
 def _describe(rank: int, error: BaseException) -> bytes:
     text = f"rank {rank}: " + "".join(traceback.format_exception(error))
-    failure = _Failure(rank, time.time(), error, text, _is_consequence(error))
+    failure = _Failure(rank, time.time(), error, text, is_consequence(error))
     try:
         described = pickle.dumps(failure)
         pickle.loads(described)  # some exceptions can be pickled, but not made again
@@ -218,7 +253,7 @@ def _describe(rank: int, error: BaseException) -> bytes:
     return described
 
 
-def _is_consequence(error: BaseException) -> bool:
+def is_consequence(error: BaseException) -> bool:
     """Whether the error only says that another rank is gone."""
     if isinstance(error, RankError):
         return True

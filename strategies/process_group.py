@@ -142,16 +142,17 @@ class ProcessGroupStrategy(Strategy):
         if _is_joining():
             return self._run_or_tell(run)
         started = _Started(self, run)
-        if self.launched_by == "ray":
-            return self._launch_on_ray(started)
-        value: T = launch_ranks(
+        value: T = self._launch_on_ray(started) if self.launched_by == "ray" else self._launch_here(started)
+        return value
+
+    def _launch_here(self, started: _Started) -> Any:
+        return launch_ranks(
             started,
             num_ranks=self.num_ranks(),
             enter=started.enter,
             log_dir=self.log_dir,
             signals=self.stop_signals,
         )
-        return value
 
     def _launch_on_ray(self, started: _Started) -> Any:
         from .ray_launcher import launch_on_ray

@@ -34,6 +34,7 @@ class TorchDDP(ProcessGroupStrategy):
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
         timeout: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+        launch: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
         process_group: The ranks that train together, where this process has joined others already; `None`: all ranks.
 
     """
@@ -54,6 +55,7 @@ class TorchDDP(ProcessGroupStrategy):
         broadcast_buffers: bool = True,
         timeout: float = 1800.0,
         backend: str = "auto",
+        launch: str = "local",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
@@ -64,6 +66,7 @@ class TorchDDP(ProcessGroupStrategy):
             broadcast_buffers=broadcast_buffers,
             timeout=timeout,
             backend=backend,
+            launch=launch,
             process_group=process_group,
         )
         self.bucket_mb = bucket_mb

@@ -27,7 +27,7 @@ LOCK = ".lock"
 
 _SAME_JOB_SECONDS = 120.0  # a network file system may take so long to notice that a machine is gone
 _POLL_SECONDS = 0.2
-_JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
+_JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID")
 
 logger = logging.getLogger(__name__)
 

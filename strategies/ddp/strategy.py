@@ -64,6 +64,7 @@ class DDPStrategy(ProcessGroupStrategy):
             as timeline_rank_<k>.json, to be opened in ui.perfetto.dev; rank 0 logs a picture and what to change.
         timeout: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+        launch: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
         process_group: The ranks that train together, where this process has joined others already; `None`: all ranks.
 
     """
@@ -87,6 +88,7 @@ class DDPStrategy(ProcessGroupStrategy):
         timeline: bool = False,
         timeout: float = 1800.0,
         backend: str = "auto",
+        launch: str = "local",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
@@ -97,6 +99,7 @@ class DDPStrategy(ProcessGroupStrategy):
             broadcast_buffers=broadcast_buffers,
             timeout=timeout,
             backend=backend,
+            launch=launch,
             process_group=process_group,
         )
         if bucket_mb is not None and not bucket_mb > 0:

@@ -63,6 +63,7 @@ class FusionStrategy(DDPStrategy):
         timeline: Whether to record when each buffer was ready, started and done.
         timeout: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+        launch: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
 
     """
 
@@ -87,6 +88,7 @@ class FusionStrategy(DDPStrategy):
         timeline: bool = False,
         timeout: float = 1800.0,
         backend: str = "auto",
+        launch: str = "local",
     ) -> None:
         super().__init__(
             devices=devices,
@@ -100,6 +102,7 @@ class FusionStrategy(DDPStrategy):
             timeline=timeline,
             timeout=timeout,
             backend=backend,
+            launch=launch,
         )
         for name, value, valid in (
             ("wire", wire, tuple(_WIRES)),

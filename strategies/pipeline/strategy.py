@@ -82,6 +82,7 @@ class Pipeline(ProcessGroupStrategy):
         timeout: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed, for what replicas say
             to each other; between stages it is always gloo.
+        launch: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
 
     """
 
@@ -104,6 +105,7 @@ class Pipeline(ProcessGroupStrategy):
         timeline: bool = False,
         timeout: float = 1800.0,
         backend: str = "auto",
+        launch: str = "local",
     ) -> None:
         super().__init__(
             device=device,
@@ -112,6 +114,7 @@ class Pipeline(ProcessGroupStrategy):
             broadcast_buffers=broadcast_buffers,
             timeout=timeout,
             backend=backend,
+            launch=launch,
         )
         for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
             checked_count(name, value)
