@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.torch_ddp import TorchDDP
 
-from tests.equality import TASKS, ConvNet, Perceptron, StepWeights, images, largest_difference, make, numbers
-from trainkit import Data, Trainer, UserError
-from trainkit.command_line.cli import Arguments
+from tests.equality import TASKS, ConvNet, Perceptron, images, largest_difference, make, numbers
+from trainkit import Callback, Data, Trainer, UserError
+from trainkit.command_line.cli import Arguments, main
 from trainkit.command_line.parity import parity
 from trainkit.parity import assert_resume_exact, assert_strategies_equal, compare_strategies
 from trainkit.testing import run_ranks
@@ -226,8 +231,37 @@ def test_the_command_prints_the_table_and_says_whether_all_agree_by_its_exit_cod
     typed = ["recipe=digits_mlp", "task.width=8", "strategies=[single,dp]", "steps=2", "data.num_train=100"]
     assert parity(Arguments("parity", list(typed))) == 0
     assert "all equal: 2 steps" in capsys.readouterr().out
-    assert parity(Arguments("parity", [*typed, "tolerance=1e-30", "json=true"])) == 1
-    assert json.loads(capsys.readouterr().out)["is_equal"] is False
+    for as_json in (["json=true"], ["--json"]):
+        assert main(["parity", *typed, "tolerance=1e-30", *as_json]) == 1
+        assert json.loads(capsys.readouterr().out)["is_equal"] is False
+
+
+def test_only_the_command_that_has_an_option_takes_it(capsys):
+    assert main(["fit", "recipe=digits_mlp", "--json"]) == 2
+    assert "unknown option --json" in capsys.readouterr().err
+    assert main(["parity", "recipe=digits_mlp", "--jsno"]) == 2
+    assert "--json" in capsys.readouterr().err
+
+
+def test_json_has_null_for_what_is_no_number():
+    class Failing(SingleDevice):
+        def forward_backward(self, task, window):
+            raise RuntimeError("no such luck")
+
+    report = compare_strategies(Perceptron(), perceptron_data(), [Failing(device="cpu")], steps=1)
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    row = json.loads(report.as_json(), parse_constant=refuse)["rows"][1]
+    assert row["seconds_a_step"] is None and row["verdict"] == "failed"
+
+
+def test_two_strategies_of_one_kind_have_a_row_each():
+    halves, thirds = (DataParallel(devices=["cpu"] * count) for count in (2, 3))
+    report = compare_strategies(Perceptron(), perceptron_data(), [halves, thirds, "dp"], steps=1)
+    assert [row.strategy for row in report.rows] == ["single", "DataParallel", "DataParallel 2", "dp"]
+    assert report.is_equal
 
 
 @pytest.mark.parametrize(
@@ -278,10 +312,21 @@ def test_assert_resume_exact_finds_state_that_is_not_saved():
 # ---- All strategies, tasks and layouts at once
 
 
+class WholeWeights(Callback):
+    """Keeps the whole task's weights after every step, on rank 0."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_step_end(self, run):
+        weights = run.strategy.state_dict(run.task)
+        self.steps.append({name: tensor.detach().cpu().clone() for name, tensor in weights.items()})
+
+
 def trained(strategy, name, *, num_samples, run_dir):
-    """Return the weights after each of two epochs' steps of 6 samples."""
-    task, data = make(name, num_samples, batch_size=6)
-    seen = StepWeights()
+    """Return the weights after each step of two epochs; a global batch is 12 samples."""
+    task, data = make(name, num_samples, batch_size=12)
+    seen = WholeWeights()
     Trainer(
         strategy,
         max_duration="2epoch",
@@ -294,35 +339,43 @@ def trained(strategy, name, *, num_samples, run_dir):
     return seen.steps
 
 
-def largest_differences(names, run_dir):
-    """Run on each rank: every named strategy on every task, cut and length of the last batch, against `single`."""
-    from trainkit import registry
+def strategies_of(num_ranks, accumulate):
+    """Return a new object of each strategy, on as many ranks, stages or devices."""
+    return {
+        "ddp": DDPStrategy(device="cpu", accumulate=accumulate),
+        "ddp group": DDPStrategy(device="cpu", accumulate=accumulate, transport="group"),
+        "torch_ddp": TorchDDP(device="cpu", accumulate=accumulate),
+        "fusion": FusionStrategy(device="cpu", accumulate=accumulate),
+        "fusion sharded": FusionStrategy(device="cpu", accumulate=accumulate, shard_optimizer=True),
+        "fusion exchange": FusionStrategy(device="cpu", accumulate=accumulate, transport="exchange"),
+        "pipeline": Pipeline(device="cpu", accumulate=accumulate, stages=num_ranks),
+    }
 
-    found = {}
-    for name in ("perceptron", "plain_conv_net", "gpt"):
-        for num_samples in (12, 13):  # 13: the last batch has one sample, so that ranks are without
-            alone = run_dir / f"single_{torch.distributed.get_rank()}"
-            single = trained(SingleDevice(device="cpu"), name, num_samples=num_samples, run_dir=alone)
-            for strategy, accumulate in itertools.product(names, (None, 3)):
-                if accumulate == 3 and torch.distributed.get_world_size() * accumulate > 6:
-                    continue
-                made = type(registry.make("strategy", strategy))
-                strategy_here = made(device="cpu", accumulate=accumulate)
-                ours = trained(strategy_here, name, num_samples=num_samples, run_dir=run_dir / "several")
-                found[f"{strategy} {name} {num_samples} {accumulate}"] = largest_difference(ours, single)
+
+def largest_differences(run_dir):
+    """Run on each rank: every strategy on every task, cut and length of the last batch, against `single`."""
+    rank, num_ranks, found = torch.distributed.get_rank(), torch.distributed.get_world_size(), {}
+    # 25 samples: the last batch has a single one, so that ranks are without.
+    for name, num_samples in itertools.product(("perceptron", "plain_conv_net", "gpt"), (24, 25)):
+        run = partial(trained, name=name, num_samples=num_samples)
+        single = run(SingleDevice(device="cpu"), run_dir=run_dir / f"alone_{rank}")
+        for accumulate in (1, 3):
+            strategies = strategies_of(num_ranks, accumulate)
+            steps = {kind: run(made, run_dir=run_dir / "several") for kind, made in strategies.items()}
+            if rank == 0:
+                dp = DataParallel(devices=["cpu"] * num_ranks, accumulate=accumulate)
+                steps["dp"] = run(dp, run_dir=run_dir / "dp")
+                for kind, ours in steps.items():
+                    found[f"{kind} {name} {num_samples} {accumulate}"] = largest_difference(ours, single)
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_every_strategy_of_several_processes_has_the_weights_of_single(num_ranks, tmp_path):
-    from trainkit import registry
-
-    names = [name for name in ("ddp", "torch_ddp", "fusion") if name in registry.names("strategy")]
-    if not names:
-        pytest.skip("there is no strategy of several processes yet")
-    for found in run_ranks(largest_differences, num_ranks, names, tmp_path, timeout=150):
-        assert found and max(found.values()) < 1e-6, {key: value for key, value in found.items() if value >= 1e-6}
+def test_every_strategy_has_the_weights_of_single_on_every_task_and_layout(num_ranks, tmp_path):
+    found, *_ = run_ranks(largest_differences, num_ranks, tmp_path, timeout=200)
+    assert len(found) == 8 * 3 * 2 * 2
+    assert {key: value for key, value in found.items() if not value <= 1e-6} == {}
 
 
 def test_the_tasks_of_this_file_cover_the_kinds_that_are_promised():

@@ -12,7 +12,6 @@ which writes the new weights of its part into every rank's weights instead.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,7 +66,6 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
         self._gradients: list[_Gradients] = []
         self._weights: list[list[_Weights]] = []
         self._ready: dict[int, Any] = {}  # by buffer: the moment at which it was filled
-        self._landings: list[_HostLanding] = []  # not seen to be done yet
 
     # ---- Memory
 
@@ -144,21 +142,18 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
         if gradients.wire is not gradients.result:
             ready = self._ready.pop(bucket, None) or self.staging.mark()
             gradients.copy = self.staging.to_host(gradients.result, gradients.wire, after=ready)
-        return self._begin(gradients, where, timed=timed)
+        return self._begin(gradients, where)
 
     def share(self, buffer: int, *, where: str) -> Landing:
         """Start to write this rank's parts of the next weights to all ranks."""
-        return self._begin(self._weights[self.next][buffer], where, timed=False)
+        return self._begin(self._weights[self.next][buffer], where)
 
-    def _begin(self, bucket: _Gradients | _Weights, where: str, *, timed: bool) -> Landing:
+    def _begin(self, bucket: _Gradients | _Weights, where: str) -> Landing:
         bucket.round += 1
         bucket.where, bucket.travels, bucket.is_told, bucket.is_taken = where, None, False, False
-        landing = _HostLanding(self, bucket, where)
-        if timed:
-            self._landings.append(landing)
         self.under_way.append(bucket)
         self.progress()
-        return landing
+        return _HostLanding(self, bucket, where)
 
     def progress(self) -> None:
         """Sum, exchange and write what can be, in the order of buffers, without waiting."""
@@ -167,11 +162,6 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
         if self.under_way:
             self._take_up()
             self.under_way = [bucket for bucket in self.under_way if not self._is_finished_now(bucket)]
-        if self._landings:
-            now = time.perf_counter()
-            for landing in self._landings:
-                landing.finished_at = now if landing.is_done() else None
-            self._landings = [landing for landing in self._landings if landing.finished_at is None]
 
     def _take_up(self) -> None:
         """Add up the parts of buffers that the whole host has filled: between hosts their order must be the same."""
@@ -209,7 +199,7 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
             bucket.write()
         else:
             self._finish(bucket)
-        self.raise_counter(2 * bucket.number + 1, bucket.round)
+        self.raise_summed(bucket)
         return True
 
     def _finish(self, gradients: _Gradients) -> None:
@@ -252,7 +242,7 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
         self.staging.close()
         if self.between is not None:
             self.between.close()
-        self.weight_sets, self._gradients, self._weights, self._landings = [], [], [], []
+        self.weight_sets, self._gradients, self._weights = [], [], []
         self._ready = {}
 
 

@@ -26,6 +26,8 @@ class Command:
     """`module:name` of a function that takes Arguments and returns the exit code; imported when it is called."""
     summary: str
     usage: str
+    flags: tuple[str, ...] = ()
+    """Options without a value that only this command has."""
 
 
 COMMANDS = {
@@ -46,7 +48,8 @@ COMMANDS = {
     "parity": Command(
         "trainkit.command_line.parity:parity",
         "show that strategies train to the same weights",
-        "recipe=digits strategies=[single,dp,ddp] [json=true]",
+        "recipe=digits strategies=[single,dp,ddp] [--json]",
+        flags=("--json",),
     ),
     "partition": Command(
         "trainkit.strategies.pipeline.command:partition",
@@ -62,6 +65,9 @@ COMMANDS = {
         "trainkit.command_line.config_tree:config",
         "print all settings, with where each comes from",
         "recipe=digits [key=value ...]",
+    ),
+    "report": Command(
+        "trainkit.command_line.report:report", "write the report of a run or sweep, or compare runs", "PATH [PATH ...]"
     ),
     "recipes": Command("trainkit.command_line.recipe_table:recipes", "list what is ready to run", ""),
     "completion": Command(
@@ -81,6 +87,8 @@ class Arguments:
     multirun: bool = False
     cfg: bool = False
     resolve: bool = False
+    flags: frozenset[str] = frozenset()
+    """Those of the command's own flags that were typed."""
 
     def take(self, key: str) -> str | None:
         """Return the value typed as `key=value`, as it is, and leave the other overrides."""
@@ -166,9 +174,12 @@ def _parse(name: str, rest: list[str]) -> tuple[Arguments, bool]:
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--config-dir", "-cd", action="append", default=[])
+    flags = COMMANDS[name].flags
+    for flag in flags:
+        parser.add_argument(flag, action="append_const", dest="flags", const=flag, default=[])
     read, others = parser.parse_known_intermixed_args(rest)
     if others:
-        near = nearest(others[0], ("--help", "--multirun", "--cfg", "--resolve", "--config-dir"))
+        near = nearest(others[0], ("--help", "--multirun", "--cfg", "--resolve", "--config-dir", *flags))
         raise UserError(f"unknown option {others[0]}.{near} Type {parser.prog} --help")
     arguments = Arguments(
         command=name,
@@ -177,6 +188,7 @@ def _parse(name: str, rest: list[str]) -> tuple[Arguments, bool]:
         multirun=read.multirun,
         cfg=read.cfg is not None,
         resolve=read.resolve,
+        flags=frozenset(read.flags if flags else ()),
     )
     return arguments, read.help
 

@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 def parity(arguments: Arguments) -> int:
-    """Print the comparison, as a table or with `json=true` as JSON; 1 if a strategy disagrees with single."""
-    as_json = _read(arguments, "json", _flag, False)
+    """Print the comparison, as a table or (`--json`, `json=true`) as JSON; 1 if a strategy disagrees with single."""
+    as_json = "--json" in arguments.flags or _read(arguments, "json", _flag, False)
     strategies = _read(arguments, "strategies", _names, None)
     steps = _read(arguments, "steps", int, 20)
     devices = _read(arguments, "devices", int, 2)

@@ -1,0 +1,259 @@
+"""The thread that moves buffers: it works while nobody waits, always ends, and its errors arrive with their place."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from trainkit.strategies.ddp.failure import RankError
+from trainkit.strategies.fusion.communication_thread import CommunicationThread
+from trainkit.strategies.fusion.part_transport import BufferSettings, PartTransport
+from trainkit.strategies.fusion.staging import Staging
+from trainkit.strategies.fusion.strategy import FusionStrategy
+
+from tests.equality import Perceptron, numbers
+from tests.strategies.fusion.training import train, trained
+from tests.tasks import Recorder
+from trainkit import Data
+from trainkit.testing import rank_outcomes, run_ranks
+
+WHERE = "backward of step 7, bucket 2 of 5"
+
+
+class FakeLanding:
+    finished_at = None
+
+    def __init__(self, transport):
+        self.transport = transport
+
+    def is_done(self):
+        return self.transport.has_come
+
+    def wait(self):
+        self.transport.waited_on = threading.current_thread()
+
+    def look_around(self, *, waited):
+        self.transport.looks += 1
+
+
+class FakeTransport(PartTransport):
+    """Buffers land when the test says so; notes the thread that it works on."""
+
+    name = "fake"
+    settings = BufferSettings(window_bytes=1, in_flight=1, wire_type=None, sharded=False)
+    has_come, error, looks, is_closed = False, None, 0, False
+    waited_on = started_on = marked_on = None
+
+    def num_gradients(self):
+        return [1]
+
+    def allocate(self, sizes):
+        self.weight_sets = []
+        return []
+
+    def mark_ready(self, buffer):
+        self.marked_on = threading.current_thread()
+
+    def start(self, bucket, *, where, timed=False):
+        self.started_on = threading.current_thread()
+        return FakeLanding(self)
+
+    share = start
+
+    def progress(self):
+        if self.error is not None:
+            raise self.error
+
+    def own_parts(self, buffer):
+        return []
+
+    def used(self, buffer):
+        return torch.empty(0)
+
+    @property
+    def bytes_a_step(self):
+        return 0
+
+    def close(self):
+        self.is_closed = True
+
+
+class NotedBoard:
+    """A failure board that keeps what is noted."""
+
+    def __init__(self):
+        self.notes = []
+
+    def note_waiting(self, where):
+        self.notes.append(where)
+
+
+@pytest.fixture
+def thread():
+    board = NotedBoard()
+    thread = CommunicationThread(FakeTransport(), board=board, rank=3, device=torch.device("cpu"))
+    thread.allocate([])
+    yield thread
+    thread.close()
+    assert not any(other.name == "fusion communication" for other in threading.enumerate())
+    assert thread.inner.is_closed
+
+
+def test_buffers_are_moved_on_the_thread_and_filled_on_the_one_that_trains(thread):
+    handed = thread.start(0, where=WHERE)
+    assert not handed.is_done()
+    thread.inner.has_come = True
+    handed.wait()
+    assert handed.is_done()
+    inner = thread.inner
+    assert inner.marked_on is threading.main_thread()
+    assert inner.started_on is inner.waited_on is not threading.main_thread()
+    assert handed.finished_at == pytest.approx(time.perf_counter(), abs=5)
+
+
+@pytest.mark.parametrize("call", ["wait", "start"])
+def test_an_error_on_the_thread_reaches_the_one_that_trains_with_rank_phase_step_and_buffer(thread, call):
+    thread.inner.error = ZeroDivisionError("no such part")
+    handed = thread.start(0, where=WHERE)
+    with pytest.raises(RankError, match=r"no such part") as caught:
+        handed.wait()
+        thread.start(1, where="another")
+    if call == "start":
+        with pytest.raises(RankError, match=r"no such part") as caught:
+            thread.start(1, where="another")
+    assert "thread of rank 3" in str(caught.value) and WHERE in str(caught.value)
+    assert "ZeroDivisionError" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_closing_ends_a_thread_that_waits_for_what_never_comes(thread):
+    handed = thread.start(0, where=WHERE)
+    time.sleep(0.02)
+    started = time.monotonic()
+    thread.close()
+    assert time.monotonic() - started < 2
+    with pytest.raises(RankError, match="closed in backward of step 7"):
+        handed.wait()
+
+
+def test_it_looks_from_time_to_time_whether_others_live_and_then_says_that_it_waits_no_more(thread):
+    handed = thread.start(0, where=WHERE)
+    time.sleep(0.6)
+    assert 1 <= thread.inner.looks <= 3
+    thread.inner.has_come = True
+    handed.wait()
+    assert thread.board.notes == [""]
+
+
+# ---- Training with it
+
+
+class SlowStaging(Staging):
+    """Copies to the host that end some polls later, as those of a GPU do."""
+
+    def to_host(self, source, target, *, after):
+        return SlowCopy(source, target)
+
+
+class SlowCopy:
+    def __init__(self, source, target):
+        self.source, self.target, self.polls = source, target, 0
+
+    def is_done(self):
+        self.polls += 1
+        if self.polls == 3:
+            self.target.copy_(self.source)
+        return self.polls >= 3
+
+    def wait(self):
+        while not self.is_done():
+            pass
+
+
+def weights_by_thread_and_staging(run_dir):
+    """Return the weights after every step, by transport, sharding, thread and staging."""
+    from trainkit.strategies.fusion import opening
+
+    found = {}
+    for transport in ("shared_memory", "exchange"):
+        for shard in (False, True):
+            for thread, staging in ((False, Staging), (True, Staging), (True, SlowStaging), (False, SlowStaging)):
+                opening.open_staging = lambda device, staging=staging: staging()
+                strategy = FusionStrategy(
+                    device="cpu",
+                    transport=transport,
+                    wire="bf16",  # so that buffers are copied even here
+                    shard_optimizer=shard,
+                    communication_thread=thread,
+                    buffer_mb=0.0005,
+                    in_flight=2,
+                )
+                noted = NotedThreads()
+                steps = trained(strategy, "perceptron", noted, run_dir=run_dir)
+                found.setdefault((transport, shard), []).append(steps)
+                assert noted.had_thread == thread
+                assert not any(other.name == "fusion communication" for other in threading.enumerate())
+    return found
+
+
+class NotedThreads(Recorder):
+    """Notes whether the thread was there."""
+
+    had_thread = False
+
+    def on_step_end(self, run):
+        self.had_thread = any(other.name == "fusion communication" for other in threading.enumerate())
+
+
+def test_thread_and_copies_under_way_change_no_bit(tmp_path):
+    for found in run_ranks(weights_by_thread_and_staging, 2, tmp_path, timeout=120):
+        for way, (first, *others) in found.items():
+            for other in others:
+                for ours, theirs in zip(first, other, strict=True):
+                    assert all(torch.equal(ours[name], theirs[name]) for name in ours), way
+
+
+class FailingOnOne(Perceptron):
+    def training_step(self, batch):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 3 and dist.get_rank() == 1:
+            raise ZeroDivisionError("rank 1 cannot go on")
+        return super().training_step(batch)
+
+
+def failing(transport, run_dir):
+    strategy = FusionStrategy(device="cpu", transport=transport, communication_thread=True, timeout=30.0)
+    try:
+        train(strategy, FailingOnOne(), Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
+    finally:
+        alive = [other.name for other in threading.enumerate() if other.name == "fusion communication"]
+        assert not alive
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "exchange"])
+def test_another_ranks_exception_reaches_the_one_that_trains_by_way_of_the_thread(transport, tmp_path):
+    outcomes = rank_outcomes(failing, 2, transport, tmp_path, timeout=60)
+    assert "ZeroDivisionError: rank 1 cannot go on" in outcomes[1].failure
+    told = outcomes[0].failure.strip().splitlines()[-1]
+    assert "communication thread of rank 0" in told and "backward of step 2, bucket 0 of 1" in told
+    assert "because rank 1 failed in step 2: ZeroDivisionError: rank 1 cannot go on" in told
+    assert outcomes[0].seconds < outcomes[1].seconds + 10
+
+
+def in_place(run_dir):
+    """Return which thread settings make a thread on the CPU."""
+    found = {}
+    for setting in ("auto", True, False):
+        noted = NotedThreads()
+        strategy = FusionStrategy(device="cpu", communication_thread=setting)
+        train(strategy, Perceptron(), Data(train=numbers(12), batch_size=6), noted, run_dir=run_dir, steps=2)
+        found[setting] = noted.had_thread
+    return found
+
+
+def test_on_the_cpu_a_thread_is_there_only_if_asked_for(tmp_path):
+    for found in run_ranks(in_place, 2, tmp_path):
+        assert found == {"auto": False, True: True, False: False}

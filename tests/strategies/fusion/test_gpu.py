@@ -1,0 +1,68 @@
+"""Fusion buffers on CUDA devices: staged in pinned memory on a stream of their own; the step waits for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trainkit.strategies.fusion.staging import CudaStaging
+from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.single import SingleDevice
+
+from tests.equality import largest_difference
+from tests.strategies.fusion.training import trained
+from tests.tasks import Recorder
+from trainkit.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Watched(Recorder):
+    """Lets torch raise wherever the thread that trains waits for the device, from the second step on."""
+
+    def on_step_end(self, run):
+        torch.cuda.set_sync_debug_mode("error" if run.state.step >= 2 else "default")
+
+    def close(self):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def differences_on_cuda(run_dir):
+    """Return the largest difference from single for each transport and format; two ranks share a device."""
+    found = {}
+    alone = run_dir / f"single_{torch.distributed.get_rank()}"
+    for name in ("perceptron", "gpt"):
+        single = trained(SingleDevice(device="cuda"), name, run_dir=alone, log_every="100step")
+        for transport in ("shared_memory", "exchange"):
+            for wire in ("same", "bf16"):
+                strategy = FusionStrategy(
+                    device="cuda", backend="gloo", transport=transport, wire=wire, buffer_mb=0.0005, in_flight=2
+                )
+                ours = trained(strategy, name, Watched(), run_dir=run_dir / "fusion", log_every="100step")
+                found[name, transport, wire] = largest_difference(ours, single)
+    return found
+
+
+def test_ranks_on_cuda_train_to_the_weights_of_one_device(tmp_path):
+    for found in run_ranks(differences_on_cuda, 2, tmp_path, timeout=150):
+        for (name, transport, wire), difference in found.items():
+            assert difference < (1e-5 if wire == "same" else 3e-2), (name, transport, wire)
+
+
+def test_copies_wait_for_what_fills_the_buffer_and_not_for_what_comes_later():
+    device = torch.device("cuda")
+    staging, target = CudaStaging(device), torch.empty(1 << 20, pin_memory=True)
+    source = torch.zeros(1 << 20, device=device)
+    torch.cuda._sleep(50_000_000)
+    source.fill_(1.0)
+    copy = staging.to_host(source, target, after=staging.mark())
+    torch.cuda._sleep(500_000_000)
+    assert not copy.is_done()
+    copy.wait()
+    assert target.eq(1.0).all() and not torch.cuda.current_stream().query()
+    target.fill_(2.0)
+    staging.to_device(target, source).order_current_stream()
+    assert (source + 0.0).eq(2.0).all().item()
+    staging.close()

@@ -1,0 +1,179 @@
+"""Copies of one task trained in the same way under several strategies, every step of them kept."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from trainkit import registry
+from trainkit.callback import Callback
+from trainkit.errors import UserError
+from trainkit.rng import seed_everything
+from trainkit.run import Run
+from trainkit.strategy import Strategy
+from trainkit.task import TaskModule
+from trainkit.trainer import Trainer
+
+REFERENCE = "single"
+
+
+@runtime_checkable
+class CountsBytes(Protocol):
+    """A strategy that knows what it sends."""
+
+    @property
+    def bytes_a_step(self) -> int | None:
+        """Bytes that this rank sends in a step."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Where a strategy's steps are kept, and what it said of itself."""
+
+    folder: Path
+    layout: str
+    bytes_a_step: int | None
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Return what was seen after a step; 0 is the start."""
+        seen: dict[str, Any] = torch.load(self.folder / f"{number}.pt", weights_only=True)
+        return seen
+
+
+class Trials:
+    """Trains copies of one task in the same way."""
+
+    def __init__(self, task: Any, data: Any, folder: Path, *, steps: int, settings: dict[str, Any]) -> None:
+        self._task, self._data = task, data
+        self._folder = folder
+        self._settings = settings
+        self.steps = steps
+        self.seed = int(settings.get("seed", 0))
+        self._start = {name: tensor.clone() for name, tensor in self._made_task().state_dict().items()}
+
+    def task(self) -> TaskModule:
+        """Return a new task with the weights that all trials start from."""
+        task = self._made_task()
+        task.load_state_dict(self._start)
+        return task
+
+    def data(self) -> Any:
+        """Return the data."""
+        return self._data() if inspect.isroutine(self._data) or inspect.isclass(self._data) else self._data
+
+    def train(self, name: str, strategy: Strategy) -> Trial:
+        """Train and keep every step."""
+        folder = self._folder / name
+        folder.mkdir()
+        self.fit(name, strategy, callbacks=[_StepRecorder(folder)], log_every="1step", **self._norm())
+        told = json.loads((folder / "told.json").read_text())
+        return Trial(folder, told["layout"], told["bytes_a_step"])
+
+    def fit(
+        self, name: str, strategy: Strategy, *, callbacks: list[Callback], resume: bool = False, **more: Any
+    ) -> dict[str, Tensor]:
+        """Train and return the weights."""
+        run_dir = self._folder / f"run of {name}"
+        settings = {**self._settings, **more, "max_duration": f"{self.steps}step", "evaluate_every": None}
+        settings |= {"sanity_batches": 0, "callbacks": callbacks, "loggers": [], "run_dir": run_dir}
+        task = self.task()
+        Trainer(strategy, **settings).fit(task, self.data(), resume=run_dir if resume else None)
+        return {key: tensor.detach().cpu() for key, tensor in task.state_dict().items()}
+
+    def _norm(self) -> dict[str, Any]:
+        """Return settings with which the norm of the gradient is known; a limit of infinity changes nothing."""
+        limited = any(self._settings.get(name) is not None for name in ("clip_norm", "clip_value"))
+        return {} if limited else {"clip_norm": math.inf}
+
+    def _made_task(self) -> TaskModule:
+        seed_everything(self.seed)
+        task = copy.deepcopy(self._task) if isinstance(self._task, nn.Module) else self._task()
+        if not isinstance(task, TaskModule):
+            raise UserError(f"the task is a {type(task).__name__}; subclass trainkit.TaskModule.")
+        return task
+
+
+class _StepRecorder(Callback):
+    """Writes what is compared after every step into a folder, from rank 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metrics: dict[str, float] = {}
+        self.before = 0.0
+
+    def on_fit_start(self, run: Run) -> None:
+        self._write(run)
+
+    def on_log(self, run: Run, metrics: dict[str, float]) -> None:
+        self.metrics = {name: float(value) for name, value in metrics.items()}
+
+    def on_step_end(self, run: Run) -> None:
+        self._write(run)
+
+    def on_fit_end(self, run: Run) -> None:
+        strategy = run.strategy
+        sent = strategy.bytes_a_step if isinstance(strategy, CountsBytes) else None
+        told = {"layout": _layout(run), "bytes_a_step": sent}
+        if run.is_main:
+            (self.folder / "told.json").write_text(json.dumps(told))
+
+    def _write(self, run: Run) -> None:
+        seconds = time.perf_counter() - self.before
+        weights = run.strategy.state_dict(run.task)  # collective
+        if run.is_main:
+            seen = {
+                "weights": {name: tensor.detach().cpu() for name, tensor in weights.items()},
+                "loss": self.metrics.get("train/loss", math.nan),
+                "norm": self.metrics.get("train/gradient_norm", math.nan),
+                "seconds": seconds,
+            }
+            torch.save(seen, self.folder / f"{run.state.step}.pt")
+        self.before = time.perf_counter()
+
+
+class StopAfter(Callback):
+    """Saves a checkpoint after a step and ends the run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == self.step:
+            run.save(reason="assert_resume_exact")
+            run.request_stop("assert_resume_exact")
+
+
+def name_of(item: str | Strategy) -> str:
+    """Return what a strategy is called in a report."""
+    return item if isinstance(item, str) else type(item).__name__
+
+
+def made(item: str | Strategy, devices: int, device: str) -> Strategy:
+    """Return a strategy; one that is named gets the devices if it takes any."""
+    if isinstance(item, Strategy):
+        return item
+    strategy: Strategy = registry.make("strategy", item)
+    takes = inspect.signature(type(strategy)).parameters
+    settings: dict[str, Any] = {}
+    if "device" in takes:
+        settings["device"] = device
+    if "devices" in takes:
+        one_process = "device" not in takes  # such a strategy is told each device
+        settings["devices"] = [device] * devices if one_process and device == "cpu" else devices
+    return type(strategy)(**settings)
+
+
+def _layout(run: Run) -> str:
+    plan = run.plan
+    if plan is None:
+        return f"{run.strategy.world_size} x ready-made"
+    return f"{plan.world_size} x {plan.micro_batches} x {plan.micro_batch_size}"
