@@ -1,7 +1,10 @@
 """`-m`: one run for each combination of values."""
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,10 @@ QUIET = ["callbacks=[]", "logger=[]"]
 def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def _jobs(folder):
+    return json.loads((folder / "sweep.json").read_text())["jobs"]
 
 
 def test_two_jobs_leave_two_run_folders_and_a_table(tmp_path, capsys):
@@ -45,9 +52,11 @@ def test_a_failed_job_is_recorded_and_the_sweep_goes_on(tmp_path, capsys):
     said = capsys.readouterr()
     assert "error: task.width: must be at least 1" in said.err
     assert "0  task.width=0  failed: task.width: must be at least 1" in said.out
-    jobs = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    jobs = _jobs(tmp_path / "sweep")
     assert [job["exit_code"] for job in jobs] == [2, 0]
-    assert jobs[1]["metrics"]
+    assert jobs[1]["metrics"] and jobs[1]["exit_reason"] == "reached max_duration=2step"
+    assert jobs[0]["value"] is None and jobs[1]["value"] == jobs[1]["metrics"]["validation/loss"]
+    assert Path(jobs[1]["run_dir"], "summary.json").exists()
 
 
 def test_a_wrong_setting_in_any_job_is_told_before_the_first_starts(tmp_path, capsys):
@@ -57,3 +66,81 @@ def test_a_wrong_setting_in_any_job_is_told_before_the_first_starts(tmp_path, ca
         assert part in said
     assert said.count("task.lrr: unknown key") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_optuna_searches_in_the_direction_of_the_monitored_metric(tmp_path, capsys):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    searched = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.sampler.seed=1"]
+    argv = [*TINY, "callbacks=[checkpoint]", "logger=[]", *searched, "task.width=range(0,9,step=8)"]
+    assert main(["fit", "-m", *argv, "task.lr=interval(0.001,0.1)", "run_dir=sweep"]) == 2  # a width of 0 is refused
+    kept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert kept["objective"] == {"metric": "validation/accuracy", "mode": "max"}
+    values = [job["value"] for job in kept["jobs"]]
+    assert len(values) == 3 and None in values and any(values)
+    best = max(value for value in values if value is not None)
+    assert f"best_value: {best}" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
+    assert capsys.readouterr().out.count("<- best") == 1
+
+
+def test_a_launcher_or_sweeper_that_is_not_there_is_told_with_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_joblib_launcher", None)
+    assert main(["fit", "-m", *TINY, "task.lr=1,2", "hydra/launcher=joblib"]) == 2
+    assert "pip install 'trainkit[sweeps]'" in capsys.readouterr().err
+    assert main(["fit", "-m", *TINY, "task.lr=1,2", "hydra/launcher=jobllib"]) == 2
+    assert "Did you mean 'joblib'?" in capsys.readouterr().err
+
+
+ALONE = """\
+import os
+from pathlib import Path
+
+from trainkit.recipes.digits_mlp import DigitsMLP
+
+
+class Alone(DigitsMLP):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        if "RANK" not in os.environ:  # where jobs are put together, not on a rank
+            children = [p.read_text().replace("\\0", " ") for p in children_of(os.getpid())]
+            with Path("children.txt").open("a") as file:
+                file.write(repr([child for child in children if "resource_tracker" not in child]) + "\\n")
+
+
+def children_of(pid):
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield Path(f"/proc/{child}/cmdline")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_a_job_of_ranks_starts_when_those_of_the_job_before_are_gone(tmp_path):
+    Path("alone.py").write_text(ALONE)
+    argv = [*TINY, *QUIET, "strategy=ddp", "strategy.devices=2", "task._target_=alone.Alone", "task.lr=0.1,0.2"]
+    ran = _trainkit("fit", "-m", *argv, "run_dir=sweep")
+    assert ran.returncode == 0, ran.stderr
+    assert Path("children.txt").read_text() == "[]\n[]\n"
+    assert [job["exit_code"] for job in _jobs(tmp_path / "sweep")] == [0, 0]
+
+
+@pytest.mark.slow
+def test_joblib_runs_jobs_of_ranks_side_by_side_and_one_may_fail(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    argv = [*TINY, *QUIET, "strategy=ddp", "strategy.devices=2", "task.width=8,0,16"]
+    ran = _trainkit("fit", "-m", *argv, "run_dir=sweep", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    assert ran.returncode == 2, ran.stderr
+    jobs = _jobs(tmp_path / "sweep")
+    assert [job["exit_code"] for job in jobs] == [0, 2, 0]
+    assert "task.width: must be at least 1" in jobs[1]["error"]
+    assert "sweep of 3 jobs in sweep" in ran.stdout
+
+
+def _trainkit(*argv):
+    return subprocess.run(
+        [sys.executable, "-m", "trainkit", *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )

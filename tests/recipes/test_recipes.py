@@ -10,6 +10,7 @@ import yaml
 from trainkit.recipes.char_lm import CharLM, SourceFiles, source_texts
 from trainkit.recipes.digits import DigitsData, DigitsTask
 
+from tests.recipes.tiny import TINY, make_image_folder
 from trainkit import Trainer, registry
 from trainkit.command_line.cli import main
 from trainkit.command_line.composition import composing
@@ -17,11 +18,6 @@ from trainkit.command_line.signatures import signature_of
 from trainkit.errors import UserError
 
 RECIPES = registry.names("recipe")
-TINY = {
-    "digits": ["data.num_train=64", "data.batch_size=16", "task.width=4"],
-    "digits_mlp": ["data.num_train=64", "data.batch_size=16", "task.width=8"],
-    "char_lm": ["data.max_bytes=20000", "data.context=16", "data.batch_size=8", "task.width=16", "task.layers=1"],
-}
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +42,7 @@ def test_every_argument_of_a_recipe_stands_in_its_settings(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_tiny_with_everything_on(recipe, tmp_path):
+    make_image_folder(tmp_path / "images")
     argv = [f"recipe={recipe}", *TINY[recipe], "trainer.max_duration=4step", "trainer.limit_validation_batches=1"]
     assert main(["fit", *argv, "run_dir=run"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

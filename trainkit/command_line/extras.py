@@ -11,6 +11,14 @@ _EXTRAS = {
     "ray": "ray",
     "wandb": "wandb",
     "mlflow": "mlflow",
+    "PIL": "images",
+    "datasets": "huggingface",
+    "tokenizers": "huggingface",
+    "peft": "huggingface",
+    "lightning": "lightning",
+    "hydra_joblib_launcher": "sweeps",
+    "hydra_optuna_sweeper": "sweeps",
+    "hydra_submitit_launcher": "slurm",
 }
 
 

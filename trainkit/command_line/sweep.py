@@ -1,13 +1,17 @@
 """Several runs, one for each combination of values, by Hydra's sweepers and launchers.
 
 runs/<recipe>/<date_time>_sweep/
-multirun.yaml  sweep.json  0/  1/  ...      a run's folder for each job
+multirun.yaml  sweep.json  0/  1/  ...      a run's folder for each job, with what it came to in job.json
+
+`sweep.json` holds the objective (a metric and its mode) and for each job its number, overrides, run folder, exit code,
+exit reason, error, metrics, seconds, and the value of the objective.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,16 +19,17 @@ from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from trainkit.command_line.cli import Arguments, make_working_folder_importable, print_traceback
 from trainkit.command_line.commands import check_is_new, farewell
 from trainkit.command_line.composition import Composer, Settings, composing, forget_absent, settings_of
+from trainkit.command_line.extras import remedy
+from trainkit.command_line.objective import Objective, objective_of
 from trainkit.command_line.overrides import LISTS, Overrides
 from trainkit.command_line.problem import Problem, SettingsError
-from trainkit.errors import Stopped, UserError
+from trainkit.errors import Stopped, UserError, nearest
 
 _MOST_CHECKED = 200
 _OF_HYDRA = (
@@ -33,52 +38,111 @@ _OF_HYDRA = (
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 )
+# Launchers and sweepers that are packages of their own.
+_PLUGINS = {
+    "joblib": "hydra_joblib_launcher",
+    "optuna": "hydra_optuna_sweeper",
+    "submitit_local": "hydra_submitit_launcher",
+    "submitit_slurm": "hydra_submitit_launcher",
+}
+_LAUNCHERS_HERE = ("basic", "joblib", "submitit_local")
+_JOB = "job.json"
 
 
 @dataclass
 class JobOutcome:
     """What one job of a sweep came to."""
 
+    number: int
     overrides: list[str]
     run_dir: str
     exit_code: int = 0
+    exit_reason: str = ""
     error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    value: float | None = None
+    """Of the objective; `None` where the job did not measure it."""
+
+    def __float__(self) -> float:
+        """Return the objective, as sweepers that search for the best ask for it."""
+        if self.value is None:
+            raise ValueError(self.error or "the job did not measure the objective")
+        return self.value
 
 
 def sweep(arguments: Arguments) -> int:
     """Run every job, whatever becomes of the others; print a table and return the first exit code that is not 0."""
     if arguments.cfg:
         raise UserError("--cfg job shows the settings of one run; leave -m out and choose one value for each key.")
+    plugins = _plugins(arguments.overrides)
     with composing(arguments.config_dirs) as composer:
         overrides = Overrides(arguments.overrides, options=composer.options, sweep=True)
-        first = _check_jobs(composer, overrides)
+        first = _check_jobs(composer, overrides, here=plugins.get("hydra/launcher", "basic") in _LAUNCHERS_HERE)
+        objective = objective_of(first.tree)
         folder = _sweep_folder(first)
-        hydra = GlobalHydra.instance().hydra
-        assert hydra is not None
         deletions = [key for key, _ in overrides.deletions]
         lines = [*composer.rendered(overrides, deletions=deletions), f"hydra.sweep.dir='{folder}'", *_OF_HYDRA]
+        if plugins.get("hydra/sweeper") == "optuna" and not _typed(arguments.overrides, "hydra.sweeper.direction"):
+            lines.append(f"hydra.sweeper.direction={'maximize' if objective.mode == 'max' else 'minimize'}")
         try:
-            batches = hydra.multirun(composer.config_name, _run_job, lines, with_log_configuration=False)
-        except HydraException as error:
-            raise UserError(str(error)) from None
-    outcomes = _outcomes(batches)
-    _report(outcomes, folder)
+            _run_jobs(composer, lines)
+        finally:
+            outcomes = _outcomes(folder)
+            if outcomes:
+                _report(outcomes, folder, objective)
     return next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0)
 
 
-def _check_jobs(composer: Composer, overrides: Overrides) -> Settings:
+def _plugins(texts: Sequence[str]) -> dict[str, str]:
+    """Return the launcher and sweeper that were typed; raises UserError for those that are not installed."""
+    typed: dict[str, str] = {}
+    for group in ("hydra/launcher", "hydra/sweeper"):
+        for text in texts:
+            if text.startswith(f"{group}="):
+                typed[group] = text.partition("=")[2]
+    for group, name in typed.items():
+        package = _PLUGINS.get(name)
+        if package is None and name != "basic":
+            raise UserError(f"{group}={name} is unknown.{nearest(name, [*_PLUGINS, 'basic'])}")
+        if package is not None:
+            try:
+                __import__(f"hydra_plugins.{package}")
+            except ImportError:
+                raise UserError(f"{group}={name} needs a package that is not installed. {remedy(package)}") from None
+    return typed
+
+
+def _typed(texts: Sequence[str], key: str) -> bool:
+    return any(text.lstrip("+").startswith(f"{key}=") for text in texts)
+
+
+def _check_jobs(composer: Composer, overrides: Overrides, *, here: bool) -> Settings:
     """Return the first job's settings; raises SettingsError with what is wrong in any of them, before one starts."""
     problems: list[Problem] = list(overrides.problems)
     checked: list[Settings] = []
     for texts in overrides.jobs()[:_MOST_CHECKED]:
         try:
-            checked.append(composer.settings(texts))
+            checked.append(composer.settings(texts, here=here))
         except SettingsError as error:
             problems += error.problems
     if problems:
         raise SettingsError(problems)
     return checked[0]
+
+
+def _run_jobs(composer: Composer, lines: list[str]) -> None:
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of plugins, about versions of what they use
+            hydra.multirun(composer.config_name, _run_job, lines, with_log_configuration=False)
+    except HydraException as error:
+        raise UserError(str(error)) from None
+    except ValueError as error:
+        if "No trials are completed" not in str(error):  # every job failed, which the table says
+            raise
 
 
 def _sweep_folder(settings: Settings) -> Path:
@@ -93,50 +157,73 @@ def _sweep_folder(settings: Settings) -> Path:
 
 
 def _run_job(config: DictConfig) -> JobOutcome:
-    """Train one job; called by Hydra's launcher, perhaps in another process."""
-    from trainkit.command_line.assembly import assemble
+    """Train one job and keep what it came to; called by Hydra's launcher, perhaps in another process.
 
+    The ranks that its strategy starts have ended when it returns.
+    """
     make_working_folder_importable()
     hydra = HydraConfig.get()
     typed = [_as_typed(str(text)) for text in hydra.overrides.task]
     run_dir = Path(hydra.runtime.output_dir)
     run_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-    outcome = JobOutcome(typed, str(run_dir))
+    outcome = JobOutcome(int(hydra.job.num), typed, str(run_dir))
     print(f"\njob {hydra.job.num}: {' '.join(typed)}", flush=True)
     try:
-        settings = settings_of(OmegaConf.merge(config, {"run_dir": None}), hydra.runtime.choices.get("recipe"))
-        for group in LISTS:
-            forget_absent(settings.tree, group)
-        assembly = assemble(settings, run_dir=run_dir)
-        outcome.metrics = assembly.trainer.fit(assembly.task, assembly.data).metrics
+        _train(config, run_dir, outcome)
     except Stopped as stopped:
         print(farewell(stopped, run_dir), file=sys.stderr)
+        outcome.exit_code, outcome.exit_reason = stopped.exit_code, stopped.signal_name
+        outcome.error = f"stopped by {stopped.signal_name}"
         raise SystemExit(stopped.exit_code) from None  # it ends the sweep, not only this job
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        outcome.exit_code, outcome.error = 2, str(error)
+        outcome.exit_code, outcome.exit_reason, outcome.error = 2, "failed", str(error)
     except Exception as error:
         print_traceback()
-        outcome.exit_code, outcome.error = 1, f"{type(error).__name__}: {error}"
+        outcome.exit_code, outcome.exit_reason, outcome.error = 1, "failed", f"{type(error).__name__}: {error}"
+    finally:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / _JOB).write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
     return outcome
+
+
+def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
+    from trainkit.command_line.assembly import assemble
+
+    choices = HydraConfig.get().runtime.choices
+    settings = settings_of(OmegaConf.merge(config, {"run_dir": None}), choices.get("recipe"))
+    for group in LISTS:
+        forget_absent(settings.tree, group)
+    assembly = assemble(settings, run_dir=run_dir)
+    result = assembly.trainer.fit(assembly.task, assembly.data)
+    outcome.metrics, outcome.exit_reason, outcome.seconds = result.metrics, result.exit_reason, result.seconds
+    outcome.value = objective_of(settings.tree).value(result.metrics)
 
 
 def _as_typed(text: str) -> str:
     return text.removesuffix("=null") if text.startswith("~") else text.lstrip("+")
 
 
-def _outcomes(batches: Sequence[Sequence[JobReturn]]) -> list[JobOutcome]:
-    return [job.return_value for batch in batches for job in batch]
+def _outcomes(folder: Path) -> list[JobOutcome]:
+    """Return what the jobs left in their folders: not every sweeper hands on what they returned."""
+    read = [JobOutcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob(f"*/{_JOB}")]
+    return sorted(read, key=lambda outcome: outcome.number)
 
 
-def _report(outcomes: Sequence[JobOutcome], folder: Path) -> None:
+def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: Objective) -> None:
     """Print a line for each job and keep `sweep.json`."""
-    (folder / "sweep.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n")
+    kept = {"objective": asdict(objective), "jobs": [asdict(outcome) for outcome in outcomes]}
+    (folder / "sweep.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
+    typed = [
+        " ".join(text for text in outcome.overrides if len(outcomes) == 1 or text not in common) for outcome in outcomes
+    ]
+    width = max(map(len, typed))
+    best = objective.best([outcome.value for outcome in outcomes])
     print(f"\nsweep of {len(outcomes)} jobs in {folder}")
-    for number, outcome in enumerate(outcomes):
-        typed = " ".join(text for text in outcome.overrides if len(outcomes) == 1 or text not in common)
-        print(f"  {number}  {typed}  {_result(outcome)}")
+    for index, outcome in enumerate(outcomes):
+        mark = "  <- best" if index == best and len(outcomes) > 1 else ""
+        print(f"  {outcome.number}  {typed[index]:<{width}}  {_result(outcome)}{mark}")
 
 
 def _result(outcome: JobOutcome) -> str:

@@ -1,0 +1,386 @@
+"""GPT-2 in its five sizes and smaller ones, on token files that are read without loading them.
+
+Tokens are made from any folder of text, of single bytes or of pairs that a tokenizer learns (BPE). Without a folder it
+reads the source files that every Python brings with it, so that nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
+
+from trainkit.data import Data
+from trainkit.errors import UserError, nearest
+from trainkit.task import TaskModule
+
+_NUM_BYTES = 256
+_INITIAL_STD = 0.02
+_WARMUP = 0.05  # of all steps
+_LOWEST_RATE = 0.1  # of the highest
+_VALIDATION_SHARE = 0.1  # of each file, at its end
+_SHORTEST = 32  # bytes of a file that is worth cutting
+_END = "<|end|>"
+
+
+class Size(NamedTuple):
+    """Layers, heads of each, and features of a position."""
+
+    layers: int
+    heads: int
+    width: int
+
+
+SIZES = {
+    "tiny": Size(2, 2, 32),
+    "mini": Size(4, 4, 128),
+    "gpt2": Size(12, 12, 768),
+    "gpt2-medium": Size(24, 16, 1024),
+    "gpt2-large": Size(36, 20, 1280),
+    "gpt2-xl": Size(48, 25, 1600),
+}
+
+
+class GPT(TaskModule):
+    """Predicts the next token of a text from those before it.
+
+    Nothing in it is random in training. The matrix that reads tokens also writes them.
+
+    Args:
+        size: `tiny`, `mini`, `gpt2` (124 million parameters), `gpt2-medium`, `gpt2-large` or `gpt2-xl` (1558 million).
+        context: Tokens that are looked at, at most; 1024 in the original.
+        vocabulary: Different tokens, as many as the data's; 257 for bytes, 50257 in the original.
+        lr: Highest learning rate, reached after a twentieth of the steps; it falls to a tenth.
+        weight_decay: Of AdamW, for matrices only.
+        recompute: Whether each block runs again for backward, which takes a third more time and far less memory.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        size: str = "mini",
+        context: int = 128,
+        vocabulary: int = 257,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        if size not in SIZES:
+            raise UserError(f"unknown task.size={size!r}.{nearest(size, SIZES)} There are: {', '.join(SIZES)}.")
+        if context < 1 or vocabulary < 2:
+            raise UserError(
+                f"task.context must be at least 1 and task.vocabulary at least 2, got {context}, {vocabulary}."
+            )
+        layers, heads, width = SIZES[size]
+        self.vocabulary = vocabulary
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.recompute = recompute
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # What is added to the residual stream keeps its size whatever the depth.
+                depth = 2 * layers if name.endswith(("mix.weight", "shrink.weight")) else 1
+                nn.init.normal_(parameter, std=_INITIAL_STD / math.sqrt(depth))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next token at each position of `tokens`, shape (batch, length)."""
+        features = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:  # (batch, length, width)
+            if self.recompute and self.training:
+                features = checkpoint(block, features, use_reentrant=False)
+            else:
+                features = block(features)
+        return functional.linear(self.norm(features), self.tokens.weight)  # (batch, length, vocabulary)
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        """Return the mean loss of a token, and how often the most likely one was right."""
+        return self._measure(batch)
+
+    def validation_step(self, batch: Any) -> dict[str, Tensor]:
+        """Return the mean loss of a token, and how often the most likely one was right."""
+        return self._measure(batch)
+
+    def predict_step(self, batch: Any) -> Tensor:
+        """Return the most likely next token at each position, shape (batch, context)."""
+        predicted: Tensor = self(batch[:, :-1]).argmax(dim=2)
+        return predicted
+
+    def configure_optimizers(self, total_steps: int) -> tuple[AdamW, LambdaLR]:
+        """Return AdamW with a learning rate that rises, and then falls along a half cosine."""
+        matrices = [parameter for parameter in self.parameters() if parameter.dim() >= 2]
+        others = [parameter for parameter in self.parameters() if parameter.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": self.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        optimizer = AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
+        return optimizer, LambdaLR(optimizer, partial(_share_of_rate, total_steps=total_steps))
+
+    def _measure(self, windows: Tensor) -> dict[str, Tensor]:
+        targets = windows[:, 1:]  # (batch, context)
+        logits = self(windows[:, :-1])
+        return {
+            "loss": functional.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+            "accuracy": (logits.argmax(dim=2) == targets).float().mean(),
+        }
+
+
+class TokenWindows(Dataset[Tensor]):
+    """Windows of a token file, which is mapped into memory: only what is read is loaded, by each process for itself.
+
+    Args:
+        path: The file, token after token.
+        token_type: The type of a token in it.
+        context: Tokens that are looked at to predict the next one.
+
+    """
+
+    def __init__(self, path: Path, token_type: str, *, context: int) -> None:
+        self.path = path
+        self.token_type = token_type
+        self.context = context
+        self._mapped: Any = None
+        num_tokens = path.stat().st_size // np.dtype(token_type).itemsize
+        self._length = max(0, num_tokens - 1) // context
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self._mapped is None:
+            self._mapped = np.memmap(self.path, dtype=self.token_type, mode="r")
+        start = index * self.context
+        # Neighbours share one token, which one predicts and the other starts with.
+        return torch.from_numpy(self._mapped[start : start + self.context + 1].astype(np.int64))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": None}  # or the whole file would travel to other processes
+
+
+class TokenFiles(Data):
+    """Windows of the tokens of a folder of text; the last tenth of each file validates.
+
+    Tokens are made once and kept in the folder `tokens`, with `tokens.json` that says from what.
+
+    Args:
+        text: A folder of text, with all folders below, or one file; `None`: Python's own source files.
+        tokens: Where token files are kept.
+        tokenizer: `bytes` (and one for the end of a file), `bpe` (pairs, learned from the text), or the name or folder
+            of a pretrained tokenizer of the transformers package.
+        vocabulary: Different tokens that `bpe` learns; of other tokenizers, as many as they have.
+        context: Tokens that are looked at to predict the next one.
+        max_bytes: Bytes of all files together, at most; `None`: all.
+        batch_size: Windows of one optimizer step, over all ranks.
+        evaluation_batch_size: Windows of one evaluation batch, over all ranks.
+        workers: Processes that read; 0: the training process.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        text: str | None = None,
+        tokens: str = "data/tokens",
+        tokenizer: str = "bytes",
+        vocabulary: int = 257,
+        context: int = 128,
+        max_bytes: int | None = None,
+        batch_size: int = 32,
+        evaluation_batch_size: int = 64,
+        workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, workers=workers)
+        if context < 1:
+            raise UserError(f"data.context must be at least 1 token, got {context}.")
+        if tokenizer == "bytes" and vocabulary != _NUM_BYTES + 1:
+            raise UserError(f"data.vocabulary={vocabulary} must be {_NUM_BYTES + 1} for data.tokenizer=bytes.")
+        if tokenizer == "bpe" and vocabulary <= _NUM_BYTES + 1:
+            raise UserError(f"data.vocabulary={vocabulary} must be above {_NUM_BYTES + 1} for data.tokenizer=bpe.")
+        self.text = Path(sysconfig.get_path("stdlib")) if text is None else Path(text)
+        self.only_top = text is None
+        self.tokens = Path(tokens)
+        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        self.context = context
+        self.max_bytes = max_bytes
+
+    def dataset(self, stage: str) -> Dataset[Any]:
+        """Return the windows of a stage; tests and predictions are made with the validation windows."""
+        token_type = self.prepare()["token_type"]
+        name = "train" if stage == "train" else "validation"
+        return TokenWindows(self.tokens / f"{name}.bin", token_type, context=self.context)
+
+    def prepare(self) -> dict[str, Any]:
+        """Have the token files, made anew if they were made from something else; return what `tokens.json` says."""
+        files = list(self._files())
+        wanted = {
+            "text": str(self.text.absolute()),
+            "files": len(files),
+            "bytes": sum(path.stat().st_size for path in files),
+            "max_bytes": self.max_bytes,
+            "tokenizer": self.tokenizer,
+            "vocabulary": self.vocabulary,
+        }
+        made = _described(self.tokens)
+        if made is None or {key: made.get(key) for key in wanted} != wanted:
+            made = self._make(files, wanted)
+        return made
+
+    def _files(self) -> Iterator[Path]:
+        """Yield the files of text in the order of their paths, up to `max_bytes`."""
+        if not self.text.exists():
+            raise UserError(f"data.text={self.text} is not there; give a folder of text, or a file.")
+        found = [self.text] if self.text.is_file() else self.text.glob("*.py" if self.only_top else "**/*")
+        left = math.inf if self.max_bytes is None else self.max_bytes
+        for path in sorted(found):
+            if left > 0 and path.is_file() and path.stat().st_size >= _SHORTEST and _is_text(path):
+                yield path
+                left -= path.stat().st_size
+
+    def _make(self, files: list[Path], wanted: dict[str, Any]) -> dict[str, Any]:
+        if not files:
+            raise UserError(f"data.text={self.text} holds no files of text of {_SHORTEST} bytes or more.")
+        part = self.tokens.with_name(f"{self.tokens.name}.part_{os.getpid()}")
+        part.mkdir(parents=True)
+        try:
+            encode, vocabulary = _tokenizer(self.tokenizer, files, vocabulary=self.vocabulary, folder=part)
+            token_type = "uint16" if vocabulary <= 2**16 else "uint32"
+            counts = _write(files, encode, token_type, part, max_bytes=self.max_bytes)
+            made = {**wanted, "token_type": token_type, "tokenizer_vocabulary": vocabulary, **counts}
+            (part / "tokens.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+            if self.tokens.exists() and _described(self.tokens) is None:
+                raise UserError(f"data.tokens={self.tokens} holds something else; choose another folder.")
+            shutil.rmtree(self.tokens, ignore_errors=True)
+            try:
+                part.rename(self.tokens)
+            except OSError:  # another rank was quicker, with the same tokens
+                if _described(self.tokens) != made:
+                    raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return made
+
+
+def _described(folder: Path) -> dict[str, Any] | None:
+    try:
+        described: dict[str, Any] = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return described
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(4096)
+
+
+Encode = Callable[[bytes], Any]
+
+
+def _tokenizer(name: str, files: list[Path], *, vocabulary: int, folder: Path) -> tuple[Encode, int]:
+    """Return what makes tokens of a text, an end at its end, and how many different ones there are."""
+    if name == "bytes":
+        return lambda text: [*text, _NUM_BYTES], _NUM_BYTES + 1
+    try:
+        if name == "bpe":
+            return _learned(files, vocabulary=vocabulary, folder=folder)
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"data.tokenizer={name} needs the package '{error.name}', which is not installed; type: "
+            "pip install 'trainkit[huggingface]'"
+        ) from None
+    try:
+        pretrained = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"data.tokenizer={name} is neither bytes, bpe, nor a tokenizer that can be loaded: {error}"
+        ) from None
+    end = [] if pretrained.eos_token_id is None else [pretrained.eos_token_id]
+    return lambda text: pretrained(text.decode(errors="replace")).input_ids + end, len(pretrained)
+
+
+def _learned(files: list[Path], *, vocabulary: int, folder: Path) -> tuple[Encode, int]:
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train([str(path) for path in files], vocab_size=vocabulary, special_tokens=[_END], show_progress=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id(_END)
+    return lambda text: [*tokenizer.encode(text.decode(errors="replace")).ids, end], tokenizer.get_vocab_size()
+
+
+def _write(
+    files: list[Path], encode: Encode, token_type: str, folder: Path, *, max_bytes: int | None
+) -> dict[str, int]:
+    """Write `train.bin` and `validation.bin`, and return how many tokens each has."""
+    counts = {"train": 0, "validation": 0}
+    left = max_bytes
+    with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as validation:
+        for path in files:
+            text = path.read_bytes()[:left]
+            left = None if left is None else left - len(text)
+            tokens = np.asarray(encode(text), dtype=token_type)
+            cut = len(tokens) - int(_VALIDATION_SHARE * len(tokens))
+            for name, file, share in (("train", train, tokens[:cut]), ("validation", validation, tokens[cut:])):
+                share.tofile(file)
+                counts[name] += len(share)
+    return counts
+
+
+def _share_of_rate(step: int, *, total_steps: int) -> float:
+    """Return the share of the highest learning rate: rising over a twentieth of the steps, then falling to a tenth."""
+    warmup = max(1, round(_WARMUP * total_steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    return _LOWEST_RATE + (1 - _LOWEST_RATE) * (0.5 + 0.5 * math.cos(math.pi * done))
+
+
+class _Block(nn.Module):
+    """Attention to earlier positions, then a network at each position; both add to what came in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.attend = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.network_norm = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.shrink = nn.Linear(4 * width, width)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return features of the same shape, (batch, length, width)."""
+        features = features + self.mix(self._attended(self.attention_norm(features)))
+        network: Tensor = self.shrink(functional.gelu(self.widen(self.network_norm(features)), approximate="tanh"))
+        return features + network
+
+    def _attended(self, features: Tensor) -> Tensor:
+        parts = self.attend(features).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = parts  # each of shape (batch, heads, length, width / heads)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)

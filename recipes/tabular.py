@@ -1,0 +1,197 @@
+"""A table with a residual network: 98 % of tumours told apart by 30 measurements, in a second.
+
+The tables come inside scikit-learn, or from a CSV file of your own.
+"""
+
+from __future__ import annotations
+
+import csv
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import TensorDataset
+
+from trainkit.data import Data
+from trainkit.errors import UserError, nearest
+from trainkit.task import TaskModule
+
+_SPLIT_SEED = 2001  # The split is part of the task: it must not follow the run's seed.
+_VALIDATION_SHARE = 0.2
+
+
+class TabularTask(TaskModule):
+    """Classifies the rows of a table of numbers with blocks of two layers that add to what came in.
+
+    Nothing in it is random in training and nothing looks at more than one row, so that every strategy and every cut
+    of the batch gives the same weights.
+
+    Args:
+        columns: Numbers in a row: 30 in `breast_cancer`, 13 in `wine`, 4 in `iris`.
+        classes: What rows are told apart by: 2 in `breast_cancer`, 3 in `wine` and `iris`.
+        width: Features that each block reads and adds to.
+        blocks: Blocks of two layers.
+        lr: Learning rate of the first step; it falls to zero along a half cosine.
+        weight_decay: Of AdamW.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        columns: int = 30,
+        classes: int = 2,
+        width: int = 64,
+        blocks: int = 2,
+        lr: float = 3e-3,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if columns < 1 or width < 1 or blocks < 0:
+            raise UserError(
+                f"task.columns and task.width must be at least 1 and task.blocks at least 0, got {columns}, {width} "
+                f"and {blocks}."
+            )
+        if classes < 2:
+            raise UserError(f"task.classes must be at least 2, got {classes}.")
+        self.columns = columns
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.enter = nn.Linear(columns, width)
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(blocks))
+        self.leave = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the logits of rows of shape (batch, columns)."""
+        if rows.shape[1] != self.columns:
+            raise UserError(f"the table has {rows.shape[1]} columns; set task.columns={rows.shape[1]}.")
+        features = self.enter(rows)  # (batch, width)
+        for block in self.blocks:
+            features = block(features)
+        logits: Tensor = self.leave(features)  # (batch, classes)
+        return logits
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        """Return loss and accuracy."""
+        return self._measure(batch)
+
+    def validation_step(self, batch: Any) -> dict[str, Tensor]:
+        """Return loss and accuracy."""
+        return self._measure(batch)
+
+    def predict_step(self, batch: Any) -> Tensor:
+        """Return the most likely class of each row."""
+        classes: Tensor = self(batch[0]).argmax(dim=1)
+        return classes
+
+    def configure_optimizers(self, total_steps: int) -> tuple[AdamW, CosineAnnealingLR]:
+        """Return AdamW with a learning rate that falls to zero along a half cosine."""
+        optimizer = AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        return optimizer, CosineAnnealingLR(optimizer, T_max=total_steps)
+
+    def _measure(self, batch: Any) -> dict[str, Tensor]:
+        logits, classes = self(batch[0]), batch[1]
+        return {
+            "loss": functional.cross_entropy(logits, classes),
+            "accuracy": (logits.argmax(dim=1) == classes).float().mean(),
+        }
+
+
+class TableData(Data):
+    """The rows of a table and their classes, always split in the same way: a fifth validates.
+
+    Columns are brought to mean 0 and deviation 1, as measured on the rows that train.
+
+    Args:
+        table: The one of scikit-learn's tables that is read.
+        csv: A file of your own instead: a line of names, then lines of numbers, the class in the last column.
+        batch_size: Rows of one optimizer step, over all ranks.
+        evaluation_batch_size: Rows of one evaluation batch, over all ranks.
+        workers: Processes that read; 0: the training process.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        table: Literal["breast_cancer", "wine", "iris"] = "breast_cancer",
+        csv: str | None = None,
+        batch_size: int = 32,
+        evaluation_batch_size: int = 256,
+        workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, workers=workers)
+        if table not in ("breast_cancer", "wine", "iris"):
+            raise UserError(f"unknown data.table={table!r}.{nearest(table, ('breast_cancer', 'wine', 'iris'))}")
+        self.table = table
+        self.csv = csv
+
+    def dataset(self, stage: str) -> TensorDataset:
+        """Return the rows of a stage; tests and predictions are made with the validation rows."""
+        rows, classes = self._rows_and_classes
+        num_validation = max(1, round(_VALIDATION_SHARE * len(rows)))
+        if stage == "train":
+            return TensorDataset(rows[num_validation:], classes[num_validation:])
+        return TensorDataset(rows[:num_validation], classes[:num_validation])
+
+    @cached_property
+    def _rows_and_classes(self) -> tuple[Tensor, Tensor]:
+        """Return all rows and their classes, those to validate with first."""
+        rows, classes = _of_scikit_learn(self.table) if self.csv is None else _of_csv(Path(self.csv))
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        rows, classes = rows[order], classes[order]
+        trained = rows[max(1, round(_VALIDATION_SHARE * len(rows))) :]
+        deviation = trained.std(dim=0).clamp(min=1e-9)  # of a column that is the same in every row
+        return ((rows - trained.mean(dim=0)) / deviation).float(), classes
+
+
+def _of_scikit_learn(table: str) -> tuple[Tensor, Tensor]:
+    try:
+        from sklearn import datasets
+    except ModuleNotFoundError:
+        raise UserError(
+            "the tables come inside scikit-learn, which is not installed; type: pip install 'trainkit[recipes]'"
+        ) from None
+    loaded = getattr(datasets, f"load_{table}")()
+    return torch.tensor(loaded.data, dtype=torch.float64), torch.tensor(loaded.target, dtype=torch.int64)
+
+
+def _of_csv(path: Path) -> tuple[Tensor, Tensor]:
+    """Return the numbers of a file, and its last column counted up in the order of its values."""
+    if not path.is_file():
+        raise UserError(f"data.csv={path} is no file.{nearest(path.name, [p.name for p in path.parent.glob('*')])}")
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.reader(file))
+    if len(lines) < 3 or len(lines[0]) < 2:
+        raise UserError(
+            f"data.csv={path} needs a line of names and at least two of numbers, with the class at the end."
+        )
+    rows = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            rows.append([float(value) for value in line[:-1]])
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: {error}; every column but the last holds numbers.") from None
+        if len(line) != len(lines[0]):
+            raise UserError(f"{path}:{number}: {len(line)} values, but there are {len(lines[0])} names.")
+    names = sorted({line[-1] for line in lines[1:]})
+    classes = [names.index(line[-1]) for line in lines[1:]]
+    return torch.tensor(rows, dtype=torch.float64), torch.tensor(classes, dtype=torch.int64)
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 2 * width)
+        self.shrink = nn.Linear(2 * width, width)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return features of the same shape, (batch, width)."""
+        added: Tensor = self.shrink(functional.relu(self.widen(self.norm(features))))
+        return features + added

@@ -1,0 +1,57 @@
+"""A program for two ranks of torchrun: trains every recipe under every strategy, and prints the losses as JSON."""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.recipes.tiny import TINY, make_image_folder
+from trainkit.command_line.assembly import assemble
+from trainkit.command_line.composition import composing
+
+STRATEGIES = {
+    "single": ["strategy=single", "strategy.device=cpu"],
+    "accumulate": ["strategy=single", "strategy.device=cpu", "strategy.accumulate=2"],
+    "dp": ["strategy=dp", "strategy.devices=[cpu,cpu]"],
+    "ddp": ["strategy=ddp", "strategy.device=cpu"],
+    "torch_ddp": ["strategy=torch_ddp", "strategy.device=cpu"],
+    "fusion": ["strategy=fusion", "strategy.device=cpu"],
+    "pipeline": ["strategy=pipeline", "strategy.device=cpu"],
+}
+# Each image is compared with those of its own micro-batch, so that only what does not cut the batch is the same task.
+ONLY = {"contrastive": ("single",)}
+
+
+def train(recipe: str, strategy: str) -> dict[str, float]:
+    """Return the losses after three steps."""
+    texts = [f"recipe={recipe}", *TINY[recipe], *STRATEGIES[strategy], "callbacks=[]", "logger=[]"]
+    texts += ["trainer.max_duration=3step", "trainer.log_every=1step", "trainer.limit_validation_batches=2"]
+    with composing() as composer:
+        settings = composer.settings(texts)
+    assembly = assemble(settings, run_dir=Path(f"{recipe}_{strategy}_{os.environ['RANK']}"))
+    metrics = assembly.trainer.fit(assembly.task, assembly.data).metrics
+    return {name: value for name, value in metrics.items() if name.endswith("/loss")}
+
+
+def main() -> None:
+    """Print what rank 0 came to."""
+    torch.set_num_threads(1)
+    logging.disable(logging.INFO)
+    rank = int(os.environ["RANK"])
+    folder = Path(sys.argv[1]) / str(rank)  # what ranks write beside each other must not meet
+    folder.mkdir()
+    os.chdir(folder)
+    make_image_folder(Path("images"))
+    losses = {
+        recipe: {name: train(recipe, name) for name in STRATEGIES if name in ONLY.get(recipe, STRATEGIES)}
+        for recipe in TINY
+    }
+    if rank == 0:
+        print("LOSSES", json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main()
