@@ -37,6 +37,7 @@ from trainkit.errors import Stopped, UserError
 from trainkit.signals import ALWAYS
 
 from .ddp.failure import RankError
+from .rank_log import keep_log
 
 T = TypeVar("T")
 
@@ -188,8 +189,7 @@ def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
     """Run one rank and leave its value, or its failure, in the launch's folder."""
     _die_with(environment.caller_pid)
     os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
-    if environment.rank > 0 and environment.log_dir is not None:
-        _redirect_output(Path(environment.log_dir) / f"rank_{environment.rank}.log")
+    log = None if environment.log_dir is None else keep_log(Path(environment.log_dir), rank=environment.rank)
     prepare_rank(environment)
     folder = Path(environment.folder)
     try:
@@ -198,11 +198,17 @@ def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
         value = run()
         if environment.rank == 0:
             _write(folder / VALUE_FILE, pickle.dumps(value))
+        if log is not None:
+            log.close()
     except BaseException as error:
         failure = _describe(environment.rank, error)
         _write(folder / f"failure_{environment.rank}.pickle", failure)
         sys.stdout.flush()
         sys.stderr.flush()
+        if log is not None:
+            expected = isinstance(error, UserError | Stopped)
+            log.write("".join((traceback.format_exception_only if expected else traceback.format_exception)(error)))
+            log.close()
         # At once: with a peer gone, taking down the process group may wait or abort.
         os._exit(1)
 
@@ -230,16 +236,6 @@ def _exit_without(caller_pid: int) -> None:
     while os.getppid() == caller_pid:
         time.sleep(1)
     os._exit(1)
-
-
-def _redirect_output(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
 
 
 def _describe(rank: int, error: BaseException) -> bytes:

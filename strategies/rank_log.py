@@ -1,0 +1,101 @@
+"""`rank_<k>.log` in the run's folder: what each rank prints, and the traceback that it ends with.
+
+    rank 0     terminal <── what it prints ──> rank_0.log     the caller's terminal is its own; the log gets a copy
+    rank k                  what it prints ──> rank_k.log
+
+A display that is drawn again and again on the terminal is in the log once, as it was when other text came.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+MAX_OPEN_ROWS = 12  # which a display may still change; earlier ones are written
+_TOKENS = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\n)|(\r)|([^\x1b\n\r]+)|\x1b")
+
+
+def keep_log(folder: Path, *, rank: int) -> Page:
+    """Write to the rank's log what it prints from now on, on rank 0 as well as to the terminal; return the log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank_{rank}.log"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if rank == 0:
+        page = Page(path)
+        sys.stdout, sys.stderr = _Copying(sys.stdout, page), _Copying(sys.stderr, page)
+        return page
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)  # also what is printed by libraries written in C
+    os.dup2(fd, 2)
+    os.close(fd)
+    return Page(path)
+
+
+class Page:
+    """A file that holds the lines which a terminal would show in the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows, self._row, self._column = [""], 0, 0
+
+    def write(self, text: str) -> None:
+        """Do with the rows what a terminal does with `text`, and write those that stay as they are."""
+        for arguments, command, newline, carriage_return, plain in _TOKENS.findall(text):
+            if plain:
+                self._put(plain)
+            elif newline:
+                self._row, self._column = self._row + 1, 0
+                if self._row == len(self._rows):
+                    self._rows.append("")
+            elif carriage_return:
+                self._column = 0
+            elif command == "A":
+                self._row = max(0, self._row - int(arguments or 1))
+            elif command == "K":
+                self._rows[self._row] = "" if arguments == "2" else self._rows[self._row][: self._column]
+        while len(self._rows) > self._row + 1 and not self._rows[-1]:
+            self._rows.pop()
+        is_ended = self._row == len(self._rows) - 1 and not self._rows[-1]
+        self._write_rows(len(self._rows) - 1 if is_ended else len(self._rows) - MAX_OPEN_ROWS)
+
+    def close(self) -> None:
+        """Write the rows that are still open; may be called twice."""
+        if self._rows[-1]:
+            self._rows.append("")
+        self._write_rows(len(self._rows) - 1)
+
+    def _put(self, text: str) -> None:
+        row = self._rows[self._row]
+        self._rows[self._row] = row[: self._column].ljust(self._column) + text + row[self._column + len(text) :]
+        self._column += len(text)
+
+    def _write_rows(self, count: int) -> None:
+        if count <= 0:
+            return
+        with self.path.open("a", encoding="utf-8", errors="replace") as file:
+            file.writelines(f"{row}\n" for row in self._rows[:count])
+        self._rows = self._rows[count:]
+        self._row = max(0, self._row - count)
+
+
+class _Copying:
+    """A stream whose text also goes to a page."""
+
+    def __init__(self, stream: TextIO, page: Page) -> None:
+        self._stream, self._page = stream, page
+
+    def write(self, text: str) -> int:
+        written = self._stream.write(text)
+        self._page.write(text)
+        return written
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)

@@ -1,0 +1,83 @@
+"""What a rank's log holds of what is drawn on a terminal."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from rich.live import Live
+from trainkit.strategies.rank_log import Page
+
+
+@pytest.mark.parametrize(
+    ("written", "lines"),
+    [
+        (["one\ntwo\n"], ["one", "two"]),
+        (["half", " a line\n"], ["half a line"]),
+        (["10%\r20%\rdone\n"], ["done"]),
+        (["\x1b[1mbold\x1b[0m\n"], ["bold"]),
+        (["bar 1\nbar 2", "\r\x1b[2K\x1b[1A\x1b[2Kprinted\nbar 3\nbar 4", "\r\x1b[2K\x1b[1A\x1b[2K"], ["printed"]),
+        (["no end"], ["no end"]),
+        (["abcdef\rxy\n"], ["xycdef"]),
+        (["".join(f"{i}\n" for i in range(50)) + "tail"], [*map(str, range(50)), "tail"]),
+    ],
+)
+def test_a_page_holds_what_stays_on_a_terminal(tmp_path, written, lines):
+    page = Page(tmp_path / "log")
+    for text in written:
+        page.write(text)
+    page.close()
+    page.close()
+    assert (tmp_path / "log").read_text().splitlines() == lines
+
+
+def test_ended_lines_are_in_the_file_at_once(tmp_path):
+    page = Page(tmp_path / "log")
+    page.write("one\n")
+    assert (tmp_path / "log").read_text() == "one\n"
+
+
+class Screen(io.StringIO):
+    def __init__(self, page: Page) -> None:
+        super().__init__()
+        self.page = page
+
+    def write(self, text: str) -> int:
+        self.page.write(text)
+        return len(text)
+
+
+def test_a_live_display_leaves_what_was_printed_above_it(tmp_path):
+    page = Page(tmp_path / "log")
+    console = Console(file=Screen(page), force_terminal=True, width=80)
+    with Live("first\nsecond", console=console, auto_refresh=False, transient=True) as live:
+        for step in range(30):
+            console.print(f"step {step}")
+            live.update(f"epoch {step}\nloss {step}", refresh=True)
+    console.print("the end")
+    page.close()
+    assert (tmp_path / "log").read_text().split() == [*(w for i in range(30) for w in ("step", str(i))), "the", "end"]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from trainkit.strategies.rank_log import keep_log
+page = keep_log(Path(sys.argv[1]), rank=int(sys.argv[2]))
+print("printed")
+print("an error", file=sys.stderr)
+sys.stdout.flush()
+page.write("a traceback\\n")
+"""
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(0, ("printed\n", "an error\n")), (2, ("", ""))])
+def test_rank_0_prints_as_well_as_logs_and_the_others_only_log(tmp_path, rank, shown):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(rank)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == shown
+    log = (tmp_path / "run" / f"rank_{rank}.log").read_text().splitlines()
+    assert sorted(log) == ["a traceback", "an error", "printed"]
