@@ -4,8 +4,9 @@
     rank 1's bucket   [ shard 0 | shard 1 ]     shard r of all buckets, in rank order, and writes the sum to all.
 
 Each bucket has two counters for each rank, with one writer each: `filled` (my gradients are in) and `summed` (my
-shard is done). A bucket is reduced when all ranks have raised `summed`. The order of additions never depends on the
-size of buckets or on timing, so results are the same bit for bit from run to run.
+shard is done). A bucket is reduced when all ranks have raised `summed`; each also leaves the time at which it did, by
+the clock that the processes of a host share. The order of additions never depends on the size of buckets or on timing,
+so results are the same bit for bit from run to run.
 
 The counters rely on stores becoming visible in program order: true on x86, so other processors use the group.
 """
@@ -103,6 +104,11 @@ class SharedMemoryTransport(Transport):
         if self.under_way:
             self.under_way = [bucket for bucket in self.under_way if not self._sum_if_filled(bucket)]
 
+    def summed_at(self, bucket: SharedBucket) -> float:
+        """Return when the last rank had summed its shard of a bucket that is done, in seconds of time.perf_counter."""
+        place = 2 * len(self.buckets) + bucket.number
+        return max(peer.counters[place] for peer in self.peers) / 1e9
+
     def is_done(self, bucket: SharedBucket) -> bool:
         """Whether every rank has summed its shard of the bucket's latest round."""
         counter = 2 * bucket.number + 1
@@ -128,8 +134,13 @@ class SharedMemoryTransport(Transport):
         if not self.is_filled(bucket):
             return False
         bucket.add_shard()
-        self.raise_counter(2 * bucket.number + 1, bucket.round)
+        self.raise_summed(bucket)
         return True
+
+    def raise_summed(self, bucket: SharedBucket) -> None:
+        """Let the other ranks see that this rank's shard is done, and since when."""
+        self.peers[self.rank].counters[2 * len(self.buckets) + bucket.number] = time.perf_counter_ns()
+        self.raise_counter(2 * bucket.number + 1, bucket.round)
 
     def raise_counter(self, counter: int, value: int) -> None:
         """Let the other ranks see `value`, and all that was written before."""
@@ -180,9 +191,11 @@ class BucketWait:
         for _ in range(SPINS):
             transport.progress()
             if transport.is_done(bucket):
-                return
+                break
             os.sched_yield()
-        self._wait_patiently()
+        else:
+            self._wait_patiently()
+        self.finished_at = transport.summed_at(bucket)
 
     def _wait_patiently(self) -> None:
         transport = self.transport
@@ -338,7 +351,7 @@ def _raise_first_problem(problems: list[str | None]) -> None:
 
 
 def _header_bytes(num_buckets: int) -> int:
-    return _round_up(NONCE_BYTES + MESSAGE_BYTES + 16 * num_buckets, 4096)
+    return _round_up(NONCE_BYTES + MESSAGE_BYTES + 24 * num_buckets, 4096)
 
 
 def _tensor_in(region: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
