@@ -70,6 +70,10 @@ COMMANDS = {
         "trainkit.command_line.report:report", "write the report of a run or sweep, or compare runs", "PATH [PATH ...]"
     ),
     "recipes": Command("trainkit.command_line.recipe_table:recipes", "list what is ready to run", ""),
+    "new": Command("trainkit.command_line.scaffold:new", "write a project to start from", "my_project"),
+    "doctor": Command(
+        "trainkit.command_line.doctor:doctor", "look whether this machine can train", "[run_dir=PATH] [devices=2]"
+    ),
     "completion": Command(
         "trainkit.command_line.completion:completion", "print a script that completes in your shell", "bash"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from trainkit.command_line.cli import Arguments
@@ -64,15 +65,22 @@ def _run_in(path: Path) -> Path:
             return folder
         if folder.is_dir() and folder is not path and path.is_dir() and path.name != "checkpoints":
             break
-    below = sorted(child for child in path.glob("*") if child.is_dir() and is_run(child)) if path.is_dir() else []
+    below = _runs(path.glob("*")) if path.is_dir() else []
     if below:
         raise UserError(
             f"{path} holds {len(below)} runs, not one: {_first([child.name for child in below[::-1]])}. "
             f"Type trainkit report {below[-1]}"
         )
-    deeper = sorted(child for child in path.glob("*/*") if child.is_dir() and is_run(child)) if path.is_dir() else []
+    deeper = _runs(path.glob("*/*")) if path.is_dir() else []
     hint = f" The latest below it: trainkit report {deeper[-1]}" if deeper else ""
     raise UserError(f"{path} is no run's folder: nothing was written there that a report could show.{hint}")
+
+
+def _runs(paths: Iterable[Path]) -> list[Path]:
+    """Return those of the folders that are runs, the latest last."""
+    from trainkit.report.record import is_run
+
+    return sorted((path for path in paths if path.is_dir() and is_run(path)), key=lambda path: path.stat().st_mtime)
 
 
 def _first(names: list[str]) -> str:

@@ -14,6 +14,7 @@ from trainkit.failure import forget_failures, record_failure_of_caller
 logger = logging.getLogger(__name__)
 
 REPORT = "report.html"
+COMPARISON = "comparison.html"
 
 
 @contextmanager

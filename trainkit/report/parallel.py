@@ -1,0 +1,127 @@
+"""Parallel coordinates: each job of a sweep is a line through its values, to what it came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from trainkit.report.markup import Markup, element
+from trainkit.report.numbers import number, short
+
+_HEIGHT = 280
+_STEPS_OF_COLOUR = 5
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a sweep."""
+
+    number: int
+    values: dict[str, str]
+    """What was typed for each key."""
+    metrics: dict[str, float]
+    error: str | None
+    report: str | None
+    """Where its own report is, seen from the sweep's folder."""
+
+
+def parallel_picture(
+    jobs: Sequence[Job], keys: Sequence[str], *, goal: str, value: Callable[[Job], float], mode: str
+) -> Markup:
+    """Return a picture with an axis for each key and one for the goal; `jobs` are given best first."""
+    axes = [_axis(key, {job.number: job.values.get(key, "-") for job in jobs}) for key in keys]
+    axes.append(_number_axis(goal, {job.number: value(job) for job in jobs}, mode=mode))
+    last = max(len(axes) - 1, 1)
+    parts: list[Markup] = []
+    lines: list[Markup] = []
+    for place, job in reversed(list(enumerate(jobs))):  # the best on top
+        colour = _colour(place, len(jobs))
+        points = " ".join(
+            f"{10_000 * i / last:.0f},{10_000 * (1 - axis.at[job.number]):.0f}" for i, axis in enumerate(axes)
+        )
+        typed = ", ".join(f"{key}={job.values.get(key)}" for key in keys)
+        told = f"job {job.number}: {typed}: {number(value(job))}"
+        lines.append(element("polyline", element("title", told), points=points, class_="run", style=f"stroke:{colour}"))
+    for index, axis in enumerate(axes):
+        across = f"{100 * index / last:.2f}%"
+        parts.append(element("line", x1=across, x2=across, y1=0, y2=_HEIGHT, class_="axis"))
+        parts.append(element("text", axis.name, x=across, y=-16, text_anchor=_anchor(index, last)))
+        right = index == last
+        for text, height in axis.places.items():
+            place = f"{(1 - height) * _HEIGHT:.1f}"
+            parts.append(
+                element(
+                    "text",
+                    text,
+                    x=across,
+                    dx=8 if right else -8,
+                    y=place,
+                    dy="0.32em",
+                    text_anchor="start" if right else "end",
+                )
+            )
+    stretched = element(
+        "svg",
+        *lines,
+        viewBox="0 0 10000 10000",
+        preserveAspectRatio="none",
+        width="100%",
+        height="100%",
+        class_="stretched",
+    )
+    frame = element("svg", stretched, *parts, width="100%", height=_HEIGHT, class_="frame")
+    return element("figure", element("div", frame, class_="plot parallel"), class_="chart wide")
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One upright axis: where each value lies on it, from 0 at the foot to 1 at the head."""
+
+    name: str
+    places: dict[str, float]
+    """A text for each value that is marked."""
+    at: dict[int, float]
+    """Each job's place."""
+
+
+def _anchor(index: int, last: int) -> str:
+    return "start" if index == 0 else "end" if index == last else "middle"
+
+
+def _axis(name: str, texts: dict[int, str]) -> _Axis:
+    """Return an axis in the order of numbers where all values are numbers, evenly spaced, else in that of first use."""
+    distinct = list(dict.fromkeys(texts.values()))
+    with suppress(ValueError):
+        distinct.sort(key=float)
+    span = max(len(distinct) - 1, 1)
+    places = {text: index / span if len(distinct) > 1 else 0.5 for index, text in enumerate(distinct)}
+    return _Axis(
+        name, places if len(places) <= 12 else _some(places), {job: places[text] for job, text in texts.items()}
+    )
+
+
+def _some(places: dict[str, float]) -> dict[str, float]:
+    every = -(-len(places) // 10)
+    return {text: place for index, (text, place) in enumerate(places.items()) if index % every == 0}
+
+
+def _number_axis(name: str, values: dict[int, float], *, mode: str) -> _Axis:
+    """Return an axis of a metric with what is good at its head."""
+    low, high = min(values.values()), max(values.values())
+
+    def place(value: float) -> float:
+        share = (value - low) / (high - low) if high > low else 0.5
+        return 1 - share if mode == "min" else share
+
+    marks = [low + (high - low) * share for share in (0, 0.25, 0.5, 0.75, 1)] if high > low else [low]
+    return _Axis(
+        name, {short(float(f"{mark:.3g}")): place(mark) for mark in marks}, {job: place(v) for job, v in values.items()}
+    )
+
+
+def _colour(place: int, count: int) -> str:
+    """Return a colour from that of the best job to that of the last."""
+    share = place / max(count - 1, 1)
+    part = round(100 * (1 - share) / _STEPS_OF_COLOUR) * _STEPS_OF_COLOUR
+    return f"color-mix(in oklab, var(--c2) {part}%, var(--c1))"
