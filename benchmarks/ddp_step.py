@@ -1,12 +1,17 @@
 """Step times of our Reducer against PyTorch's DistributedDataParallel, on two processes of this machine.
 
-    python benchmarks/ddp_step.py [--rounds 20] [--models mlp5,gpt4,mlp60] [--fit]
+    python benchmarks/ddp_step.py [--rounds 20] [--models mlp5,gpt4,mlp60] [--fit | --memory]
 
-With `--fit` the whole `Trainer.fit`, default callbacks and loggers included, against a hand-written loop.
+With `--fit` the whole `Trainer.fit`, default callbacks and loggers included, against a hand-written loop; with
+`--memory` what gradients cost: memory of the process (its proportional share of what it shares) after a backward, less
+that before the wrapper was made, over the bytes of one set of gradients.
 
 All contenders live in the same two processes, are visited once in each round in rotating order, and a sample is the
 slower rank's time. The table gives the median of the ratios within rounds, with quartiles; the same for the time of
 the processor, which a busy machine disturbs less. The last line is JSON.
+
+For all of them the C library keeps memory that is freed: it would give back some of the large gradients after each
+step, or not, by the luck of where they lie, and each costs thousands of page faults when it comes again.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -246,6 +252,36 @@ def show_fit(model: str, rounds: int) -> dict[str, float]:
     return row
 
 
+def memory_of(name: str, model: str) -> float:
+    """Return the memory of this rank that gradients and their reduction take, in sets of gradients."""
+    make, make_input, _ = MODELS[model]
+    torch.manual_seed(0)
+    module, x = make(), make_input()
+    before = _resident_bytes()
+    contender = Contender(name, module)
+    for _ in range(WARM_UP):
+        contender.step(x)
+    with nullcontext() if contender.reducer is None else contender.reducer.session():
+        contender.wrapped(x).square().mean().backward()
+    dist.barrier()
+    after = _resident_bytes()
+    dist.barrier()
+    return (after - before) / sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/smaps_rollup") as file:
+        (line,) = [line for line in file if line.startswith("Pss:")]
+    return 1024 * int(line.split()[1])
+
+
+def show_memory(model: str) -> dict[str, float]:
+    found = {name: statistics.mean(run_ranks(memory_of, 2, name, model, timeout=120)) for name in NAMES}
+    for name, sets in found.items():
+        print(f"{model:7}{name:22}{sets:8.2f} sets of gradients")
+    return found
+
+
 def bookkeeping() -> float:
     """Return the microseconds of our hook for one parameter, without copying or reducing."""
     model = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(BOOKKEEPING_PARAMETERS))
@@ -276,7 +312,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--memory", action="store_true")
     options = parser.parse_args()
+    if options.memory:
+        print(json.dumps({model: show_memory(model) for model in options.models.split(",")}))
+        return
+    # Read by the processes that are started from here on.
+    os.environ.update(MALLOC_TRIM_THRESHOLD_=str(2**36), MALLOC_MMAP_THRESHOLD_=str(2**25), MALLOC_TOP_PAD_=str(2**26))
     if options.fit:
         print(f"{'model':7}{'fit ms':>10}{'loop ms':>10}{'x loop':>8}  {'quartiles':16}{'cpu x':>8}")
         print(json.dumps({model: show_fit(model, options.rounds) for model in options.models.split(",")}))

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MIB = 1024 * 1024
+DEFAULT_CAP_BYTES = 25 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,6 @@ def plan_buckets(
     layouts = _fill(specs, [i for i in order if i not in last], cap_bytes, first_cap_bytes)
     layouts += _fill(specs, [i for i in order if i in last], cap_bytes, cap_bytes)
     return BucketPlan(tuple(layouts), _locate(layouts, len(specs)))
-
-
-def default_cap_bytes(specs: Sequence[GradientSpec]) -> int:
-    """Return a fifth of all gradient bytes, at least 1 MiB and at most 25: enough buckets to overlap, few calls."""
-    total = sum(spec.numel * spec.element_bytes for spec in specs)
-    return min(max(total // 5, MIB), 25 * MIB)
 
 
 def _fill(specs: Sequence[GradientSpec], order: Sequence[int], cap: int, first_cap: int) -> list[BucketLayout]:

@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainkit.batches import tensors_in, to_device
 
 from .agreement import broadcast
+from .arguments import all_ranks, check_devices, group_of, refuse
 from .graph import unreached_parameters
 from .hook_run import CommunicationHook
 from .reducer import Reducer, ReducerSettings
 from .transport import TransportName
+from .uneven import Shadow
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -88,7 +90,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        _refuse(
+        refuse(
             mixed_precision=mixed_precision,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
@@ -97,10 +99,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
-        self.process_group = _group_of(process_group, device_mesh)
+        self.process_group = group_of(process_group, device_mesh)
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.parameters_to_ignore = set(ignored)
-        self._device = _check_devices(module, device_ids, self.parameters_to_ignore)
+        self._device = check_devices(module, device_ids, self.parameters_to_ignore)
         self.module = module
         self.device_ids = None if device_ids is None else [torch.device(self._device)]
         self.output_device = output_device
@@ -118,7 +120,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._make_reducer()
         if init_sync:
             leaves_buffers = broadcast_buffers is False and forward_sync_buffers is None
-            broadcast(self._parameters_to_share() if leaves_buffers else self._state(), self.process_group)
+            broadcast(self.parameters_to_share() if leaves_buffers else self.whole_state(), self.process_group)
 
     # ---- Forward
 
@@ -197,11 +199,11 @@ class DistributedDataParallel(nn.Module, Joinable):
             tensor.register_hook(arm)
 
     def _broadcast_buffers(self) -> None:
-        buffers = self._buffers_to_share()
+        buffers = self.buffers_to_share()
         if buffers:
             source = 0
             if self._join_config.enable:
-                source = self._common_rank(self.process_group.rank())
+                source = self.common_rank(self.process_group.rank())
             broadcast(buffers, self.process_group, source=source)
 
     # ---- Uneven inputs
@@ -223,7 +225,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what a rank does in place of its forwards and backwards once it has no more batches."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return _Shadow(self)
+        return Shadow(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -246,9 +248,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _divide_by(self, active: int) -> None:
         ranks = self.process_group.size() if self._divide_by_initial_world_size else max(1, active)
-        self.reducer.scale = 1.0 / ranks
+        self.reducer.filling.scale = 1.0 / ranks
 
-    def _common_rank(self, candidate: int) -> int:
+    def common_rank(self, candidate: int) -> int:
         """Return the highest rank that any rank proposes (-1: none). Collective."""
         rank = torch.tensor([candidate], device=self._device)
         dist.all_reduce(rank, dist.ReduceOp.MAX, group=self.process_group)
@@ -264,7 +266,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call] # nn.Module's own
-        self.process_group = _world()  # a process group does not survive pickling; this is the default one
+        self.process_group = all_ranks()  # a process group does not survive pickling; this is the default one
         self._make_reducer()
 
     def _make_reducer(self) -> None:
@@ -289,14 +291,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._closing = weakref.finalize(self, self.reducer.close)
         self._closing.atexit = False
 
-    def _state(self) -> list[Tensor]:
-        return [*self._parameters_to_share(), *self._buffers_to_share()]
+    def whole_state(self) -> list[Tensor]:
+        """Return what is equal on every rank."""
+        return [*self.parameters_to_share(), *self.buffers_to_share()]
 
-    def _parameters_to_share(self) -> list[Tensor]:
+    def parameters_to_share(self) -> list[Tensor]:
+        """Return the parameters that are not left alone."""
         named = self.module.named_parameters()
         return [parameter for name, parameter in named if name not in self.parameters_to_ignore]
 
-    def _buffers_to_share(self) -> list[Tensor]:
+    def buffers_to_share(self) -> list[Tensor]:
+        """Return the buffers that are not left alone."""
         named = self.module.named_buffers()
         return [buffer for name, buffer in named if name not in self.parameters_to_ignore]
 
@@ -319,92 +324,3 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _remove_autograd_hooks(self) -> None:
         """Stop listening to gradients."""
         self._closing()
-
-
-class _Shadow(JoinHook):
-    """Takes the place of the forwards and backwards of a rank that has run out of batches."""
-
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
-        self.wrapper = wrapper
-
-    def main_hook(self) -> None:
-        """Answer each collective of the others' forward and backward, with zeros where values are asked for."""
-        wrapper = self.wrapper
-        counts = torch.zeros(2, device=wrapper.join_device)  # ranks that will reduce, ranks with a batch
-        dist.all_reduce(counts, group=wrapper.process_group)
-        if not counts[0].item():
-            return
-        if wrapper.forward_sync_buffers and wrapper._buffers_to_share():
-            source = wrapper._common_rank(-1)
-            broadcast(wrapper._buffers_to_share(), wrapper.process_group, source=source)
-        with _gradients_kept(wrapper.reducer.parameters):
-            wrapper.reducer.reduce_nothing()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Leave on every rank the state of one that had batches to the end."""
-        wrapper = self.wrapper
-        source = wrapper._common_rank(wrapper.process_group.rank() if is_last_joiner else -1)
-        broadcast(wrapper._state(), wrapper.process_group, source=source)
-
-
-@contextmanager
-def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Leave the gradients as they were: nobody asked for those of the others, or will set them to zero."""
-    before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
-    yield
-    for parameter, gradient in zip(parameters, before, strict=True):
-        parameter.grad = gradient
-
-
-_INSTEAD = {
-    "mixed_precision": "compute in torch.autocast, which keeps parameters and gradients in full precision",
-    "delay_all_reduce_named_params": "leave it out: a bucket is reduced as soon as its gradients are ready",
-    "param_to_hook_all_reduce": "leave it out: a bucket is reduced as soon as its gradients are ready",
-    "bucket_cap_mb_list": "give one size for all buckets, bucket_cap_mb",
-    "skip_all_reduce_unused_params": "give find_unused_parameters=True: what no rank uses costs one flag",
-}
-
-
-def _group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    if device_mesh is None:
-        return process_group if process_group is not None else _world()
-    if process_group is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments. They name the same ranks.")
-    if device_mesh.ndim != 1:
-        raise RuntimeError(f"Only 1D device mesh is supported, got {device_mesh}; give the part that has the copies.")
-    return device_mesh.get_group(0)
-
-
-def _refuse(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise ValueError(f"{name} is not supported here; {_INSTEAD[name]}, or use PyTorch's own class.")
-
-
-def _world() -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "the default process group is not initialized; call torch.distributed.init_process_group first"
-        )
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def _check_devices(
-    module: nn.Module, device_ids: Sequence[int | torch.device] | None, ignored: set[str]
-) -> torch.device:
-    devices = {p.device for name, p in module.named_parameters() if name not in ignored and p.requires_grad}
-    if not devices:
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module has no parameter that requires a gradient."
-        )
-    if len({device.type for device in devices}) != 1:
-        raise ValueError(f"the module's parameters must be on one kind of device, but are on {devices}")
-    device = min(devices, key=str)
-    if device_ids is not None:
-        if len(device_ids) > 1:
-            raise ValueError(f"device_ids must be None or name one device, got {list(device_ids)}")
-        if device_ids and device.type == "cpu":
-            raise ValueError(f"device_ids must be None for a module on the CPU, got {list(device_ids)}")
-    return device

@@ -18,7 +18,7 @@ Reducer learns in which order gradients arrive and how often each hook fires; th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -28,17 +28,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from .agreement import agree_on_order, check_same_parameters
-from .buckets import MIB, BucketPlan, GradientSpec, default_cap_bytes, plan_buckets
+from .agreement import check_same_parameters
 from .clipping import total_norm
 from .failure import StoreBoard
+from .filling import Filling
+from .first_backward import FirstBackward, plan_of
 from .gradient_bucket import Bucket, Slot, make_buckets
 from .hook_run import CommunicationHook
+from .launch_queue import LaunchQueue
+from .mistakes import too_often, without_gradient
 from .reductions import Reductions
 from .transport import TransportName, open_transport
 
 Unused = Literal["auto", "error", "find"]
-MAX_NAMES = 8  # in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class ReducerSettings:
     average: bool = True
     """Divide by the number of ranks; else the sum is left."""
     bucket_mb: float | None = None
-    """Size of a bucket in MiB; by default a fifth of all gradients, between 1 and 25."""
+    """Size of a bucket in MiB; by default 25, as in PyTorch's own Reducer."""
     first_bucket_mb: float = 1.0
     """Size of the first bucket, whose reduction should start early."""
     gradient_as_bucket_view: bool = True
@@ -96,8 +98,9 @@ class Reducer:
             timeout_seconds=self.settings.timeout_seconds,
         )
         self.reductions = Reductions(group, settings=self.settings, board=self.board, device=self.device)
-        self.scale = 1.0 / self.world_size if self.settings.average else 1.0
-        self.plan = self._plan([0] * len(self.slots))
+        scale = 1.0 / self.world_size if self.settings.average else 1.0
+        self.filling = Filling(scale=scale, as_view=self.settings.gradient_as_bucket_view)
+        self.plan = plan_of(self.slots, settings=self.settings)
         self.buckets: list[Bucket] = []  # made when the first backward has shown the order
         self.sync = True  # whether a backward is reduced; read when gradients arrive
         self.step = 0  # reductions so far
@@ -106,9 +109,8 @@ class Reducer:
         # - the backward under way
         self._open = False
         self._fast = False  # open, and buckets exist
-        self._next = 0  # bucket to launch
-        self._moments = 0  # firings so far while learning
-        self._fires = [0] * len(self.slots)
+        self._queue = LaunchQueue(self._start)
+        self._first = FirstBackward(self.slots, settings=self.settings)
         self.began_at = self.backward_ended_at = self.ended_at = 0.0  # seconds of time.perf_counter
         self._never: list[int] = []  # parameters that a static graph does not use
         self._marked: frozenset[int] = frozenset()  # known not to take part
@@ -161,14 +163,12 @@ class Reducer:
         """Expect a backward."""
         if self._broken is not None:
             raise RuntimeError(f"gradients cannot be reduced any more: {self._broken}")
-        self._open, self._next, self._marked = True, 0, frozenset()
+        self._open, self._marked = True, frozenset()
         self.began_at = time.perf_counter()
+        self._queue.begin(self.buckets)
         if not self.buckets:
-            self._learn_anew()
+            self._first.restart()
             return
-        for bucket in self.buckets:
-            bucket.pending = len(bucket.slots)
-            bucket.absent.clear()
         for slot in self.slots:
             slot.remaining = slot.expected
         self._share_carried()
@@ -195,7 +195,7 @@ class Reducer:
         try:
             if not self.buckets:
                 self._settle()
-            if self._next < len(self.buckets):
+            if not self._queue.is_complete:
                 self._contribute_missing()
             self._wait_for_all()
         except BaseException as error:
@@ -211,7 +211,7 @@ class Reducer:
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Forget the backward under way; if a reduction had begun, no other can follow and the ranks are told why."""
-        launched = self._next > 0 and self.world_size > 1
+        launched = self._queue.next > 0 and self.world_size > 1
         self._open = self._fast = False
         if launched:
             why = f"{type(error).__name__}: {error}" if error is not None else "a backward did not reach its end"
@@ -233,7 +233,7 @@ class Reducer:
         if self.buckets:
             arrived = any(s.remaining != s.expected for s in self.slots if s.index not in self._marked)
         else:
-            arrived = self._moments > 0
+            arrived = self._first.moments > 0
         if arrived:
             self.finish()
         else:
@@ -254,7 +254,7 @@ class Reducer:
     def register_hook(self, state: Any, hook: CommunicationHook) -> None:
         """Let `hook(state, bucket)` reduce the buckets: it leaves the mean over ranks. Once, before training."""
         self.reductions.register_hook(state, hook)
-        self.scale = 1.0
+        self.filling.scale = 1.0
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of all gradients, computed on the flat buckets where `.grad` lies in them."""
@@ -286,8 +286,7 @@ class Reducer:
 
     def _make_hook(self, slot: Slot) -> Callable[[Tensor], None]:
         # One closure for each parameter, short because it runs once for each in every backward.
-        as_view = self.settings.gradient_as_bucket_view
-        multiply = torch.mul
+        filling, as_view, multiply = self.filling, self.filling.as_view, torch.mul
 
         def on_gradient(parameter: Tensor) -> None:
             if not self._fast or not self.sync:
@@ -299,13 +298,13 @@ class Reducer:
                 return
             gradient, view = parameter.grad, slot.view
             if view is None or gradient is None or gradient.requires_grad:
-                self._fill(slot)
+                self.filling.fill(slot)
             elif gradient is view:
-                if self.scale != 1.0:
-                    view.mul_(self.scale)
+                if filling.scale != 1.0:
+                    view.mul_(filling.scale)
             else:
-                if self.scale != 1.0:
-                    multiply(gradient, self.scale, out=view)
+                if filling.scale != 1.0:
+                    multiply(gradient, filling.scale, out=view)
                 else:
                     view.copy_(gradient)
                 if as_view:
@@ -329,8 +328,7 @@ class Reducer:
         """Note a gradient that arrived without a reduction, or in the first backward, or armed by nothing."""
         if not self.sync:
             slot.touched, slot.carried = True, False
-            if slot.view is not None and self.settings.gradient_as_bucket_view:
-                self._move_into_bucket(slot)
+            self.filling.move(slot)
             return
         if not self._open:
             self.arm()
@@ -339,17 +337,12 @@ class Reducer:
                 if slot.remaining:
                     self._not_the_last(slot)
                     return
-                self._fill(slot)
-                bucket = slot.bucket
-                assert bucket is not None
-                bucket.pending -= 1
-                if not bucket.pending:
-                    self._bucket_filled(bucket)
+                self.filling.fill(slot)
+                self._count(slot)
+                self._launch_ready()
                 return
-        self._moments += 1
-        self._fires[slot.index] += 1
-        slot.arrived = self._moments
-        if self._fires[slot.index] > 1 and self.settings.unused == "error" and not self.settings.static_graph:
+        fires = self._first.note(slot)
+        if fires > 1 and self.settings.unused == "error" and not self.settings.static_graph:
             self._raise_twice(slot)
 
     def _not_the_last(self, slot: Slot) -> None:
@@ -357,35 +350,13 @@ class Reducer:
         if slot.remaining < 0:
             self._raise_twice(slot)
 
-    def _fill(self, slot: Slot) -> None:
-        """Leave the parameter's gradient in its bucket, scaled."""
-        gradient, view = slot.parameter.grad, slot.view
-        slot.touched = False
-        if gradient is None:  # its hook fired with an undefined gradient
-            assert slot.bucket is not None
-            self._contribute_nothing(slot, slot.bucket)
-            return
-        gradient = gradient.detach()
-        with torch.no_grad():
-            if view is None:
-                slot.sparse_dim = gradient.sparse_dim()
-                if self.scale != 1.0:
-                    slot.parameter.grad = gradient * self.scale
-                return
-            torch.mul(gradient, self.scale, out=view) if self.scale != 1.0 else view.copy_(gradient)
-        if self.settings.gradient_as_bucket_view:
-            slot.parameter.grad = view
+    def _count(self, slot: Slot) -> None:
+        assert slot.bucket is not None
+        self._queue.count(slot.bucket)
 
     def _bucket_filled(self, bucket: Bucket) -> None:
         bucket.ready_at = time.perf_counter()
         self._launch_ready()
-
-    def _move_into_bucket(self, slot: Slot) -> None:
-        gradient, view = slot.parameter.grad, slot.view
-        if gradient is None or view is None or gradient is view or gradient.requires_grad:
-            return
-        view.copy_(gradient)
-        slot.parameter.grad = view
 
     def _share_carried(self) -> None:
         """Divide sums of an earlier reduction that are still in `.grad`: they will be added up over ranks again.
@@ -420,38 +391,25 @@ class Reducer:
         assert bucket is not None
         slot.remaining = 0
         if slot.touched:
-            self._fill(slot)
+            self.filling.fill(slot)
         else:
             self._contribute_nothing(slot, bucket)
-        bucket.pending -= 1
-        if not bucket.pending:
-            bucket.ready_at = time.perf_counter()
+        self._queue.count(bucket)
 
     def _contribute_nothing(self, slot: Slot, bucket: Bucket) -> None:
         """Let this rank add nothing to the gradient of a parameter; a gradient from before is kept."""
-        gradient, view = slot.parameter.grad, slot.view
-        bucket.absent.append(bucket.slots.index(slot))
+        gradient, kept = slot.parameter.grad, None
         if gradient is not None:
-            shared = slot.index in self._shared
-            slot.kept = gradient * self.world_size if shared else gradient.clone()
-        if view is not None:
-            if gradient is None or self._shadow:
-                view.zero_()
-            elif gradient is not view:
-                torch.mul(gradient, self.scale, out=view)
-            elif self.scale != 1.0:
-                view.mul_(self.scale)
+            kept = gradient * self.world_size if slot.index in self._shared else gradient.clone()
+        self.filling.add_nothing(slot, bucket, kept=kept, zeros=self._shadow)
 
     # ---- Reducing
 
     def _launch_ready(self) -> None:
-        """Start every bucket that is filled and whose predecessors have been started."""
-        while self._next < len(self.buckets) and not self.buckets[self._next].pending:
-            self._launch(self.buckets[self._next])
-            self._next += 1
+        self._queue.start_filled()
         self.transport.progress()
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket) -> None:
         self.reductions.start(
             bucket,
             self.transport,
@@ -472,77 +430,28 @@ class Reducer:
 
     # ---- The first backward
 
-    def _learn_anew(self) -> None:
-        """Forget what an earlier backward has shown that did not reach its end."""
-        self._moments, self._fires = 0, [0] * len(self.slots)
-        for slot in self.slots:
-            slot.arrived = 0
-
     def _settle(self) -> None:
         """Make the buckets in rank 0's order of arrival, and fill them with the first gradients."""
-        for slot in self.slots:
-            gradient = slot.parameter.grad
-            if gradient is not None and gradient.is_sparse:
-                slot.sparse_dim = gradient.sparse_dim()
-        absent = [slot for slot in self.slots if not slot.arrived and not slot.touched]
+        absent = self._first.absent()
         if self.settings.unused == "error" and absent and not self._shadow:
             self._raise_unused(absent)
-        order, unseen, sparse_dims = agree_on_order(
-            [slot.arrived for slot in self.slots],
-            [slot.sparse_dim for slot in self.slots],
-            self.group,
-            self.device,
-        )
-        for slot, sparse_dim in zip(self.slots, sparse_dims, strict=True):
-            slot.sparse_dim = sparse_dim
-            fires = self._fires[slot.index]
-            slot.expected = fires if self.settings.static_graph and self._moments else max(1, fires)
+        self.plan = self._first.agree(self.group, self.device)
         self._never = [slot.index for slot in self.slots if slot.expected == 0]
-        self.plan = self._plan(sparse_dims, order=order, apart=unseen)
-        flags = self.settings.unused != "error"
-        self.buckets = make_buckets(self.plan, self.slots, self.transport, flags=flags)
+        self.buckets = make_buckets(self.plan, self.slots, self.transport, flags=self.settings.unused != "error")
+        self._queue.begin(self.buckets)
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.touched = slot.touched or slot.arrived > 0
                 self._contribute(slot)
             self._launch_ready()
 
-    def _plan(
-        self, sparse_dims: Sequence[int], *, order: Sequence[int] | None = None, apart: Iterable[int] = ()
-    ) -> BucketPlan:
-        specs = [
-            GradientSpec(p.numel(), p.element_size(), f"{p.dtype} {p.device}", bool(sparse_dim))
-            for p, sparse_dim in zip(self.parameters, sparse_dims, strict=True)
-        ]
-        bucket_mb = self.settings.bucket_mb
-        return plan_buckets(
-            specs,
-            cap_bytes=default_cap_bytes(specs) if bucket_mb is None else int(bucket_mb * MIB),
-            first_cap_bytes=int(self.settings.first_bucket_mb * MIB),
-            order=order,
-            apart=apart,
-        )
-
     # ---- Mistakes
 
     def _raise_twice(self, slot: Slot) -> NoReturn:
-        changed = "Your training graph has changed in this iteration, which static_graph=True rules out: "
-        self._raise(
-            f"{changed if self.settings.static_graph and self.buckets else ''}"
-            f"parameter {slot.name!r} got its gradient ready more often than expected in one backward "
-            f"({slot.expected} expected). Expected to mark a variable ready only once. This happens when a "
-            "reentrant checkpoint runs a module several times, or when one forward's graph is run backward in "
-            "parts; with static_graph=True the number of times is learned from the first step."
-        )
+        self._raise(too_often(slot, has_changed=self.settings.static_graph and bool(self.buckets)))
 
     def _raise_unused(self, slots: Sequence[Slot]) -> NoReturn:
-        names = ", ".join(repr(slot.name) for slot in slots[:MAX_NAMES])
-        more = f" and {len(slots) - MAX_NAMES} more" if len(slots) > MAX_NAMES else ""
-        self._raise(
-            f"{len(slots)} of {len(self.slots)} parameters got no gradient in this backward: {names}{more}. They "
-            'took no part in the loss; allow that with unused="auto" (find_unused_parameters=True in the '
-            "drop-in DistributedDataParallel)."
-        )
+        self._raise(without_gradient(slots, num_parameters=len(self.slots)))
 
     def _raise(self, why: str) -> NoReturn:
         self.fail(why)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -47,8 +47,8 @@ class DDPStrategy(ProcessGroupStrategy):
         devices: Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU.
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each rank.
-        micro_batch_size: Samples on one device at once, at most.
-        bucket_mb: Size of a bucket in MiB; `None`: a fifth of all gradients, between 1 and 25.
+        micro_batch_size: Samples on one device at once, at most; `auto` halves it whenever it does not fit into memory.
+        bucket_mb: Size of a bucket in MiB; `None`: 25.
         unused: Parameters without a gradient: `auto` handles them, `error` names them, `find` looks for them.
         static_graph: Whether every step uses the same parameters equally often.
         transport: How gradients travel: `auto`, `shared_memory` (ranks of one host) or `group` (gloo, nccl).
@@ -69,13 +69,15 @@ class DDPStrategy(ProcessGroupStrategy):
 
     """
 
+    can_fit_memory = True
+
     def __init__(
         self,
         *,
         devices: int | str = "auto",
         device: str = "auto",
         accumulate: int | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         bucket_mb: float | None = None,
         unused: Unused = "auto",
         static_graph: bool = False,
@@ -120,6 +122,11 @@ class DDPStrategy(ProcessGroupStrategy):
         )
         self.hook = choose_hook(hook, state=hook_state, options=hook_options)
         self.overlap_optimizer = overlap_optimizer
+        if self.fits_memory and (self.hook is not None or overlap_optimizer):
+            raise UserError(
+                "micro_batch_size=auto gives up a step where a rank runs out of memory, which does not go with "
+                "overlap_optimizer=true nor with a hook; give strategy.micro_batch_size as a number."
+            )
         self.record_timeline = timeline
         self.timeline: Timeline | None = None
         self.reducer: Reducer | None = None

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.ddp.buckets import MIB, GradientSpec, default_cap_bytes, plan_buckets
+from trainkit.strategies.ddp.buckets import MIB, GradientSpec, plan_buckets
 
 
 def spec(numel: int, kind: str = "f32", *, sparse: bool = False) -> GradientSpec:
@@ -40,11 +40,6 @@ def test_offsets_lie_side_by_side():
 def test_an_order_that_forgets_a_parameter_is_refused():
     with pytest.raises(ValueError, match="each of the 2 parameters once"):
         plan_buckets([spec(1), spec(1)], cap_bytes=8, order=[0, 0])
-
-
-@pytest.mark.parametrize(("mib", "cap"), [(1, 1), (50, 10), (1000, 25)])
-def test_the_default_cap_is_a_fifth_between_1_and_25_mib(mib, cap):
-    assert default_cap_bytes([spec(mib * MIB // 4)]) == cap * MIB
 
 
 specs_lists = st.lists(

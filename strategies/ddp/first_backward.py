@@ -1,0 +1,76 @@
+"""What the first backward shows: in which order gradients arrive, and how often the hook of each parameter fires."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from .agreement import agree_on_order
+from .buckets import DEFAULT_CAP_BYTES, MIB, BucketPlan, GradientSpec, plan_buckets
+from .gradient_bucket import Slot
+
+if TYPE_CHECKING:
+    from .reducer import ReducerSettings
+
+
+class FirstBackward:
+    """Notes the arrival of gradients until the ranks agree on rank 0's order."""
+
+    def __init__(self, slots: Sequence[Slot], *, settings: ReducerSettings) -> None:
+        self.slots, self.settings = slots, settings
+        self.moments = 0  # firings so far
+        self.fires = [0] * len(slots)
+
+    def restart(self) -> None:
+        """Forget a backward that did not reach its end."""
+        self.moments, self.fires = 0, [0] * len(self.slots)
+        for slot in self.slots:
+            slot.arrived = 0
+
+    def note(self, slot: Slot) -> int:
+        """Note that the hook of a parameter fired; return how often it has."""
+        self.moments += 1
+        self.fires[slot.index] += 1
+        slot.arrived = self.moments
+        return self.fires[slot.index]
+
+    def absent(self) -> list[Slot]:
+        """Return the parameters without a gradient."""
+        return [slot for slot in self.slots if not slot.arrived and not slot.touched]
+
+    def agree(self, group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
+        """Return the plan in rank 0's order of arrival, and leave in each slot what to expect. Collective."""
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                slot.sparse_dim = gradient.sparse_dim()
+        arrived = [slot.arrived for slot in self.slots]
+        order, unseen, sparse_dims = agree_on_order(arrived, [slot.sparse_dim for slot in self.slots], group, device)
+        for slot, sparse_dim, fires in zip(self.slots, sparse_dims, self.fires, strict=True):
+            slot.sparse_dim = sparse_dim
+            slot.expected = fires if self.settings.static_graph and self.moments else max(1, fires)
+        return plan_of(self.slots, settings=self.settings, order=order, apart=unseen)
+
+
+def plan_of(
+    slots: Sequence[Slot],
+    *,
+    settings: ReducerSettings,
+    order: Sequence[int] | None = None,
+    apart: Iterable[int] = (),
+) -> BucketPlan:
+    """Return the buckets of the slots' parameters; `order` and `apart` as in `plan_buckets`."""
+    specs = [
+        GradientSpec(p.numel(), p.element_size(), f"{p.dtype} {p.device}", bool(slot.sparse_dim))
+        for slot, p in ((slot, slot.parameter) for slot in slots)
+    ]
+    return plan_buckets(
+        specs,
+        cap_bytes=DEFAULT_CAP_BYTES if settings.bucket_mb is None else int(settings.bucket_mb * MIB),
+        first_cap_bytes=int(settings.first_bucket_mb * MIB),
+        order=order,
+        apart=apart,
+    )

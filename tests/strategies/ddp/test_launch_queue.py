@@ -1,0 +1,124 @@
+"""The order of launches and the first backward's lesson, drawn, without tensors travelling or processes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from trainkit.strategies.ddp.buckets import MIB, GradientSpec, plan_buckets
+from trainkit.strategies.ddp.first_backward import FirstBackward, plan_of
+from trainkit.strategies.ddp.gradient_bucket import Bucket, Slot
+from trainkit.strategies.ddp.launch_queue import LaunchQueue
+from trainkit.strategies.ddp.reducer import ReducerSettings
+
+ALONE = SimpleNamespace(size=lambda: 1)
+
+
+def slots(count: int) -> list[Slot]:
+    return [Slot(index, f"p{index}", nn.Parameter(torch.zeros(10))) for index in range(count)]
+
+
+def buckets(*members: str) -> list[Bucket]:
+    """Return buckets of the parameters whose numbers are written side by side: `buckets("54", "3")`."""
+    count = sum(map(len, members))
+    plan = plan_buckets([GradientSpec(1, 4, "f32")] * count, cap_bytes=4)
+    made = slots(count)
+    return [
+        Bucket(number, plan.buckets[number], [made[int(index)] for index in group], None)
+        for number, group in enumerate(members)
+    ]
+
+
+def drawn(members: tuple[str, ...], arrivals: str) -> str:
+    """Return after each arrival the buckets that are started then."""
+    picture: list[str] = []
+    queue = LaunchQueue(lambda bucket: picture.append(str(bucket.index)))
+    made = buckets(*members)
+    queue.begin(made)
+    home = {slot.index: bucket for bucket in made for slot in bucket.slots}
+    for index in arrivals:
+        picture.append(" ")
+        queue.count(home[int(index)])
+        queue.start_filled()
+    assert queue.is_complete == (len(set(arrivals)) == sum(map(len, members)))
+    return "".join(picture)
+
+
+@pytest.mark.parametrize(
+    ("members", "arrivals", "started"),
+    [
+        #             5 4 3 2 1 0
+        (("54", "32", "10"), "543210", "  0  1  2"),
+        (("54", "32", "10"), "325410", "    01  2"),  # 1 is filled first, and waits for 0
+        (("54", "32", "10"), "103254", "      012"),
+        (("54", "32", "10"), "5432", "  0  1"),
+    ],
+)
+def test_buckets_start_in_their_order_whatever_order_they_are_filled_in(members, arrivals, started):
+    assert drawn(members, arrivals) == started
+
+
+@given(st.permutations(range(7)))
+def test_every_bucket_starts_once_and_in_order(arrivals):
+    assert drawn(("65", "4", "321", "0"), "".join(map(str, arrivals))).replace(" ", "") == "0123"
+
+
+def test_a_new_backward_waits_for_every_gradient_again():
+    started: list[int] = []
+    queue = LaunchQueue(lambda bucket: started.append(bucket.index))
+    made = buckets("10")
+    for _ in range(2):
+        queue.begin(made)
+        made[0].absent.append(1)
+        assert not queue.count(made[0])
+        queue.start_filled()
+        assert queue.count(made[0])
+        queue.start_filled()
+    assert started == [0, 0]
+    queue.begin(made)
+    assert made[0].absent == []
+
+
+SMALL = ReducerSettings(bucket_mb=80 / MIB, first_bucket_mb=40 / MIB)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "before", "after"),
+    [
+        # two parameters in a bucket, one in the first
+        ("43210", "[4] [3 2] [1 0]", "[4] [3 2] [1 0]"),
+        ("20413", "[4] [3 2] [1 0]", "[2] [0 4] [1 3]"),
+        ("203", "[4] [3 2] [1 0]", "[2] [0 3] [4 1]"),  # never seen: last, in buckets of their own
+        ("33120", "[4] [3 2] [1 0]", "[3] [1 2] [0] [4]"),  # the last firing counts
+    ],
+)
+def test_buckets_are_rebuilt_in_the_order_of_arrival(arrivals, before, after):
+    made = slots(5)
+    assert plan_of(made, settings=SMALL).draw() == before
+    first = FirstBackward(made, settings=SMALL)
+    for index in arrivals:
+        first.note(made[int(index)])
+    assert first.agree(ALONE, torch.device("cpu")).draw() == after
+    assert [slot.index for slot in first.absent()] == sorted(set(range(5)) - set(map(int, arrivals)))
+
+
+@pytest.mark.parametrize(("static_graph", "expected"), [(False, [1, 2, 1]), (True, [1, 2, 0])])
+def test_a_hook_is_expected_as_often_as_it_fired_and_never_only_in_a_static_graph(static_graph, expected):
+    made = slots(3)
+    first = FirstBackward(made, settings=ReducerSettings(static_graph=static_graph))
+    assert [first.note(made[index]) for index in (0, 1, 1)] == [1, 1, 2]
+    first.agree(ALONE, torch.device("cpu"))
+    assert [slot.expected for slot in made] == expected
+
+
+def test_a_backward_that_did_not_end_is_forgotten():
+    made = slots(2)
+    first = FirstBackward(made, settings=SMALL)
+    first.note(made[0])
+    first.restart()
+    assert [slot.index for slot in first.absent()] == [0, 1]
+    assert first.note(made[0]) == 1
