@@ -225,7 +225,11 @@ def show_speed(arguments: argparse.Namespace) -> None:
     for count in [int(count) for count in arguments.micro_batches.split(",")]:
         found = run_ranks(speed_on_rank, 2, arguments.width, arguments.depth, arguments.rounds, count, timeout=580)[0]
         times = [found[name] for name in names]
-        ratios = [how(times[1]) / min(how(t) for t in times[2:]) for how in (median, min)]
+        # Of steps that follow each other, so that what slows the machine for a while slows both.
+        paired = max(
+            median(own / other for own, other in zip(times[1], upstream, strict=True)) for upstream in times[2:]
+        )
+        ratios = [paired, min(times[1]) / min(min(upstream) for upstream in times[2:])]
         cells = " ".join(f"{median(values) * 1e3:11.1f} ({min(values) * 1e3:7.1f})" for values in times)
         print(
             f"{count:>14} {cells} {ratios[0]:11.3f} ({ratios[1]:.3f}) {median(found['idle']):7.1%} "

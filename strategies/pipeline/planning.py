@@ -18,9 +18,10 @@ from trainkit.errors import UserError
 
 from .costs import estimated_seconds
 from .events import Event, Recording
+from .manual_cuts import manual_cuts
 from .measuring import Unrepeatable, estimate, measure
 from .observation import Observation
-from .partition import Partition, StageCosts, dearest, manual_cuts, partition
+from .partition import Partition, StageCosts, dearest, partition
 from .recording import Step, observe
 
 logger = logging.getLogger(__name__)

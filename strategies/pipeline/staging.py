@@ -19,8 +19,8 @@ from .placement import Placement, owned_bounds, place
 from .planning import Costs, Cuts, plan
 from .recording import Step, observe
 from .replay import Player
-from .runtime import StagedStep
 from .segments import segments
+from .staged_step import StagedStep
 from .structures import Signature, signature
 
 Answer = tuple[Recording, Partition | None, Signature]

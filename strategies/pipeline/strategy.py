@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.batches import to_device
+from trainkit.checkpoints.shards import Shards
 from trainkit.data import Source
 from trainkit.feed import make_feed
 from trainkit.optimization import Optimization
@@ -33,11 +34,12 @@ from .grid import Grid
 from .messages import Messages
 from .planning import plan
 from .report import schedule_drawing, stages_drawing, write_plan, write_timeline
-from .runtime import Runtime, StagedStep
+from .runtime import Runtime
 from .scaled_together import ScaledTogether
 from .schedules import SCHEDULES, Action, Span, bubble, forward_only, schedule_actions
 from .sharing import OutputSharing
 from .stage_gradients import StageGradients
+from .staged_step import StagedStep
 from .staging import Staging, costs_of
 from .table import PartitionPlan
 from .whole_state import WholeState
@@ -87,6 +89,7 @@ class Pipeline(ProcessGroupStrategy):
     """
 
     runs_phases = False
+    shows_modules = False
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class Pipeline(ProcessGroupStrategy):
         record: str = "auto",
         device: str = "auto",
         accumulate: int | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         broadcast_buffers: bool = True,
         timeline: bool = False,
         timeout: float = 1800.0,
@@ -504,6 +507,11 @@ class Pipeline(ProcessGroupStrategy):
         if not self._is_placed or self.rank != 0:
             return super().optimizer_state_dict(task, optimization)
         return self._state.gather_optimizer(optimization.optimizer)
+
+    def shards(self, task: TaskModule, optimizations: Sequence[Optimization]) -> Shards | None:
+        """Return the state with this stage's pieces of it, once the task has been cut."""
+        optimizers = [optimization.optimizer for optimization in optimizations]
+        return self._state.shards(task, optimizers, writes=self.rank == 0, all_gather=self.all_gather_object)
 
     def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
         """Give this stage's optimizer the state of its own parameters in `saved`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.checkpoints.shards import Shards
+
 from .materializing import has_meta, materialize
 from .placement import Placement, keep_own_part
+from .shards import AllGather, StageShards
 
 
 class WholeState:
@@ -107,6 +111,16 @@ class WholeState:
             whole = {index: found for part in reversed(parts) for index, found in part.items()}
             state["state"] = dict(sorted(whole.items()))
         return state
+
+    def shards(
+        self, task: nn.Module, optimizers: Sequence[Optimizer], *, writes: bool, all_gather: AllGather
+    ) -> Shards | None:
+        """Return the state with this stage's pieces of it; `None` while every stage has the whole. Collective."""
+        if self._placement is None:
+            return None
+        stage = StageShards(task, self._placement, self._stage, writes)
+        described = [stage.of_optimizer(optimizer, i, all_gather) for i, optimizer in enumerate(optimizers)]
+        return Shards(stage.of_task(_canonical_names(task)), described, list(stage.pieces.values()))
 
     def load_optimizer(self, task: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         """Give the optimizer the state of the parameters that this stage holds."""

@@ -34,20 +34,31 @@ def test_a_value_that_several_stages_use_gets_the_gradients_of_all_of_them():
     _assert_equal(4, [_case(EncoderDecoder, num_steps=3)], tolerance=DOUBLE)
 
 
-@pytest.mark.slow
-def test_every_kind_of_task_in_four_stages_has_the_weights_of_one_process():
-    _assert_equal(4, [_case(model) for model in OWN.values()], tolerance=DOUBLE)
+BOTH = ("interleaved", "simple")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_simple_schedule_has_the_weights_of_one_process(num_ranks):
-    _assert_equal(num_ranks, [_case(model, schedule="simple") for model in OWN.values()], tolerance=DOUBLE)
+def test_every_kind_of_task_has_the_weights_of_one_process_under_every_schedule(num_ranks):
+    cases = [
+        _case(model, schedule=schedule, name=f"{model.__name__} {schedule}")
+        for model in OWN.values()
+        for schedule in BOTH
+    ]
+
+    _assert_equal(num_ranks, cases, tolerance=DOUBLE)
 
 
 @pytest.mark.slow
-def test_single_precision_agrees_as_far_as_it_goes():
-    _assert_equal(4, [_case(model, precision="fp32") for model in OWN.values()], tolerance=SINGLE)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_single_precision_agrees_as_far_as_it_goes(num_ranks):
+    cases = [
+        _case(model, schedule=schedule, name=f"{model.__name__} {schedule}", precision="fp32")
+        for model in OWN.values()
+        for schedule in BOTH
+    ]
+
+    _assert_equal(num_ranks, cases, tolerance=SINGLE)
 
 
 def test_stages_with_copies_and_clipping_have_the_weights_of_one_process():
@@ -60,6 +71,19 @@ def test_stages_with_copies_and_clipping_have_the_weights_of_one_process():
     ]
 
     _assert_equal(4, cases, tolerance=DOUBLE)
+
+
+class _CompiledParts(Mlp):
+    """Has its layers compiled, as `trainer.compile=true` does with a task that has no forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.net:
+            layer.compile(backend="eager")
+
+
+def test_compiled_modules_are_units_of_their_own():
+    _assert_equal(2, [_case(_CompiledParts, num_steps=2)], tolerance=DOUBLE)
 
 
 def test_several_stages_a_rank_have_the_weights_of_one_process():
@@ -78,16 +102,21 @@ def test_models_of_the_transformers_package_need_no_change(num_ranks):
     pytest.importorskip("transformers", reason="needs the package transformers: pip install 'trainkit[transformers]'")
     from tests.strategies.pipeline.library_models import LIBRARY
 
-    in_double = [_case(model, num_steps=5) for name, model in LIBRARY.items() if name != "Mixtral"]
-    _assert_equal(num_ranks, in_double, tolerance=DOUBLE)
+    exact = {name: model for name, model in LIBRARY.items() if name != "Mixtral"}
+    cases = [_case(model, schedule=BOTH[index % 2]) for index, model in enumerate(exact.values())]
+    cases += [
+        _case(exact[name], schedule=BOTH[num_ranks // 4], name=f"{name} again") for name in ("Gpt2", "Llama", "Vit")
+    ]
+    _assert_equal(num_ranks, cases, tolerance=DOUBLE)
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_of_the_transformers_package_needs_no_change():
+def test_models_of_the_transformers_package_agree_in_single_precision():
     pytest.importorskip("transformers", reason="needs the package transformers: pip install 'trainkit[transformers]'")
     from tests.strategies.pipeline.library_models import LIBRARY
 
-    _assert_equal(2, [_case(LIBRARY["Mixtral"], precision="fp32", num_steps=5)], tolerance=SINGLE)
+    names = ("Gpt2", "Bert", "Llama", "Vit", "Mixtral")
+    _assert_equal(2, [_case(LIBRARY[name], precision="fp32") for name in names], tolerance=SINGLE)
 
 
 def _masks(schedule):

@@ -89,9 +89,15 @@ def _facts():
     weights, _ = _fit(plain, sanity=False)
     same, evaluated = _fit(sane, sanity=True)
     _fit(once, sanity=True)
+    start = make(_Backwards).double().state_dict()
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, evaluated)
+    all_weights = [None] * dist.get_world_size()
+    dist.all_gather_object(all_weights, weights)
     return {
+        "apart": max(largest_difference(weights, others) for others in all_weights),
+        "trained": {name for name, tensor in weights.items() if not torch.equal(tensor, start[name])},
+        "names": set(start),
         "difference": largest_difference(weights, same),
         "read": (plain.read, sane.read),
         "left": len(list(once.rest)),
@@ -118,6 +124,13 @@ def test_evaluations_before_and_between_steps_change_no_weight_and_no_sample():
     assert found["difference"] == 0.0
     plain, sane = found["read"]
     assert plain == sane and len(plain) == len(set(plain)) + 8
+
+
+def test_ranks_that_were_there_before_have_the_whole_trained_task_afterwards():
+    found = _found()
+
+    assert found["apart"] == 0.0
+    assert found["trained"] == found["names"]
 
 
 def test_no_sample_of_a_stream_is_lost_by_looking_at_the_first_ones():

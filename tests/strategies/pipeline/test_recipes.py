@@ -63,21 +63,30 @@ def _same(first, second):
     )
 
 
-@pytest.mark.parametrize("name", ["char_lm", pytest.param("digits", marks=pytest.mark.slow)])
-def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule"),
+    [
+        ("char_lm", 2, "interleaved"),
+        pytest.param("digits", 2, "simple", marks=pytest.mark.slow),
+        pytest.param("digits", 4, "interleaved", marks=pytest.mark.slow),
+        pytest.param("digits_mlp", 4, "simple", marks=pytest.mark.slow),
+        pytest.param("char_lm", 4, "simple", marks=pytest.mark.slow),
+    ],
+)
+def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, stages, schedule, tmp_path):
     expected, _, _, single = _fit(name, SingleDevice(device="cpu"), tmp_path / "single")
 
-    pipeline = Pipeline(stages=2, device="cpu", timeline=True)
+    pipeline = Pipeline(stages=stages, schedule=schedule, device="cpu", timeline=True)
     task, _, _, result = _fit(name, pipeline, tmp_path / "pipeline")
 
     assert _difference(task, expected) <= 1e-10
     assert _same(result.metrics, single.metrics)
     assert {"validation/loss", "train/loss"} <= result.metrics.keys()
     plan = json.loads((tmp_path / "pipeline" / "partition.json").read_text())
-    assert [stage["stage"] for stage in plan["stages"]] == [0, 1]
+    assert [stage["stage"] for stage in plan["stages"]] == list(range(stages))
     assert "slowest stage" in (tmp_path / "pipeline" / "partition.txt").read_text()
     picture = (tmp_path / "pipeline" / "timeline.svg").read_text()
-    assert "rank 1" in picture and "equal stages: 20.0%" in picture
+    assert f"rank {stages - 1}" in picture and "equal stages" in picture
 
 
 def test_a_run_under_a_pipeline_goes_on_under_one_process_and_predicts_the_same(tmp_path):
@@ -112,3 +121,29 @@ def test_two_stages_and_two_replicas_have_the_weights_of_one_process(tmp_path):
     assert _difference(task, expected) <= 1e-10
     assert _same(result.metrics, single.metrics)
     assert torch.equal(trainer.predict(task, data), wanted)
+
+
+@pytest.mark.slow
+def test_a_run_goes_from_one_process_to_four_stages_to_two_and_back(tmp_path):
+    expected, data, trainer, _ = _fit("char_lm", SingleDevice(device="cpu"), tmp_path / "single", duration="8step")
+    wanted = trainer.test(expected, data)
+    run = tmp_path / "run"
+    strategies = [
+        SingleDevice(device="cpu"),
+        Pipeline(stages=4, device="cpu"),
+        Pipeline(stages=2, device="cpu", schedule="simple"),
+        SingleDevice(device="cpu"),
+    ]
+    for part, strategy in enumerate(strategies):
+        task, _, trainer, _ = _fit(
+            "char_lm",
+            strategy,
+            run,
+            duration=f"{2 * part + 2}step",
+            callbacks=[Checkpoint(every=None)],
+            resume=run if part else None,
+        )
+
+    assert _difference(task, expected) <= 1e-10
+    tested = Trainer(Pipeline(stages=2, device="cpu"), precision="fp64", callbacks=[], loggers=[]).test(task, data)
+    assert tested == pytest.approx(wanted, rel=1e-9)
