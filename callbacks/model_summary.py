@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainkit.batches import to_device
 from trainkit.callback import Callback
 from trainkit.console import Table, say, show
 from trainkit.errors import UserError
 from trainkit.linear_scaling import linear_scaling
+from trainkit.step_cost import StepCost, cost_of_step
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -20,37 +22,72 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class ModelSummary(Callback):
-    """Shows the run's strategy, device, precision and batch plan, and the size of the task's direct sub-modules.
+    """Shows the run's strategy, device, precision and batch plan, and the size of the task's sub-modules.
+
+    With `costs` the training step runs once on the main rank, in evaluation mode, before training begins: the table
+    then has each module's floating-point operations of a forward, and the memory that it keeps for backward, for the
+    samples of one micro-batch. Streams are not read for it.
 
     Args:
         max_rows: Sub-modules to list, at most.
+        depth: How deep sub-modules are listed: 1 for the task's own, 2 for theirs too.
+        costs: Whether operations and memory are measured.
 
     """
 
-    def __init__(self, *, max_rows: int = 20) -> None:
-        if max_rows < 1:
-            raise UserError(f"model_summary.max_rows must be at least 1, got {max_rows}.")
+    def __init__(self, *, max_rows: int = 20, depth: int = 1, costs: bool = False) -> None:
+        for name, value in (("max_rows", max_rows), ("depth", depth)):
+            if value < 1:
+                raise UserError(f"model_summary.{name} must be at least 1, got {value}.")
         self.max_rows = max_rows
+        self.depth = depth
+        self.costs = costs
 
     def on_fit_start(self, run: Run) -> None:
         if run.is_main:
             say("\n".join(f"{name:<13}{value}" for name, value in _header(run)))
-            show(summary(run.task, max_rows=self.max_rows))
+            show(summary(run.task, max_rows=self.max_rows, depth=self.depth, cost=self._cost(run)))
+
+    def _cost(self, run: Run) -> StepCost | None:
+        whole = [*run.task.named_parameters(), *run.task.named_buffers()]
+        if not self.costs or run.feed is None or len(run.strategy.held(run.task)) < len(whole):
+            return None
+        example = run.feed.example()
+        if example is None:
+            return None
+        batch = to_device(example.batch, run.strategy.device, dtype=run.precision.batch_type)
+        with run.precision.forward():
+            return cost_of_step(run.task, batch)
 
 
-def summary(task: nn.Module, *, max_rows: int) -> Table:
-    """Return one row for each direct sub-module, and the sum; what several share counts once in the sum."""
-    table = Table(type(task).__name__, ["module", "type", "parameters", "trainable", "size"])
-    children = list(task.named_children())
-    for name, child in children[:max_rows]:
-        table.rows.append([name, type(child).__name__, *_sizes(child.parameters(), child.buffers())])
-    if len(children) > max_rows:
-        table.rows.append([f"{len(children) - max_rows} more", "", "", "", ""])
+def summary(task: nn.Module, *, max_rows: int, depth: int = 1, cost: StepCost | None = None) -> Table:
+    """Return one row for each sub-module, and the sum; what several share counts once in the sum."""
+    columns = ["module", "type", "parameters", "trainable", "size"]
+    table = Table(type(task).__name__, columns if cost is None else [*columns, "operations", "kept for backward"])
+    modules = [(name, module) for name, module in task.named_modules() if name and name.count(".") < depth]
+    for name, module in modules[:max_rows]:
+        sizes = _sizes(module.parameters(), module.buffers())
+        table.rows.append([name, type(module).__name__, *sizes, *_costs(cost, name)])
+    blank = [""] * (len(table.columns) - 1)
+    if len(modules) > max_rows:
+        table.rows.append([f"{len(modules) - max_rows} more", *blank])
     own = list(task.parameters(recurse=False)), list(task.buffers(recurse=False))
     if any(own):
-        table.rows.append(["(its own)", "", *_sizes(*own)])
-    table.rows.append(["total", "", *_sizes(task.parameters(), task.buffers())])
+        table.rows.append(["(its own)", "", *_sizes(*own), *(["", ""] if cost is not None else [])])
+    table.rows.append(["total", "", *_sizes(task.parameters(), task.buffers()), *_costs(cost, "")])
     return table
+
+
+def _costs(cost: StepCost | None, name: str) -> list[str]:
+    return [] if cost is None else [_operations(cost.flops[name]), in_bytes(cost.saved_bytes[name])]
+
+
+def _operations(count: float) -> str:
+    for unit in ("", "k", "M", "G"):
+        if count < 1000:
+            return f"{count:.0f}" if not unit else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} T"
 
 
 def _header(run: Run) -> list[tuple[str, str]]:
@@ -76,10 +113,11 @@ def _sizes(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor]) -> Seq
     known = [parameter for parameter in parameters if not is_lazy(parameter)]
     trainable = sum(parameter.numel() for parameter in known if parameter.requires_grad)
     size = sum(tensor.nbytes for tensor in [*known, *(buffer for buffer in buffers if not is_lazy(buffer))])
-    return [f"{sum(parameter.numel() for parameter in known):,}", f"{trainable:,}", _bytes(size)]
+    return [f"{sum(parameter.numel() for parameter in known):,}", f"{trainable:,}", in_bytes(size)]
 
 
-def _bytes(size: float) -> str:
+def in_bytes(size: float) -> str:
+    """Return a size in binary units."""
     for unit in _UNITS[:-1]:
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

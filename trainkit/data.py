@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ class Source:
     drop_last: bool
     pin_memory: bool
     sampler: Sampler[int] | None = None
+    keep_workers: bool = True
+    lengths: Sequence[int] | None = None
+    """Of the samples, where batches are to be of samples that are about equally long."""
 
     @property
     def is_stream(self) -> bool:
@@ -75,6 +78,10 @@ class Data:
 
     Without it, worker processes seed python, numpy and torch for each micro-batch, from its first index and the epoch.
     An evaluation always counts as epoch 0.
+
+    `validation` and `test` may also be several datasets by name, whose metrics then are `validation/<name>/loss`. For
+    training, `Mixture` and `InSequence` make one dataset of several, and `Packed` makes rows of short sequences. With
+    `lengths`, one number for each sample, the samples of a global batch are about equally long.
     """
 
     def __init__(
@@ -90,7 +97,9 @@ class Data:
         drop_last: bool = False,
         collate: Collate | None = None,
         workers: int = 0,
+        keep_workers: bool = True,
         pin_memory: bool = True,
+        lengths: Sequence[int] | None = None,
         seed: int | None = None,
     ) -> None:
         for name, size in (("batch_size", batch_size), ("evaluation_batch_size", evaluation_batch_size)):
@@ -104,7 +113,9 @@ class Data:
         self.drop_last = drop_last
         self.collate = collate
         self.workers = workers
+        self.keep_workers = keep_workers
         self.pin_memory = pin_memory
+        self.lengths = lengths
         self.seed = seed
         self._datasets = {"train": train, "validation": validation, "test": test, "predict": predict}
 
@@ -117,13 +128,20 @@ class Data:
         return self.dataset(stage) is not None
 
     def source(self, stage: str) -> Source:
-        """Return what is read for `stage`; raises UserError for what cannot be read."""
+        """Return what is read for `stage`, the first of several; raises UserError for what cannot be read."""
+        return next(iter(self.sources(stage).values()))
+
+    def sources(self, stage: str) -> dict[str, Source]:
+        """Return what is read for `stage` by the name of each dataset, `""` for a single one; raises UserError."""
         dataset = self.dataset(stage)
         if dataset is None:
             raise UserError(f"there is no {stage} data; pass Data({stage}=dataset).")
-        source = self._from_loader(stage, dataset) if isinstance(dataset, DataLoader) else self._plain(stage, dataset)
-        _check(source)
-        return source
+        datasets = _named(stage, dataset) if type(dataset) is dict else {"": dataset}
+        sources = {}
+        for name, one in datasets.items():
+            sources[name] = self._from_loader(stage, one) if isinstance(one, DataLoader) else self._plain(stage, one)
+            _check(sources[name])
+        return sources
 
     def _plain(self, stage: str, dataset: Any) -> Source:
         return Source(
@@ -135,6 +153,8 @@ class Data:
             shuffle=self.shuffle and stage == "train",
             drop_last=self.drop_last and stage == "train",
             pin_memory=self.pin_memory,
+            keep_workers=self.keep_workers,
+            lengths=self.lengths if stage == "train" else None,
         )
 
     def _from_loader(self, stage: str, loader: DataLoader[Any]) -> Source:
@@ -150,6 +170,8 @@ class Data:
             drop_last=sampling.drop_last and stage == "train",
             pin_memory=loader.pin_memory,
             sampler=None if stream else _own_sampler(stage, sampling.sampler),
+            keep_workers=self.keep_workers,
+            lengths=self.lengths if stage == "train" else None,
         )
 
     def _batch_size(self, stage: str, of_loader: int | None) -> int | None:
@@ -181,8 +203,29 @@ def _own_sampler(stage: str, sampler: Any) -> Sampler[int] | None:
     return own
 
 
+def _named(stage: str, datasets: dict[Any, Any]) -> dict[str, Any]:
+    """Return several datasets by their names; raises UserError where a stage takes one, or a name is no word."""
+    if stage in ("train", "predict"):
+        remedy = "Mixture(...) or InSequence(...)" if stage == "train" else "one of them"
+        raise UserError(f"the {stage} data is a dict of datasets, and one dataset is wanted; pass {remedy}.")
+    if not datasets:
+        raise UserError(f"the {stage} data is an empty dict; pass a dataset, or several by name.")
+    for name in datasets:
+        if not isinstance(name, str) or not name or "/" in name:
+            raise UserError(f"the {stage} dataset {name!r} needs a name for its metrics: {stage}/<name>/loss.")
+    return datasets
+
+
 def _check(source: Source) -> None:
     stage, size, length = source.stage, source.batch_size, source.num_items
+    if source.lengths is not None and (source.is_stream or size is None or source.sampler is not None):
+        raise UserError(
+            "lengths go with samples in an order of trainkit's: no stream, no ready-made batches, no sampler."
+        )
+    if source.lengths is not None and len(source.lengths) != length:
+        raise UserError(
+            f"there are {len(source.lengths)} lengths for {length} samples of {stage} data; give one for each."
+        )
     if source.is_stream:
         if source.workers > 1:
             raise UserError(

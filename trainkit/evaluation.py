@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -24,11 +24,14 @@ _STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
 
 
 class EvalLoop:
-    """Evaluates every sample exactly once; ranks meet only at the end."""
+    """Evaluates every sample exactly once; ranks meet only at the end of each dataset.
 
-    def __init__(self, run: Run, feed: Feed, *, stage: str) -> None:
+    `feeds` are those of one dataset, named `""`, or of several.
+    """
+
+    def __init__(self, run: Run, feeds: Mapping[str, Feed], *, stage: str) -> None:
         self._run = run
-        self._feed = feed
+        self._feeds = feeds
         self._stage = stage
 
     def run(self) -> dict[str, float] | None:
@@ -36,10 +39,24 @@ class EvalLoop:
 
         Leaves the task in evaluation mode and the random generators as they were.
         """
+        metrics: dict[str, float] = {}
+        with self._evaluating() as progress:
+            for name, feed in self._feeds.items():
+                reduced = self._evaluate(feed, progress)
+                if reduced is None:
+                    return None
+                prefix = f"{self._stage}/{name}" if name else self._stage
+                metrics.update({f"{prefix}/{metric}": value for metric, value in reduced.items()})
+        if self._stage != "sanity":
+            self._run.log(metrics)
+        return metrics
+
+    def _evaluate(self, feed: Feed, progress: EvaluationProgress) -> dict[str, float] | None:
+        """Return the metrics of one dataset over all ranks, `None` if a stop was asked for; collective."""
         run, stage, strategy = self._run, self._stage, self._run.strategy
         means, objects = ExactMeans(strategy.device), MetricObjects()
-        with self._evaluating() as progress, set_aside(strategy.metrics_of(run.task)):
-            for micro_batch in self._feed.batches():
+        with set_aside(strategy.metrics_of(run.task)):
+            for micro_batch in feed.batches():
                 output = strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])
                 means.add(output)
                 objects.add(output)
@@ -48,11 +65,7 @@ class EvalLoop:
                     break
             if strategy.agree(run.signals.received is not None):
                 return None
-            reduced = self._over_all_ranks(means, objects)
-        metrics = {f"{stage}/{name}": value for name, value in reduced.items()}
-        if stage != "sanity":
-            run.log(metrics)
-        return metrics
+            return self._over_all_ranks(means, objects)
 
     def _over_all_ranks(self, means: ExactMeans, objects: MetricObjects) -> dict[str, float]:
         """Return means and metrics over the samples of all ranks; one collective, two where there are objects."""
@@ -71,7 +84,7 @@ class EvalLoop:
         run = self._run
         outputs = []
         with self._evaluating() as progress:
-            for micro_batch in self._feed.batches():
+            for micro_batch in next(iter(self._feeds.values())).batches():
                 outputs.append(run.strategy.predict(run.task, micro_batch))
                 progress.batch += 1
                 if run.strategy.stop_evaluating(run.signals.received is not None):
@@ -82,7 +95,9 @@ class EvalLoop:
         return concatenate(gathered) if gathered else []
 
     def _evaluating(self) -> AbstractContextManager[EvaluationProgress]:
-        return _evaluating(self._run, EvaluationProgress(self._stage, self._feed.num_steps))
+        steps = [feed.num_steps for feed in self._feeds.values()]
+        known = [count for count in steps if count is not None]
+        return _evaluating(self._run, EvaluationProgress(self._stage, sum(known) if len(known) == len(steps) else None))
 
 
 @contextmanager

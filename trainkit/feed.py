@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,8 +18,9 @@ from torch.utils.data import default_collate, default_convert
 from trainkit.batches import num_rows, rows
 from trainkit.data import Source
 from trainkit.errors import UserError
+from trainkit.length_groups import LengthGroupedOrder
 from trainkit.order import GlobalOrder, sample_seed
-from trainkit.reading import Request, get_sample_of, make_reader, read_in_workers, request_seed, stream
+from trainkit.reading import Request, WorkerPool, get_sample_of, make_reader, request_seed, stream
 from trainkit.rng import rng_untouched
 from trainkit.sampling import Order, SamplerOrder
 from trainkit.window import MicroBatch, Window
@@ -40,6 +42,8 @@ class Feed(ABC):
         self.limit = limit
         self.seed = seed
         self.rank, self.world_size = strategy.rank, strategy.world_size
+        self.seconds_waited = 0.0
+        """How long `timed_windows` have kept the loop waiting."""
 
     @property
     @abstractmethod
@@ -58,6 +62,20 @@ class Feed(ABC):
     @abstractmethod
     def batches(self) -> Iterator[MicroBatch]:
         """Yield this rank's share of an evaluation: over all ranks each sample comes exactly once."""
+
+    def timed_windows(self, epoch: int, position: int) -> Iterator[Window]:
+        """Yield `windows`, counting the time until each of them is there; two looks at a clock for each."""
+        windows, clock = self.windows(epoch, position), time.perf_counter
+        while True:
+            began = clock()
+            window = next(windows, None)
+            self.seconds_waited += clock() - began
+            if window is None:
+                return
+            yield window
+
+    def close(self) -> None:
+        """Let worker processes end; may be called twice."""
 
     def example(self) -> MicroBatch | None:
         """Return this rank's first micro-batch, read apart from training; `None` for a stream, which is not read."""
@@ -106,6 +124,12 @@ def _order(source: Source, *, seed: int) -> Order:
     if source.sampler is not None:
         return SamplerOrder(source.sampler, seed=seed)
     assert source.num_items is not None
+    if source.lengths is not None and source.batch_size is not None:
+        return LengthGroupedOrder(source.lengths, batch_size=source.batch_size, seed=seed, shuffle=source.shuffle)
+    own = getattr(source.dataset, "order", None)
+    if own is not None and source.stage == "train":
+        order: Order = own(seed=seed, shuffle=source.shuffle)
+        return order
     return GlobalOrder(source.num_items, seed=seed, shuffle=source.shuffle)
 
 
@@ -118,6 +142,7 @@ class SampleFeed(Feed):
         self._batch_size = source.batch_size
         self._plan = strategy.plan(source.batch_size, even=source.stage == "train")
         self._repeat_first = repeat_first
+        self._pool: WorkerPool | None = None
         self._reader = make_reader(source.dataset, source.collate, seed=seed)
         self._sampler = strategy.sampler(source.dataset, _order(source, seed=seed))
         self._length = self._used_length(self._sampler.order.num_samples)
@@ -185,9 +210,19 @@ class SampleFeed(Feed):
                 for indices in share:
                     yield Request(indices, request_seed(self.seed, epoch, int(indices[0])), epoch)
 
-        pin_memory = self.source.pin_memory and torch.cuda.is_available()
-        batches = read_in_workers(self._reader, requests(), workers=self.source.workers, pin_memory=pin_memory)
-        yield from _grouped(batches, counts)
+        yield from _grouped(self._workers().read(requests()), counts)
+
+    def _workers(self) -> WorkerPool:
+        if self._pool is None or not self.source.keep_workers:
+            pin_memory = self.source.pin_memory and torch.cuda.is_available()
+            workers, keep = self.source.workers, self.source.keep_workers
+            self._pool = WorkerPool(self._reader, workers=workers, pin_memory=pin_memory, keep=keep)
+        return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
 
 def _grouped(batches: Iterator[Any], counts: deque[list[int]]) -> Iterator[list[MicroBatch]]:

@@ -106,7 +106,7 @@ class FitLoop:
     def windows(self) -> Iterator[Window]:
         """Return this rank's windows of the present epoch, from where training is."""
         run, state = self._run, self._run.state
-        return run.strategy.windows(self._feed.windows(state.epoch, state.position), self._feed.source)
+        return run.strategy.windows(self._feed.timed_windows(state.epoch, state.position), self._feed.source)
 
     def finish_step(self, window: Window) -> None:
         """Update the parameters, unless the phases of the step have done so, and count the step; collective."""

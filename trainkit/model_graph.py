@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from trainkit.batches import tensors_in
+from trainkit.module_scopes import module_scopes
 from trainkit.rng import rng_untouched
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def record_graph(task: TaskModule, batch: Any) -> ModelGraph:
     recorder = _Recorder(task, batch)
     task.eval()
     try:
-        with rng_untouched(), torch.no_grad(), recorder.hooks(), recorder:
+        with rng_untouched(), torch.no_grad(), module_scopes(task) as scopes, recorder.inside(scopes):
             task.training_step(batch)
     finally:
         for module, mode in modes.items():
@@ -63,7 +64,6 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.graph = ModelGraph()
         self._scopes: list[str] = []
-        self._names = {module: name.replace(".", "/") for name, module in task.named_modules()}
         self._used: dict[str, int] = {}
         self._sources: dict[int, str] = {}
         self._kept: list[Tensor] = []  # or another tensor would be taken for one that is gone
@@ -85,13 +85,14 @@ class _Recorder(TorchFunctionMode):
         if outputs and kind not in _NOT_SHOWN:
             read = [*tensors_in(args), *tensors_in(dict(kwargs or {}))]
             inputs = dict.fromkeys(self._sources[id(tensor)] for tensor in read if id(tensor) in self._sources)
-            scope = f"{self._scopes[-1]}/" if self._scopes and self._scopes[-1] else ""
+            scope = f"{self._scopes[-1]}.".replace(".", "/") if self._scopes and self._scopes[-1] else ""
             self._add(f"{scope}{kind}", kind, tuple(inputs), *outputs)
         return returned
 
-    def hooks(self) -> _Hooks:
-        """Return the context in which modules say when they are called."""
-        return _Hooks(self._names, self._scopes)
+    def inside(self, scopes: list[str]) -> _Recorder:
+        """Let operations be named by the modules in `scopes`."""
+        self._scopes = scopes
+        return self
 
     def _add(self, name: str, kind: str, inputs: tuple[str, ...], *outputs: Tensor) -> None:
         count = self._used[name] = self._used.get(name, 0) + 1
@@ -100,28 +101,3 @@ class _Recorder(TorchFunctionMode):
         for tensor in outputs:
             self._sources[id(tensor)] = unique
             self._kept.append(tensor)
-
-
-class _Hooks:
-    """Forward hooks on all modules, removed at the end."""
-
-    def __init__(self, names: Mapping[nn.Module, str], scopes: list[str]) -> None:
-        self._names, self._scopes = names, scopes
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for module, name in self._names.items():
-            self._handles += [
-                module.register_forward_pre_hook(self._entering(name)),
-                module.register_forward_hook(self._leaving, always_call=True),
-            ]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        return lambda module, inputs: self._scopes.append(name)
-
-    def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._scopes.pop()

@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from trainkit.errors import UserError, nearest
 from trainkit.phases import Phase, check_disjoint, check_phases, has_phases
 from trainkit.precision import Precision
+from trainkit.weight_decay import exempt_from_decay
 
 if TYPE_CHECKING:
     from trainkit.task import TaskModule
@@ -86,6 +87,8 @@ class Optimization:
         self.skip_nonfinite = skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.skipped_steps: Tensor | None = None
+        self.looks: list[Callable[[], None]] = []
+        """Called in every step with the whole gradients in place, before they are clipped."""
         self._plain_step = _plain_step_of(optimizer)
         self._scaler = precision.scaler
         self._every_step = [schedule.scheduler for schedule in schedules if schedule.every == "step"]
@@ -95,9 +98,11 @@ class Optimization:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def unscale(self) -> None:
-        """Leave gradients as they are without a scaler."""
+        """Leave gradients as they are without a scaler, and let everyone look at them."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
+        for look in self.looks:
+            look()
 
     def clip_by_norm(self, norm: Tensor) -> None:
         """Scale all gradients so that their global norm, which is `norm` now, keeps the limit."""
@@ -195,7 +200,14 @@ class Optimization:
 
 
 def configure(
-    task: TaskModule, *, clip: Clip, precision: Precision, total_steps: int | None, fused: bool, skip: bool
+    task: TaskModule,
+    *,
+    clip: Clip,
+    precision: Precision,
+    total_steps: int | None,
+    fused: bool,
+    skip: bool,
+    no_weight_decay: Sequence[str] = (),
 ) -> list[Optimization]:
     """Return the optimizer of a task, or of each of its phases; raises UserError for what cannot be trained with."""
     if next(iter(task.parameters()), None) is None:
@@ -205,11 +217,13 @@ def configure(
         )
     if not has_phases(task):
         returned = _ask(task, "configure_optimizers", total_steps)
+        exempt_from_decay(*_read(returned, task), task, no_weight_decay)
         return [_one(returned, task, None, clip=clip, precision=precision, fused=fused, skip=skip)]
     optimizations = []
     for phase in check_phases(_ask(task, "configure_phases", total_steps), task):
         own = phase.clip_norm is not None or phase.clip_value is not None
         limits = Clip(phase.clip_norm, phase.clip_value) if own else clip
+        exempt_from_decay(*_read(phase.optimizer, task), task, no_weight_decay)
         optimizations.append(
             _one(phase.optimizer, task, phase, clip=limits, precision=precision, fused=fused, skip=skip)
         )

@@ -196,9 +196,11 @@ def _validation_loop(trainer: Trainer, run: Run) -> EvalLoop | None:
 
 def eval_loop(trainer: Trainer, run: Run, stage: str, *, limit: int | None) -> EvalLoop:
     """Return the loop of an evaluation of at most `limit` global batches."""
-    source = run.data.source("validation" if stage == "sanity" else stage)
-    feed = make_feed(source, trainer.strategy, seed=_data_seed(trainer, run.data), limit=limit)
-    return EvalLoop(run, feed, stage=stage)
+    sources = run.data.sources("validation" if stage == "sanity" else stage)
+    seed = _data_seed(trainer, run.data)
+    feeds = {name: make_feed(source, trainer.strategy, seed=seed, limit=limit) for name, source in sources.items()}
+    run.feeds += feeds.values()
+    return EvalLoop(run, feeds, stage=stage)
 
 
 def _data_seed(trainer: Trainer, data: Data) -> int:

@@ -108,22 +108,50 @@ class Request(NamedTuple):
     epoch: int = 0
 
 
-def read_in_workers(reader: Reader, requests: Iterable[Request], *, workers: int, pin_memory: bool) -> Iterator[Any]:
-    """Yield the batch of each request, read ahead by `workers` processes.
+class WorkerPool:
+    """Worker processes that read ahead, and stay alive from one epoch to the next if they are to be kept.
 
     Each request is read under its seed of python, numpy and torch, so that random augmentation does not depend
     on how many workers there are, nor on where a resumed run starts.
     """
-    loader: DataLoader[Any] = DataLoader(
-        _RequestDataset(reader),
-        batch_sampler=requests,  # type: ignore[arg-type] # to the loader a request is the indices of one batch
-        num_workers=workers,
-        collate_fn=_unchanged,
-        pin_memory=pin_memory,
-        # Its own generator: the loader would otherwise draw from the global one and change the run's randomness.
-        generator=torch.Generator(),
-    )
-    return iter(loader)
+
+    def __init__(self, reader: Reader, *, workers: int, pin_memory: bool, keep: bool) -> None:
+        self._requests = _Requests()
+        self._loader: DataLoader[Any] | None = DataLoader(
+            _RequestDataset(reader),
+            batch_sampler=self._requests,  # type: ignore[arg-type] # to the loader a request is the indices of one batch
+            num_workers=workers,
+            collate_fn=_unchanged,
+            pin_memory=pin_memory,
+            persistent_workers=keep,
+            # Its own generator: the loader would otherwise draw from the global one and change the run's randomness.
+            generator=torch.Generator(),
+        )
+
+    def read(self, requests: Iterable[Request]) -> Iterator[Any]:
+        """Yield the batch of each request; what is left of an earlier call is given up."""
+        assert self._loader is not None
+        self._requests.pending = iter(requests)
+        return iter(self._loader)
+
+    def close(self) -> None:
+        """Let the workers end; may be called twice."""
+        self._loader = None
+
+
+def read_in_workers(reader: Reader, requests: Iterable[Request], *, workers: int, pin_memory: bool) -> Iterator[Any]:
+    """Yield the batch of each request, read ahead by `workers` processes that end with the last one."""
+    return WorkerPool(reader, workers=workers, pin_memory=pin_memory, keep=False).read(requests)
+
+
+class _Requests:
+    """What a loader takes for the indices of its batches."""
+
+    def __init__(self) -> None:
+        self.pending: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.pending
 
 
 def request_seed(seed: int, epoch: int, position: int) -> int:

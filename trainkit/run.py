@@ -32,6 +32,7 @@ from trainkit.precision import Precision
 from trainkit.rng import rng_state, seed_everything, set_rng_state
 from trainkit.signals import StopSignals
 from trainkit.state import TrainState
+from trainkit.step_watch import StepWatch
 from trainkit.strategy import BatchPlan, Strategy
 from trainkit.task import TaskModule
 
@@ -75,6 +76,8 @@ class Run:
     means: WeightedMeans | None = None
     """Of what training steps returned since metrics were logged last."""
     evaluation: EvaluationProgress | None = None
+    watch: StepWatch | None = None
+    """Measures the parts of steps, where a callback has asked for it at the start."""
     stop_reason: str | None = None
     stopped_by: Signals | None = None
     """The signal that ended the run, known to all ranks whichever of them received it."""
@@ -84,6 +87,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.loggers = [GuardedLogger(destination) for destination in self.loggers]
+        self.feeds: list[Feed] = []  # of evaluations
         self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
         self._hooks = {moment: _overridden(self.callbacks, moment) for moment in MOMENTS}
         self.checkpoints = None if self.run_dir is None else CheckpointStore(self.run_dir / "checkpoints")
@@ -269,9 +273,10 @@ class Run:
                 logger.exception("on_exception failed after %s", self.stop_reason)
 
     def close(self) -> None:
-        """Close callbacks and loggers, each even if another fails, and wait for what is still being saved."""
+        """Close callbacks, loggers and feeds, each even if another fails, and wait for what is still being saved."""
         errors: list[Exception] = []
         closing: list[Callable[[], None]] = [] if self._writer is None else [self._writer.close]
+        closing += [feed.close for feed in (*self.feeds, *([] if self.feed is None else [self.feed]))]
         for close in closing + [item.close for item in self.callbacks] + [item.close for item in self.loggers]:
             try:
                 close()

@@ -10,6 +10,9 @@ from torch import nn
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.model_summary import ModelSummary, summary
 
+from tests.tasks import Regression, regression_data
+from trainkit import Data
+from trainkit.step_cost import cost_of_step
 from trainkit.trainer import FitResult
 
 Fit = Callable[..., FitResult]
@@ -72,3 +75,31 @@ def test_the_header_of_a_resumed_run_says_from_where(
     fit(scripted(), ModelSummary(), resume=tmp_path / "run")
 
     assert f"resumed      from {tmp_path / 'run'} at step 4" in capsys.readouterr().out
+
+
+def test_costs_are_those_of_one_forward_by_module() -> None:
+    """A linear layer of m inputs and n outputs costs 2 m n a sample, and keeps its input; tanh keeps its output."""
+    task, batch = Regression(hidden=3), [*regression_data(8).tensors]
+
+    cost = cost_of_step(task, batch)
+    rows = summary(task, max_rows=20, depth=2, cost=cost).rows
+
+    assert cost.flops["network.0"] == 2 * 4 * 3 * 8
+    assert cost.flops[""] == cost.flops["network"] == 2 * (4 * 3 + 3 * 1) * 8
+    assert cost.saved_bytes["network.0"] == 4 * 8 * 4
+    assert cost.saved_bytes["network.1"] == 4 * 8 * 3
+    assert rows[1] == ["network.0", "Linear", "15", "15", "60 B", "192", "128 B"]
+    assert [row[0] for row in rows] == ["network", *(f"network.{index}" for index in range(4)), "total"]
+    assert task.training
+
+
+def test_costs_are_shown_if_asked_for_and_training_does_not_notice(
+    make_trainer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, plain = Regression(hidden=3, dropout=0.5), Regression(hidden=3, dropout=0.5)
+    data = Data(train=regression_data(16), batch_size=8)
+    make_trainer(callbacks=[ModelSummary(costs=True)]).fit(task, data)
+    make_trainer(callbacks=[ModelSummary()]).fit(plain, data)
+
+    assert capsys.readouterr().out.count("kept for backward") == 1
+    assert torch.equal(task.network[0].weight, plain.network[0].weight)

@@ -1,0 +1,68 @@
+"""Training the last layers first, and more of them as training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from trainkit.callback import Callback
+from trainkit.duration import Duration
+from trainkit.errors import UserError
+
+if TYPE_CHECKING:
+    from trainkit.run import Run
+
+
+class GradualUnfreezing(Callback):
+    """Keeps parameters as they are until their time has come.
+
+        encoder.layers.0.*    --------------------================     at: {"encoder.layers.0.*": 4epoch,
+        encoder.*             ----------==========================          "encoder.*": 2epoch}
+        head                  ====================================
+
+    Patterns are matched against parameters' names; of several that fit, the latest time counts. Gradients are computed
+    all the time, since strategies have agreed on who sends what, and are dropped before they are clipped, so that
+    neither the optimizer nor the norm sees them. What is frozen for the whole run belongs in `trainer.freeze`, which
+    saves the computation too.
+
+    Args:
+        at: For each pattern of parameters' names (`encoder.*`), how long they stay as they are.
+
+    """
+
+    def __init__(self, *, at: Mapping[str, str | Duration] | None = None) -> None:
+        self.at = {pattern: Duration.parse(text, where=f"at.{pattern}") for pattern, text in (at or {}).items()}
+        timed = [pattern for pattern, duration in self.at.items() if duration.unit in ("second", "minute", "hour")]
+        if timed:
+            raise UserError(f"at.{timed[0]} is counted in steps, epochs or samples: clocks differ on ranks.")
+        self._frozen: list[tuple[Duration, list[nn.Parameter]]] = []
+
+    def on_fit_start(self, run: Run) -> None:
+        if getattr(run.strategy, "shard_optimizer", False) or getattr(run.strategy, "overlap_optimizer", False):
+            raise UserError(
+                "gradual_unfreezing drops whole gradients before the optimizer's step, which this strategy makes in "
+                "parts; set strategy.shard_optimizer=false and strategy.overlap_optimizer=false."
+            )
+        named = dict(run.task.named_parameters())
+        self._frozen = []
+        for pattern, duration in sorted(self.at.items(), key=lambda item: item[1].value):
+            matching = [name for name in named if fnmatchcase(name, pattern)]
+            if not matching:
+                raise UserError(f"at.{pattern} fits no parameter; there are {', '.join(list(named)[:20])}.")
+            self._frozen.append((duration, [named[name] for name in matching]))
+        for optimization in run.optimizations:
+            optimization.looks.insert(0, lambda: self._drop(run))
+
+    def close(self) -> None:
+        self._frozen = []
+
+    def _drop(self, run: Run) -> None:
+        for duration, parameters in self._frozen:
+            if not duration.reached(run.state):
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.zero_()  # of a strategy's bucket, from which it takes the norm
+                        parameter.grad = None  # an optimizer leaves alone what has no gradient

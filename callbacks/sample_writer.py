@@ -1,0 +1,81 @@
+"""What the task predicts for a few samples, at each evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainkit.batches import map_tensors
+from trainkit.callback import Callback
+from trainkit.checkpoints.file import write_text
+from trainkit.errors import UserError
+from trainkit.reading import make_reader
+from trainkit.rng import rng_untouched
+from trainkit.window import MicroBatch
+
+if TYPE_CHECKING:
+    from trainkit.run import Run
+
+
+class SampleWriter(Callback):
+    """Writes the predictions for the first samples of the validation data, before each validation.
+
+    They are what `predict_step` returns: one line a sample in `samples/step_<n>.txt`, and a text for the loggers. A
+    task with `describe_sample(sample, prediction)` says each line itself. An average of weights is used if its callback
+    comes earlier in the list. Every rank predicts the same samples, which is collective in a pipeline.
+
+    Args:
+        num_samples: How many samples.
+
+    """
+
+    def __init__(self, *, num_samples: int = 8) -> None:
+        if isinstance(num_samples, bool) or num_samples < 1:
+            raise UserError(f"sample_writer.num_samples must be at least 1, got {num_samples}.")
+        self.num_samples = num_samples
+
+    def on_evaluation_start(self, run: Run, stage: str) -> None:
+        if stage != "validation" or not run.optimizations:
+            return
+        source = run.data.source("validation")
+        if source.is_stream or source.batch_size is None:
+            raise UserError("sample_writer needs validation samples that can be read one by one, not a stream.")
+        count = min(self.num_samples, len(source.dataset))
+        was_training = run.task.training
+        run.task.eval()
+        try:
+            with rng_untouched(), torch.no_grad():
+                batch = make_reader(source.dataset, source.collate, seed=run.seed).read(torch.arange(count))
+                predictions = run.strategy.predict(run.task, MicroBatch(batch, count))
+        finally:
+            run.task.train(was_training)
+        if run.is_main:
+            self._write(run, list(_lines(run.task, batch, predictions, count)))
+
+    def _write(self, run: Run, lines: list[str]) -> None:
+        text = "\n".join(lines)
+        run.log_text("samples", text)
+        if run.run_dir is not None:
+            folder = run.run_dir / "samples"
+            folder.mkdir(exist_ok=True)
+            write_text(folder / f"step_{run.state.step:08d}.txt", f"{text}\n")
+
+
+def _lines(task: Any, batch: Any, predictions: Any, count: int) -> Iterator[str]:
+    describe = getattr(task, "describe_sample", None)
+    for row in range(count):
+        sample, prediction = _row(batch, row, count), _row(predictions, row, count)
+        yield str(describe(sample, prediction)) if describe else f"{row}: {_plain(prediction)}"
+
+
+def _row(batch: Any, row: int, count: int) -> Any:
+    if isinstance(batch, list) and len(batch) == count and not any(isinstance(part, Tensor) for part in batch):
+        return batch[row]
+    return map_tensors(batch, lambda t: t[row].cpu() if t.dim() and t.shape[0] == count else t.cpu())
+
+
+def _plain(value: Any) -> Any:
+    return map_tensors(value, lambda tensor: tensor.tolist())

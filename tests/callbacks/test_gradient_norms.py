@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainkit.callbacks.gradient_norms import GradientNorms
+
+from tests.tasks import Recorder, Regression, regression_data
+from trainkit import Data
+
+
+class Two(Regression):
+    """Two sub-modules of which the gradients differ a lot, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden=3)
+        self.head = nn.Linear(1, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Any) -> Any:
+        return self.head(super().forward(inputs)) * self.scale
+
+
+def logged(make_trainer: Any, *, every: int, log_every: str, **settings: Any) -> list[dict[str, float]]:
+    recorder = Recorder()
+    trainer = make_trainer(callbacks=[GradientNorms(every=every), recorder], log_every=log_every, **settings)
+    torch.manual_seed(1)
+    trainer.fit(Two(), Data(train=regression_data(40), batch_size=8))
+    return [{k: v for k, v in row.items() if k.startswith("gradient_norm/")} for row in recorder.logged]
+
+
+def test_the_norms_are_those_of_the_step_at_the_log_point(make_trainer: Any) -> None:
+    torch.manual_seed(1)
+    task = Two()
+    inputs, targets = regression_data(40).tensors
+    from trainkit.order import GlobalOrder
+
+    chosen = GlobalOrder(40, seed=0).slice(0, 0, 8)
+    task.training_step([inputs[chosen], targets[chosen]]).backward()
+
+    first = logged(make_trainer, every=1, log_every="1step", clip_norm=1e-3)[0]
+
+    def norm(*parameters: nn.Parameter) -> float:
+        return float(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).norm())
+
+    assert first == pytest.approx(
+        {
+            "gradient_norm/network": norm(*task.network.parameters()),
+            "gradient_norm/head": norm(*task.head.parameters()),
+            "gradient_norm/(its own)": norm(task.scale),
+            "gradient_norm/total": norm(*task.parameters()),
+        },
+        rel=1e-5,
+    )
+
+
+def test_norms_are_taken_at_multiples_only_and_nothing_waits_for_them(
+    make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    original = torch._foreach_norm
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        taken.append(1)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_foreach_norm", counting)
+
+    rows = logged(make_trainer, every=5, log_every="5step", max_duration="10step")
+
+    assert len(taken) == 2
+    assert [len(row) for row in rows] == [4, 4]
+    assert rows[0] != rows[1]
