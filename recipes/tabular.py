@@ -168,9 +168,7 @@ def _of_csv(path: Path) -> tuple[Tensor, Tensor]:
     with path.open(newline="", encoding="utf-8") as file:
         lines = list(csv.reader(file))
     if len(lines) < 3 or len(lines[0]) < 2:
-        raise UserError(
-            f"data.csv={path} needs a line of names and at least two of numbers, with the class at the end."
-        )
+        raise UserError(f"data.csv={path} needs a line of names and two or more of numbers, with the class at the end.")
     rows = []
     for number, line in enumerate(lines[1:], start=2):
         try:

@@ -70,13 +70,13 @@ def test_a_wrong_setting_in_any_job_is_told_before_the_first_starts(tmp_path, ca
 
 def test_optuna_searches_in_the_direction_of_the_monitored_metric(tmp_path, capsys):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    searched = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.sampler.seed=1"]
-    argv = [*TINY, "callbacks=[checkpoint]", "logger=[]", *searched, "task.width=range(0,9,step=8)"]
-    assert main(["fit", "-m", *argv, "task.lr=interval(0.001,0.1)", "run_dir=sweep"]) == 2  # a width of 0 is refused
+    searched = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra/sweeper/sampler=grid"]
+    argv = [*TINY, "callbacks=[checkpoint]", "logger=[]", *searched, "task.width=choice(0,4,8)"]
+    assert main(["fit", "-m", *argv, "run_dir=sweep"]) == 2  # a width of 0 is refused
     kept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert kept["objective"] == {"metric": "validation/accuracy", "mode": "max"}
     values = [job["value"] for job in kept["jobs"]]
-    assert len(values) == 3 and None in values and any(values)
+    assert len(values) == 3 and values.count(None) == 1
     best = max(value for value in values if value is not None)
     assert f"best_value: {best}" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
     assert capsys.readouterr().out.count("<- best") == 1
@@ -124,9 +124,9 @@ def test_a_job_of_ranks_starts_when_those_of_the_job_before_are_gone(tmp_path):
 
 
 @pytest.mark.slow
-def test_joblib_runs_jobs_of_ranks_side_by_side_and_one_may_fail(tmp_path):
+def test_joblib_runs_jobs_side_by_side_and_one_may_fail(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    argv = [*TINY, *QUIET, "strategy=ddp", "strategy.devices=2", "task.width=8,0,16"]
+    argv = [*TINY, *QUIET, "task.width=8,0,16"]
     ran = _trainkit("fit", "-m", *argv, "run_dir=sweep", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     assert ran.returncode == 2, ran.stderr
     jobs = _jobs(tmp_path / "sweep")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_EXTRAS = {
+EXTRAS = {
     "sklearn": "recipes",
     "matplotlib": "plots",
     "transformers": "transformers",
@@ -25,6 +25,6 @@ _EXTRAS = {
 def remedy(package: str) -> str:
     """Return what to type to have the package `package`, named as it is imported."""
     top = package.partition(".")[0]
-    if top in _EXTRAS:
-        return f"Type: pip install 'trainkit[{_EXTRAS[top]}]'"
+    if top in EXTRAS:
+        return f"Type: pip install 'trainkit[{EXTRAS[top]}]'"
     return f"If it is yours, start from the folder that holds it; else: pip install {top}"
