@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainkit.duration import Duration
     from trainkit.errors import Stopped, UserError
     from trainkit.logger import Logger
+    from trainkit.metric import Metric
     from trainkit.optimization import Schedule
     from trainkit.phases import Phase, PhaseControl
     from trainkit.sessions import Session, session
@@ -27,6 +28,7 @@ __all__ = [
     "Data",
     "Duration",
     "Logger",
+    "Metric",
     "Phase",
     "PhaseControl",
     "Schedule",
@@ -47,6 +49,7 @@ _HOMES = {
     "Data": "data",
     "Duration": "duration",
     "Logger": "logger",
+    "Metric": "metric",
     "Phase": "phases",
     "PhaseControl": "phases",
     "Schedule": "optimization",
