@@ -39,6 +39,7 @@ class FitLoop:
         self.memory_fit = MemoryFit(run) if run.strategy.fits_memory else None
         self.forward_backward = (self.memory_fit or run.strategy).forward_backward
         """Leaves the gradients of a window; collective."""
+        self._optimizer_step = run.strategy.optimizer_step
         self._run = run
         self._feed: Feed = run.feed
         self._optimizations = run.optimizations
@@ -54,8 +55,9 @@ class FitLoop:
     def run(self) -> None:
         """Train until a duration is reached or a stop is asked for; leaves why in `run.stop_reason`."""
         run, state, means, phases = self._run, self._run.state, self._means, self.phases
-        forward_backward, on_step_end = self.forward_backward, run.hooks("on_step_end")
+        on_step_end = run.hooks("on_step_end")
         self.start()
+        forward_backward = self.forward_backward
         for attempt in self._recovery.attempts(self.start_intervals):
             with attempt:
                 while not self.finished():
@@ -79,7 +81,7 @@ class FitLoop:
                         if self.finished():
                             break
                     self.check_progress(first_step)
-                if self._recovery.check():
+                if self._recovery.may_save():
                     self._log()
         run.emit("on_fit_end")
 
@@ -89,11 +91,14 @@ class FitLoop:
         run.task.train()
         run.task.zero_grad(set_to_none=True)
         run.state.start_clock()
-        run.may_save = self._recovery.check
+        run.may_save = self._recovery.may_save
         if any(duration.unit in ("second", "minute", "hour") for duration in self._max_duration):
             run.state.clock_is_watched = True
         self.start_intervals()
         run.emit("on_fit_start")
+        if run.watch is not None:
+            self.forward_backward = run.watch.forward_backward(self.forward_backward)
+            self._optimizer_step = run.watch.optimizer_step(self._optimizer_step)
         self._recovery.start()
         if run.state.evaluation_due and self._validation is not None:
             self._evaluate()
@@ -106,14 +111,17 @@ class FitLoop:
     def windows(self) -> Iterator[Window]:
         """Return this rank's windows of the present epoch, from where training is."""
         run, state = self._run, self._run.state
-        return run.strategy.windows(self._feed.timed_windows(state.epoch, state.position), self._feed.source)
+        windows, watch = self._feed.timed_windows(state.epoch, state.position), run.watch
+        if watch is None:
+            return run.strategy.windows(windows, self._feed.source)
+        return watch.received(run.strategy.windows(watch.read(windows), self._feed.source))
 
     def finish_step(self, window: Window) -> None:
         """Update the parameters, unless the phases of the step have done so, and count the step; collective."""
         run, state = self._run, self._run.state
         if self.phases is None and state.step + 1 not in state.left_out:
             optimization = self._optimizations[0]
-            self._norm = run.strategy.optimizer_step(optimization)
+            self._norm = self._optimizer_step(optimization)
             optimization.after_step()
         state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
         if state.clock_is_watched:

@@ -136,7 +136,7 @@ def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
         trainer.strategy.prepare_optimization(run.task, optimization)
     validation = _validation_loop(trainer, run)
     schedule = FitSchedule(trainer.max_duration, trainer.log_every, trainer.evaluate_every)
-    recovery = Recovery(run, policy=trainer.on_nonfinite, max_rollbacks=trainer.max_rollbacks)
+    recovery = Recovery(run, policy=trainer.on_nonfinite, rollback_limit=trainer.rollback_limit)
     loop = FitLoop(run, schedule, validation=validation, recovery=recovery)
     if checkpoint is not None:
         payload = load_from(checkpoint).payload

@@ -37,14 +37,14 @@ class Recovery:
                   ------>   |---->           leaves it out, and goes on
     """
 
-    def __init__(self, run: Run, *, policy: Policy, max_rollbacks: int) -> None:
+    def __init__(self, run: Run, *, policy: Policy, rollback_limit: int) -> None:
         assert run.feed is not None
         self.means = run.means = WeightedMeans(run.strategy.device)
         self._weights_are_sound = True
         self._run = run
         self._feed: Feed = run.feed
         self._policy = policy if run.checkpoints is not None or policy != "rollback" else "raise"
-        self._max_rollbacks = max_rollbacks
+        self._rollback_limit = rollback_limit
         self._rollbacks = 0
         self._suspect: tuple[int, str] | None = None  # the step to look at, and what was said of it
 
@@ -73,6 +73,20 @@ class Recovery:
         if self._run.strategy.agree(first_bad is not None):
             self.handle(first_bad)
         return self._weights_are_sound
+
+    def may_save(self) -> bool:
+        """Return whether the weights are worth keeping, which may call for going back; collective.
+
+        A step may have a finite loss and a gradient that is not. Where a checkpoint is to go back to, it must be sound.
+        """
+        if not self.check():
+            return False
+        run = self._run
+        if self._policy == "rollback" and run.state.step > 0:
+            blamed = nonfinite_parameter(run.task)
+            if run.strategy.agree(blamed is not None):
+                raise GoBack(run.state.step, f"step {run.state.step} left {self._first(blamed)} not finite")
+        return True
 
     def handle(self, step: int | None) -> None:
         """Raise, stop or go back as the policy says; `step` is this rank's first bad one. Collective.
@@ -115,10 +129,10 @@ class Recovery:
         """Restore the last checkpoint before the step that was found, which will be left out; collective."""
         run = self._run
         self._rollbacks += 1
-        if self._rollbacks > self._max_rollbacks:
+        if self._rollbacks > self._rollback_limit:
             raise NonFiniteLoss(
-                f"{found.place}, after {self._max_rollbacks} rollbacks. Lower the learning rate, set "
-                "trainer.clip_norm=1.0, or allow more with trainer.max_rollbacks."
+                f"{found.place}, after {self._rollback_limit} rollbacks. Lower the learning rate, set "
+                "trainer.clip_norm=1.0, or allow more with trainer.rollback_limit."
             ) from found
         checkpoint = self._checkpoint_before(found.step)
         if checkpoint is None:
@@ -265,7 +279,7 @@ class Attempt:
 def checked_rollbacks(number: int) -> int:
     """Return how often a run may go back."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise UserError(f"max_rollbacks must be a whole number, at least 1, got {number!r}.")
+        raise UserError(f"rollback_limit must be a whole number, at least 1, got {number!r}.")
     return number
 
 

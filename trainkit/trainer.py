@@ -72,7 +72,7 @@ class Trainer:
         sync_batch_norm: Whether batch norms on several devices take their statistics from all of them (CUDA).
         on_nonfinite: What happens to a loss that is NaN or infinite: `raise`, `skip` that step, `stop` the run, or
             `rollback` to the last checkpoint before it, from which the run goes on without that step.
-        max_rollbacks: How often a run may go back.
+        rollback_limit: How often a run may go back.
         sanity_batches: Validation batches to try before training.
         limit_train_batches: Global batches that make an epoch at most.
         limit_validation_batches: Global batches of a validation at most.
@@ -112,7 +112,7 @@ class Trainer:
         channels_last: bool = False,
         sync_batch_norm: bool = False,
         on_nonfinite: Policy = "raise",
-        max_rollbacks: int = 3,
+        rollback_limit: int = 3,
         sanity_batches: int = 2,
         limit_train_batches: int | None = None,
         limit_validation_batches: int | None = None,
@@ -143,7 +143,7 @@ class Trainer:
         self.no_weight_decay = no_weight_decay
         self.model_settings = ModelSettings(freeze, checkpoint_activations, channels_last, sync_batch_norm)
         self.on_nonfinite = checked_policy(on_nonfinite)
-        self.max_rollbacks = checked_rollbacks(max_rollbacks)
+        self.rollback_limit = checked_rollbacks(rollback_limit)
         self.sanity_batches = checked_limit("sanity_batches", sanity_batches, least=0) or 0
         self.limits = {
             "train": checked_limit("limit_train_batches", limit_train_batches),

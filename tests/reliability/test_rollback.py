@@ -1,0 +1,147 @@
+"""A run goes back to before a loss that was not finite, leaves that step out, and ends as if it had never been."""
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.single import SingleDevice
+
+from tests.tasks import assert_same_bits
+from trainkit import Data, TaskModule, Trainer, UserError
+from trainkit.checkpoints.store import load_from
+from trainkit.errors import NonFiniteLoss
+from trainkit.loggers.jsonl import JsonlLogger
+from trainkit.testing import run_ranks
+
+NUM_SAMPLES = 40  # ten batches of 4
+
+
+class Root(nn.Module):
+    """The square root, whose gradient at zero is infinite."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.sqrt()
+
+
+class Regression(TaskModule):
+    """`loss`: one sample makes its output infinite; `gradient`: one makes its gradient so, and the loss after it."""
+
+    def __init__(self, bad: str = "loss") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bad = bad
+        self.network = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.root = Root()
+
+    def training_step(self, batch: Any) -> Any:
+        inputs, marks = batch
+        outputs = self.network(inputs).square() + 1
+        if self.bad == "loss":
+            outputs = self.root(outputs * (1 + marks))
+        else:
+            outputs = outputs + self.root(outputs * (1 - marks).clamp(min=0))
+        return outputs.mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+
+
+def data(*bad: int, kind: str = "loss") -> Data:
+    marks = torch.zeros(NUM_SAMPLES, 1)
+    marks[list(bad)] = float("inf") if kind == "loss" else 1.0
+    inputs = torch.randn(NUM_SAMPLES, 1, generator=torch.Generator().manual_seed(1))
+    return Data(train=TensorDataset(inputs, marks), batch_size=4)
+
+
+def step_of(sample: int) -> int:
+    order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()
+    return order.index(sample) // 4 + 1
+
+
+def trainer(run_dir: str, strategy: Any = None, **settings: Any) -> Trainer:
+    every = settings.pop("every", "3step")
+    defaults = {"log_every": "4step", "on_nonfinite": "rollback", "loggers": [JsonlLogger()]}
+    chosen = {"callbacks": [Checkpoint(every=every)], **defaults, **settings}
+    return Trainer(strategy or SingleDevice(device="cpu"), run_dir=run_dir, **chosen)
+
+
+def on_two_ranks(policy: str) -> Any:
+    task = Regression()
+    strategy = DDPStrategy(device="cpu")
+    trainer(policy, strategy, on_nonfinite=policy, loggers=[], clip_norm=1.0).fit(task, data(7))
+    return task.state_dict()
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("log_every", "every"), [("1step", "3step"), ("4step", "2step"), ("4step", None)])
+def test_training_goes_on_without_the_step_and_ends_as_one_that_skipped_it(caplog, log_every, every):
+    rolled, skipped = Regression(), Regression()
+    with caplog.at_level(logging.WARNING):
+        result = trainer("rolled", log_every=log_every, every=every).fit(rolled, data(7))
+    trainer("skipped", log_every=log_every, on_nonfinite="skip").fit(skipped, data(7))
+    parameters = dict(rolled.named_parameters()), dict(skipped.named_parameters())
+    assert_same_bits(*parameters)
+    assert all(torch.isfinite(value).all() for value in rolled.state_dict().values())  # buffers, too
+    assert (result.steps, result.samples) == (10, NUM_SAMPLES)
+    said = caplog.text
+    assert f"at step {step_of(7)} (samples" in said and "going back to step" in said
+    assert f"step {step_of(7)} is left out. The first output that is not finite is that of root (Root)" in said
+    assert "from inputs that were not finite already" in said
+
+
+def test_logs_and_checkpoints_are_those_of_one_run():
+    trainer("run", log_every="1step", every="2step").fit(Regression(), data(7))
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "train/loss" in row]
+    assert steps == [step for step in range(1, 11) if step != step_of(7)]
+    content = load_from("run").payload
+    assert content["state"]["left_out"] == [step_of(7)]
+
+
+def test_a_step_whose_gradient_is_not_finite_is_found_behind_the_loss_that_followed(caplog):
+    task = Regression("gradient")
+    with caplog.at_level(logging.WARNING):
+        result = trainer("run", log_every="1step", every="1step").fit(task, data(7, kind="gradient"))
+    assert result.steps == 10
+    assert all(torch.isfinite(value).all() for value in task.state_dict().values())
+    found = re.search(r"step (\d+) is left out\. Every module's output is finite, but not the gradient of", caplog.text)
+    assert found is not None and int(found.group(1)) == step_of(7)
+
+
+def test_a_run_that_goes_back_too_often_fails():
+    with pytest.raises(NonFiniteLoss, match="after 2 rollbacks"):
+        trainer("run", rollback_limit=2).fit(Regression(), data(*range(NUM_SAMPLES)))
+    with pytest.raises(UserError, match="rollback_limit must be a whole number"):
+        trainer("run", rollback_limit=0)
+
+
+@pytest.mark.parametrize("every", ["2step", None])
+def test_a_run_that_fails_names_the_module_where_a_checkpoint_leads_back_to_it(every):
+    task = Regression()
+    with pytest.raises(NonFiniteLoss) as caught:
+        trainer("run", on_nonfinite="raise", every=every).fit(task, data(7))
+    if every is not None:
+        assert "The first output that is not finite is that of root (Root)" in str(caught.value)
+        assert all(torch.isfinite(value).all() for value in task.state_dict().values())  # as before that step
+    else:
+        assert "By now network.0.weight is not finite." in str(caught.value)
+
+
+def test_ranks_go_back_together():
+    rolled, skipped = run_ranks(on_two_ranks, 2, "rollback"), run_ranks(on_two_ranks, 2, "skip")
+    names = [name for name, _ in Regression().named_parameters()]
+    for state in (*rolled, *skipped):
+        assert_same_bits({name: state[name] for name in names}, {name: skipped[0][name] for name in names})
