@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,8 @@ class StepTimes(Callback):
         self._evaluating_since = self._evaluating = 0.0
 
     def on_fit_start(self, run: Run) -> None:
-        self._watch = run.watch = StepWatch(run.strategy, run.precision)
+        assert run.feed is not None
+        self._watch = run.watch = StepWatch(run.strategy, run.precision, run.feed)
         if run.is_main and run.run_dir is not None:
             self._file = os.open(run.run_dir / FILENAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._since, self._evaluating = time.perf_counter(), 0.0
@@ -86,10 +88,8 @@ class StepTimes(Callback):
 def _memory(device: torch.device) -> dict[str, int]:
     """Return the bytes of this process that are in memory, and the most that tensors have taken on a CUDA device."""
     memory = {}
-    try:
+    with suppress(OSError, ValueError, IndexError):  # a system that does not tell
         memory["host"] = int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        pass  # a system that does not tell
     if device.type == "cuda":
         memory["device"] = torch.cuda.max_memory_allocated(device)
     return memory

@@ -111,10 +111,8 @@ class FitLoop:
     def windows(self) -> Iterator[Window]:
         """Return this rank's windows of the present epoch, from where training is."""
         run, state = self._run, self._run.state
-        windows, watch = self._feed.timed_windows(state.epoch, state.position), run.watch
-        if watch is None:
-            return run.strategy.windows(windows, self._feed.source)
-        return watch.received(run.strategy.windows(watch.read(windows), self._feed.source))
+        windows = run.strategy.windows(self._feed.timed_windows(state.epoch, state.position), self._feed.source)
+        return windows if run.watch is None else run.watch.received(windows)
 
     def finish_step(self, window: Window) -> None:
         """Update the parameters, unless the phases of the step have done so, and count the step; collective."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,6 +52,23 @@ class Precision:
         """Return the context in which steps are called."""
         return self._autocast()
 
+    def surround(self, outer: Callable[[], AbstractContextManager[Any] | None]) -> Callable[[], None]:
+        """Call `outer` for a context around each forward's own (`None`: none); return what takes that back."""
+        inner = self._autocast
+
+        def both() -> AbstractContextManager[Any]:
+            around, own = outer(), inner()
+            if around is None:
+                return own
+            return around if own is _NOTHING else _nested(around, own)
+
+        def release() -> None:
+            if self._autocast is both:
+                self._autocast = inner
+
+        self._autocast = both
+        return release
+
     @property
     def batch_type(self) -> torch.dtype | None:
         """The type that a batch's floating-point tensors are brought to, where it is not their own."""
@@ -69,6 +86,12 @@ class Precision:
         """Go on with the scale that `saved` ended with; states without a scaler change nothing."""
         if self.scaler is not None and saved:
             self.scaler.load_state_dict(saved)
+
+
+@contextmanager
+def _nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _nothing() -> AbstractContextManager[Any]:

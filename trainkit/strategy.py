@@ -132,6 +132,11 @@ class Strategy:
         """Whether `launch` would start processes, as this one is not one of the ranks."""
         return False
 
+    @property
+    def waited_seconds(self) -> float | None:
+        """Seconds in which this process has done nothing in steps but wait for others; `None` where that is unknown."""
+        return None
+
     def validate(self) -> None:
         """Raise UserError for what this machine cannot run; called before any process is started."""
         pick_device(self._requested_device)

@@ -1,0 +1,192 @@
+"""Where the time of steps goes, measured without waiting for the device.
+
+    next window    forward    backward    waiting for ranks    optimizer    log, callbacks
+    [data|copy]   [forward]  [        backward            ]   [optimizer]  [    rest     ]
+
+On the CPU everything is measured by its clock. Work on a CUDA device goes on after a call has returned: there events
+are recorded in some of the steps, and read at log points, when the device has been waited for anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from trainkit.feed import Feed
+from trainkit.precision import Precision
+from trainkit.strategy import Strategy
+from trainkit.window import Window
+
+T = TypeVar("T")
+PARTS = ("data", "copy", "forward", "backward", "communication", "optimizer", "rest")
+_EVERY = 10  # steps, of which one is measured on a CUDA device
+_clock = time.perf_counter
+
+
+class StepWatch:
+    """Adds up the seconds of each part of the steps on this rank."""
+
+    def __init__(self, strategy: Strategy, precision: Precision, feed: Feed) -> None:
+        self.steps = 0
+        self._strategy = strategy
+        self._feed = feed
+        self._received = self._forward = self._both = self._optimizer = 0.0
+        self._waited_before, self._data_before = strategy.waited_seconds, feed.seconds_waited
+        self._device = _DeviceWatch() if strategy.device.type == "cuda" else None
+        self._in_step = False
+        self._forward_context = _Forward(self)
+        self._release = precision.surround(self._forward_of_step)
+
+    def close(self) -> None:
+        """Leave forwards as they were."""
+        self._release()
+
+    # ---- Around what the loop calls
+
+    def received(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Yield the windows, counting the time until they are where they are needed."""
+        while True:
+            began = _clock()
+            window = next(windows, None)
+            self._received += _clock() - began
+            if window is None:
+                return
+            yield window
+
+    def forward_backward(self, call: Callable[..., T]) -> Callable[..., T]:
+        """Return `call` with its time counted as forward and backward."""
+
+        def timed(*arguments: Any) -> T:
+            device = self._device
+            if device is not None:
+                device.begin_step()
+            began = _clock()
+            self._in_step = True
+            try:
+                return call(*arguments)
+            finally:
+                self._in_step = False
+                self._both += _clock() - began
+                self.steps += 1
+                if device is not None:
+                    device.mark("both")
+
+        return timed
+
+    def optimizer_step(self, call: Callable[..., T]) -> Callable[..., T]:
+        """Return `call` with its time counted as the optimizer's."""
+
+        def timed(*arguments: Any) -> T:
+            began = _clock()
+            try:
+                return call(*arguments)
+            finally:
+                self._optimizer += _clock() - began
+                if self._device is not None:
+                    self._device.mark("optimizer")
+
+        return timed
+
+    def _forward_of_step(self) -> AbstractContextManager[Any] | None:
+        return self._forward_context if self._in_step else None
+
+    # ---- What was measured
+
+    def take(self, seconds: float) -> dict[str, float]:
+        """Return the seconds of each part of the steps that took `seconds`, and begin anew; at a log point only."""
+        waited = self._strategy.waited_seconds
+        communication = None
+        if waited is not None:
+            communication = waited - (self._waited_before or 0.0)
+        data = self._feed.seconds_waited - self._data_before
+        parts = {"data": data}
+        if self._strategy.device.type != "cpu":
+            parts["copy"] = max(self._received - data, 0.0)
+        if self._device is None:
+            parts["forward"] = self._forward
+            parts["backward"] = max(self._both - self._forward - (communication or 0.0), 0.0)
+            if communication is not None:
+                parts["communication"] = communication
+            parts["optimizer"] = self._optimizer
+            parts["rest"] = max(seconds - self._received - self._both - self._optimizer, 0.0)
+        else:
+            parts.update(self._on_device(seconds, parts))
+        self._received = self._forward = self._both = self._optimizer = 0.0
+        self._waited_before, self._data_before, self.steps = waited, self._feed.seconds_waited, 0
+        return parts
+
+    def _on_device(self, seconds: float, parts: dict[str, float]) -> dict[str, float]:
+        """Return the parts where a device works behind the CPU: what the CPU waits for only counts while it is idle."""
+        assert self._device is not None
+        busy = self._device.take(self.steps)
+        idle = max(seconds - sum(busy.values()), 0.0)
+        waiting = {}
+        for name in ("data", "copy"):
+            if name in parts:
+                waiting[name] = min(parts[name], idle)
+                idle -= waiting[name]
+        return {**waiting, **busy, "rest": idle}
+
+
+class _Forward:
+    """The context of one forward."""
+
+    def __init__(self, watch: StepWatch) -> None:
+        self._watch = watch
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        if self._watch._device is not None:
+            self._watch._device.mark("between")
+        self._began = _clock()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch._forward += _clock() - self._began
+        if self._watch._device is not None:
+            self._watch._device.mark("forward")
+
+
+class _DeviceWatch:
+    """Records events in one of several steps; what lies before an event counts for the name it was recorded by."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._marks: list[list[tuple[str, torch.cuda.Event]]] = []
+        self._free: list[torch.cuda.Event] = []
+        self._records = False
+
+    def begin_step(self) -> None:
+        """Begin a step, which is recorded if it is its turn."""
+        self._step += 1
+        self._records = self._step % _EVERY == 0
+        if self._records:
+            self._marks.append([])
+            self.mark("begin")
+
+    def mark(self, name: str) -> None:
+        """Record an event; costs nothing in the other steps."""
+        if not self._records:
+            return
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks[-1].append((name, event))
+
+    def take(self, steps: int) -> dict[str, float]:
+        """Return the seconds of `steps` steps, if the others were as those that were recorded; waits for nothing."""
+        totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        done = [marks for marks in self._marks if marks[-1][1].query()]
+        for marks in done:
+            for (_, before), (name, event) in pairwise(marks):
+                part = "backward" if name in ("both", "between") else name
+                totals[part] += before.elapsed_time(event) / 1e3
+            self._free += [event for _, event in marks]
+        self._marks = [marks for marks in self._marks if marks not in done]
+        return {name: total * steps / len(done) for name, total in totals.items()} if done else {}
