@@ -33,6 +33,7 @@ from .ddp.whereabouts import Whereabouts
 from .launcher import RankEnvironment, environment_of_caller, launch_ranks
 from .rendezvous import fresh_store
 from .stop_agreement import StopAgreement
+from .within_memory import forward_backward_within_memory
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class ProcessGroupStrategy(Strategy):
         devices: int | str = "auto",
         device: str = "auto",
         accumulate: int | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         broadcast_buffers: bool = True,
         timeout: float = 1800.0,
         backend: str = "auto",
@@ -217,7 +218,8 @@ class ProcessGroupStrategy(Strategy):
         self._names, self._weighted = [], None
         self._steps = 0
         if self.world_size > 1:
-            self._stop = StopAgreement(self.group)
+            on_host = "cpu" in dist.get_backend_config(self.group)
+            self._stop = StopAgreement(self.group, device=torch.device("cpu") if on_host else self.device)
             self._board = StoreBoard(self.group, token=gather(secrets.token_hex(8), self.group)[0])
             self._whereabouts = Whereabouts(self._board, step=lambda: max(self._steps - 1, 0))
 
@@ -283,10 +285,13 @@ class ProcessGroupStrategy(Strategy):
     def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
         self._steps += 1
-        if not window.micro_batches:
-            self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss
-            self.contribute_nothing()
-        outputs = super().forward_backward(task, window)
+        if self.fits_memory:
+            outputs = forward_backward_within_memory(self, task, window)
+        else:
+            if not window.micro_batches:
+                self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss
+                self.contribute_nothing()
+            outputs = super().forward_backward(task, window)
         if self._buffers:
             with self._waiting(self._after("the broadcast of buffers")):
                 broadcast(self._buffers, self.group)
@@ -313,12 +318,17 @@ class ProcessGroupStrategy(Strategy):
     def _samples_over_weight(self, outputs: Sequence[StepOutput], window: Window) -> Tensor:
         """Return what makes gradients of sums weighted by samples those of the weighted mean; on the device."""
         undivided = float(self._is_undivided(window.micro_batches, window))
-        weights = [torch.as_tensor(o.weight, dtype=torch.float64, device=self.device) for o in outputs]
-        total = torch.stack(weights).sum() if weights else torch.zeros((), dtype=torch.float64, device=self.device)
-        flag = torch.full((), undivided, dtype=torch.float64, device=self.device)
-        total, any_undivided = self._reduce(torch.stack([total, flag]), where="the sum of weights")
+        weights = [self._on_device(output.weight) for output in outputs]
+        total = torch.stack(weights).sum() if weights else self._on_device(0.0)
+        sums = torch.stack([total, self._on_device(undivided)])
+        total, any_undivided = self._reduce(sums, where="the sum of weights")
         factor = torch.where(total > 0, window.num_samples / total, 0.0)  # 0: a window of padding only
-        return torch.where(any_undivided > 0, 1.0, factor).detach()
+        return torch.where(any_undivided > 0, 1.0, factor)
+
+    def _on_device(self, value: float | Tensor) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().to(self.device, torch.float64)
+        return torch.full((), value, dtype=torch.float64, device=self.device)  # a copy would wait for the device
 
     def _is_undivided(self, micro_batches: Sequence[MicroBatch], window: Window) -> bool:
         """Whether one micro-batch is the whole window: its loss is not weighted at all."""

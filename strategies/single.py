@@ -15,6 +15,9 @@ class SingleDevice(Strategy):
     Args:
         device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
         accumulate: Micro-batches of a step; the global batch must divide by it.
-        micro_batch_size: Samples on the device at once, at most; another way to say how often to accumulate.
+        micro_batch_size: Samples on the device at once, at most; another way to say how often to accumulate. `auto`
+            halves it whenever it does not fit into memory.
 
     """
+
+    can_fit_memory = True

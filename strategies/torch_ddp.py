@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class TorchDDP(ProcessGroupStrategy):
         devices: int | str = "auto",
         device: str = "auto",
         accumulate: int | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         bucket_mb: float | None = None,
         find_unused: bool = False,
         static_graph: bool = False,

@@ -1,38 +1,35 @@
-"""Weighted means without rounding until the end: the same bits in whatever order, on however many ranks."""
+"""Weighted means whose sums are not rounded: the same bits in whatever order, on however many ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from trainkit.metrics import stack
 from trainkit.step_output import StepOutput
 
-if TYPE_CHECKING:
-    import torch
-
-_FRACTION_BITS = 2 * 1074
-"""No product of two doubles needs more bits after the point."""
+_FRACTION_BITS = 1074
+"""No double needs more bits after the point."""
 
 
 @dataclass
 class ExactSum:
-    """A sum of doubles as one whole number of units of 2 ** -2148, and what was not finite by itself."""
+    """A sum of doubles as one whole number of units of 2 ** -1074, and what was not finite by itself."""
 
     units: int = 0
     not_finite: float = 0.0
 
-    def add(self, value: float, times: float = 1.0) -> None:
-        """Add a product, without rounding it."""
-        if not (math.isfinite(value) and math.isfinite(times)):
-            self.not_finite += value * times
-            return
-        first, below = value.as_integer_ratio()
-        second, below_second = times.as_integer_ratio()
-        # Denominators are powers of two.
-        self.units += (first * second) << (_FRACTION_BITS + 2 - below.bit_length() - below_second.bit_length())
+    def add(self, value: float) -> None:
+        """Add a number, without rounding the sum."""
+        if math.isfinite(value):
+            numerator, denominator = value.as_integer_ratio()  # a power of two
+            self.units += numerator << (_FRACTION_BITS + 1 - denominator.bit_length())
+        else:
+            self.not_finite += value
 
     def include(self, other: ExactSum) -> None:
         """Add another sum."""
@@ -65,13 +62,33 @@ class ExactMeans:
             sums[name] = self._sum([output.metrics[name] for output in having], having)
         return sums
 
-    def _sum(self, values: Sequence[torch.Tensor | float], outputs: Sequence[StepOutput]) -> tuple[ExactSum, ExactSum]:
+    def _sum(self, values: Sequence[Tensor | float], outputs: Sequence[StepOutput]) -> tuple[ExactSum, ExactSum]:
         total, weight = ExactSum(), ExactSum()
         weights = stack([output.weight for output in outputs], self._device).tolist()
+        precision = _precision_of(values[0])
         for value, counted in zip(stack(values, self._device).tolist(), weights, strict=True):
-            total.add(value, counted)
+            total.add(_product(value, counted, precision))
             weight.add(counted)
         return total, weight
+
+
+def _precision_of(value: Tensor | float) -> float:
+    """Return the relative distance of neighbouring numbers of a value's type."""
+    is_known = isinstance(value, Tensor) and value.is_floating_point()
+    return torch.finfo(value.dtype if is_known and isinstance(value, Tensor) else torch.float64).eps
+
+
+def _product(mean: float, weight: float, precision: float) -> float:
+    """Return what a batch adds to a sum: its mean times its weight.
+
+    The share of right answers is a whole number again, as it was before the task divided it, and not the neighbour of
+    one: so it does not depend on how samples are cut into batches.
+    """
+    product = mean * weight
+    doubt = 2 * precision * abs(product)
+    if doubt < 0.25 and abs(product - round(product)) <= doubt:  # false where it is not finite
+        return float(round(product))
+    return product
 
 
 def means_over(ranks: Mapping[int, Sums]) -> dict[str, float]:

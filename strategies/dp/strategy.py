@@ -60,16 +60,18 @@ class DataParallel(Strategy):
         devices: A list such as [cuda:0, cuda:1] or [cpu, cpu], a number of devices, or "auto": all GPUs, or two
             replicas on the CPU. A device may be named twice.
         accumulate: Rounds of a step, in each of which every device takes a micro-batch.
-        micro_batch_size: Samples on one device at once, at most.
+        micro_batch_size: Samples on one device at once, at most; `auto` halves it whenever it does not fit into memory.
 
     """
+
+    can_fit_memory = True
 
     def __init__(
         self,
         *,
         devices: int | str | Sequence[str] = "auto",
         accumulate: int | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
         super().__init__(accumulate=accumulate, micro_batch_size=micro_batch_size)
         self._requested_devices = _checked(devices)

@@ -49,7 +49,7 @@ class FusionStrategy(DDPStrategy):
         devices: Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU.
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each rank.
-        micro_batch_size: Samples on one device at once, at most.
+        micro_batch_size: Samples on one device at once, at most; `auto` halves it whenever it does not fit into memory.
         buffer_mb: Size of a buffer in MiB; a parameter that is larger travels in several windows of this size.
         in_flight: Windows that travel at once, at most.
         wire: Number format in which gradients travel: `same` as they are, or `bf16`, summed in fp32.
@@ -75,7 +75,7 @@ class FusionStrategy(DDPStrategy):
         devices: int | str = "auto",
         device: str = "auto",
         accumulate: int | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         buffer_mb: float = 4.0,
         in_flight: int = 4,
         wire: Literal["same", "bf16"] = "same",
@@ -119,6 +119,11 @@ class FusionStrategy(DDPStrategy):
         self.servers: Servers = servers
         self.communication_thread = communication_thread
         self.shard_optimizer = shard_optimizer
+        if self.fits_memory and shard_optimizer:
+            raise UserError(
+                "micro_batch_size=auto does not go with shard_optimizer=true, where no rank has all gradients; give "
+                "strategy.micro_batch_size as a number."
+            )
         self.buffer_settings = BufferSettings(int(buffer_mb * MIB), in_flight, _WIRES[wire], shard_optimizer)
         self._transport: PartTransport | None = None
         self._optimization: Optimization | None = None

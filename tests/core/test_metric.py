@@ -74,6 +74,20 @@ def test_a_sum_of_small_floats_is_rounded_once():
     assert float(compute_together(Sum(), parts)) == 1.0 + 2.0**-22
 
 
+def test_states_of_torchmetrics_without_a_reduction_are_put_side_by_side():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    numbers = torch.randn(2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def measured(part):
+        metric = torchmetrics.PearsonCorrCoef().set_dtype(torch.float64)
+        metric.update(*numbers[:, part])
+        return metric
+
+    parts = [Part(take(measured(slice(start, start + 4))), 4) for start in (0, 4, 8)]
+    together = compute_together(measured(slice(0, 1)), parts)
+    assert float(together) == pytest.approx(float(measured(slice(0, 12)).compute()), rel=1e-12)
+
+
 def test_reset_begins_anew_and_states_are_no_part_of_the_state_dict():
     metric = Count()
     metric.update(torch.tensor([5]))
