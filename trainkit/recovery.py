@@ -168,12 +168,14 @@ class Recovery:
 
     def _restore(self, checkpoint: tuple[int, Path]) -> None:
         run, state = self._run, self._run.state
-        seconds, left_out, resumed_from = state.own_seconds, state.left_out, run.resumed_from
+        seconds, left_out, size = state.own_seconds, state.left_out, state.micro_batch_size
+        resumed_from = run.resumed_from
         payload = load_from(checkpoint[1]).payload
         run.restore(payload, where=str(checkpoint[1]))
         run.restore_rng(payload)
         state.go_on_counting(seconds)
         state.left_out |= left_out
+        state.micro_batch_size = size  # what was found since then is in use
         run.resumed_from = resumed_from
         run.task.train()
         self._drop_gradients()

@@ -138,7 +138,7 @@ class Session:
         """Make one optimizer step and count it; return the outputs of this rank's micro-batches. Collective."""
         loop, run = self._loop, self.run
         phases = loop.phases
-        outputs = run.strategy.forward_backward(run.task, window) if phases is None else phases.train(window)
+        outputs = loop.forward_backward(run.task, window) if phases is None else phases.train(window)
         loop.finish_step(window)
         return outputs
 
