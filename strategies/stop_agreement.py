@@ -21,8 +21,9 @@ class StopAgreement:
     The number of steps between questions follows the length of a step, so that asking costs next to nothing.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
+        """Ask on `device`: the host, where the group can talk between hosts' memories; no step waits for a GPU then."""
+        self.group, self.device = group, device
         self._step = 0
         self._next = 0  # step after which to read and to ask
         self._last_time = time.monotonic()
@@ -49,5 +50,5 @@ class StopAgreement:
         seconds = max(now - self._last_time, 1e-9) / self._interval  # of one step
         self._last_time = now
         wanted = min(max(int(INTERVAL_SECONDS / seconds), 1), MAX_INTERVAL, 2 * self._interval)
-        self._answer = torch.tensor([int(requested), wanted])
+        self._answer = torch.tensor([int(requested), wanted], device=self.device)
         self._work = dist.all_reduce(self._answer, dist.ReduceOp.MAX, group=self.group, async_op=True)

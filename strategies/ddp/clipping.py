@@ -29,7 +29,8 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32 if half else None)
         return norm.square()
     if tensor.dtype in (torch.float16, torch.bfloat16):
         tensor = tensor.float()

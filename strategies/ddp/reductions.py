@@ -50,10 +50,7 @@ class Reductions:
             self._start_sparse(bucket, where)
             return
         if self.settings.unused != "error":
-            flags = bucket.used_flags
-            flags.fill_(1)
-            for position in bucket.absent:
-                flags[position] = 0
+            self._raise_flags(bucket)
         if self._hook is None:
             bucket.reduction = transport.start(bucket.index, where=where, timed=timed)
             return
@@ -113,6 +110,17 @@ class Reductions:
         gradient = gradient.coalesce()
         slot.parameter.grad = gradient
         bucket.reduction = self.collective.start_tensor(gradient, where=where)
+
+    def _raise_flags(self, bucket: Bucket) -> None:
+        """Say behind the gradients which of them this rank has."""
+        flags = bucket.used_flags
+        if not bucket.absent:
+            flags.fill_(1)
+            return
+        # A pinned temporary, so that the copy waits for nobody; its memory is not used again before that has run.
+        used = torch.ones(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
+        used[bucket.absent] = 0
+        flags.copy_(used, non_blocking=True)
 
     def _order_streams(self, bucket: Bucket) -> None:
         """Let the collective wait for gradients that other streams are still writing."""

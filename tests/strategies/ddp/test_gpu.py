@@ -7,10 +7,15 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
-from trainkit.strategies.ddp import DistributedDataParallel
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp import DDPStrategy, DistributedDataParallel
+from trainkit.strategies.ddp.clipping import total_norm
+from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+from trainkit.strategies.single import SingleDevice
 
+from trainkit import Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 
 pytestmark = [
@@ -46,3 +51,95 @@ def distance_to_stock(backend: str, side_stream: bool) -> float:
 def test_weights_on_cuda_are_those_of_stock_ddp(backend, num_ranks, side_stream):
     for distance in run_ranks(distance_to_stock, num_ranks, backend, side_stream, timeout=120):
         assert distance < 1e-6
+
+
+RANKS = pytest.mark.parametrize(("backend", "num_ranks"), [("nccl", 1), ("gloo", 2)])
+
+
+class Regression(TaskModule):
+    """Counts some samples twice; one layer is never used."""
+
+    def __init__(self, *, weighted: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.unused = nn.Linear(2, 2)
+        self.weighted = weighted
+
+    def training_step(self, batch: list[Tensor]) -> object:
+        errors = (self.net(batch[0]).squeeze(1) - batch[0].sum(1)).square()
+        counts = 1 + (batch[0][:, 0] > 0)
+        return (
+            {"loss": (errors * counts).sum() / counts.sum(), "weight": counts.sum()} if self.weighted else errors.mean()
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+CASES: dict[str, tuple[bool, dict[str, object], dict[str, object]]] = {
+    # weighted, arguments of the strategy, of the Trainer
+    "plain": (False, {}, {}),
+    "weighted, accumulated": (True, {"accumulate": 2}, {}),
+    "clipped": (False, {"bucket_mb": 0.0002}, {"clip_norm": 0.5}),
+    "clipped in fp64": (False, {}, {"clip_norm": 0.5, "precision": "fp64"}),
+    "found": (False, {"unused": "find"}, {}),
+    "overlapped": (False, {"overlap_optimizer": True, "bucket_mb": 0.0002}, {}),
+    "static": (False, {"static_graph": True}, {}),
+    "bf16 hook": (False, {"hook": "bf16"}, {}),
+}
+
+
+def distances_to_single(backend: str, folder: str) -> dict[str, float]:
+    x = torch.randn(53, 8, generator=torch.Generator().manual_seed(1))
+    found = {}
+    for name, (weighted, arguments, settings) in CASES.items():
+        group = dist.new_group(backend=backend)
+        own = {key: value for key, value in arguments.items() if key == "accumulate"}
+        tasks = []
+        for strategy in (
+            SingleDevice(device="cuda", **own),
+            DDPStrategy(device="cuda", process_group=group, **arguments),
+        ):
+            tasks.append(Regression(weighted=weighted))
+            run_dir = f"{folder}/{type(strategy).__name__} {name} {dist.get_rank()}"
+            trainer = Trainer(strategy, max_duration="3epoch", callbacks=[], loggers=[], run_dir=run_dir, **settings)
+            trainer.fit(tasks[-1], Data(train=TensorDataset(x), batch_size=12))
+        pairs = zip(*(task.parameters() for task in tasks), strict=True)
+        found[name] = max((a - b).abs().max().item() for a, b in pairs)
+    return found
+
+
+@RANKS
+def test_weights_of_the_strategy_are_those_of_one_gpu(backend, num_ranks, tmp_path):
+    for rank in run_ranks(distances_to_single, num_ranks, backend, str(tmp_path), timeout=300):
+        for name, distance in rank.items():
+            assert distance < (2e-2 if "bf16" in name else 1e-4), name
+
+
+def steps_that_may_not_wait() -> None:
+    """With nccl a step only gives the GPU work: `error` raises at the first call that waits for it."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda()
+    settings = ReducerSettings(average=False, bucket_mb=0.01, unused="auto")
+    reducer = Reducer(list(model.named_parameters()), group=dist.new_group(backend="nccl"), settings=settings)
+    x = torch.randn(8, 64, device="cuda")
+    for step in range(6):
+        if step == 3:  # the first ones make the buckets and the communicator
+            torch.cuda.set_sync_debug_mode("error")
+        with reducer.session():
+            model(x).square().mean().backward()
+        reducer.gradient_norm()
+        model.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+    reducer.close()
+
+
+def test_no_step_waits_for_the_gpu():
+    run_ranks(steps_that_may_not_wait, 1, timeout=120)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_norms_of_all_types_are_those_of_the_cpu(dtype):
+    gradient = torch.randn(1000, dtype=dtype)
+    found = total_norm([gradient.cuda()], torch.device("cuda"))
+    assert found.item() == pytest.approx(gradient.double().norm().item(), rel=1e-3)
