@@ -1,9 +1,12 @@
 """`trainkit explain` and `trainkit config`: what keys mean, and where their values come from."""
 
+import json
 import sys
+from importlib import resources
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from trainkit import registry
 from trainkit.command_line.cli import main
@@ -94,6 +97,33 @@ def test_every_key_of_the_package_is_described_by_a_docstring():
                 tree = composer.settings([choice], needs_task=False, here=False).tree
             silent = [key.path for key in known_keys(tree) if not key.meaning and "hook" not in key.path]
             assert silent == [], f"{group}={name}"
+
+
+def test_the_page_of_keys_has_every_key_with_its_default():
+    from trainkit.command_line.key_reference import key_reference
+
+    page = key_reference()
+    for row in (
+        "| `trainer.clip_norm` | a number or null | `null` | Largest global norm of the gradient. |",
+        "| `strategy.stages` | a whole number | `2` |",
+        "| `callbacks.early_stopping.patience` | a whole number | `3` |",
+    ):
+        assert row in page
+    assert all(f"`strategy={name}`" in page for name in registry.names("strategy"))
+
+
+def test_the_schema_takes_every_recipe_of_the_package_and_refuses_mistakes(capsys):
+    jsonschema = pytest.importorskip("jsonschema")
+    assert main(["schema"]) == 0
+    validator = jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))
+    folder = resources.files("trainkit.conf") / "recipe"
+    for file in folder.iterdir():
+        if file.name.endswith(".yaml"):
+            settings = OmegaConf.to_container(OmegaConf.create(file.read_text()))
+            assert [error.message for error in validator.iter_errors(settings)] == [], file.name
+            settings["task"]["widht"] = 3
+            settings["trainer"]["seed"] = "seven"
+            assert len(list(validator.iter_errors(settings))) == 2
 
 
 def test_arguments_of_a_docstring_may_run_over_lines_and_have_types():

@@ -66,6 +66,9 @@ COMMANDS = {
         "print all settings, with where each comes from",
         "recipe=digits [key=value ...]",
     ),
+    "schema": Command(
+        "trainkit.command_line.schema:schema", "print what settings may hold, for editors", "> trainkit.schema.json"
+    ),
     "report": Command(
         "trainkit.command_line.report:report", "write the report of a run or sweep, or compare runs", "PATH [PATH ...]"
     ),

@@ -17,7 +17,7 @@ def impossible(settings: Mapping[str, Any], *, here: bool = True) -> Iterator[Pr
     yield from _batch(strategy, data)
     yield from _stages(strategy)
     yield from _processes(strategy)
-    if here:
+    if here and strategy.get("launch") in (None, "auto", "local", "processes"):  # else devices are elsewhere
         yield from _devices(strategy)
     yield from _evaluation(trainer, _mapping(settings.get("callbacks")))
     if trainer.get("clip_norm") is not None and trainer.get("clip_value") is not None:

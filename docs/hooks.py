@@ -1,0 +1,14 @@
+"""Lets mkdocs put the table of all keys, made from signatures and docstrings, in the page that asks for it."""
+
+from typing import Any
+
+_PLACE = "<!-- the keys -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return the page with the table in it."""
+    if _PLACE not in markdown:
+        return markdown
+    from trainkit.command_line.key_reference import key_reference
+
+    return markdown.replace(_PLACE, key_reference())
