@@ -32,6 +32,7 @@ from .ddp.failure import RankError, StoreBoard, is_lost, timed_out
 from .ddp.whereabouts import Whereabouts
 from .launcher import RankEnvironment, environment_of_caller, launch_ranks
 from .rendezvous import fresh_store
+from .slurm_ranks import variables_of_task
 from .stop_agreement import StopAgreement
 from .within_memory import forward_backward_within_memory
 
@@ -97,7 +98,7 @@ class ProcessGroupStrategy(Strategy):
         self._owns_group = False
         self._names: list[str] = []  # of metrics, agreed by all ranks
         self._buffers: list[Tensor] = []
-        self._weighted: bool | None = None  # whether steps return weights of their own; known after the first
+        self._weighted_by: dict[str, bool] = {}  # whether a method of the task returns weights of its own
         self._stop: StopAgreement | None = None
         self._board: StoreBoard | None = None  # where ranks tell each other why they fail and where they are
         self._whereabouts: Whereabouts | None = None
@@ -215,7 +216,7 @@ class ProcessGroupStrategy(Strategy):
             torch.cuda.set_device(self.device)
         self.precision = precision
         precision.setup(self.device)
-        self._names, self._weighted = [], None
+        self._names, self._weighted_by = [], {}
         self._steps = 0
         if self.world_size > 1:
             on_host = "cpu" in dist.get_backend_config(self.group)
@@ -301,11 +302,16 @@ class ProcessGroupStrategy(Strategy):
         """Take part in the reduction of the ranks that have samples, without any; collective."""
         raise NotImplementedError
 
+    @property
+    def _weighted(self) -> bool | None:
+        """Whether the step of this phase returns weights of its own; not known before the first."""
+        return self._weighted_by.get(self._step_name)
+
     def finish_gradients(self, outputs: Sequence[StepOutput], window: Window) -> None:
         """Divide by the sum of weights over all ranks where the task gave weights of its own; collective."""
         own = any(output.own_weight for output in outputs)
         if self._weighted is None:
-            self._weighted = self.agree(own)
+            self._weighted_by[self._step_name] = self.agree(own)
         if outputs and own != self._weighted:
             raise UserError(
                 "training_step returned a weight, but did not in the first step; return one always or never."
@@ -446,5 +452,6 @@ def interleave(parts: Sequence[Any]) -> Any:
 
 
 def _is_joining() -> bool:
-    """Whether this process is one of several ranks already: under torchrun, or where a group was initialized."""
+    """Whether this process is one of several ranks already: under torchrun, srun, or in a group that was initialized."""
+    os.environ.update(variables_of_task(os.environ))
     return dist.is_initialized() or all(name in os.environ for name in _TORCHRUN_VARIABLES)
