@@ -112,6 +112,7 @@ class Reducer:
         self._queue = LaunchQueue(self._start)
         self._first = FirstBackward(self.slots, settings=self.settings)
         self.began_at = self.backward_ended_at = self.ended_at = 0.0  # seconds of time.perf_counter
+        self.waited_seconds = 0.0  # after backward, in all steps
         self._never: list[int] = []  # parameters that a static graph does not use
         self._marked: frozenset[int] = frozenset()  # known not to take part
         self._shared: set[int] = set()  # whose earlier sum was divided, see `_share_carried`
@@ -206,6 +207,7 @@ class Reducer:
             self._shared.clear()
         self.step += 1
         self.ended_at = time.perf_counter()
+        self.waited_seconds += self.ended_at - self.backward_ended_at
         if self.after_step is not None:
             self.after_step(self)
 

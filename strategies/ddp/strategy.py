@@ -211,6 +211,11 @@ class DDPStrategy(ProcessGroupStrategy):
         super().begin_phase(optimization, step_name=step_name)
         self.reducer = self._reducers[optimization.phase]
 
+    @property
+    def waited_seconds(self) -> float | None:
+        """Seconds after backward in which this rank has waited for buckets; a CUDA device may wait unseen."""
+        return None if self.reducer is None else self.reducer.waited_seconds
+
     def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
         """Return the context of one backward: its gradients are added up over ranks if `sync`."""
         return _NO_SESSION if self.reducer is None else self.reducer.session(sync=sync)

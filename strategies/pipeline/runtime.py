@@ -27,6 +27,7 @@ class Runtime:
 
     def __init__(self, messages: Messages, *, device: torch.device):
         self.spans: list[Span] = []
+        self.waited_seconds = 0.0  # for other stages, in all windows of training
         """When each action of the last window ran, in seconds from its start; waiting is not part of it."""
         self.began = 0.0
         """When the last window began, by the machine's clock."""
@@ -53,6 +54,8 @@ class Runtime:
         with generators_kept(self._device):
             run = WindowRun(self._messages, self._device, staged, step, batches, seed, read_loss)
             self._carry_out(run, actions, around)
+        busy = sum(span.end - span.start for span in self.spans)
+        self.waited_seconds += perf_counter() - self.began - busy
 
     @torch.no_grad()
     def forward(

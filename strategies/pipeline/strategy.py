@@ -269,6 +269,11 @@ class Pipeline(ProcessGroupStrategy):
 
     # ---- A step
 
+    @property
+    def waited_seconds(self) -> float | None:
+        """Seconds in which this stage has waited for others."""
+        return None if self._runtime is None else self._runtime.waited_seconds
+
     def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
         """Leave in every `.grad` of this stage the gradient of the weighted mean loss over the global batch.
 
