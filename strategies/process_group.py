@@ -452,6 +452,6 @@ def interleave(parts: Sequence[Any]) -> Any:
 
 
 def _is_joining() -> bool:
-    """Whether this process is one of several ranks already: under torchrun, srun, or in a group that was initialized."""
+    """Whether this process is one of several ranks already: of torchrun, srun, or a group that was initialized."""
     os.environ.update(variables_of_task(os.environ))
     return dist.is_initialized() or all(name in os.environ for name in _TORCHRUN_VARIABLES)

@@ -13,6 +13,7 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from tests.tasks import Regression, assert_same_bits, regression_data
 from trainkit import Callback, Data, Trainer
 from trainkit.checkpoints.store import CheckpointEntry, CheckpointError, CheckpointStore
+from trainkit.checkpoints.writer import AsyncWriter
 
 
 class Weights(Callback):
@@ -164,6 +165,21 @@ def test_a_run_goes_on_from_what_was_written_in_the_background_to_the_last_bit(m
     trainer.fit(Regression(momentum, hidden=8, dropout=0.5), data())
     make_trainer(max_duration="15step").fit(resumed, data(), resume=trainer.run_dir)
     assert_same_bits(resumed, whole)
+
+
+def test_memory_for_the_first_save_is_ready_before_it(make_trainer, monkeypatch):
+    ready: list[set[str]] = []
+    save = AsyncWriter.save
+
+    def noted(self: AsyncWriter, payload: Any, **settings: Any) -> None:
+        self.wait()
+        ready.append(set(self._snapshot._buffers))
+        save(self, payload, **settings)
+
+    monkeypatch.setattr(AsyncWriter, "save", noted)
+    trainer = make_trainer(callbacks=[Checkpoint(every="4step", background=True)], max_duration="4step")
+    trainer.fit(Regression(momentum), data())
+    assert {"task.network.0.weight", "optimizer.state.0.momentum_buffer"} <= ready[0]
 
 
 def test_no_thread_outlives_a_run(make_trainer):

@@ -77,7 +77,7 @@ def free_port() -> int:
 
 def agent(machine: str, port: int, run_dir: Path, log: Path) -> "subprocess.Popen[bytes]":
     """Start what is typed on each machine; `kept` is the one where the ranks meet."""
-    settings = f"last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2,is_host={int(machine == 'kept')}"
+    settings = f"last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5,is_host={int(machine == 'kept')}"
     environment = {key: value for key, value in os.environ.items() if key not in ELASTIC}
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2"),
