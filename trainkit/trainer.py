@@ -82,6 +82,7 @@ class Trainer:
         fast_dev_run: Try everything with one batch, writing no file.
         preemption_signal: A further signal after which the state is saved and training ends, such as `"SIGUSR1"`.
         requeue: Whether SLURM queues the job again after that signal; needs `resume="auto"`.
+        profile: Whether steps 10 to 15 are recorded by torch's profiler, and a step's arithmetic is counted.
         report: Whether the run's folder gets a `report.html` when the run ends, well or not.
         run_dir: The run's folder; by default a new one below `runs/`.
         callbacks: Callbacks or their names; by default checkpoints, progress, throughput, model summary, learning rate.
@@ -122,6 +123,7 @@ class Trainer:
         fast_dev_run: bool = False,
         preemption_signal: str | None = None,
         requeue: bool = False,
+        profile: bool = False,
         report: bool = True,
         run_dir: str | Path | None = None,
         callbacks: Sequence[str | Callback] | None = None,
@@ -160,6 +162,8 @@ class Trainer:
         self.report = report
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.callbacks = made_callbacks(callbacks)
+        if profile:
+            self.callbacks.append(registry.make("callbacks", "profiler"))
         self.loggers = made_loggers(loggers)
         self.config = config
         self.usual_batch: UsualBatch | None = None

@@ -26,6 +26,7 @@ options:
   --config-dir DIR    a folder of your own with groups such as recipe/mine.yaml
   --cfg job           print the settings and do nothing; --resolve: with interpolations resolved
   resume=auto         go on with the run in run_dir, or the newest unfinished one of the recipe; else start anew
+  profile=true        short for trainer.profile=true: a trace and a table of operations of steps 10 to 15
   -h, --help          this page; together with recipe=NAME or strategy=NAME also their keys
 """
 _RUN_OPTIONS = """\

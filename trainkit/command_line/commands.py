@@ -24,6 +24,9 @@ def fit(arguments: Arguments) -> int:
     """Train, in a new folder; `config=PATH` repeats the settings of a run, `resume=auto` goes on with one."""
     saved = arguments.take("config")
     resumed = arguments.take("resume")
+    profiled = arguments.take("profile")
+    if profiled is not None:
+        arguments.overrides.append(f"trainer.profile={profiled}")
     if resumed not in (None, "auto"):
         raise UserError(f"resume={resumed}: fit goes on by itself with resume=auto. Type trainkit resume {resumed}")
     if arguments.multirun:
@@ -121,7 +124,7 @@ def _train(
         _say(assembly, farewell(stopped, run_dir), to=sys.stderr)
         return stopped.exit_code
     if result.run_dir is not None:
-        _say(assembly, f"the run is in {result.run_dir}")
+        _say(assembly, f"the run is in {result.run_dir}{', with its report.html' if assembly.trainer.report else ''}")
     return 0
 
 
