@@ -303,7 +303,7 @@ Encode = Callable[[bytes], Any]
 def _tokenizer(name: str, files: list[Path], *, vocabulary: int, folder: Path) -> tuple[Encode, int]:
     """Return what makes tokens of a text, an end at its end, and how many different ones there are."""
     if name == "bytes":
-        return lambda text: [*text, _NUM_BYTES], _NUM_BYTES + 1
+        return _bytes, _NUM_BYTES + 1
     try:
         if name == "bpe":
             return _learned(files, vocabulary=vocabulary, folder=folder)
@@ -321,6 +321,10 @@ def _tokenizer(name: str, files: list[Path], *, vocabulary: int, folder: Path) -
         ) from None
     end = [] if pretrained.eos_token_id is None else [pretrained.eos_token_id]
     return lambda text: pretrained(text.decode(errors="replace")).input_ids + end, len(pretrained)
+
+
+def _bytes(text: bytes) -> Any:
+    return np.append(np.frombuffer(text, dtype=np.uint8).astype(np.uint16), np.uint16(_NUM_BYTES))
 
 
 def _learned(files: list[Path], *, vocabulary: int, folder: Path) -> tuple[Encode, int]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.recipes.tiny import make_image_folder
 
 from trainkit.command_line.cli import main
 
@@ -62,8 +63,9 @@ def pages_with(language: str) -> list[Path]:
 def commands_of(code: str) -> Iterator[list[str]]:
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        if words:
-            yield words
+        end = next((index for index, word in enumerate(words) if word in (">", "|")), len(words))
+        if words[:end]:
+            yield words[:end]
 
 
 def write_files(page: Path, folder: Path) -> None:
@@ -136,6 +138,8 @@ def test_trainkit_commands_of_a_page_run(
         (folder / "conf/recipe").mkdir(parents=True)
         recipe = ROOT / "conf/recipe/digits_mlp.yaml"
         (folder / "conf/recipe/mine.yaml").write_text(recipe.read_text(encoding="utf-8"), encoding="utf-8")
+    if page.name == "recipes.md":
+        make_image_folder(folder / "photos")
     for block in blocks_of(page):
         if block.language == "shell":
             for words in trainkit_commands_of(block.code):
