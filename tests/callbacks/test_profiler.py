@@ -1,0 +1,90 @@
+"""A profiled window, counted arithmetic and where the time of a step goes."""
+
+import json
+import time
+
+import pytest
+import torch
+from trainkit.callbacks.device_peaks import peak_of_model
+from trainkit.callbacks.profiler import Profiler
+from trainkit.callbacks.step_times import StepTimes
+
+from tests.tasks import Regression, regression_data
+from trainkit import Data, UserError
+from trainkit.step_watch import PARTS
+
+
+def test_a_window_is_recorded_and_its_arithmetic_counted(make_trainer):
+    trainer = make_trainer(
+        max_duration="12step",
+        log_every="2step",
+        loggers=["jsonl"],
+        callbacks=[Profiler(first=4, last=6, peak_tflops=1.0)],
+    )
+    result = trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8))
+    trace = json.loads((trainer.run_dir / "profile_trace_rank_0.json").read_text())
+    steps = [event for event in trace["traceEvents"] if event.get("name") == "aten::addmm"]
+    assert len(steps) == 3
+    record = json.loads((trainer.run_dir / "profile.json").read_text())
+    assert (record["first_step"], record["last_step"]) == (4, 6)
+    # A linear layer of 4 x 1 on 8 samples: 2 * 8 * 4 forward, and as much for the gradient of its weights.
+    assert record["flops_per_step"] == 2 * (2 * 8 * 4)
+    assert "aten::addmm" in [row["name"] for row in record["operations"]]
+    assert sum(row["share"] for row in record["operations"]) <= 1.0 + 1e-9
+    assert result.metrics["train/mfu"] == pytest.approx(result.metrics["train/flops_per_second"] / 1e12)
+    text = (trainer.run_dir / "report.html").read_text()
+    assert "Operations of steps 4 to 6" in text and "128 FLOP" in text
+
+
+def test_a_run_that_ends_before_its_window_leaves_no_profiler_on(make_trainer):
+    trainer = make_trainer(max_duration="5step", callbacks=[Profiler(first=5, last=9)])
+    trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8))
+    assert not torch.autograd._profiler_enabled()
+
+
+@pytest.mark.parametrize("settings", [{"first": 1}, {"first": 9, "last": 8}, {"peak_tflops": 0}])
+def test_a_window_that_cannot_be_is_refused(settings):
+    with pytest.raises(UserError, match="profiler"):
+        Profiler(**settings)
+
+
+def test_the_peak_follows_from_the_longest_name_and_the_precision():
+    assert peak_of_model("NVIDIA H100 80GB HBM3", precision="bf16-mixed", tf32=False)[0] == 989.4e12
+    assert peak_of_model("NVIDIA H100 PCIe", precision="bf16-mixed", tf32=False)[0] == 756e12
+    assert peak_of_model("NVIDIA A100-SXM4-80GB", precision="fp32", tf32=True)[0] == 156e12
+    assert peak_of_model("Some Other 9000", precision="fp32", tf32=False)[0] is None
+    assert peak_of_model("Tesla T400", precision="fp32", tf32=False)[0] is None
+
+
+class _SlowTask(Regression):
+    def training_step(self, batch):
+        time.sleep(0.02)
+        return super().training_step(batch)
+
+
+def _slow_collate(samples):
+    time.sleep(0.03)
+    return torch.utils.data.default_collate(samples)
+
+
+def test_the_parts_of_a_step_are_where_the_time_went(make_trainer):
+    trainer = make_trainer(max_duration="8step", log_every="4step", callbacks=[StepTimes(log=True)], loggers=["jsonl"])
+    data = Data(train=regression_data(32), batch_size=4, collate=_slow_collate)
+    result = trainer.fit(_SlowTask(), data)
+    lines = [json.loads(line) for line in (trainer.run_dir / "step_times.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["steps"]) for line in lines] == [(4, 4), (8, 4)]
+    seconds = lines[-1]["seconds"]
+    assert set(seconds) <= set(PARTS)
+    assert seconds["data"] == pytest.approx(4 * 0.03, abs=0.06)
+    assert seconds["forward"] == pytest.approx(4 * 0.02, abs=0.06)
+    assert seconds["data"] > seconds["forward"] > 4 * seconds["backward"]
+    assert result.metrics["time/data"] == pytest.approx(seconds["data"] / 4 * 1e3, rel=1e-3)
+    assert lines[-1]["memory"]["host"] > 10**7
+
+
+def test_forwards_are_left_as_they_were(make_trainer):
+    trainer = make_trainer(max_duration="2step", callbacks=[StepTimes()], precision="bf16-mixed")
+    before = trainer.precision.forward().__class__
+    trainer.fit(Regression(), Data(train=regression_data(16), batch_size=4))
+    assert trainer.precision._autocast.__name__ != "both"
+    assert before is not None

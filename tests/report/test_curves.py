@@ -1,0 +1,75 @@
+"""Reading and thinning of logged metrics."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.report.metrics import Curve, averaged, base_names, read_curves, thinned
+from trainkit.report.numbers import number, seconds, share, short, size, ticks
+
+
+def test_what_a_resumed_run_logs_again_replaces_what_was_there(tmp_path):
+    lines = [{"step": step, "train/loss": value} for step, value in ((2, 1.0), (4, 2.0), (6, 3.0), (4, 9.0), (6, 8.0))]
+    text = "\n".join(json.dumps(line) for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(f'{text}\nnot json\n[1]\n{{"step": "x"}}\n{{"step": 8, "train/lo')
+    assert read_curves(tmp_path) == {"train/loss": Curve([2, 4, 6], [1.0, 9.0, 8.0])}
+
+
+def test_texts_that_stand_for_numbers_are_read(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 5, "a": "NaN", "b": "-Infinity", "c": true}\n'
+    )
+    curves = read_curves(tmp_path)
+    assert math.isnan(curves["a"].last) and curves["b"].last == -math.inf
+    assert set(curves) == {"a", "b"}
+
+
+@given(st.lists(st.floats(allow_infinity=False), min_size=1, max_size=400), st.integers(8, 64))
+def test_thinning_keeps_ends_and_extremes_and_what_is_no_number(values, most):
+    curve = Curve(list(range(len(values))), values)
+    thin = thinned(curve, most=most)
+    assert len(thin.steps) <= max(most + 2, 8)
+    assert thin.steps == sorted(set(thin.steps))
+    assert (thin.steps[0], thin.steps[-1]) == (0, len(values) - 1)
+    assert all(values[step] is value for step, value in zip(thin.steps, thin.values, strict=True))
+    finite = [value for value in values if math.isfinite(value)]
+    if finite:
+        kept = [value for value in thin.values if math.isfinite(value)]
+        assert (min(kept), max(kept)) == (min(finite), max(finite))
+    assert any(map(math.isnan, thin.values)) == any(map(math.isnan, values))
+
+
+def test_the_average_of_a_stretch_leaves_out_what_is_no_number():
+    curve = Curve(list(range(8)), [1.0, 3.0, math.nan, 5.0, 1.0, 1.0, math.inf, 1.0])
+    assert averaged(curve, most=2) == Curve([3, 7], [3.0, 1.0])
+    assert averaged(curve, most=3) is None  # too few points to need one
+
+
+def test_stages_of_a_metric_and_groups_of_a_rate_belong_together():
+    names = ["train/loss", "validation/loss", "train/learning_rate.0", "train/learning_rate.1", "other/x"]
+    assert base_names(names) == {
+        "loss": names[:2],
+        "learning_rate": names[2:4],
+        "other/x": ["other/x"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (number(12345.0), "12,345"),
+        (number(0.0123456), "0.01235"),
+        (number(math.nan), "NaN"),
+        (short(12_500), "12.5k"),
+        (size(5 * 2**20), "5.0 MiB"),
+        (seconds(0.00042), "420 µs"),
+        (seconds(3723), "1:02:03"),
+        (share(0.1234), "12.3 %"),
+        (ticks(0.0, 1.0, count=4), [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]),
+    ],
+)
+def test_numbers_are_written_for_people(shown, text):
+    assert shown == text

@@ -1,0 +1,59 @@
+"""Reports in a real browser: opened within two seconds, without an error, and answering to the pointer."""
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+SECONDS = 2.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")]
+# What it takes a page to be laid out, and what it shows under the pointer, are left where `--dump-dom` prints them.
+_PROBE = """
+<script>
+const failures = [];
+addEventListener("error", (event) => failures.push(event.message));
+addEventListener("load", () => {
+  document.body.offsetHeight;
+  const laidOut = performance.now();
+  const plot = document.querySelector(".plot"), box = plot.querySelector(".frame").getBoundingClientRect();
+  const place = { clientX: box.left + box.width / 2, clientY: box.top + 20, bubbles: true };
+  plot.dispatchEvent(new PointerEvent("pointermove", place));
+  const tip = plot.querySelector(".tip");
+  const wide = document.documentElement.scrollWidth > innerWidth + 1;
+  document.title = JSON.stringify({ laidOut, tip: tip ? tip.innerText : "", failures, wide });
+});
+</script>
+"""
+
+
+def opened(path: Path, tmp_path: Path, *, width: int = 1200) -> dict:
+    """Return what the probe found in a copy of a page without its policy, which forbids nothing that the page does."""
+    import json
+    import re
+
+    copy = tmp_path / "probed.html"
+    copy.write_text(path.read_text().replace("</head>", f"{_PROBE}</head>"))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000", "--dump-dom", copy.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
+    return json.loads(title.group(1).replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
+
+def test_a_report_of_100_000_steps_opens_within_two_seconds(long_run, tmp_path):
+    began = time.perf_counter()
+    found = opened(long_run / "report.html", tmp_path)
+    assert found["failures"] == []
+    assert found["laidOut"] < SECONDS * 1e3, f"whole browser: {time.perf_counter() - began:.1f} s"
+    assert found["tip"].startswith("step ")
+
+
+def test_pages_fit_a_narrow_screen_and_show_values(finished_run, failed_run, tmp_path):
+    for folder in (finished_run, failed_run):
+        found = opened(folder / "report.html", tmp_path, width=500)
+        assert found["failures"] == [] and not found["wide"]
+        assert "loss" in found["tip"] or "train" in found["tip"]

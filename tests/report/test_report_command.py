@@ -1,0 +1,103 @@
+"""`trainkit report` for one run, several runs and sweeps, and its answers to what is not there."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from tests.report.parsed import Page
+from trainkit.command_line.cli import main
+
+
+@pytest.fixture
+def two_runs(in_folder, finished_run, failed_run):
+    for name, run in (("first", finished_run), ("second", failed_run)):
+        shutil.copytree(run, in_folder / "runs" / name)
+    for name, width in (("first", 8), ("second", 16)):
+        text = f"recipe: digits\ntask:\n  width: {width}\n  lr: 0.1\nrun_dir: runs/{name}\n"
+        (in_folder / "runs" / name / "config.yaml").write_text(text)
+    return in_folder / "runs"
+
+
+def test_a_run_is_reported_again_from_its_folder_or_a_file_in_it(two_runs, capsys):
+    (two_runs / "first" / "report.html").unlink()
+    for path in ("runs/first", "runs/first/checkpoints", "runs/first/metrics.jsonl"):
+        assert main(["report", path]) == 0
+        assert capsys.readouterr().out == "runs/first/report.html\n"
+    assert "Learning curves" in Page.of(two_runs / "first" / "report.html").text
+
+
+def test_runs_are_compared(two_runs, capsys):
+    assert main(["report", "runs/first", "runs/second"]) == 0
+    assert capsys.readouterr().out == "runs/second/comparison.html\n"
+    page = Page.of(two_runs / "second" / "comparison.html")
+    assert "2 runs of digits" in page.text
+    assert "task.width 8 16" in page.text and "task.lr" not in page.text and "run_dir" not in page.text
+    pictures = [json.loads(script) for script in page.scripts if script.startswith("{")]
+    assert ["first", "second"] in [[series["name"] for series in picture["series"]] for picture in pictures]
+    assert "validation/loss" in page.text
+    assert main(["report", "runs/first", "runs/second", "out=both.html"]) == 0
+    assert os.path.exists("both.html")
+
+
+def test_a_sweep_has_a_table_and_a_line_for_each_job(in_folder, capsys):
+    sweep = in_folder / "sweep"
+    sweep.mkdir()
+    jobs = [
+        {
+            "number": number,
+            "overrides": ["recipe=digits", f"task.lr={rate}", f"task.name=<{number}>"],
+            "run_dir": f"sweep/{number}",
+            "error": "ValueError: no\nmore" if rate == "1" else None,
+            "metrics": {} if rate == "1" else {"validation/loss": loss, "validation/accuracy": 1 - loss},
+        }
+        for number, (rate, loss) in enumerate([("0.1", 0.5), ("0.01", 0.2), ("1", 0.0), ("0.001", None)])
+        if loss is not None
+    ]
+    objective = {"metric": "validation/accuracy", "mode": "max"}
+    (sweep / "sweep.json").write_text(json.dumps({"objective": objective, "jobs": jobs}))
+    assert main(["report", "sweep"]) == 0
+    assert capsys.readouterr().out == "sweep/report.html\n"
+    page = Page.of(sweep / "report.html")
+    assert "3 jobs, 1 failed, ordered by validation/accuracy, the largest first" in page.text
+    assert page.text.index("0.8 0.2") < page.text.index("0.5 0.5") < page.text.index("failed: ValueError: no")
+    assert "recipe" not in page.text and "<1>" in page.text
+    points = [attributes["points"] for attributes in page.attributes("polyline")]
+    assert points == ["0,0 5000,10000 10000,10000", "0,10000 5000,0 10000,0"]  # the best is drawn last
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["runs/frist"], "runs/frist: there is no frist in {}/runs. Did you mean 'first'?"),
+        (["rnus/first"], "rnus/first: there is no rnus in {}. Did you mean 'runs'?"),
+        (["runs"], "runs holds 2 runs, not one"),
+        (["empty"], "empty is no run's folder"),
+        ([], "report needs a run. Type trainkit report runs/"),
+        (["runs/first", "runs/first"], "runs/first is given twice"),
+        (["runs/first", "task.lr=1"], "report takes folders and out=FILE, and no task.lr"),
+    ],
+)
+def test_what_cannot_be_reported_is_explained(two_runs, capsys, typed, words):
+    (two_runs.parent / "empty").mkdir()
+    assert main(["report", *typed]) == 2
+    assert words.format(two_runs.parent) in capsys.readouterr().err
+
+
+def test_settings_are_compared_with_the_recipe():
+    from trainkit.command_line.composition import composing
+    from trainkit.report.config_changes import Change, changes_from_recipe
+
+    typed = ["recipe=digits_mlp", "strategy=ddp", "strategy.devices=3", "task.lr=0.5", "+callbacks=early_stopping"]
+    with composing() as composer:
+        tree = composer.settings([*typed, "callbacks.early_stopping.patience=9"]).tree
+    changes = changes_from_recipe(tree)
+    assert changes[0] == Change("strategy", "SingleDevice", "DDPStrategy")
+    assert Change("strategy.devices", "auto", "3") in changes
+    assert Change("task.lr", "0.002", "0.5") in changes
+    (added,) = [change for change in changes if change.key == "callbacks.early_stopping"]
+    assert added.before == "" and "patience=9" in added.after
+    assert len(changes) == 4
+    assert changes_from_recipe({"recipe": "gone"}) is None
+    assert changes_from_recipe({"recipe": None}) is None

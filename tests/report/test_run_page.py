@@ -1,0 +1,156 @@
+"""What a run's report says, and what it can never do: fetch anything, or run what a name holds."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.report.parsed import Page
+from tests.tasks import Regression, regression_data
+from trainkit import Callback, Data, Trainer
+from trainkit.report.writing import write_report
+from trainkit.timeline import Figure, Lane, Timeline, TimelineSpan
+
+
+def test_a_finished_run_has_curves_checkpoints_settings_and_environment(finished_run):
+    page = Page.of(finished_run / "report.html")
+    assert page.open == []
+    for words in (
+        "finished reached max_duration=3epoch",
+        "Learning curves",
+        "Where the time goes",
+        "waiting for data",
+        "Checkpoints",
+        "step_00000012",
+        f"torch {torch.__version__}",
+        "global batch 8 = 1 rank x 1 micro-batch x 8 samples",
+        "started from Python without a config",
+    ):
+        assert words in page.text, words
+    titles = [attributes.get("class") for attributes in page.attributes("figure")]
+    assert len(titles) >= 6
+
+
+def test_training_and_validation_are_in_one_picture(finished_run):
+    page = Page.of(finished_run / "report.html")
+    pictures = [json.loads(script) for script in page.scripts if script.startswith("{")]
+    names = [[series["name"] for series in picture["series"]] for picture in pictures]
+    assert ["train", "validation"] in names
+
+
+def test_nothing_is_fetched(finished_run, failed_run, long_run):
+    for folder in (finished_run, failed_run, long_run):
+        page = Page.of(folder / "report.html")
+        kinds = {tag for tag, _ in page.elements}
+        assert not kinds & {"link", "img", "iframe", "object", "embed", "base"}
+        assert all("src" not in attributes for _, attributes in page.elements)
+        links = [str(attributes.get("href")) for attributes in page.attributes("a")]
+        assert not [link for link in links if re.match(r"[a-z]+:|//", link)]
+        assert "url(" not in (folder / "report.html").read_text()
+        policy = [a["content"] for a in page.attributes("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+        assert policy[0].startswith("default-src 'none'")
+
+
+def test_hostile_names_are_texts(finished_run, failed_run):
+    for folder in (finished_run, failed_run):
+        page = Page.of(folder / "report.html")
+        scripts = [script for script in page.scripts if not script.startswith("{")]
+        assert len(scripts) == 1 and "alert" not in scripts[0]
+        assert "i" not in {tag for tag, attributes in page.elements if not attributes}
+    assert "</script><script>alert(1)</script>" in Page.of(finished_run / "report.html").text
+    assert "the disk is full: <script>alert('x')</script>" in Page.of(failed_run / "report.html").text
+
+
+def test_a_failure_stands_on_top_with_rank_step_hook_and_traceback(failed_run):
+    text = Page.of(failed_run / "report.html").text
+    assert text.index("The run failed: RuntimeError") < text.index("Learning curves")
+    assert "where rank 0, after step 5, the callback Failing.on_step_end" in text
+    assert "Traceback (most recent call last)" in text
+
+
+def test_a_value_that_is_no_number_is_marked(finished_run):
+    page = Page.of(finished_run / "report.html")
+    assert any("not-finite" in str(attributes.get("class")) for attributes in page.attributes("line"))
+
+
+def test_a_long_run_is_small_and_keeps_its_extremes(long_run):
+    path = long_run / "report.html"
+    assert path.stat().st_size < 5_000_000
+    page = Page.of(path)
+    heights = [
+        int(point.partition(",")[2])
+        for attributes in page.attributes("polyline")
+        if "faint" in str(attributes["class"])
+        for point in str(attributes["points"]).split()
+    ]
+    # The spike of 40 is the head of its picture: the upper margin is a twentieth of what is between.
+    assert min(heights) == pytest.approx(10_000 * 0.05 / 1.05, abs=15)
+
+
+def test_a_timeline_is_drawn_to_scale_with_its_advice(tmp_path):
+    (tmp_path / "config.yaml").write_text("recipe: null\n")
+    bars = [TimelineSpan("forward", 10.0, 10.25, label="0"), TimelineSpan("backward", 10.5, 11.0, "<b>", "1")]
+    figures = [Figure("hidden", 0.825, note="of all"), Figure("size", 2.5 * 2**20, "bytes")]
+    Timeline("ddp", "a step", [Lane("rank 0", bars)], 7, figures, ["Try strategy.bucket_mb=2."]).write(tmp_path)
+    page = Page.of(write_report(tmp_path))
+    drawn = [(a["x"], a["width"]) for a in page.attributes("rect")]
+    assert drawn == [("0.000%", "25.000%"), ("50.000%", "50.000%")]
+    assert "a step, step 7" in page.text and "Try strategy.bucket_mb=2." in page.text
+    assert "82.5 %" in page.text and "2.5 MiB" in page.text and "<b>: 500 ms, from 500 ms" in page.text
+
+
+def test_a_run_that_was_killed_says_so(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1.0}\n{"step": 2, "tra')
+    text = Page.of(write_report(tmp_path)).text
+    assert "unfinished no end was recorded: the run is still going on, or it was killed" in text
+
+
+def test_a_report_that_cannot_be_written_does_not_end_training(make_trainer, monkeypatch, caplog):
+    def refuse(folder):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("trainkit.report.writing.write_report", refuse)
+    result = make_trainer(max_duration="2step").fit(Regression(), Data(train=regression_data(8), batch_size=4))
+    assert result.steps == 2
+    assert "could not be written: OSError: no space left" in caplog.text
+
+
+def test_no_report_is_written_where_none_is_wanted(make_trainer):
+    trainer = make_trainer(max_duration="1step", report=False)
+    trainer.fit(Regression(), Data(train=regression_data(8), batch_size=4))
+    assert not (trainer.run_dir / "report.html").exists()
+
+
+def test_a_failure_of_an_earlier_part_of_a_run_is_forgotten(tmp_path):
+    class Once(Callback):
+        fails = True
+
+        def on_step_end(self, run):
+            if run.state.step == 2 and Once.fails:
+                raise RuntimeError("once")
+
+    def trainer():
+        return Trainer(max_duration="3step", run_dir=tmp_path, callbacks=["checkpoint", Once()], loggers=["jsonl"])
+
+    data = Data(train=regression_data(32), batch_size=8)
+    with pytest.raises(RuntimeError):
+        trainer().fit(Regression(), data)
+    assert "The run failed" in Page.of(tmp_path / "report.html").text
+    Once.fails = False
+    trainer().fit(Regression(), data, resume=tmp_path)
+    assert "The run failed" not in Page.of(tmp_path / "report.html").text
+    assert not list(tmp_path.glob("failure*.json"))
+
+
+def test_warnings_are_in_the_report(make_trainer):
+    import logging
+
+    class Warn(Callback):
+        def on_step_end(self, run):
+            logging.getLogger("trainkit.test").warning("mind the <gap>")
+
+    trainer = make_trainer(max_duration="3step", callbacks=[Warn()])
+    trainer.fit(Regression(), Data(train=regression_data(16), batch_size=4))
+    text = Page.of(trainer.run_dir / "report.html").text
+    assert "Warnings (1)" in text and "mind the <gap>" in text
