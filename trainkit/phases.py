@@ -222,4 +222,5 @@ def _named(output: StepOutput, phase: str) -> StepOutput:
     metrics = {f"{phase}/{name}": value for name, value in output.metrics.items()}
     if output.loss is not None:
         metrics[f"{phase}/loss"] = output.loss
-    return StepOutput(output.loss, output.weight, metrics, own_weight=output.own_weight)
+    objects = [counted._replace(name=f"{phase}/{counted.name}") for counted in output.objects]
+    return StepOutput(output.loss, output.weight, metrics, own_weight=output.own_weight, objects=objects)
