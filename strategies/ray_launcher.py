@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -156,7 +156,7 @@ class _Ranks(NamedTuple):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        kill = ray.remote(num_cpus=0)(os.kill)
+        kill = ray.remote(num_cpus=0)(_kill)
         for pid, node in zip(self.pids, self.nodes, strict=True):
             here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             kill.options(scheduling_strategy=here).remote(pid, number)
@@ -174,7 +174,7 @@ class _Ranks(NamedTuple):
         rank, error = next(iter((causes or raised).items()))
         if isinstance(error.cause, UserError | Stopped | KeyboardInterrupt):
             raise error.cause
-        raise error.cause from RankTraceback(f"rank {rank}: {error.traceback_str}")
+        raise error.cause from RankTraceback(f"rank {rank}: {error}")
 
 
 @contextmanager
@@ -263,6 +263,11 @@ def _noted(signals: Sequence[int]) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _kill(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(pid, number)
 
 
 def _variables(rank: int, world_size: int, job: str) -> dict[str, str]:
