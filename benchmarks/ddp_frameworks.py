@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -92,7 +94,7 @@ def with_lightning(task: Squares, samples: Tensor, batch_size: int, watch: Watch
         def on_train_batch_end(self, *_: Any) -> None:
             watch.step()
 
-    logging.getLogger("lightning").setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
             accelerator="cpu",
@@ -144,7 +146,8 @@ def compare(model: str, rounds: int, steps: int) -> dict[str, list[tuple[float, 
     warnings.simplefilter("ignore")
     make, make_input, _ = MODELS[model]
     share = make_input()
-    samples = share.repeat(world_size * steps, *[1] * (share.dim() - 1))
+    # One epoch is longer than the run, so that no checkpoint is written in what is timed.
+    samples = share.repeat(world_size * (steps + 5), *[1] * (share.dim() - 1))
     names = [name for name, (package, _) in CONTENDERS.items() if importlib.util.find_spec(package)]
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(rounds + 1):
@@ -152,7 +155,8 @@ def compare(model: str, rounds: int, steps: int) -> dict[str, list[tuple[float, 
             name = names[(turn + offset) % len(names)]
             torch.manual_seed(0)
             watch = Watch(steps)
-            CONTENDERS[name][1](Squares(make()), samples, len(share), watch)
+            with redirect_stdout(io.StringIO()):
+                CONTENDERS[name][1](Squares(make()), samples, len(share), watch)
             slower = torch.tensor(watch.seconds, dtype=torch.float64)
             dist.all_reduce(slower, dist.ReduceOp.MAX)
             wall, processor = slower.tolist()

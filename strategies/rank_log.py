@@ -41,6 +41,7 @@ class Page:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._rows, self._row, self._column = [""], 0, 0
+        self._is_drawn_on = False  # by a display, which hides the cursor meanwhile
 
     def write(self, text: str) -> None:
         """Do with the rows what a terminal does with `text`, and write those that stay as they are."""
@@ -55,11 +56,13 @@ class Page:
                 self._column = 0
             elif command == "A":
                 self._row = max(0, self._row - int(arguments or 1))
+            elif command in ("h", "l") and arguments == "?25":
+                self._is_drawn_on = command == "l"
             elif command == "K":
                 self._rows[self._row] = "" if arguments == "2" else self._rows[self._row][: self._column]
         while len(self._rows) > self._row + 1 and not self._rows[-1]:
             self._rows.pop()
-        is_ended = self._row == len(self._rows) - 1 and not self._rows[-1]
+        is_ended = self._row == len(self._rows) - 1 and not self._rows[-1] and not self._is_drawn_on
         self._write_rows(len(self._rows) - 1 if is_ended else len(self._rows) - MAX_OPEN_ROWS)
 
     def close(self) -> None:
@@ -77,7 +80,7 @@ class Page:
         if count <= 0:
             return
         with self.path.open("a", encoding="utf-8", errors="replace") as file:
-            file.writelines(f"{row}\n" for row in self._rows[:count])
+            file.writelines(f"{row.rstrip()}\n" for row in self._rows[:count])
         self._rows = self._rows[count:]
         self._row = max(0, self._row - count)
 

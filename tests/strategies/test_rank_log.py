@@ -9,6 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 from trainkit.strategies.rank_log import Page
 
 
@@ -56,7 +57,7 @@ def test_a_live_display_leaves_what_was_printed_above_it(tmp_path):
     with Live("first\nsecond", console=console, auto_refresh=False, transient=True) as live:
         for step in range(30):
             console.print(f"step {step}")
-            live.update(f"epoch {step}\nloss {step}", refresh=True)
+            live.update(Text(f"epoch {step}\nloss {step}\n"), refresh=True)  # the last line is empty
     console.print("the end")
     page.close()
     assert (tmp_path / "log").read_text().split() == [*(w for i in range(30) for w in ("step", str(i))), "the", "end"]
