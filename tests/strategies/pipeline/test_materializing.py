@@ -135,6 +135,7 @@ def test_every_part_has_the_values_of_the_whole():
             assert tensor.shape == expected.shape and tensor.requires_grad == expected.requires_grad
             assert torch.equal(tensor, expected) if name in part else tensor.untyped_storage().nbytes() <= 8
     assert whole.head.weight is whole.source.weight
+    assert not torch.equal(whole.encoder[0].linear1.weight, whole.encoder[1].linear1.weight)
     assert float(whole.head.weight.detach().std()) > 0.5  # that of an embedding, which comes first
 
 

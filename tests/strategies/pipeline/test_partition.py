@@ -91,6 +91,14 @@ def test_balance_moves_the_cut_from_time_to_memory():
     assert partition(recording, num_stages=2, balance=1.0).cuts == (5,)
 
 
+def test_early_stages_hold_the_activations_of_more_micro_batches():
+    recording = _chain([1] * 6, [1] * 6)
+    for event in recording.events[:-1]:
+        event.cost.activation_bytes = 1000.0
+
+    assert partition(recording, num_stages=2, balance=1.0).cuts == (2,)  # 2 micro-batches x 2 events, 1 x 4
+
+
 @pytest.mark.parametrize("model", [Gpt, UNet])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_model_is_cut_within_5_percent_of_the_best_cuts_between_its_events(model, num_stages):

@@ -65,7 +65,7 @@ class _Once(IterableDataset):
 
 def _fit(data, *, sanity, replicas=1):
     strategy = Pipeline(stages=dist.get_world_size() // replicas, replicas=replicas, device="cpu", cuts=["side"])
-    task = make(_Backwards)
+    task = make(_Backwards).eval()  # as it may come from an evaluation
     trainer = Trainer(
         strategy,
         max_duration="3step",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
 
-from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp
+from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp, ResNet
 from tests.strategies.pipeline.training import Training, largest_difference, make, windows
 from trainkit.errors import UserError
 from trainkit.testing import RankFailure, run_ranks
@@ -19,7 +19,7 @@ SIZES = [3, 3, 2]
 
 def _facts():
     facts = {}
-    for fact in (_ownership, _saving, _evaluation, _norm, _scaler, _memory, _new_shapes, _timeline):
+    for fact in (_ownership, _saving, _evaluation, _norm, _scaler, _memory, _new_shapes, _timeline, _replicas, _masks):
         facts.update(fact())
     return facts
 
@@ -190,6 +190,34 @@ def _timeline():
     return {"timeline": [[str(span.action) for span in stage] for stage in spans]}
 
 
+def _replicas():
+    """Two copies of one stage: each sees other samples, and buffers are the first one's."""
+    strategy = Pipeline(stages=1, replicas=2, device="cpu")
+    training = Training(make(ResNet), strategy)
+    training.run(windows(ResNet, sizes=[3, 3], num_steps=2, replica=strategy.rank, num_replicas=2))
+    means = [None, None]
+    dist.all_gather_object(means, training.task.stem[1].running_mean)
+    return {"running means": means}
+
+
+class _Masked(Mlp):
+    """Tells how much of its input each micro-batch keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.5)
+
+    def training_step(self, batch):
+        kept = self.drop(torch.ones(64, dtype=batch[0].dtype)) @ torch.arange(64, dtype=batch[0].dtype)
+        return {**super().training_step(batch), "kept": kept}
+
+
+def _masks():
+    training = _pipeline(_Masked)
+    steps = [training.step(window)[0] for window in windows(_Masked, sizes=[2, 2], num_steps=2)]
+    return {"masks": [float(output.metrics["kept"]) for outputs in steps for output in outputs]}
+
+
 @functools.cache
 def _found():
     return run_ranks(_facts, 2, timeout=120)[0]
@@ -248,6 +276,18 @@ def test_interleaved_keeps_fewer_activations_than_simple():
 
     assert (simple, interleaved) == (12, 2)
     assert interleaved_bytes <= simple_bytes * 3 / 12
+
+
+def test_buffers_are_those_of_the_first_replica():
+    first, second = _found()["running means"]
+
+    assert torch.equal(first, second) and first.abs().max() > 0
+
+
+def test_every_micro_batch_of_every_step_draws_a_mask_of_its_own():
+    masks = _found()["masks"]
+
+    assert len(masks) == 4 and len(set(masks)) == 4
 
 
 def test_batches_of_new_shapes_are_negotiated():
