@@ -282,7 +282,7 @@ def kind_of(name: str) -> str:
     base = name.rpartition("/")[2]
     if name in _NOT_DRAWN:
         return ""
-    if base.endswith("_per_second") or base in ("mfu",) or name.startswith("time/"):
+    if base.endswith(("_per_second", "_wait_percent")) or base == "mfu" or name.startswith("time/"):
         return "speed"
     if "memory" in name or base.endswith(("_bytes", "_mib", "_gib", "_mb", "_gb")):
         return "memory"

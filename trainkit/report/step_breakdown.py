@@ -35,7 +35,7 @@ def breakdown(step_times: Sequence[Mapping[str, Any]]) -> Markup | None:
     bar = [
         element(
             "span",
-            PARTS[part][0].split()[0] if portion > _LETTER_SHARE else None,
+            PARTS[part][0].split()[0].rstrip(",") if portion > _LETTER_SHARE else None,
             class_=PARTS[part][1],
             style=f"width:{100 * portion:.2f}%",
             title=f"{PARTS[part][0]}: {share(portion)}",
@@ -127,4 +127,4 @@ def _flops(value: Any, *, per_second: bool = False) -> str:
     for power, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if value >= power:
             return f"{value / power:.3g} {letter}{unit}"
-    return f"{value:.3g} {unit}"
+    return f"{number(value)} {unit}"
