@@ -78,16 +78,20 @@ def _fit(data, *, sanity, replicas=1):
         loggers=[],
     )
     validation = [(torch.ones(8, dtype=torch.float64), 0)] * 6
-    trainer.fit(task, Data(train=data, validation=validation, batch_size=8))
+    data = Data(train=data, validation=validation, batch_size=8)
+    trainer.fit(task, data)
     weights = {name: tensor.clone() for name, tensor in task.state_dict().items()}
-    return weights, collections.Counter(name for name, training in task.called if not training)
+    counts = collections.Counter(name for name, training in task.called if not training)
+    return weights, counts, (trainer, task, data)
 
 
 def _facts():
     torch.set_num_threads(1)
     plain, sane, once = _Samples(), _Samples(), _Once()
-    weights, _ = _fit(plain, sanity=False)
-    same, evaluated = _fit(sane, sanity=True)
+    weights, _, (trainer, task, data) = _fit(plain, sanity=False)
+    expected = task.validation_step((torch.ones(6, 8, dtype=torch.float64), torch.zeros(6, dtype=torch.long)))
+    again = trainer.validate(task, data)["validation/loss"] - float(expected["loss"])
+    same, evaluated, _ = _fit(sane, sanity=True)
     _fit(once, sanity=True)
     start = make(_Backwards).double().state_dict()
     everyone = [None] * dist.get_world_size()
@@ -95,6 +99,7 @@ def _facts():
     all_weights = [None] * dist.get_world_size()
     dist.all_gather_object(all_weights, weights)
     return {
+        "again": again,
         "apart": max(largest_difference(weights, others) for others in all_weights),
         "trained": {name for name, tensor in weights.items() if not torch.equal(tensor, start[name])},
         "names": set(start),
@@ -107,7 +112,7 @@ def _facts():
 
 def _with_replicas():
     torch.set_num_threads(1)
-    _, evaluated = _fit(_Samples(), sanity=True, replicas=2)
+    _, evaluated, _ = _fit(_Samples(), sanity=True, replicas=2)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, evaluated)
     return everyone
@@ -131,6 +136,7 @@ def test_ranks_that_were_there_before_have_the_whole_trained_task_afterwards():
 
     assert found["apart"] == 0.0
     assert found["trained"] == found["names"]
+    assert abs(found["again"]) < 1e-12  # evaluated by the same trainer, in stages again
 
 
 def test_no_sample_of_a_stream_is_lost_by_looking_at_the_first_ones():
