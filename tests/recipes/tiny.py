@@ -8,6 +8,7 @@ TINY = {
     "digits": ["data.num_train=64", "data.batch_size=16", "task.width=4"],
     "digits_mlp": ["data.num_train=64", "data.batch_size=16", "task.width=8"],
     "char_lm": ["data.max_bytes=20000", "data.context=16", "data.batch_size=8", "task.width=16", "task.layers=1"],
+    "gan": ["data.num_train=64", "data.batch_size=16", "task.width=8"],
     "tabular": ["task.width=8"],
     "contrastive": ["data.num_train=64", "data.batch_size=16", "task.width=4", "task.features=8"],
     "image_classification": [

@@ -21,8 +21,11 @@ STRATEGIES = {
     "fusion": ["strategy=fusion", "strategy.device=cpu"],
     "pipeline": ["strategy=pipeline", "strategy.device=cpu"],
 }
-# Each image is compared with those of its own micro-batch, so that only what does not cut the batch is the same task.
-ONLY = {"contrastive": ("single",)}
+ONLY = {
+    # Each image is compared with those of its micro-batch: only what does not cut the batch is the same task.
+    "contrastive": ("single",),
+    "gan": ("single", "accumulate", "dp", "ddp"),  # the others have no phases
+}
 
 
 def train(recipe: str, strategy: str) -> dict[str, float]:
@@ -33,7 +36,7 @@ def train(recipe: str, strategy: str) -> dict[str, float]:
         settings = composer.settings(texts)
     assembly = assemble(settings, run_dir=Path(f"{recipe}_{strategy}_{os.environ['RANK']}"))
     metrics = assembly.trainer.fit(assembly.task, assembly.data).metrics
-    return {name: value for name, value in metrics.items() if name.endswith("/loss")}
+    return {name: value for name, value in metrics.items() if name.endswith(("/loss", "/distance"))}
 
 
 def main() -> None:
