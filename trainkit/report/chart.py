@@ -109,11 +109,11 @@ class _Axes:
 
 
 def _plot(series: Sequence[Series], *, x_name: str, show: Format, logarithmic: bool) -> Markup:
-    axes = _Axes.around([item.curve for item in series], logarithmic=logarithmic)
+    thin = [thinned(item.curve, most=MOST_POINTS) for item in series]
+    axes = _Axes.around(thin, logarithmic=logarithmic)
     lines: list[Markup] = []
     pointed: list[dict[str, object]] = []
-    for item in series:
-        fine = thinned(item.curve, most=MOST_POINTS)
+    for item, fine in zip(series, thin, strict=True):
         colour = f"line c{item.colour % _COLOURS}"
         coarse = averaged(item.curve, most=MOST_POINTS // 4)
         if coarse is not None:
@@ -185,7 +185,7 @@ def _line(points: Sequence[str], *, class_: str) -> list[Markup]:
 
 
 def _spans_powers(series: Iterable[Series]) -> bool:
-    values = [value for item in series for value in item.curve.values if math.isfinite(value)]
+    values = [value for item in series for value in filter(math.isfinite, item.curve.values)]
     return min(values) > 0 and max(values) >= _LOG_FROM * min(values)
 
 

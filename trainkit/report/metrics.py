@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ def read_curves(folder: Path) -> dict[str, Curve]:
         if not isinstance(step, int):
             continue
         for name, value in line.items():
-            number = as_number(value)
-            if name in _NOT_METRICS or number is None:
+            number = value if type(value) is float else as_number(value)
+            if number is None or name in _NOT_METRICS:
                 continue
             curve = curves.get(name)
             if curve is None:
@@ -87,11 +87,10 @@ def thinned(curve: Curve, *, most: int) -> Curve:
         return curve
     stretches = max(most // 4, 1)
     length = len(curve.steps)
-    kept: list[int] = [0]
+    kept: list[int] = [0, length - 1]
     for stretch in range(stretches):
         start, stop = stretch * length // stretches, (stretch + 1) * length // stretches
-        kept += _extremes(curve.values, range(start, stop))
-    kept.append(length - 1)
+        kept += [start + index for index in _extremes(curve.values[start:stop])]
     indices = sorted(set(kept))
     return Curve([curve.steps[index] for index in indices], [curve.values[index] for index in indices])
 
@@ -104,19 +103,20 @@ def averaged(curve: Curve, *, most: int) -> Curve | None:
     mean = Curve()
     for stretch in range(most):
         start, stop = stretch * length // most, (stretch + 1) * length // most
-        finite = [value for value in curve.values[start:stop] if math.isfinite(value)]
+        finite = list(filter(math.isfinite, curve.values[start:stop]))
         if finite:
             mean.steps.append(curve.steps[(start + stop - 1) // 2])
             mean.values.append(sum(finite) / len(finite))
     return mean
 
 
-def _extremes(values: Sequence[float], indices: range) -> list[int]:
-    finite = [index for index in indices if math.isfinite(values[index])]
-    kept = [index for index in indices if not math.isfinite(values[index])][:1]
-    if finite:
-        kept += [min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)]
-    return kept
+def _extremes(values: list[float]) -> list[int]:
+    """Return the places of the least and the greatest number, and of the first that is not finite."""
+    if all(map(math.isfinite, values)):
+        return [values.index(min(values)), values.index(max(values))]
+    finite = [value for value in values if math.isfinite(value)]
+    kept = [next(index for index, value in enumerate(values) if not math.isfinite(value))]
+    return kept + ([values.index(min(finite)), values.index(max(finite))] if finite else [])
 
 
 def final_values(curves: dict[str, Curve]) -> dict[str, float]:
