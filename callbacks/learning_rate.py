@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Adds `train/learning_rate`; with several parameter groups one value each, `train/learning_rate.0` and so on.
 
-    Those of a phase are `train/<phase>/learning_rate`. A group that has a `"name"` is called by it. At step n it is the rate of step n + 1: schedules have stepped.
+    Those of a phase are `train/<phase>/learning_rate`. A group that has a `"name"` is called by it. At step n it is the
+    rate of step n + 1: schedules have stepped.
     """
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:

@@ -1,0 +1,159 @@
+"""How many samples a device takes best at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from trainkit.batches import to_device
+from trainkit.callback import Callback
+from trainkit.checkpoints.file import write_text
+from trainkit.console import Table, say, show
+from trainkit.errors import UserError, nearest
+from trainkit.step_output import read_training_output
+from trainkit.window import MicroBatch, Window
+
+from .chart import chart
+from .trial import trial
+
+if TYPE_CHECKING:
+    from trainkit.run import Run
+
+_ENDINGS = ("stop", "apply", "continue")
+_AS_GOOD = 0.97  # of the best throughput: less memory is worth the rest
+_REPEATS = 2
+_OPTIMIZER_COPIES = 2  # of the weights, which Adam keeps from its first step on
+
+
+class MicroBatchFinder(Callback):
+    """Tries micro-batches of 2, 4, 8, ... samples until memory ends or the global batch does, and suggests a size.
+
+    The global batch stays the same, and with it what is trained (but for batch norms, whose statistics are those of a
+    micro-batch). Each size makes a forward and a backward on every
+    rank, without communication; a rank that runs out of memory ends the trial for all of them, and everything is put
+    back as it was. Memory that the optimizer will take in its first step is held free meanwhile. The suggestion is the
+    smallest size that is about as quick as the quickest. `micro_batches.svg` and `.json` in the run's folder show what
+    was seen. A resumed run does not look again: set `strategy.micro_batch_size` to what was found, and it goes on to
+    the bit.
+
+    Args:
+        largest: The size at which to end; `None`: this rank's share of the global batch.
+        then: `apply` trains with the suggestion, `stop` ends the run, `continue` trains with what was set.
+
+    """
+
+    def __init__(self, *, largest: int | None = None, then: Literal["apply", "stop", "continue"] = "apply") -> None:
+        if largest is not None and (isinstance(largest, bool) or largest < 1):
+            raise UserError(f"micro_batch_finder.largest must be at least 1 sample, got {largest}.")
+        if then not in _ENDINGS:
+            raise UserError(
+                f"micro_batch_finder.then={then!r} is unknown.{nearest(then, _ENDINGS)} Choose {', '.join(_ENDINGS)}."
+            )
+        self.largest = largest
+        self.then = then
+        self.suggestion: int | None = None
+        """What was found, on every rank."""
+
+    def on_fit_start(self, run: Run) -> None:
+        if run.resumed_from is not None:
+            return
+        self._check(run)
+        assert run.plan is not None
+        share = -(-run.plan.batch_size // run.strategy.world_size)
+        sizes = _sizes(min(share, self.largest or share))
+        with trial(run, who="micro_batch_finder"):
+            # A batch norm takes no single sample, so that one is tried only where two are too many.
+            speeds = self._tried(run, sizes) or (self._tried(run, [1]) if sizes != [1] else {})
+        if not speeds:
+            raise UserError("micro_batch_finder: not even a single sample fits into memory; use a smaller model.")
+        best = max(speeds.values())
+        self.suggestion = min(size for size, speed in speeds.items() if speed >= _AS_GOOD * best)
+        if run.is_main:
+            self._tell(run, speeds, stopped=len(speeds) < len(sizes))
+        if self.then == "stop":
+            run.request_stop(f"micro_batch_finder has looked; set strategy.micro_batch_size={self.suggestion}")
+        elif self.then == "apply":
+            self._apply(run, self.suggestion)
+
+    def _check(self, run: Run) -> None:
+        if run.strategy.num_processes != run.strategy.world_size:
+            raise UserError(
+                "micro_batch_finder tries sizes on each device alone, and in a pipeline stages need each other; set "
+                "strategy.accumulate there (four for each stage are a good start)."
+            )
+        if len(run.optimizations) != 1 or run.plan is None or run.feed is None or run.feed.micro_batch(1) is None:
+            raise UserError(
+                "micro_batch_finder needs a task of one optimizer, and training samples that can be read one by one."
+            )
+
+    def _tried(self, run: Run, sizes: list[int]) -> dict[int, float]:
+        """Return samples a second on one device for each size that fits on every rank; the same on all of them."""
+        speeds: dict[int, float] = {}
+        parameters = sum(p.nbytes for p in run.optimizations[0].parameters)
+        held_free = torch.empty(_OPTIMIZER_COPIES * parameters, dtype=torch.uint8, device=run.strategy.device)
+        for size in sizes:
+            try:
+                seconds = min(self._seconds(run, size) for _ in range(_REPEATS))
+                is_out = False
+            except torch.OutOfMemoryError:
+                seconds, is_out = 0.0, True
+            run.optimizations[0].zero_grad()
+            if run.strategy.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if run.strategy.agree(is_out):
+                break
+            speeds[size] = size / max(run.strategy.all_gather_object(seconds))
+        del held_free
+        return speeds
+
+    def _seconds(self, run: Run, size: int) -> float:
+        """Return how long a forward and a backward of `size` samples take on this rank."""
+        strategy, device = run.strategy, run.strategy.device
+        assert run.feed is not None and run.plan is not None
+        read = run.feed.micro_batch(size)
+        assert read is not None
+        micro_batch = MicroBatch(to_device(read.batch, device, dtype=run.precision.batch_type), size)
+        window = Window([micro_batch], run.plan.batch_size, run.plan.batch_size, False)
+        _wait(device)
+        began = time.perf_counter()
+        with strategy.gradient_session(sync=False):
+            with strategy.precision.forward():
+                returned = run.task.training_step(micro_batch.batch)
+            strategy.backward(read_training_output(returned, size, run.task), micro_batch, window)
+        _wait(device)
+        return time.perf_counter() - began
+
+    def _apply(self, run: Run, size: int) -> None:
+        assert run.feed is not None and run.plan is not None
+        run.strategy.accumulate, run.strategy.micro_batch_size = None, size
+        run.plan = run.strategy.plan(run.plan.batch_size)
+        run.feed.plan_again(run.strategy)
+
+    def _tell(self, run: Run, speeds: dict[int, float], *, stopped: bool) -> None:
+        table = Table("Micro-batches", ["samples", "samples a second on one device"])
+        table.rows += [[str(size), f"{speed:,.1f}"] for size, speed in speeds.items()]
+        if stopped:
+            table.rows.append([f"{2 * max(speeds)}", "out of memory"])
+        show(table)
+        say(f"micro-batches: {self.suggestion} samples; strategy.micro_batch_size={self.suggestion}")
+        if run.run_dir is not None:
+            titles = ("Samples a second on one device", "samples of a micro-batch", "samples a second")
+            drawn = chart(list(speeds), list(speeds.values()), marked=self.suggestion, titles=titles)
+            write_text(run.run_dir / "micro_batches.svg", drawn)
+            kept = {"suggestion": self.suggestion, "samples_per_second": {str(k): v for k, v in speeds.items()}}
+            write_text(run.run_dir / "micro_batches.json", json.dumps({**kept, "out_of_memory": stopped}) + "\n")
+
+
+def _sizes(most: int) -> list[int]:
+    sizes = [min(2, most)]
+    while sizes[-1] * 2 <= most:
+        sizes.append(sizes[-1] * 2)
+    return sizes if sizes[-1] == most else [*sizes, most]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,61 @@
+"""Steps that are tried and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import UserError
+from trainkit.rng import rng_untouched
+
+if TYPE_CHECKING:
+    from trainkit.run import Run
+
+
+@contextmanager
+def trial(run: Run, *, who: str) -> Iterator[None]:
+    """Leave weights, buffers, optimizers, the scaler and random generators as they were before the block.
+
+    Raises UserError where a part of them cannot be put back: in optimizers that a strategy keeps in parts.
+    """
+    for setting in ("shard_optimizer", "overlap_optimizer"):
+        if getattr(run.strategy, setting, False):
+            raise UserError(
+                f"{who} puts the optimizer back as it was, which strategy.{setting}=true does not allow; set it to "
+                "false while you look (weights are the same under every strategy)."
+            )
+    held = {name: tensor.detach().clone() for name, tensor in run.strategy.held(run.task).items()}
+    groups = [[_settings(group) for group in one.optimizer.param_groups] for one in run.optimizations]
+    states = [
+        {parameter: _copy(state) for parameter, state in one.optimizer.state.items()} for one in run.optimizations
+    ]
+    scaler = run.precision.state_dict()
+    try:
+        with rng_untouched():
+            yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in run.strategy.held(run.task).items():
+                tensor.copy_(held[name])
+        for one, own_groups, own_states in zip(run.optimizations, groups, states, strict=True):
+            one.optimizer.state.clear()
+            one.optimizer.state.update(own_states)
+            for group, settings in zip(one.optimizer.param_groups, own_groups, strict=True):
+                group.update(settings)
+            one.zero_grad()
+            one.skipped_steps = None
+        run.precision.load_state_dict(scaler)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copy(value) for name, value in group.items() if name != "params"}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return {name: _copy(part) for name, part in value.items()} if isinstance(value, dict) else value

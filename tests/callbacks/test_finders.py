@@ -1,0 +1,240 @@
+"""The learning-rate finder and the micro-batch finder: what they suggest, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from trainkit.callbacks.chart import chart
+from trainkit.callbacks.learning_rate_finder import LearningRateFinder, suggest
+from trainkit.callbacks.micro_batch_finder import MicroBatchFinder
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.single import SingleDevice
+
+from tests.tasks import Recorder, Regression, assert_same_bits, regression_data
+from trainkit import Callback, Data, UserError
+
+
+def adamw(task: nn.Module) -> Any:
+    return torch.optim.AdamW(task.parameters(), lr=0.01)
+
+
+class Model(Regression):
+    """With dropout, batch norm and an optimizer that keeps a state; memory ends at `most` samples."""
+
+    def __init__(self, optimizer: Any = adamw, most: int = 10**6) -> None:
+        super().__init__(optimizer, hidden=5, dropout=0.3)
+        self.norm = nn.BatchNorm1d(4)
+        self.most = most
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(self.norm(inputs))
+
+
+def data(batch_size: int = 8) -> Data:
+    return Data(train=regression_data(40), batch_size=batch_size)
+
+
+FINDERS = {
+    "learning rate": lambda: LearningRateFinder(steps=12, then="continue"),
+    "micro-batch": lambda: MicroBatchFinder(then="continue"),
+}
+
+
+@pytest.mark.parametrize("finder", FINDERS)
+@pytest.mark.parametrize("settings", [{}, {"precision": "fp16-mixed"}, {"on_nonfinite": "skip"}], ids=str)
+def test_training_after_a_look_is_training_without_one_to_the_bit(
+    make_trainer: Any, finder: str, settings: dict[str, Any]
+) -> None:
+    looked, plain = Model(), Model()
+
+    make_trainer(callbacks=[FINDERS[finder]()], max_duration="2epoch", **settings).fit(looked, data())
+    make_trainer(max_duration="2epoch", **settings).fit(plain, data())
+
+    assert_same_bits(looked, plain)
+
+
+STRATEGIES = {
+    "ddp": lambda: DDPStrategy(devices=2, device="cpu"),
+    "fusion": lambda: FusionStrategy(devices=2, device="cpu"),
+    "pipeline": lambda: Pipeline(stages=2, device="cpu"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_look_leaves_nothing_behind_on_several_ranks(make_trainer: Any, tmp_path: Path, name: str) -> None:
+    looked, plain = Model(), Model()
+    finders: list[Callback] = [LearningRateFinder(steps=10, then="continue")]
+    if name != "pipeline":
+        finders.append(MicroBatchFinder(then="continue"))
+
+    make_trainer(STRATEGIES[name](), callbacks=finders, max_duration="3step", run_dir=tmp_path).fit(looked, data())
+    make_trainer(STRATEGIES[name](), max_duration="3step").fit(plain, data())
+
+    assert_same_bits(looked, plain)
+    assert len(json.loads((tmp_path / "learning_rates.json").read_text())["losses"]) == 10
+
+
+# ---- Learning rates
+
+
+def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:
+    """A loss that falls like a logistic curve around 1e-3 and explodes from 1e-1 on."""
+    rates = [10 ** (-6 + 6 * number / 99) for number in range(100)]
+    losses = [1 / (1 + (rate / 1e-3) ** 2) + (rate / 0.3) ** 4 for rate in rates]
+
+    found = suggest(rates, losses)
+
+    assert found is not None
+    assert 3e-4 < found < 5e-3
+
+
+@pytest.mark.parametrize("losses", [[1.0] * 50, [1.0 + n for n in range(50)], [math.nan] * 50, [1.0]])
+def test_where_the_loss_does_not_fall_there_is_no_suggestion(losses: list[float]) -> None:
+    assert suggest([10.0 ** (n / 10) for n in range(len(losses))], losses) is None
+
+
+def test_a_look_ends_the_run_with_a_plot_and_the_numbers(make_trainer: Any, tmp_path: Path) -> None:
+    finder = LearningRateFinder(lowest=1e-5, highest=10.0, steps=60)
+
+    result = make_trainer(callbacks=[finder], run_dir=tmp_path).fit(Model(), data())
+
+    kept = json.loads((tmp_path / "learning_rates.json").read_text())
+    assert result.steps == 0
+    assert result.exit_reason.startswith("learning_rate_finder has looked")
+    assert kept["suggestion"] == finder.suggestion
+    assert finder.suggestion is not None
+    assert 1e-4 < finder.suggestion < 1.0
+    assert kept["rates"][0] == 1e-5
+    assert ElementTree.parse(tmp_path / "learning_rates.svg").getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize("schedule", ["lambda", "one cycle"])
+def test_the_suggestion_is_applied_as_if_it_had_been_set(make_trainer: Any, schedule: str) -> None:
+    def build(rate: float) -> Any:
+        def configure(task: Any) -> Any:
+            first, second = list(task.parameters())[:2], list(task.parameters())[2:]
+            groups = [{"params": first}, {"params": second, "lr": rate / 10}]
+            optimizer = torch.optim.AdamW(groups, lr=rate)
+            if schedule == "lambda":
+                return optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            return optimizer, OneCycleLR(optimizer, max_lr=[rate, rate / 10], total_steps=20)
+
+        return configure
+
+    def rates(task: Regression, *callbacks: Callback) -> list[list[float]]:
+        seen: list[list[float]] = []
+
+        class Looks(Callback):
+            def on_step_end(self, run: Any) -> None:
+                seen.append(run.optimizations[0].learning_rates())
+
+        make_trainer(callbacks=[*callbacks, Looks()], max_duration="2epoch").fit(task, data())
+        return seen
+
+    finder = LearningRateFinder(lowest=1e-5, highest=10.0, steps=60, then="apply")
+    applied = rates(Model(build(0.01)), finder)
+    assert finder.suggestion is not None
+    expected = rates(Model(build(finder.suggestion)))
+
+    for one, other in zip(applied, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+
+
+def test_a_resumed_run_does_not_look_again(make_trainer: Any, tmp_path: Path) -> None:
+    make_trainer(callbacks=["checkpoint"], run_dir=tmp_path, max_duration="2step").fit(Model(), data())
+    finder = LearningRateFinder()
+
+    make_trainer(callbacks=[finder], run_dir=tmp_path, max_duration="4step").fit(Model(), data(), resume=tmp_path)
+
+    assert finder.suggestion is None
+
+
+# ---- Micro-batches
+
+
+def test_the_largest_size_that_fits_is_found_and_the_global_batch_stays(
+    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every size takes the same time, so that the largest that fits is the quickest."""
+    monkeypatch.setattr(MicroBatchFinder, "_seconds", timed(MicroBatchFinder._seconds))
+    finder, recorder = MicroBatchFinder(), Recorder()
+    looked, plain = Model(most=5), Model()
+
+    make_trainer(callbacks=[finder, recorder], run_dir=tmp_path).fit(looked, data(20))
+    make_trainer(SingleDevice(device="cpu", micro_batch_size=4)).fit(plain, data(20))
+
+    kept = json.loads((tmp_path / "micro_batches.json").read_text())
+    assert finder.suggestion == kept["suggestion"] == 4
+    assert kept["out_of_memory"] is True
+    assert list(kept["samples_per_second"]) == ["2", "4"]
+    assert str(recorder.run.plan) == "global batch 20 = 1 rank x 5 micro-batches x 4 samples"
+    assert_same_bits(looked, plain)
+
+
+def test_without_a_gain_the_smaller_size_is_suggested(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MicroBatchFinder, "_seconds", timed(MicroBatchFinder._seconds, per_sample=True))
+    finder = MicroBatchFinder(then="stop")
+
+    result = make_trainer(callbacks=[finder]).fit(Model(), data(20))
+
+    assert finder.suggestion == 2
+    assert result.steps == 0
+
+
+def test_a_single_sample_is_tried_where_two_are_too_many(make_trainer: Any) -> None:
+    finder = MicroBatchFinder(then="stop")
+
+    make_trainer(callbacks=[finder]).fit(Single(), data())
+
+    assert finder.suggestion == 1
+
+
+class Single(Regression):
+    """Takes one sample at once."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(inputs)
+
+
+def timed(original: Any, *, per_sample: bool = False) -> Any:
+    def seconds(self: MicroBatchFinder, run: Any, size: int) -> float:
+        original(self, run, size)
+        return 0.01 * size if per_sample else 0.01
+
+    return seconds
+
+
+def test_a_model_that_takes_no_single_sample_is_told(make_trainer: Any) -> None:
+    with pytest.raises(UserError, match="not even a single sample fits"):
+        make_trainer(callbacks=[MicroBatchFinder()]).fit(Model(most=0), data())
+
+
+def test_a_pipeline_and_parts_of_optimizers_are_refused(make_trainer: Any) -> None:
+    class Sharding(SingleDevice):
+        shard_optimizer = True
+
+    with pytest.raises(
+        UserError, match=r"learning_rate_finder puts the optimizer back.*strategy\.shard_optimizer=true"
+    ):
+        make_trainer(Sharding(device="cpu"), callbacks=[LearningRateFinder()]).fit(Model(), data())
+
+
+def test_a_chart_of_nothing_is_still_a_chart() -> None:
+    drawn = chart([1.0, 2.0], [math.nan, math.inf], marked=None, titles=("a < b", "x", "y"))
+
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")

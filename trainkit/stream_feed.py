@@ -1,0 +1,126 @@
+"""Reading a stream of samples, in its own order."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
+
+from trainkit.data import Source
+from trainkit.errors import UserError
+from trainkit.feed import Feed
+from trainkit.reading import stream
+from trainkit.window import MicroBatch, Window
+
+if TYPE_CHECKING:
+    from trainkit.strategy import Strategy
+
+logger = logging.getLogger(__name__)
+
+_STATES_KEPT = 4
+
+
+class StreamFeed(Feed):
+    """An iterable dataset, read in its own order by every rank: of each global batch a rank keeps every W-th sample."""
+
+    def __init__(self, source: Source, strategy: Strategy, *, seed: int, limit: int | None, repeat_first: bool) -> None:
+        super().__init__(source, strategy, seed=seed, limit=limit)
+        assert source.batch_size is not None
+        self._batch_size = source.batch_size
+        self._plan = strategy.plan(source.batch_size, even=source.stage == "train")
+        self._repeat_first = repeat_first
+        self._states: dict[int, dict[str, Any]] = {}  # position -> the dataset's own state there
+        self._restored: dict[str, Any] = {}
+        self._keeps_position = source.workers == 0 and hasattr(source.dataset, "state_dict")
+
+    @property
+    def num_steps(self) -> int | None:
+        length = self.epoch_length
+        return None if length is None else -(-length // self._batch_size)
+
+    @property
+    def epoch_length(self) -> int | None:
+        length = self.source.num_items
+        most = None if self.limit is None else self.limit * self._batch_size
+        return most if length is None else min(length, most or length)
+
+    def windows(self, epoch: int, position: int) -> Iterator[Window]:
+        set_epoch = getattr(self.source.dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(0 if self._repeat_first else epoch)
+        self._states.clear()
+        samples = self._from(position)
+        steps_before = position // self._batch_size
+        steps_left = None if self.limit is None else self.limit - steps_before
+        following = self._take(samples, position)
+        while following:
+            window, state = following, self._dataset_state()
+            position += len(window)
+            if steps_left is not None:
+                steps_left -= 1
+            # The next window is read before this one is handed out, to know whether this one ends the epoch.
+            following = [] if steps_left == 0 else self._take(samples, position)
+            self._remember(position, state)
+            mine = self._micro_batches(window[self.rank :: self.world_size])
+            yield Window(mine, len(window), len(window), not following)
+
+    def batches(self) -> Iterator[MicroBatch]:
+        samples = stream(self.source.dataset, workers=self.source.workers)
+        for number in range(self.limit) if self.limit is not None else count():
+            window = self._take(samples, number)
+            if not window:
+                return
+            first = self._first_from(number * self._batch_size)
+            yield from self._micro_batches(window[first :: self.world_size])
+
+    def example(self) -> MicroBatch | None:
+        return None
+
+    def cut_anew(self, strategy: Strategy) -> None:
+        self._plan = strategy.plan(self._batch_size, even=self.source.stage == "train")
+
+    def state_dict(self, position: int) -> dict[str, Any]:
+        return {"position": position, "dataset": self._states[position]} if position in self._states else {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._restored = saved
+
+    def _dataset_state(self) -> dict[str, Any]:
+        return dict(self.source.dataset.state_dict()) if self._keeps_position else {}
+
+    def _remember(self, position: int, state: dict[str, Any]) -> None:
+        """Keep the states of the last windows: windows may be read ahead of the one that is trained on."""
+        if self._keeps_position:
+            self._states[position] = state
+            for old in sorted(self._states)[:-_STATES_KEPT]:
+                del self._states[old]
+
+    def _from(self, position: int) -> Iterator[Any]:
+        """Return the stream from item `position` on: by the dataset's own state, else by reading up to it."""
+        restored, self._restored = self._restored, {}
+        if position and restored.get("position") == position:
+            self.source.dataset.load_state_dict(restored["dataset"])
+            return stream(self.source.dataset, workers=self.source.workers)
+        samples = stream(self.source.dataset, workers=self.source.workers)
+        if position:
+            logger.warning(
+                "the training stream keeps no position of its own (state_dict and load_state_dict): its first %d "
+                "samples are read again and skipped; random numbers that it draws are not restored.",
+                position,
+            )
+            deque(islice(samples, position), maxlen=0)
+        return samples
+
+    def _take(self, samples: Iterator[Any], taken: int) -> list[Any]:
+        """Return the samples of the next global batch; raises UserError for a stream from which none was `taken`."""
+        window = list(islice(samples, self._batch_size))
+        if not window and taken == 0:
+            raise UserError(f"the {self.source.stage} stream gave no sample; check where its samples come from.")
+        return [] if self.source.drop_last and len(window) < self._batch_size else window
+
+    def _micro_batches(self, mine: list[Any]) -> list[MicroBatch]:
+        size = self._plan.micro_batch_size
+        chunks = [mine[start : start + size] for start in range(0, len(mine), size)]
+        return [MicroBatch(self.source.collate(chunk), len(chunk)) for chunk in chunks]
