@@ -63,6 +63,7 @@ def test_stages_of_a_metric_and_groups_of_a_rate_belong_together():
         (number(12345.0), "12,345"),
         (number(0.0123456), "0.01235"),
         (number(math.nan), "NaN"),
+        (number(28_702_373_189.2), "28.7G"),
         (short(12_500), "12.5k"),
         (size(5 * 2**20), "5.0 MiB"),
         (seconds(0.00042), "420 µs"),

@@ -9,12 +9,14 @@ _POWERS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def number(value: float) -> str:
-    """Return a number with four significant digits: `12,345`, `0.01235`, `1.2e-05`, `NaN`."""
+    """Return a number with four significant digits: `12,345`, `0.01235`, `1.2e-05`, `28.7G`, `NaN`."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
-    if value == int(value) and abs(value) < 1e15:
+    if abs(value) >= 1e8:
+        return short(float(f"{value:.4g}")) if abs(value) < 1e15 else f"{value:.4g}"
+    if value == int(value):
         return f"{int(value):,}"
-    return f"{value:,.1f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def short(value: float) -> str:

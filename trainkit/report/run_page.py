@@ -130,7 +130,7 @@ def _memory(record: RunRecord) -> Section | None:
     charts = curve_charts({"": record.curves}, kinds=("memory",))
     measured = memory_series(record.step_times)
     if measured:
-        charts.insert(0, chart("memory", measured, show=size))
+        charts.insert(0, chart("memory (MiB)", measured))
     return Section("memory", "Memory", chart_grid(charts)) if charts else None
 
 

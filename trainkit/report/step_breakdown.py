@@ -23,6 +23,7 @@ PARTS = {
 }
 _SKIPPED = 1  # log points at the start: kernels are chosen and workers started then
 _LETTER_SHARE = 0.08
+_MIB = 1024 * 1024
 
 
 def breakdown(step_times: Sequence[Mapping[str, Any]]) -> Markup | None:
@@ -80,11 +81,11 @@ def waiting_chart(step_times: Sequence[Mapping[str, Any]]) -> Markup | None:
 
 
 def memory_series(step_times: Sequence[Mapping[str, Any]]) -> list[Series]:
-    """Return the memory of the process and of its device over the run, in bytes."""
+    """Return the memory of the process and of its device over the run, in MiB."""
     series = []
     for colour, (key, name) in enumerate((("host", "process"), ("device", "device, peak between logs"))):
         points = [(line["step"], line.get("memory", {}).get(key)) for line in step_times]
-        known = [(step, float(value)) for step, value in points if value is not None]
+        known = [(step, float(value) / _MIB) for step, value in points if value is not None]
         if known:
             series.append(Series(name, Curve([step for step, _ in known], [value for _, value in known]), colour))
     return series
