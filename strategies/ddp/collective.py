@@ -30,8 +30,11 @@ class ProcessGroupTransport(Transport):
         self.flats: list[Tensor] = []
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Return one flat tensor of zeros for each (elements, dtype)."""
-        self.flats = [torch.zeros(numel, dtype=dtype, device=self.device) for numel, dtype in sizes]
+        """Return one flat tensor for each (elements, dtype).
+
+        Nothing is written yet: memory is taken as gradients move in, while those that have moved let go of theirs.
+        """
+        self.flats = [torch.empty(numel, dtype=dtype, device=self.device) for numel, dtype in sizes]
         return self.flats
 
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Reduction:

@@ -36,7 +36,7 @@ class Transport(ABC):
 
     @abstractmethod
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Return one flat tensor of zeros for each (elements, dtype). Collective. Earlier tensors stay readable."""
+        """Return a flat tensor of any content for each (elements, dtype); earlier ones stay readable. Collective."""
 
     @abstractmethod
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Reduction:
