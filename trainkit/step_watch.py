@@ -103,7 +103,7 @@ class StepWatch:
         waited = self._strategy.waited_seconds
         communication = None
         if waited is not None:
-            communication = waited - (self._waited_before or 0.0)
+            communication = max(waited - (self._waited_before or 0.0), 0.0)  # a new reducer counts anew
         data = self._feed.seconds_waited - self._data_before
         parts = {"data": data}
         if self._strategy.device.type != "cpu":
