@@ -46,6 +46,7 @@ class Recovery:
         self._policy = policy if run.checkpoints is not None or policy != "rollback" else "raise"
         self._rollback_limit = rollback_limit
         self._rollbacks = 0
+        self._foreign: set[Path] = set()  # checkpoints that are not of this run
         self._suspect: tuple[int, str] | None = None  # the step to look at, and what was said of it
 
     # ---- What the loop calls
@@ -53,9 +54,12 @@ class Recovery:
     def start(self) -> None:
         """Have a checkpoint to go back to, if the policy may ask for one; collective."""
         run = self._run
-        if self._policy != "rollback" or run.checkpoints is None:
+        if run.checkpoints is None:
             return
-        if run.strategy.broadcast_object(run.is_main and not run.checkpoints.entries()):
+        entries = run.checkpoints.entries() if run.is_main else []
+        # The folder may hold checkpoints of an earlier run, or of a later step than the one that was resumed.
+        self._foreign = {entry.path for entry in entries if run.resumed_from is None or entry.step > run.state.step}
+        if self._policy == "rollback" and run.strategy.broadcast_object(len(entries) == len(self._foreign)):
             run.save(reason="start")
 
     def attempts(self, on_return: Callable[[], None]) -> Iterator[Attempt]:
@@ -133,13 +137,13 @@ class Recovery:
             raise NonFiniteLoss(
                 f"{found.place}, after {self._rollback_limit} rollbacks. Lower the learning rate, set "
                 "trainer.clip_norm=1.0, or allow more with trainer.rollback_limit."
-            ) from found
+            ) from None
         checkpoint = self._checkpoint_before(found.step)
         if checkpoint is None:
             raise NonFiniteLoss(
                 f"{found.place}, and there is no sound checkpoint from before it to go back to. Lower the learning "
                 "rate, or save more often: callbacks.checkpoint.every=500step."
-            ) from found
+            ) from None
         self._restore(checkpoint)
         run.state.left_out.discard(found.step + 1)
         run.state.left_out.add(found.step)
@@ -160,8 +164,10 @@ class Recovery:
         found: tuple[int, Path] | None = None
         if run.is_main and run.checkpoints is not None:
             for entry in reversed(run.checkpoints.entries()):
+                if entry.path in self._foreign or entry.step >= step:
+                    continue
                 with suppress(CheckpointError):
-                    if entry.step < step and is_finite_state(run.checkpoints.load(entry)["task"]):
+                    if is_finite_state(run.checkpoints.load(entry)["task"]):
                         found = (entry.step, entry.path)
                         break
         return run.strategy.broadcast_object(found)
@@ -224,13 +230,16 @@ class Recovery:
             return ""
         self._restore(checkpoint)
         try:
-            while True:
+            before = -1
+            while state.step != before:  # or there is nothing to read any more
+                before = state.step
                 for window in strategy.windows(self._feed.windows(state.epoch, state.position), self._feed.source):
                     if state.step + 1 == step:
                         return self._look_at(window, step, "")
                     self._repeat(window)
         except GoBack as found:
             return f" The reason lies before it{found.place}."
+        return ""
 
     def _repeat(self, window: Window) -> None:
         run, optimization = self._run, self._run.optimizations[0]

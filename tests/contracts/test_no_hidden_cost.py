@@ -63,6 +63,7 @@ class CountWaits(Callback):
         ({"precision": "bf16-true"}, Regression, regression_data),
         ({"on_nonfinite": "skip"}, Regression, regression_data),
         ({"on_nonfinite": "stop"}, Regression, regression_data),
+        ({"strategy": SingleDevice(device="cpu", micro_batch_size="auto")}, Regression, regression_data),
     ],
     ids=lambda value: "",
 )

@@ -145,3 +145,13 @@ def test_ranks_go_back_together():
     names = [name for name, _ in Regression().named_parameters()]
     for state in (*rolled, *skipped):
         assert_same_bits({name: state[name] for name in names}, {name: skipped[0][name] for name in names})
+
+
+def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_gone_back_to(caplog):
+    trainer("run", max_duration="1step").fit(Regression(), data())  # leaves its own last step
+    rolled, skipped = Regression(), Regression()
+    with caplog.at_level(logging.WARNING):
+        trainer("run", every=None).fit(rolled, data(7))
+    assert "going back to step 0" in caplog.text
+    trainer("skipped", on_nonfinite="skip").fit(skipped, data(7))
+    assert_same_bits(dict(rolled.named_parameters()), dict(skipped.named_parameters()))
