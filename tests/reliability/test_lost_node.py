@@ -1,4 +1,4 @@
-"""Two machines under torchrun, one of which is lost: the other goes on by itself from the last complete checkpoint."""
+"""Two machines under torchrun: they train together, and one goes on by itself when the other is lost."""
 
 import json
 import os
@@ -94,26 +94,44 @@ def agent(machine: str, port: int, run_dir: Path, log: Path) -> "subprocess.Pope
         )
 
 
-@pytest.mark.slow
-def test_what_is_left_of_two_machines_goes_on_to_the_weights_of_an_uninterrupted_run(tmp_path):
-    port, logs = free_port(), {name: tmp_path / f"{name}.log" for name in ("lost", "kept")}
-    agents = {name: agent(name, port, tmp_path / "run", log) for name, log in logs.items()}
+def exit_codes(folder: Path, *machines: str) -> dict[str, int]:
+    """Run an agent for each machine, and return how they ended; no process is left."""
+    port = free_port()
+    agents = {name: agent(name, port, folder / "run", folder / f"{name}.log") for name in machines}
     try:
-        code = agents["kept"].wait(120)
-        lost = agents["lost"].wait(10)
+        return {name: process.wait(120) for name, process in agents.items()}
     finally:
         for process in agents.values():
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    assert code == 0, logs["kept"].read_text()
-    assert lost == -signal.SIGKILL
-    starts = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
-    assert starts == [{"step": 0, "ranks": 2, "batch": 8}, {"step": 6, "ranks": 1, "batch": 8}]
-    train(tmp_path / "whole", SingleDevice(device="cpu"))
-    whole, restarted = (load_from(tmp_path / name).payload for name in ("whole", "run"))
-    assert restarted["state"]["step"] == whole["state"]["step"] == 12
-    torch.testing.assert_close(restarted["task"], dict(whole["task"]), check_device=False)
+
+
+def starts(folder: Path) -> list[dict[str, int]]:
+    return [json.loads(line) for line in (folder / "run" / "starts.jsonl").read_text().splitlines()]
+
+
+def assert_trained_as_one_process(folder: Path) -> None:
+    train(folder / "whole", SingleDevice(device="cpu"))
+    whole, trained = (load_from(folder / name).payload for name in ("whole", "run"))
+    assert trained["state"]["step"] == whole["state"]["step"] == 12
+    torch.testing.assert_close(trained["task"], dict(whole["task"]), check_device=False)
+
+
+@pytest.mark.slow
+def test_two_machines_train_together(tmp_path):
+    codes = exit_codes(tmp_path, "kept", "second")
+    assert codes == {"kept": 0, "second": 0}, (tmp_path / "kept.log").read_text()
+    assert starts(tmp_path) == [{"step": 0, "ranks": 2, "batch": 8}]
+    assert_trained_as_one_process(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_is_left_of_two_machines_goes_on_to_the_weights_of_an_uninterrupted_run(tmp_path):
+    codes = exit_codes(tmp_path, "lost", "kept")
+    assert codes == {"lost": -signal.SIGKILL, "kept": 0}, (tmp_path / "kept.log").read_text()
+    assert starts(tmp_path) == [{"step": 0, "ranks": 2, "batch": 8}, {"step": 6, "ranks": 1, "batch": 8}]
+    assert_trained_as_one_process(tmp_path)
 
 
 if __name__ == "__main__":

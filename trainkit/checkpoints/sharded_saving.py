@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from trainkit.checkpoints.entry import CheckpointEntry, CheckpointError
-from trainkit.checkpoints.shard_files import write_pieces
 from trainkit.checkpoints.shards import Piece
 from trainkit.checkpoints.store import CheckpointStore
 
@@ -47,6 +46,8 @@ def save_together(
     `then` is called with the entry on the main process. Raises CheckpointError on every process if one of them failed;
     what was saved earlier is intact then.
     """
+    from trainkit.checkpoints.shard_files import write_pieces  # which takes half a second to import
+
     with ExitStack() as stack:
         folder = _on_main(together, lambda: stack.enter_context(store.receiving_shards(name)))
         if not all(together.all_gather_object(folder.is_dir())):

@@ -195,7 +195,8 @@ def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
     for group in LISTS:
         forget_absent(settings.tree, group)
     assembly = assemble(settings, run_dir=run_dir)
-    result = assembly.trainer.fit(assembly.task, assembly.data)
+    # A job that SLURM has queued again comes here a second time, with its folder.
+    result = assembly.trainer.fit(assembly.task, assembly.data, resume="auto")
     outcome.metrics, outcome.exit_reason, outcome.seconds = result.metrics, result.exit_reason, result.seconds
     outcome.value = objective_of(settings.tree).value(result.metrics)
 
