@@ -1,11 +1,14 @@
 """What a step of `Trainer.fit` costs beside a hand-written loop over the same data.
 
-    python benchmarks/step_overhead.py [--rounds 11] [--steps 3000] [--only ready,map32,map256]
+    python benchmarks/step_overhead.py [--rounds 11] [--steps 3000] [--only ready,map32,map256,callbacks]
 
 A tiny MLP (32 -> 32 -> 10), SGD, one thread. All contenders of a table live in this process and are visited once a
 round, in turning order; the figure is process CPU time for a step, the ratio is taken round by round against the
 hand-written loop, and the table shows medians with quartiles. Lightning is measured too where it is installed
 (`pip install lightning`).
+
+The table `callbacks` times what each callback does at each moment, one after the other in the same runs, without what
+looking at the clock costs; the start and the end of the run are left out, as they do not grow with its steps.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from trainkit import Data, TaskModule, Trainer
+from trainkit import Callback, Data, TaskModule, Trainer, registry
+from trainkit.callback import MOMENTS
+from trainkit.settings import DEFAULT_CALLBACKS
 
 Train = Callable[[], None]
+OTHERS = ("ema", "gradient_norms", "device_stats", "timer", "garbage_collection")
 
 
 class TinyMLP(TaskModule):
@@ -170,6 +177,86 @@ def map_style(steps: int, rounds: int, *, batch_size: int) -> list[dict[str, Any
     return measure(contenders, steps=steps, rounds=rounds)
 
 
+def of_callbacks(steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Return microseconds a step of each callback: the default ones, then others that may be on in any run."""
+    # One batch more than there are steps: a save at the end of an epoch is no step's.
+    count = (2 * steps + 1) * 32
+    dataset = TensorDataset(torch.randn(count, 32), torch.randint(10, (count,)))
+    rows = [_by_difference(dataset, steps, rounds)]
+    for names in (list(DEFAULT_CALLBACKS), list(OTHERS)):
+        spent: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(rounds):
+            timed = {name: _timed(registry.make("callbacks", name)) for name in names}
+            callbacks = [callback for callback, _ in timed.values()]
+            data = partial(Data, train=dataset, batch_size=32)
+            trainkit(data, callbacks=callbacks, max_duration=f"{steps}step")()
+            for name, (_, seconds) in timed.items():
+                spent[name].append(sum(seconds) / steps * 1e6)
+        for name, values in spent.items():
+            quartiles = statistics.quantiles(values, n=4) if rounds > 1 else values * 3
+            rows.append(_callback_row(name, statistics.median(values), quartiles))
+        together = sum(row["us_per_step"] for row in rows[-len(names) :])
+        rows.append(_callback_row("together", together, [together] * 3))
+    return rows
+
+
+def _by_difference(dataset: TensorDataset, steps: int, rounds: int) -> dict[str, Any]:
+    """Return what all default callbacks take of a step, from whole runs of twice as many steps as others have.
+
+    It holds what they do inside of a step too, such as looking at the clock between its parts.
+    """
+    data = partial(Data, train=dataset, batch_size=32)
+    differences = []
+    for _ in range(rounds):
+        seconds = []
+        for names in (list(DEFAULT_CALLBACKS), []):
+            for length in (2 * steps, steps):
+                gc.collect()
+                started = time.process_time()
+                trainkit(data, callbacks=names, loggers=[], max_duration=f"{length}step")()
+                seconds.append(time.process_time() - started)
+        differences.append((seconds[0] - seconds[1] - (seconds[2] - seconds[3])) / steps * 1e6)
+    quartiles = statistics.quantiles(differences, n=4) if rounds > 1 else differences * 3
+    return _callback_row("all default ones, by the difference of runs", statistics.median(differences), quartiles)
+
+
+def _callback_row(name: str, microseconds: float, quartiles: list[float]) -> dict[str, Any]:
+    return {
+        "contender": name,
+        "us_per_step": round(microseconds, 2),
+        "ratio": "",
+        "quartiles": [round(quartiles[0], 2), round(quartiles[2], 2)],
+    }
+
+
+def _timed(callback: Callback) -> tuple[Callback, list[float]]:
+    """Return a callback whose moments between start and end are timed, and the seconds that each took."""
+    seconds: list[float] = []
+    for moment in MOMENTS:
+        method = getattr(callback, moment)
+        if moment in ("on_fit_start", "on_fit_end", "on_exception") or (
+            getattr(type(callback), moment) is getattr(Callback, moment)
+        ):
+            continue
+        setattr(callback, moment, _with_clock(method, seconds))
+    return callback, seconds
+
+
+def _with_clock(method: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
+    clock = time.perf_counter
+    started = clock()
+    for _ in range(1000):
+        clock()
+    of_the_clock = (clock() - started) / 1000
+
+    def timed(*arguments: Any) -> None:
+        began = clock()
+        method(*arguments)
+        seconds.append(clock() - began - of_the_clock)
+
+    return timed
+
+
 class _Batches(Dataset[list[Tensor]]):
     def __init__(self, batches: list[list[Tensor]]) -> None:
         self._batches = batches
@@ -186,7 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--only", default="ready,map32,map256")
+    parser.add_argument("--only", default="ready,map32,map256,callbacks")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -194,6 +281,7 @@ def main() -> None:
         "ready": ("ready-made batches of 32", ready_batches),
         "map32": ("TensorDataset, batch 32, shuffled", lambda s, r: map_style(s, r, batch_size=32)),
         "map256": ("TensorDataset, batch 256, shuffled", lambda s, r: map_style(s, r, batch_size=256)),
+        "callbacks": ("what callbacks take of a step, logging every 50 steps", of_callbacks),
     }
     results = {}
     for name in arguments.only.split(","):

@@ -7,7 +7,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.callback import Callback
 from trainkit.checkpoints.payload import identity_of
@@ -38,6 +38,7 @@ class AveragedWeights(Callback):
 
     def _forget(self) -> None:
         self._average: dict[str, Tensor] = {}  # what this process holds, once there is an average
+        self._lined_up: tuple[list[Tensor], list[Tensor]] | None = None  # the average, and the parameters
         self._saved: Mapping[str, Tensor] = {}  # the whole average that a resumed run goes on with
         self._updates = 0
         self._seen_step = 0
@@ -111,12 +112,22 @@ class AveragedWeights(Callback):
         share = self.share(run)
         if share is None:
             return
+        if self._lined_up is not None:
+            with torch.no_grad():
+                torch._foreach_lerp_(*self._lined_up, share)
+        else:
+            self._update(run, share)
+        self._updates += 1
+
+    def _update(self, run: Run, share: float) -> None:
         held = self._held_beside_average(run)
         if self._updates == 0:
             self._average = {name: tensor.detach().clone() for name, tensor in held.items()}
         else:
             _blend(self._average, held, share)
-        self._updates += 1
+        if all(isinstance(tensor, nn.Parameter) for tensor in held.values()):
+            # Buffers may be other tensors after every forward; parameters stay the objects that they are.
+            self._lined_up = list(self._average.values()), list(held.values())
 
     def _held_beside_average(self, run: Run) -> dict[str, Tensor]:
         """Return what this process holds, and have an average of exactly that where there is one.
@@ -129,7 +140,7 @@ class AveragedWeights(Callback):
         if self._updates and (average.keys() != held.keys() or average[next(iter(held))].device != first.device):
             known = average or self._saved
             self._average = {name: known[name].to(tensor.device, copy=True) for name, tensor in held.items()}
-            self._saved = {}
+            self._saved, self._lined_up = {}, None
         return held
 
     def _exchange(self, run: Run) -> None:
@@ -139,9 +150,9 @@ class AveragedWeights(Callback):
         held = self._held_beside_average(run)
         with torch.no_grad():
             for name, tensor in held.items():
-                kept = tensor.detach().clone()
+                weights = tensor.detach().clone()
                 tensor.copy_(self._average[name])
-                self._average[name] = kept
+                self._average[name].copy_(weights)
         self._is_exchanged = not self._is_exchanged
 
     def _put_back(self, run: Run) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.ema import EMA
 from trainkit.callbacks.swa import SWA
-from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
@@ -203,7 +202,6 @@ def test_weights_of_16_bits_are_refused(make_trainer: Any) -> None:
 
 
 STRATEGIES = {
-    "ddp": lambda: DDPStrategy(devices=2, device="cpu"),
     "fusion sharded": lambda: FusionStrategy(devices=2, device="cpu", shard_optimizer=True),
     "pipeline": lambda: Pipeline(stages=2, device="cpu"),
 }

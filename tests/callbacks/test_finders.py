@@ -16,7 +16,6 @@ from trainkit.callbacks.chart import chart
 from trainkit.callbacks.learning_rate_finder import LearningRateFinder, suggest
 from trainkit.callbacks.micro_batch_finder import MicroBatchFinder
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
 
@@ -67,7 +66,6 @@ def test_training_after_a_look_is_training_without_one_to_the_bit(
 
 STRATEGIES = {
     "ddp": lambda: DDPStrategy(devices=2, device="cpu"),
-    "fusion": lambda: FusionStrategy(devices=2, device="cpu"),
     "pipeline": lambda: Pipeline(stages=2, device="cpu"),
 }
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
 from trainkit.strategies.dp.strategy import DataParallel
 
-from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
+from tests.tasks import FakeRank, Recorder, Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, UserError
-from trainkit.model_settings import fits
+from trainkit.model_settings import ModelSettings, fits
 from trainkit.weight_decay import exempt_from_decay
 
 
@@ -183,3 +183,18 @@ def test_a_pattern_fits_names_of_parameters_and_of_the_modules_that_they_lie_in(
     assert fits("encoder.layers.0.weight", "*.weight")
     assert not fits("encoder.layers.0.weight", "layers")
     assert not fits("encoder2.weight", "encoder")
+
+
+def test_batch_norms_are_synchronised_on_several_cuda_devices_only() -> None:
+    def converted(world_size: int, device: str) -> type[nn.Module]:
+        task, strategy = Regression(), FakeRank(0, world_size)
+        task.norm = nn.BatchNorm1d(4)
+        strategy.device = torch.device(device)
+        with ModelSettings(sync_batch_norm=True).applied(task, strategy):
+            return type(task.norm)
+
+    assert converted(2, "cuda") is nn.SyncBatchNorm
+    assert converted(1, "cuda") is nn.BatchNorm1d
+    assert converted(1, "cpu") is nn.BatchNorm1d
+    with pytest.raises(UserError, match="sync_batch_norm=true works on CUDA devices only"):
+        converted(2, "cpu")
