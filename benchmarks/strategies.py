@@ -30,7 +30,7 @@ from trainkit.strategies.single import SingleDevice
 from trainkit.strategies.torch_ddp import TorchDDP
 
 from trainkit import TaskModule
-from trainkit.optimization import Clip, Optimization, configure
+from trainkit.optimization import Clip, configure
 from trainkit.precision import Precision
 from trainkit.strategy import Strategy
 from trainkit.testing import run_ranks
@@ -44,8 +44,15 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": lambda: DDPStrategy(device="cpu", timeline=True),
     "ddp group": lambda: DDPStrategy(device="cpu", transport="group", timeline=True),
     "fusion": lambda: FusionStrategy(device="cpu", timeline=True),
+    "fusion thread": lambda: FusionStrategy(device="cpu", communication_thread=True, timeline=True),
     "fusion bf16": lambda: FusionStrategy(device="cpu", wire="bf16", timeline=True),
     "fusion sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True, timeline=True),
+    "fusion sharded thread": lambda: FusionStrategy(
+        device="cpu", shard_optimizer=True, communication_thread=True, timeline=True
+    ),
+    "fusion exchange thread": lambda: FusionStrategy(
+        device="cpu", transport="exchange", communication_thread=True, timeline=True
+    ),
     "fusion exchange": lambda: FusionStrategy(device="cpu", transport="exchange", timeline=True),
 }
 ON_ONE_PROCESS: dict[str, Callable[[int], Strategy]] = {

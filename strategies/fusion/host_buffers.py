@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ddp.failure import FailureBoard
-from ..ddp.shared_memory import CHUNK_ELEMENTS, LINE_BYTES, BucketWait, SharedBucket, SharedMemoryTransport
+from ..ddp.shared_memory import LINE_BYTES, BucketWait, SharedBucket, SharedMemoryTransport
 from .exchange import Exchange
-from .part_transport import BufferSettings, Landing, PartTransport, sum_in_order
-from .staging import Copy, Staging
+from .host_memory import Gradients, Weights
+from .part_transport import BufferSettings, Landing, PartTransport
+from .staging import Staging
 
 
 class HostBuffers(SharedMemoryTransport, PartTransport):
@@ -63,8 +64,8 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
         self.device, self.staging, self.settings, self.num_gradients = device, staging, settings, num_gradients
         self.weight_sets = []
         self._sizes: list[tuple[int, torch.dtype]] = []
-        self._gradients: list[_Gradients] = []
-        self._weights: list[list[_Weights]] = []
+        self._gradients: list[Gradients] = []
+        self._weights: list[list[Weights]] = []
         self._ready: dict[int, Any] = {}  # by buffer: the moment at which it was filled
 
     # ---- Memory
@@ -93,13 +94,13 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
             if self.device.type != "cpu":
                 self.staging.adopt(flats[self.rank])
             limit = self.num_gradients()[number] if self.settings.sharded else numel
-            gradients = _Gradients(self, number, flats, result, span=self._span(limit, flats[0].element_size()))
+            gradients = Gradients(self, number, flats, result, span=self._span(limit, flats[0].element_size()))
             self._gradients.append(gradients)
             return gradients
         which, buffer = divmod(number - count, count)
         if not buffer:
             self._weights.append([])
-        weights = _Weights(number, flats, rank=self.rank, span=self._gradients[buffer].span)
+        weights = Weights(number, flats, rank=self.rank, span=self._gradients[buffer].span)
         self._weights[which].append(weights)
         return weights
 
@@ -148,7 +149,7 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
         """Start to write this rank's parts of the next weights to all ranks."""
         return self._begin(self._weights[self.next][buffer], where)
 
-    def _begin(self, bucket: _Gradients | _Weights, where: str) -> Landing:
+    def _begin(self, bucket: Gradients | Weights, where: str) -> Landing:
         bucket.round += 1
         bucket.where, bucket.travels, bucket.is_told, bucket.is_taken = where, None, False, False
         self.under_way.append(bucket)
@@ -166,7 +167,7 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
     def _take_up(self) -> None:
         """Add up the parts of buffers that the whole host has filled: between hosts their order must be the same."""
         for bucket in self.under_way:
-            assert isinstance(bucket, (_Gradients, _Weights))
+            assert isinstance(bucket, (Gradients, Weights))
             if not bucket.is_told and bucket.is_on_host():
                 bucket.is_told = True
                 self.raise_counter(2 * bucket.number, bucket.round)
@@ -177,32 +178,32 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
                 bucket.add_shard()
                 bucket.travels = self._sent(bucket)
 
-    def _sent(self, bucket: _Gradients | _Weights) -> Landing | None:
+    def _sent(self, bucket: Gradients | Weights) -> Landing | None:
         """Return this part's exchange with other hosts, if there are any."""
         between = self.between
         if between is None:
             return None
         between.on_summed, between.live = self.on_summed, self.live
-        if isinstance(bucket, _Weights):
+        if isinstance(bucket, Weights):
             return between.share((bucket.number - len(self._sizes)) % len(self._sizes), where=bucket.where)
         between.flags[bucket.number].copy_(bucket.used())
         return between.start(bucket.number, where=bucket.where)
 
     def _is_finished_now(self, bucket: SharedBucket) -> bool:
         """Write a part that is ready to the host's other ranks, and return whether it is written."""
-        assert isinstance(bucket, (_Gradients, _Weights))
+        assert isinstance(bucket, (Gradients, Weights))
         if not bucket.is_taken or not (bucket.travels is None or bucket.travels.is_done()):
             return False
         if bucket.travels is not None:
             bucket.travels.wait()
-        if isinstance(bucket, _Weights):
+        if isinstance(bucket, Weights):
             bucket.write()
         else:
             self._finish(bucket)
         self.raise_summed(bucket)
         return True
 
-    def _finish(self, gradients: _Gradients) -> None:
+    def _finish(self, gradients: Gradients) -> None:
         if not self.settings.sharded:
             if self.between is not None:
                 gradients.write()
@@ -246,107 +247,6 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
         self._ready = {}
 
 
-class _OnItsWay(SharedBucket):
-    """A bucket and how far it has come in its latest round."""
-
-    __slots__ = ("is_taken", "is_told", "travels", "where")
-
-    where: str
-    is_told: bool  # the others know that it is filled
-    is_taken: bool  # this rank has done its part of the host's work
-    travels: Landing | None  # between hosts
-
-    def is_on_host(self) -> bool:
-        """Whether other ranks may read it."""
-        return True
-
-
-class _Gradients(_OnItsWay):
-    """Gradients of which each server sums its part."""
-
-    __slots__ = ("copy", "copy_back", "flag_views", "owner", "result", "span", "sums", "wire")
-
-    def __init__(
-        self, owner: HostBuffers, number: int, flats: list[Tensor], result: Tensor, *, span: tuple[int, int]
-    ) -> None:
-        self.wire, self.owner, self.result, self.span = flats[owner.rank], owner, result, span
-        parts = [flat[slice(*span)].split(CHUNK_ELEMENTS) for flat in flats]
-        super().__init__(number, self.wire, [list(chunk) for chunk in zip(*parts, strict=True)])
-        self.flag_views = [flat[owner.num_gradients()[number] :] for flat in flats]
-        self.copy: Copy | None = None
-        self.copy_back: Copy | None = None
-        self.sums = self._place_of_sums()
-
-    def _place_of_sums(self) -> Tensor:
-        """Return host memory for the sum of this rank's part, in at least float32."""
-        part = slice(*self.span)
-        if self.wire.element_size() >= 4:
-            return self.wire[part]
-        if self.owner.settings.sharded and self.result.device.type == "cpu":
-            return self.result[part]
-        return torch.zeros(self.span[1] - self.span[0], dtype=torch.float32)
-
-    def is_on_host(self) -> bool:
-        if self.copy is not None and self.copy.is_done():
-            self.copy = None
-        return self.copy is None
-
-    def add_shard(self) -> None:
-        """Leave the sum of this rank's part where it is kept; on a single host also in all buffers, while in cache."""
-        writes = not self.owner.settings.sharded and self.owner.between is None
-        with torch.no_grad():
-            for chunk, total in zip(self.chunks, self.sums.split(CHUNK_ELEMENTS), strict=True):
-                _add_up(chunk, total)
-                if writes:
-                    _write(total, chunk)
-
-    def write(self) -> None:
-        """Leave the sum of this rank's part in all buffers of the host."""
-        with torch.no_grad():
-            for chunk, total in zip(self.chunks, self.sums.split(CHUNK_ELEMENTS), strict=True):
-                _write(total, chunk)
-
-    def used(self) -> Tensor:
-        """Return 1 for each parameter for which a rank of this host had a gradient, else 0.
-
-        Right also while another server already writes the answer here: it is made of the same flags.
-        """
-        return torch.stack(self.flag_views).amax(0).clamp_(max=1)
-
-    def write_flags(self, used: Tensor, *, leader: bool) -> None:
-        """Let this rank's flags, and the leader those of ranks that are no servers, say what all ranks used."""
-        servers = self.owner.num_servers
-        for view in [self.flag_views[self.owner.rank], *(self.flag_views[servers:] if leader else [])]:
-            view.copy_(used)
-
-    def take_back(self) -> None:
-        """Start to copy the result to where the gradients are, if they are elsewhere."""
-        if self.wire is not self.result:
-            begin = len(self.wire) - len(self.flag_views[0]) if self.owner.settings.sharded else 0
-            self.copy_back = self.owner.staging.to_device(self.wire[begin:], self.result[begin:])
-            self.copy_back.order_current_stream()
-
-
-class _Weights(_OnItsWay):
-    """Weights of which each server writes its part to all others."""
-
-    __slots__ = ("others", "own")
-
-    def __init__(self, number: int, flats: list[Tensor], *, rank: int, span: tuple[int, int]) -> None:
-        super().__init__(number, flats[rank], [])
-        self.own = flats[rank][slice(*span)]
-        self.others = [flat[slice(*span)] for other, flat in enumerate(flats) if other != rank]
-
-    def add_shard(self) -> None:
-        """Leave all as it is: there is nothing to add."""
-
-    def write(self) -> None:
-        """Leave this rank's part in the weights of all ranks of the host."""
-        with torch.no_grad():
-            for other in self.others:
-                other.copy_(self.own)
-
-
 class _HostLanding(BucketWait):
     """The reduction of one buffer, whose result is taken to the gradients once it is there."""
 
@@ -355,24 +255,5 @@ class _HostLanding(BucketWait):
     def wait(self) -> None:
         """Return once the gradients hold the result."""
         super().wait()
-        if isinstance(self.bucket, _Gradients):
+        if isinstance(self.bucket, Gradients):
             self.bucket.take_back()
-
-
-def _add_up(chunk: list[Tensor], total: Tensor) -> None:
-    """Leave in `total`, which may be one of them, the sum of a chunk's tensors, added in the order of ranks."""
-    first, *others = chunk
-    if first.dtype.itemsize < 4:
-        total.copy_(sum_in_order(chunk))
-    elif others:
-        for other in others[:-1]:
-            first.add_(other)  # nobody else reads this part of the first rank's buffer
-        torch.add(first, others[-1], out=total)
-    elif first.data_ptr() != total.data_ptr():
-        total.copy_(first)
-
-
-def _write(total: Tensor, chunk: list[Tensor]) -> None:
-    for part in chunk:
-        if part.data_ptr() != total.data_ptr():
-            part.copy_(total)

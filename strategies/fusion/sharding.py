@@ -153,6 +153,19 @@ class ShardedOptimizer:
         with self._seeing([piece for piece in self._pieces if piece.owner.grad is not None]):
             yield
 
+    def unscale(self, unscale: Callable[[], None], *, overflow: Tensor) -> None:
+        """Call a scaler's `unscale` on the pieces, and let it find an overflow that happened on any rank.
+
+        It must also see a gradient on a rank that has no pieces.
+        """
+        witness, params = nn.Parameter(torch.zeros(1)), self.optimizer.param_groups[0]["params"]
+        witness.grad = torch.where(overflow, torch.inf, 0.0).reshape(1).float()
+        params.append(witness)
+        try:
+            unscale()
+        finally:
+            params.pop()
+
     def step_buffer(self, buffer: int, used: Sequence[bool], step: Callable[[], None]) -> None:
         """Call `step` with the optimizer seeing this rank's pieces of one buffer, of which all gradients are summed."""
         self._bring(buffer)

@@ -140,7 +140,8 @@ class FusionStrategy(DDPStrategy):
             self._check_shards(optimization)
         super().prepare_optimization(task, optimization)
         assert self.reducer is not None
-        self._steps_inside = self.shard_optimizer and not self.agree(_needs_all_gradients(optimization))
+        waits = self.precision.scaler is not None or _needs_all_gradients(optimization)
+        self._steps_inside = self.shard_optimizer and not self.agree(waits)
         self._transport = self._open_transport()
         self.reducer.transport.close()
         self.reducer.transport = self._transport
@@ -149,8 +150,6 @@ class FusionStrategy(DDPStrategy):
         check_elementwise(optimization.optimizer)
         if self.device.type != "cpu":
             raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
-        if self.precision.scaler is not None:
-            raise UserError("shard_optimizer=true does not go with fp16-mixed; set trainer.precision=bf16-mixed.")
 
     def _open_transport(self) -> PartTransport:
         reducer = self.reducer
@@ -232,15 +231,18 @@ class FusionStrategy(DDPStrategy):
         return norm
 
     def _update_shards(self, sharded: ShardedOptimizer, optimization: Optimization) -> Tensor | None:
-        """Clip and update this rank's part of the weights; collective."""
+        """Unscale, clip and update this rank's part of the weights; collective."""
         norm = None
-        if optimization.clip.norm is not None or optimization.skip_nonfinite:
-            norm = self.gradient_norm(optimization)
-        if optimization.clip.norm is not None and norm is not None:
-            optimization.clip_by_norm(norm)
-        elif optimization.clip.value is not None:
-            optimization.clip_by_value()
         with sharded.on_pieces():
+            if self.precision.scaler is not None:
+                overflow = ~torch.isfinite(self.gradient_norm(optimization))  # anywhere: all skip the same steps
+                sharded.unscale(optimization.unscale, overflow=overflow)
+            if optimization.clip.norm is not None or optimization.skip_nonfinite:
+                norm = self.gradient_norm(optimization)
+            if optimization.clip.norm is not None and norm is not None:
+                optimization.clip_by_norm(norm)
+            elif optimization.clip.value is not None:
+                optimization.clip_by_value()
             optimization.update(norm=norm)
         return norm
 

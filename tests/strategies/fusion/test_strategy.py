@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.channels import open_channels
 from trainkit.strategies.fusion.exchange import Exchange
 from trainkit.strategies.fusion.part_transport import BufferSettings
@@ -339,24 +340,48 @@ class WholeNorm(torch.optim.SGD):
 
 
 def refused(run_dir):
-    """Return the messages for what a sharded optimizer cannot do."""
-    messages = []
-    for make_optimizer, settings in (
-        (lambda task: WholeNorm(task.parameters(), lr=0.1), {}),
-        (OPTIMIZERS["sgd"], {"precision": "fp16-mixed"}),
-    ):
-        task, data = make("perceptron", 12, batch_size=6)
-        task.configure_optimizers = lambda make=make_optimizer, task=task: make(task)
-        with pytest.raises(UserError) as caught:
-            train(FusionStrategy(device="cpu", shard_optimizer=True), task, data, run_dir=run_dir, **settings)
-        messages.append(str(caught.value))
-    return messages
+    """Return the message for an optimizer that cannot be cut."""
+    task, data = make("perceptron", 12, batch_size=6)
+    task.configure_optimizers = lambda: WholeNorm(task.parameters(), lr=0.1)
+    with pytest.raises(UserError) as caught:
+        train(FusionStrategy(device="cpu", shard_optimizer=True), task, data, run_dir=run_dir)
+    return str(caught.value)
 
 
 def test_a_sharded_optimizer_refuses_what_cannot_be_cut(tmp_path):
-    ((whole, scaled),) = run_ranks(refused, 1, tmp_path)
-    assert "WholeNorm may need them whole" in whole and "shard_optimizer=false" in whole
-    assert "fp16-mixed" in scaled
+    (message,) = run_ranks(refused, 1, tmp_path)
+    assert "WholeNorm may need them whole" in message and "shard_optimizer=false" in message
+
+
+class OverflowingOnOne(Perceptron):
+    """Its loss is too large for a scaled fp16 gradient in the third step, for rank 1 alone."""
+
+    def training_step(self, batch):
+        self.calls = getattr(self, "calls", 0) + 1
+        huge = 1e9 if self.calls == 3 and dist.get_rank() == 1 else 1.0
+        return super().training_step(batch)["loss"] * huge
+
+
+def scaled(run_dir):
+    """Return the largest difference between sharded fusion and ddp in fp16, and how many steps changed nothing."""
+    found = {}
+    for name, strategy in (
+        ("ddp", DDPStrategy(device="cpu")),
+        ("rank", FusionStrategy(device="cpu", shard_optimizer=True)),
+        ("host", FusionStrategy(device="cpu", shard_optimizer=True, servers="host")),
+    ):
+        seen, data = StepWeights(), Data(train=numbers(12), batch_size=6)
+        train(strategy, OverflowingOnOne(), data, seen, run_dir=run_dir, precision="fp16-mixed", clip_norm=0.5, steps=8)
+        found[name] = seen.steps
+    weights = [steps["network.0.weight"] for steps in found["ddp"]]
+    skipped = [torch.equal(old, new) for old, new in itertools.pairwise(weights)]
+    return [largest_difference(found[name], found["ddp"]) for name in ("rank", "host")], skipped
+
+
+def test_all_servers_skip_the_steps_in_which_a_scaled_gradient_overflows_on_one(tmp_path):
+    for differences, skipped in run_ranks(scaled, 2, tmp_path):
+        assert skipped[1] and not all(skipped)  # the third step
+        assert max(differences) < 1e-6
 
 
 @pytest.mark.parametrize(
