@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from trainkit.callbacks.gradient_norms import GradientNorms
+from trainkit.strategies.pipeline.strategy import Pipeline
 
 from tests.tasks import Recorder, Regression, regression_data
 from trainkit import Data
@@ -73,3 +74,17 @@ def test_norms_are_taken_at_multiples_only_and_nothing_waits_for_them(
     assert len(taken) == 2
     assert [len(row) for row in rows] == [4, 4]
     assert rows[0] != rows[1]
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_report_their_parts_as_one(make_trainer: Any) -> None:
+    def norms(strategy: Any) -> dict[str, float]:
+        task, data = Regression(hidden=6), Data(train=regression_data(16), batch_size=8)
+        trainer = make_trainer(strategy, callbacks=[GradientNorms(every=2, depth=2)], log_every="2step")
+        metrics = trainer.fit(task, data).metrics
+        return {name: value for name, value in metrics.items() if name.startswith("gradient_norm/")}
+
+    expected = norms(None)
+
+    assert len(expected) == 3
+    assert norms(Pipeline(stages=2, device="cpu")) == pytest.approx(expected, rel=1e-5)
