@@ -90,7 +90,9 @@ def test_failures_that_are_not_in_a_row_do_not_switch_a_logger_off(tmp_path: Pat
     assert len(inner.rows) == 30
 
 
-def test_a_run_trains_to_its_end_though_a_logger_cannot_be_opened(make_trainer: Any, tmp_path: Path) -> None:
+def test_a_run_trains_to_its_end_though_a_logger_cannot_be_opened(
+    make_trainer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """The second logger gets everything that the first one misses."""
     broken, sound = Failing(opens=False), MemoryLogger()
     trainer = make_trainer(loggers=[broken, sound], log_every="2step")
@@ -99,6 +101,8 @@ def test_a_run_trains_to_its_end_though_a_logger_cannot_be_opened(make_trainer: 
 
     assert result.steps == 4
     assert broken.rows == []
+    first = warnings_of(caplog)[0]
+    assert first == "Failing cannot be opened (ConnectionError: no route to host); training goes on without it."
     assert [step for step, _ in sound.rows] == [2, 4]
 
 

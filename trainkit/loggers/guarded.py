@@ -52,8 +52,11 @@ class GuardedLogger(Logger):
 
     def open(self, folder: Path, *, step: int) -> None:
         self.failures, self._in_a_row, self._is_off, self._said_slow = 0, 0, False, False
-        if not self._attempt(lambda: self.inner.open(folder, step=step)):
-            self._switch_off()
+        try:
+            self.inner.open(folder, step=step)
+        except Exception as error:
+            self._is_off = True
+            logger.warning("%s cannot be opened (%s); training goes on without it.", self.name, _reason(error))
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._attempt(lambda: self.inner.write(metrics, step=step))
@@ -86,33 +89,28 @@ class GuardedLogger(Logger):
         self._attempt(self.inner.close)
         self.failures = 0
 
-    def _attempt(self, call: Callable[[], None]) -> bool:
-        """Make the call and return whether it succeeded; what asks Python to end is passed on."""
+    def _attempt(self, call: Callable[[], None]) -> None:
+        """Make the call, and keep what it raises; what asks Python to end is passed on."""
         if self._is_off:
             self.failures += 1
-            return False
+            return
         began = time.monotonic()
         try:
             call()
         except Exception as error:
             self._failed(error)
-            return False
+            return
         self._in_a_row = 0
         self._look_at_time(time.monotonic() - began)
-        return True
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1
         self._in_a_row += 1
         if self.failures == 1:
-            reason = cut(f"{type(error).__name__}: {error}", 500)
-            logger.warning("%s failed (%s); training goes on, and it is tried again.", self.name, reason)
+            logger.warning("%s failed (%s); training goes on, and it is tried again.", self.name, _reason(error))
         if self._in_a_row == MOST_FAILURES:
-            self._switch_off()
-
-    def _switch_off(self) -> None:
-        self._is_off = True
-        logger.warning("%s is switched off for the rest of this run.", self.name)
+            self._is_off = True
+            logger.warning("%s is switched off for the rest of this run.", self.name)
 
     def _look_at_time(self, seconds: float) -> None:
         if seconds > SLOW_SECONDS and not self._said_slow:
@@ -122,3 +120,7 @@ class GuardedLogger(Logger):
                 self.name,
                 seconds,
             )
+
+
+def _reason(error: Exception) -> str:
+    return cut(f"{type(error).__name__}: {error}", 500)
