@@ -73,6 +73,18 @@ def test_stages_with_copies_and_clipping_have_the_weights_of_one_process():
     _assert_equal(4, cases, tolerance=DOUBLE)
 
 
+class _Frozen(Mlp):
+    """Trains its last layers only: no gradient goes back over the cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[:8].requires_grad_(False)
+
+
+def test_frozen_stages_are_sent_no_gradients():
+    _assert_equal(3, [_case(_Frozen, num_steps=3, cuts=["net.5", "net.10"])], tolerance=DOUBLE)
+
+
 class _CompiledParts(Mlp):
     """Has its layers compiled, as `trainer.compile=true` does with a task that has no forward of its own."""
 

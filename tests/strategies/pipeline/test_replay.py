@@ -103,6 +103,35 @@ def test_a_call_that_was_not_recorded_is_named_with_the_one_that_was():
         chain.run(torch.ones(2, 3))
 
 
+class _EndsEarly(_Branches):
+    def training_step(self, batch):
+        return self.first(batch).sum() if self.branch else super().training_step(batch)
+
+
+def test_a_step_that_ends_before_its_recorded_end_is_refused():
+    chain = _Chain(_EndsEarly(), torch.ones(2, 3), 2, cuts=["second"])
+    chain.run(torch.ones(2, 3))
+    chain.task.branch = True
+
+    with pytest.raises(Departure, match=r"came to .* where the recorded step has module 'second'"):
+        chain.run(torch.ones(2, 3), only=1)
+
+
+class _ReturnsEarly(_Branches):
+    def training_step(self, batch):
+        hidden = self.second(self.first(batch))
+        return hidden if self.branch else hidden.sum()
+
+
+def test_a_step_that_returns_before_its_last_call_is_refused():
+    chain = _Chain(_ReturnsEarly(), torch.ones(2, 3), 2, cuts=["second"])
+    chain.run(torch.ones(2, 3))
+    chain.task.branch = True
+
+    with pytest.raises(Departure, match="came to the end of the step where the recorded step has `sum`"):
+        chain.run(torch.ones(2, 3), only=1)
+
+
 class _Hooked(nn.Module):
     """Keeps a unit's result by a hook, and goes on from there."""
 
@@ -142,11 +171,12 @@ class _Asks(nn.Module):
 
 def test_a_number_read_in_an_early_stage_is_read_again_in_the_later_one():
     task = _Asks()
-    expected = task.training_step(torch.ones(2, 3))
+    batch = torch.full((2, 3), 5.0)  # not the one that was recorded
+    expected = task.training_step(batch)
 
     chain = _Chain(task, torch.ones(2, 3), 2, cuts=["second"])
 
-    assert torch.allclose(chain.run(torch.ones(2, 3)), expected)
+    assert torch.allclose(chain.run(batch), expected)
     assert len(chain.segments[1].receives) == 2
 
 
