@@ -19,9 +19,7 @@ def test_what_a_resumed_run_logs_again_replaces_what_was_there(tmp_path):
 
 
 def test_texts_that_stand_for_numbers_are_read(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "time": 5, "a": "NaN", "b": "-Infinity", "c": true}\n'
-    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5, "a": "NaN", "b": "-Infinity", "c": true}\n')
     curves = read_curves(tmp_path)
     assert math.isnan(curves["a"].last) and curves["b"].last == -math.inf
     assert set(curves) == {"a", "b"}

@@ -78,14 +78,10 @@ def test_a_long_run_is_small_and_keeps_its_extremes(long_run):
     path = long_run / "report.html"
     assert path.stat().st_size < 5_000_000
     page = Page.of(path)
-    heights = [
-        int(point.partition(",")[2])
-        for attributes in page.attributes("polyline")
-        if "faint" in str(attributes["class"])
-        for point in str(attributes["points"]).split()
-    ]
-    # The spike of 40 is the head of its picture: the upper margin is a twentieth of what is between.
-    assert min(heights) == pytest.approx(10_000 * 0.05 / 1.05, abs=15)
+    faint = [attributes for attributes in page.attributes("polyline") if "faint" in str(attributes["class"])]
+    heights = sorted(int(point.partition(",")[2]) for point in str(faint[0]["points"]).split())
+    # Of the losses all but the one spike lie near the floor.
+    assert heights[0] < 500 and heights[1] > 8000
 
 
 def test_a_timeline_is_drawn_to_scale_with_its_advice(tmp_path):

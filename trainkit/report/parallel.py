@@ -30,7 +30,8 @@ def parallel_picture(
     jobs: Sequence[Job], keys: Sequence[str], *, goal: str, value: Callable[[Job], float], mode: str
 ) -> Markup:
     """Return a picture with an axis for each key and one for the goal; `jobs` are given best first."""
-    axes = [_axis(key, {job.number: job.values.get(key, "-") for job in jobs}) for key in keys]
+    by_number = sorted(jobs, key=lambda job: job.number)
+    axes = [_axis(key, {job.number: job.values.get(key, "-") for job in by_number}) for key in keys]
     axes.append(_number_axis(goal, {job.number: value(job) for job in jobs}, mode=mode))
     last = max(len(axes) - 1, 1)
     parts: list[Markup] = []
