@@ -152,7 +152,7 @@ def _grid(axes: _Axes, *, x_name: str) -> list[Markup]:
         height = f"{axes.down(value) * _HEIGHT:.1f}"
         parts.append(element("line", x1="0", x2="100%", y1=height, y2=height, class_="grid"))
         parts.append(element("text", short(value), x="-8", y=height, dy="0.32em", text_anchor="end"))
-    marks = ticks(axes.left, axes.right, count=5)
+    marks = [step for step in ticks(axes.left, axes.right, count=5) if step == int(step)]
     for index, step in enumerate(marks):
         text = f"{short(step)} {x_name}" if index == len(marks) - 1 else short(step)
         across = axes.across(step)

@@ -151,7 +151,8 @@ def _checkpoints(record: RunRecord) -> Section | None:
     ]
     columns = ["checkpoint", "step", monitor.metric if monitor else "metric", "saved because", "size"]
     marked = entries.index(best) if best is not None else None
-    continued = f"Continue: trainkit resume {os.path.relpath(record.folder)}"
+    near = os.path.relpath(record.folder)
+    continued = f"Continue: trainkit resume {record.folder.absolute() if near.startswith('..') else near}"
     content = joined(table(columns, rows, best=marked), element("p", element("code", continued), class_="muted"))
     return Section("checkpoints", "Checkpoints", content)
 

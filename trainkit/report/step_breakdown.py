@@ -19,7 +19,7 @@ PARTS = {
     "backward": ("backward", "backward"),
     "communication": ("communication that was not hidden", "wait"),
     "optimizer": ("optimizer", "optimizer"),
-    "rest": ("callbacks, logging, the loop", "rest"),
+    "rest": ("callbacks, saving, logging", "rest"),
 }
 _SKIPPED = 1  # log points at the start: kernels are chosen and workers started then
 _LETTER_SHARE = 0.08
