@@ -153,6 +153,12 @@ def ready_batches(steps: int, rounds: int) -> list[dict[str, Any]]:
     contenders: dict[str, Train | None] = {
         "hand-written loop": hand_written(loader),
         "trainkit, everything on": trainkit(lambda: Data(train=loader)),
+        "trainkit, everything on but the report": trainkit(lambda: Data(train=loader), report=False),
+        "trainkit, everything on but the report and step_times": trainkit(
+            lambda: Data(train=loader),
+            report=False,
+            callbacks=[name for name in DEFAULT_CALLBACKS if name != "step_times"],
+        ),
         "trainkit, no callbacks, no loggers": trainkit(lambda: Data(train=loader), callbacks=[], loggers=[]),
         "trainkit, everything on, optimizer not fused": trainkit(lambda: Data(train=loader), fused_optimizer=False),
         "lightning, defaults": lightning(loader),
