@@ -181,6 +181,71 @@ def test_each_rank_keeps_its_part_of_the_momentum_only(tmp_path):
         assert own_memory
 
 
+class LooksBack(Perceptron):
+    """Uses a weight of its last layer in an early one as well, where it takes no gradient."""
+
+    def build(self):
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def training_step(self, batch):
+        hidden = self.first(batch[0]) @ self.last.weight.detach()  # its backward comes after that of the last layer
+        return (self.last(hidden).sum(1, keepdim=True) - batch[1]).square().mean()
+
+
+class Clamped(Recorder):
+    """Changes the weights in place after every step."""
+
+    def on_step_end(self, run):
+        with torch.no_grad():
+            for parameter in run.task.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+
+class NotedSteps(Recorder):
+    """Notes whether servers stepped inside backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = []
+
+    def on_step_end(self, run):
+        self.inside.append(run.strategy._transport.on_summed is not None)
+
+
+def stepped_inside(run_dir):
+    """Return the differences from single, and in which steps servers stepped inside backward, by task and setting."""
+    found = {}
+    for name, task, settings in (
+        ("looks back", LooksBack, {}),
+        ("clamped", Perceptron, {}),
+        ("clipped", Perceptron, {"clip_norm": 0.1}),
+        ("skips", Perceptron, {"on_nonfinite": "skip"}),
+    ):
+        steps = []
+        for strategy in (
+            SingleDevice(device="cpu"),
+            FusionStrategy(device="cpu", shard_optimizer=True, buffer_mb=0.0005),
+        ):
+            seen, noted = StepWeights(), NotedSteps()
+            folder = run_dir / (f"single_{dist.get_rank()}" if not steps else "fusion")
+            others = [Clamped()] if name == "clamped" else []
+            if steps:
+                others.append(noted)
+            data = Data(train=numbers(24), batch_size=6)
+            train(strategy, task(lr=0.02), data, *others, seen, run_dir=folder, precision="fp64", **settings)
+            steps.append(seen.steps)
+        found[name] = (largest_difference(steps[1], steps[0]), noted.inside)
+    return found
+
+
+def test_servers_step_inside_backward_where_no_gradient_is_needed_first(tmp_path):
+    for found in run_ranks(stepped_inside, 2, tmp_path):
+        assert max(difference for difference, _ in found.values()) < 1e-10
+        # The first backward shows where the buffers are.
+        assert found["looks back"][1] == found["clamped"][1] == [False] + 5 * [True]
+        assert found["clipped"][1] == found["skips"][1] == 6 * [False]
+
+
 # ---- What travels
 
 
