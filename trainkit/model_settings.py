@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,9 +48,10 @@ class ModelSettings:
         """
         frozen = self._freeze(task)
         changed = [(module, type(module)) for module in self._checkpointed(task)]
+        checkpointing = {kind: _checkpointing(kind) for kind in {kind for _, kind in changed}}
         try:
             for module, kind in changed:
-                module.__class__ = _checkpointing(kind)
+                module.__class__ = checkpointing[kind]
             if self.channels_last:
                 task.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch leaves it out
             if self.sync_batch_norm:
@@ -111,7 +111,6 @@ def _fits_nothing(setting: str, pattern: str, names: Sequence[str], what: str) -
     return f"{setting}: {pattern!r} fits no {what}.{nearest(pattern, names)} There are: {shown}."
 
 
-@cache
 def _checkpointing(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class like `kind` whose forward is computed a second time for backward.
 

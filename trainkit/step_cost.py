@@ -66,7 +66,7 @@ class _Kept:
 
 class _Counting(TorchDispatchMode):
     def __init__(self, cost: StepCost, scopes: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # torch's constructor is not annotated
         from torch.utils.flop_counter import flop_registry
 
         self._cost, self._scopes, self._registry = cost, scopes, flop_registry

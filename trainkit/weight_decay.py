@@ -62,7 +62,8 @@ def exempt_from_decay(
 def _fitting(task: nn.Module, rule: str) -> set[int]:
     if rule == "bias":
         return {id(p) for name, p in task.named_parameters() if name.rpartition(".")[2] == "bias"}
-    kinds = {"norm": _NORMS, "embedding": (nn.Embedding,)}.get(rule)
+    by_kind: dict[str, tuple[type[nn.Module], ...]] = {"norm": _NORMS, "embedding": (nn.Embedding,)}
+    kinds = by_kind.get(rule)
     if kinds is not None:
         return {id(p) for module in task.modules() if _is_one(module, kinds) for p in module.parameters(recurse=False)}
     return {id(parameter) for name, parameter in task.named_parameters() if fits(name, rule)}
