@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 
 import pytest
@@ -374,6 +375,24 @@ def test_every_rank_moves_about_the_same_number_of_bytes(tmp_path):
         for moved in found.values():
             # Two thirds of all gradients to the servers, and as much back; flags and cache lines besides.
             assert moved == pytest.approx(2 * 2 / 3 * 4 * numel, rel=0.02)
+
+
+def train_with_timeline(thread, run_dir):
+    """Record where the time of ten steps goes."""
+    strategy = FusionStrategy(device="cpu", timeline=True, communication_thread=thread, buffer_mb=0.002)
+    train(strategy, Wide(), Data(train=numbers(60), batch_size=6), run_dir=run_dir / str(thread), steps=10)
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_the_timeline_tells_how_much_of_the_communication_backward_hides(thread, tmp_path):
+    run_ranks(train_with_timeline, 2, thread, tmp_path)
+    for rank in (0, 1):
+        trace = json.loads((tmp_path / str(thread) / f"timeline_rank_{rank}.json").read_text())
+        assert 0.0 <= trace["otherData"]["hidden_share"] <= 1.0
+        bars = [event for event in trace["traceEvents"] if str(event["tid"]).startswith("buffer")]
+        assert len({event["tid"] for event in bars}) > 1
+        # Sums of small buffers were made long before the rank came to wait for them.
+        assert min(event["dur"] for event in bars) < max(event["dur"] for event in trace["traceEvents"]) / 3
 
 
 # ---- Failures
