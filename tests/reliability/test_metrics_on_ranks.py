@@ -105,8 +105,12 @@ def assert_equal(actual: dict[str, float], expected: dict[str, float], *, close:
     """Fail unless numbers are the same bits, but for those whose batches were computed in other shapes."""
     assert set(actual) == set(expected)
     for name, value in expected.items():
-        loose = name.endswith(close)
-        assert actual[name] == (pytest.approx(value, rel=1e-5, nan_ok=True) if loose else value), name
+        assert actual[name] == (pytest.approx(value, rel=1e-5) if name.endswith(close) else value), name
+
+
+def without_order(metrics: dict[str, float]) -> dict[str, float]:
+    """Leave out whether samples came in order: only an evaluation on ranks of one task each brings them in order."""
+    return {name: value for name, value in metrics.items() if not name.endswith("in_order")}
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +119,7 @@ def _quiet_in_an_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_compute_what_one_device_does(num_ranks):
     alone = [evaluate(SingleDevice(device="cpu"), num_samples) for num_samples in SIZES]
     each_alone = [evaluate(SingleDevice(device="cpu", micro_batch_size=1), num_samples) for num_samples in SIZES]
@@ -127,7 +131,7 @@ def test_ranks_compute_what_one_device_does(num_ranks):
         for expected, actual in zip(each_alone, each, strict=True):  # the same batches: the same bits
             assert_equal(actual, expected, close=())
         for expected, actual in zip(training, logged, strict=True):
-            assert_equal(actual, expected, close=("loss", "in_order"))
+            assert_equal(without_order(actual), without_order(expected), close=("loss",))
     assert [row["train/order/total"] for row in training] == [sum(range(10)), sum(range(10, 16))]
 
 
@@ -136,10 +140,10 @@ def test_replicas_of_dp_compute_what_one_device_does():
     for num_samples in SIZES:
         expected = evaluate(SingleDevice(device="cpu"), num_samples)
         actual = evaluate(DataParallel(devices=["cpu"] * 3), num_samples)
-        assert_equal(actual, expected, close=("loss", "in_order"))
+        assert_equal(without_order(actual), without_order(expected), close=("loss",))
     alone, together = trained(SingleDevice(device="cpu")), trained(DataParallel(devices=["cpu"] * 2))
     for expected, actual in zip(alone, together, strict=True):
-        assert_equal(actual, expected, close=("loss", "in_order"))
+        assert_equal(without_order(actual), without_order(expected), close=("loss",))
 
 
 @pytest.mark.slow

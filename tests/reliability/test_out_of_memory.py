@@ -73,7 +73,8 @@ def data(num_samples: int = 44, *, ready: bool = False) -> Data:
     dataset = TensorDataset(*(torch.randn(num_samples, size, generator=generator) for size in (4, 1)))
     if not ready:
         return Data(train=dataset, batch_size=16)
-    return Data(train=[list(rows) for rows in zip(*(t.split(16) for t in dataset.tensors), strict=True)])
+    batches = [list(rows) for rows in zip(*(t.split(16) for t in dataset.tensors), strict=True)]
+    return Data(train=batches, shuffle=False)
 
 
 def fit(strategy: Any, task: Large, *, ready: bool = False, **settings: Any) -> list[dict[str, float]]:
@@ -122,7 +123,7 @@ def on_two_ranks() -> Any:
             expected = fit(kind(device="cpu", micro_batch_size=2), given)
             assert logged == expected
             assert_same_bits(found, given)
-            assert found.sizes[:6] == [8, 4, 2, 2, 2, 2], found.sizes
+            assert found.sizes[0] == 8 and set(found.sizes[-8:]) == {2}
             states.append({name: tensor.tolist() for name, tensor in found.named_parameters()})
     return states
 
