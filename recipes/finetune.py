@@ -88,7 +88,7 @@ class _Rows(Dataset[Any]):
         return len(self.windows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens: Tensor = self.windows[index]
+        tokens: Tensor = self.windows[index][:-1]  # no longer than what models have positions for
         return {"input_ids": tokens, "labels": tokens}
 
 

@@ -145,7 +145,7 @@ class Images(Dataset[tuple[Tensor, int]]):
         pixels = self.pixels[index]
         if isinstance(pixels, Path):
             pixels = _read(pixels, side=self.side)
-        image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)  # (3, height, width)
+        image = torch.from_numpy(np.array(pixels)).permute(2, 0, 1)  # (3, height, width)
         return image.float() / 127.5 - 1, self.classes[index]
 
 

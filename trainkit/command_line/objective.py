@@ -15,7 +15,7 @@ class Objective:
     metric: str
     mode: str = "min"
 
-    def value(self, metrics: Mapping[str, float]) -> float | None:
+    def value(self, metrics: Mapping[str, float | None]) -> float | None:
         """Return the metric's latest value, that of training where nothing was validated; `None` where it is none."""
         value = metrics.get(self.metric, metrics.get(f"train/{self.metric.partition('/')[2]}"))
         return value if value is not None and math.isfinite(value) else None

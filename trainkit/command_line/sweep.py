@@ -1,7 +1,7 @@
 """Several runs, one for each combination of values, by Hydra's sweepers and launchers.
 
 runs/<recipe>/<date_time>_sweep/
-multirun.yaml  sweep.json  0/  1/  ...      a run's folder for each job, with what it came to in job.json
+multirun.yaml  sweep.json  report.html  0/  1/  ...      a run's folder for each job, with what it came to in job.json
 
 `sweep.json` holds the objective (a metric and its mode) and for each job its number, overrides, run folder, exit code,
 exit reason, error, metrics, seconds, and the value of the objective.
@@ -10,6 +10,8 @@ exit reason, error, metrics, seconds, and the value of the objective.
 from __future__ import annotations
 
 import json
+import math
+import multiprocessing
 import sys
 import warnings
 from collections.abc import Sequence
@@ -59,7 +61,8 @@ class JobOutcome:
     exit_code: int = 0
     exit_reason: str = ""
     error: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """The latest values; `None` for those that are not finite."""
     seconds: float | None = None
     value: float | None = None
     """Of the objective; `None` where the job did not measure it."""
@@ -162,6 +165,7 @@ def _run_job(config: DictConfig) -> JobOutcome:
     The ranks that its strategy starts have ended when it returns.
     """
     make_working_folder_importable()
+    _start_processes_plainly()
     hydra = HydraConfig.get()
     typed = [_as_typed(str(text)) for text in hydra.overrides.task]
     run_dir = Path(hydra.runtime.output_dir)
@@ -183,7 +187,7 @@ def _run_job(config: DictConfig) -> JobOutcome:
         outcome.exit_code, outcome.exit_reason, outcome.error = 1, "failed", f"{type(error).__name__}: {error}"
     finally:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / _JOB).write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
+        _write(run_dir / _JOB, asdict(outcome))
     return outcome
 
 
@@ -197,8 +201,16 @@ def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
     assembly = assemble(settings, run_dir=run_dir)
     # A job that SLURM has queued again comes here a second time, with its folder.
     result = assembly.trainer.fit(assembly.task, assembly.data, resume="auto")
-    outcome.metrics, outcome.exit_reason, outcome.seconds = result.metrics, result.exit_reason, result.seconds
+    outcome.exit_reason, outcome.seconds = result.exit_reason, result.seconds
+    # Numbers that are not finite are no JSON.
+    outcome.metrics = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
     outcome.value = objective_of(settings.tree).value(result.metrics)
+
+
+def _start_processes_plainly() -> None:
+    """Undo what joblib's workers choose: processes that a strategy starts do not know that way, and would hang."""
+    if multiprocessing.get_start_method(allow_none=True) == "loky":
+        multiprocessing.set_start_method("spawn", force=True)
 
 
 def _as_typed(text: str) -> str:
@@ -212,9 +224,11 @@ def _outcomes(folder: Path) -> list[JobOutcome]:
 
 
 def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: Objective) -> None:
-    """Print a line for each job and keep `sweep.json`."""
-    kept = {"objective": asdict(objective), "jobs": [asdict(outcome) for outcome in outcomes]}
-    (folder / "sweep.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    """Keep `sweep.json`, print a line for each job, and draw them all in `report.html`."""
+    from trainkit.report.sweep_page import SWEEP, sweep_page
+    from trainkit.report.writing import REPORT, write_page
+
+    _write(folder / SWEEP, {"objective": asdict(objective), "jobs": [asdict(outcome) for outcome in outcomes]})
     common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
     typed = [
         " ".join(text for text in outcome.overrides if len(outcomes) == 1 or text not in common) for outcome in outcomes
@@ -225,10 +239,18 @@ def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: Objective) 
     for index, outcome in enumerate(outcomes):
         mark = "  <- best" if index == best and len(outcomes) > 1 else ""
         print(f"  {outcome.number}  {typed[index]:<{width}}  {_result(outcome)}{mark}")
+    print(f"drawn in {write_page(sweep_page(folder), folder / REPORT)}")
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _result(outcome: JobOutcome) -> str:
     if outcome.error is not None:
         return f"failed: {outcome.error.splitlines()[0]}"
-    shown: dict[str, Any] = {key: value for key, value in outcome.metrics.items() if key.startswith("validation/")}
-    return "  ".join(f"{key}={value:.6g}" for key, value in (shown or outcome.metrics).items())
+    shown = {key: value for key, value in outcome.metrics.items() if key.startswith("validation/")}
+    return "  ".join(
+        f"{key}={'not finite' if value is None else f'{value:.6g}'}"
+        for key, value in (shown or outcome.metrics).items()
+    )
