@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
+from trainkit.weight_decay import SPLIT_FROM
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -20,7 +21,9 @@ class LearningRateMonitor(Callback):
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         for optimization in run.optimizations:
             under = f"train/{optimization.phase}/" if optimization.phase else "train/"
-            groups = [group for group in optimization.optimizer.param_groups if "lr" in group]
+            groups = [
+                group for group in optimization.optimizer.param_groups if "lr" in group and SPLIT_FROM not in group
+            ]
             for index, group in enumerate(groups):
                 suffix = f".{group.get('name', index)}" if len(groups) > 1 else ""
                 metrics[f"{under}learning_rate{suffix}"] = float(group["lr"])

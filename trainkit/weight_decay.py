@@ -20,6 +20,8 @@ _NORMS: tuple[type[nn.Module], ...] = (
     nn.GroupNorm,
     nn.RMSNorm,
 )
+SPLIT_FROM = "split_from"
+"""The setting of a group made here that says which one it was part of, and shares the learning rate with."""
 _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")
 """Where schedulers of torch keep one value for each group of parameters."""
 
@@ -51,7 +53,7 @@ def exempt_from_decay(
             group["weight_decay"] = 0.0
             continue
         group["params"] = kept
-        optimizer.add_param_group({**group, "params": exempt, "weight_decay": 0.0})
+        optimizer.add_param_group({**group, "params": exempt, "weight_decay": 0.0, SPLIT_FROM: index})
         for scheduler in _all([schedule.scheduler for schedule in schedules]):
             for name in _OF_GROUPS:
                 values = getattr(scheduler, name, None)

@@ -92,8 +92,10 @@ def test_no_decay_is_a_group_of_its_own_with_the_same_learning_rate(make_trainer
         return optimizer, LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
     recorder = Recorder()
-    make_trainer(no_weight_decay=["bias", "norm"], callbacks=[recorder]).fit(Blocks(build), data())
+    callbacks = ["learning_rate", recorder]
+    make_trainer(no_weight_decay=["bias", "norm"], callbacks=callbacks, log_every="4step").fit(Blocks(build), data())
 
+    assert recorder.logged[0]["train/learning_rate"] == pytest.approx(0.05 / 5)
     (optimization,) = recorder.run.optimizations
     decayed, exempt = optimization.optimizer.param_groups
     names = {id(parameter): name for name, parameter in recorder.run.task.named_parameters()}
