@@ -77,6 +77,7 @@ def test_optuna_searches_in_the_direction_of_the_monitored_metric(tmp_path, caps
         "hydra.sweeper.n_jobs=1",
     ]
     argv = [*TINY, "callbacks=[checkpoint]", "logger=[]", *searched, "task.width=choice(0,4,8)"]
+    argv.remove("task.width=8")
     assert main(["fit", "-m", *argv, "run_dir=sweep"]) == 2  # a width of 0 is refused
     kept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert kept["objective"] == {"metric": "validation/accuracy", "mode": "max"}
