@@ -16,6 +16,7 @@ from trainkit.step_output import StepOutput, read_training_output
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
+from .ddp.buckets import ring_bytes
 from .process_group import ProcessGroupStrategy
 
 
@@ -132,6 +133,11 @@ class TorchDDP(ProcessGroupStrategy):
         if sync or self._wrapped is None:
             return nullcontext()
         return self._wrapped.no_sync()
+
+    @property
+    def bytes_a_step(self) -> int:
+        """Bytes of gradients that this rank sends in a step."""
+        return ring_bytes(sum(parameter.nbytes for parameter in self._all_trained), self.world_size)
 
     def teardown(self) -> None:
         """Drop the wrapper and leave the group; may be called twice."""

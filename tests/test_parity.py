@@ -40,6 +40,7 @@ def test_strategies_that_agree_are_equal_in_every_column(name):
     assert [row.strategy for row in report.rows] == ["single", "dp", "DataParallel"]
     assert [row.verdict for row in report.rows] == ["reference", "equal", "equal"]
     assert [row.layout for row in report.rows] == ["1 x 1 x 8", "1 x 2 x 4", "1 x 4 x 2"]
+    assert [row.bytes_a_step for row in report.rows] == [None, 0, 0]  # replicas on one device share memory
     for row in report.rows[1:]:
         assert 0 < row.weights.value < 1e-5 and row.seconds_a_step > 0
 
@@ -374,6 +375,31 @@ def test_every_strategy_has_the_weights_of_single_on_every_task_and_layout(num_r
     found, *_ = run_ranks(largest_differences, num_ranks, tmp_path, timeout=200)
     assert len(found) == 6 * 3 * 2 * 2
     assert {key: value for key, value in found.items() if not value <= 1e-6} == {}
+
+
+class CountedBytes(Callback):
+    num_bytes = None
+
+    def on_step_end(self, run):
+        self.num_bytes = run.strategy.bytes_a_step
+
+
+def bytes_of_strategies(run_dir):
+    """Return how many bytes a rank says that it sends in a step, by strategy."""
+    found = {}
+    for strategy in (DDPStrategy(device="cpu"), TorchDDP(device="cpu"), FusionStrategy(device="cpu")):
+        counted = CountedBytes()
+        settings = {"max_duration": "1step", "evaluate_every": None, "sanity_batches": 0, "loggers": []}
+        Trainer(strategy, callbacks=[counted], run_dir=run_dir, **settings).fit(Perceptron(), perceptron_data())
+        found[type(strategy).__name__] = counted.num_bytes
+    return found
+
+
+def test_strategies_that_reduce_all_gradients_tell_what_they_send(tmp_path):
+    whole = sum(parameter.nbytes for parameter in Perceptron().parameters())
+    for found in run_ranks(bytes_of_strategies, 3, tmp_path):
+        assert found["DDPStrategy"] == found["TorchDDP"] == 2 * 2 * whole // 3
+        assert found["FusionStrategy"] == pytest.approx(2 * 2 / 3 * whole, rel=0.15)  # parts begin at cache lines
 
 
 def test_the_tasks_of_this_file_cover_the_kinds_that_are_promised():

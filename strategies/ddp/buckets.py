@@ -87,6 +87,11 @@ def plan_buckets(
     return BucketPlan(tuple(layouts), _locate(layouts, len(specs)))
 
 
+def ring_bytes(num_bytes: int, world_size: int) -> int:
+    """Return the bytes that each rank sends to add up `num_bytes` over all of them: to the owners, and back to all."""
+    return 2 * num_bytes * (world_size - 1) // world_size
+
+
 def _fill(specs: Sequence[GradientSpec], order: Sequence[int], cap: int, first_cap: int) -> list[BucketLayout]:
     closed: list[list[int]] = []
     open_buckets: dict[str, list[int]] = {}

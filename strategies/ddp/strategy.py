@@ -19,6 +19,7 @@ from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
 from ..process_group import ProcessGroupStrategy
+from .buckets import ring_bytes
 from .clipping import total_norm
 from .communication_hooks import AveragePeriod
 from .graph import unreached_parameters
@@ -210,6 +211,12 @@ class DDPStrategy(ProcessGroupStrategy):
         """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
         super().begin_phase(optimization, step_name=step_name)
         self.reducer = self._reducers[optimization.phase]
+
+    @property
+    def bytes_a_step(self) -> int | None:
+        """Bytes of gradients that this rank sends (in shared memory: reads and writes) in a step; not with a hook."""
+        whole = sum(parameter.nbytes for parameter in self._all_trained)
+        return None if self.hook is not None else ring_bytes(whole, self.world_size)
 
     @property
     def waited_seconds(self) -> float | None:

@@ -197,6 +197,12 @@ class DataParallel(Strategy):
             terms.append(output.loss if undivided else output.loss * (output.weight / window.num_samples))
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
+    @property
+    def bytes_a_step(self) -> int:
+        """Bytes of parameters and gradients that are copied between devices in a round."""
+        away = sum(device != self.devices[0] for device in self.devices)
+        return 2 * away * sum(parameter.nbytes for parameter in self._all_trained)
+
     def _tell_shares(self) -> None:
         shares = self._watch.shares()
         logger.warning(

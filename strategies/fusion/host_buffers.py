@@ -79,6 +79,8 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
         super().allocate([*wires, *(self._sizes * sets)])
         for peer, name in zip(self.peers, self.names, strict=True):
             peer.rank = name
+        if self.device.type != "cpu":  # in one piece: neighbouring buffers share pages
+            self.staging.adopt(torch.frombuffer(self.peers[self.rank].region, dtype=torch.uint8))
         self.weight_sets = [[weights.flat for weights in of_set] for of_set in self._weights]
         if self.between is not None:
             self._adopt(self.between)
@@ -91,8 +93,6 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
             numel, dtype = self._sizes[number]
             same = self.device.type == "cpu" and flats[self.rank].dtype == dtype
             result = flats[self.rank] if same else torch.zeros(numel, dtype=dtype, device=self.device)
-            if self.device.type != "cpu":
-                self.staging.adopt(flats[self.rank])
             limit = self.num_gradients()[number] if self.settings.sharded else numel
             gradients = Gradients(self, number, flats, result, span=self._span(limit, flats[0].element_size()))
             self._gradients.append(gradients)
