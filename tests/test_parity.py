@@ -399,7 +399,7 @@ def test_strategies_that_reduce_all_gradients_tell_what_they_send(tmp_path):
     whole = sum(parameter.nbytes for parameter in Perceptron().parameters())
     for found in run_ranks(bytes_of_strategies, 3, tmp_path):
         assert found["DDPStrategy"] == found["TorchDDP"] == 2 * 2 * whole // 3
-        assert found["FusionStrategy"] == pytest.approx(2 * 2 / 3 * whole, rel=0.15)  # parts begin at cache lines
+        assert found["FusionStrategy"] == pytest.approx(2 * 2 / 3 * whole, rel=0.2)  # parts begin at cache lines
 
 
 def test_the_tasks_of_this_file_cover_the_kinds_that_are_promised():
