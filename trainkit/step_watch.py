@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import pairwise
+from threading import get_ident
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ class StepWatch:
         self._received = self._forward = self._both = self._optimizer = 0.0
         self._waited_before, self._data_before = strategy.waited_seconds, feed.seconds_waited
         self._device = _DeviceWatch() if strategy.device.type == "cuda" else None
-        self._in_step = False
+        self._thread: int | None = None  # that is in a step
         self._forward_context = _Forward(self)
         self._release = precision.surround(self._forward_of_step)
 
@@ -67,11 +68,11 @@ class StepWatch:
             if device is not None:
                 device.begin_step()
             began = _clock()
-            self._in_step = True
+            self._thread = get_ident()
             try:
                 return call(*arguments)
             finally:
-                self._in_step = False
+                self._thread = None
                 self._both += _clock() - began
                 self.steps += 1
                 if device is not None:
@@ -94,7 +95,8 @@ class StepWatch:
         return timed
 
     def _forward_of_step(self) -> AbstractContextManager[Any] | None:
-        return self._forward_context if self._in_step else None
+        # Replicas on threads of their own run at the same time: theirs are no parts that add up to a step.
+        return self._forward_context if self._thread == get_ident() else None
 
     # ---- What was measured
 

@@ -9,10 +9,10 @@ from os.path import commonpath
 from trainkit.report.chart import chart_grid
 from trainkit.report.config_changes import differing_keys
 from trainkit.report.markup import Markup, element, joined
+from trainkit.report.metric_charts import curve_charts, kind_of
 from trainkit.report.numbers import number, seconds
 from trainkit.report.page import Section, page
 from trainkit.report.record import RunRecord
-from trainkit.report.run_page import curve_charts, kind_of
 from trainkit.report.step_breakdown import breakdown
 
 _SMALL_IS_GOOD = ("loss", "error", "perplexity", "bits_per_character", "mae", "mse")
