@@ -272,6 +272,7 @@ def test_two_strategies_of_one_kind_have_a_row_each():
         ("json=perhaps", "json=perhaps: write for example json=true"),
         ("strategies=[single,,dp]", r"write strategies=\[single,dp,ddp\]"),
         ("steps=0", "steps must be at least 1"),
+        ("stepz=3", "stepz: unknown key. Did you mean 'steps'"),
     ],
 )
 def test_the_command_says_what_to_type(typed, message):

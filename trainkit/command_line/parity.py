@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 from trainkit.command_line.cli import Arguments
 from trainkit.command_line.composition import composing
-from trainkit.errors import UserError
+from trainkit.command_line.overrides import GROUPS
+from trainkit.errors import UserError, nearest
 
 T = TypeVar("T")
+_KEYS = ("strategies", "steps", "devices", "device", "tolerance", "json")
 
 
 def parity(arguments: Arguments) -> int:
@@ -22,6 +24,7 @@ def parity(arguments: Arguments) -> int:
     device = _read(arguments, "device", str, "cpu")
     tolerance = _read(arguments, "tolerance", float, None)
     with composing(arguments.config_dirs) as composer:
+        _check_keys(arguments)
         settings = composer.settings(arguments.overrides)
     from trainkit.command_line.assembly import assemble
     from trainkit.parity import DEFAULT_STRATEGIES, compare_strategies
@@ -40,6 +43,15 @@ def parity(arguments: Arguments) -> int:
     print(report.as_json() if as_json else report.as_table())
     sys.stdout.flush()
     return 0 if report.is_equal else 1
+
+
+def _check_keys(arguments: Arguments) -> None:
+    """Raise UserError for what is nearly a key of this command: composing would name only those of a run."""
+    for text in arguments.overrides:
+        key = text.partition("=")[0]
+        near = "" if key in GROUPS or "." in key else nearest(key, _KEYS)
+        if near:
+            raise UserError(f"{key}: unknown key.{near} parity has {', '.join(_KEYS)}, and the keys of a run.")
 
 
 def _read(arguments: Arguments, key: str, convert: Callable[[str], T], default: Any) -> Any:
