@@ -13,6 +13,7 @@ from trainkit.strategies.dp.strategy import DataParallel
 from tests.tasks import FakeRank, Recorder, Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, UserError
 from trainkit.model_settings import ModelSettings, fits
+from trainkit.testing import assert_strategies_equal
 from trainkit.weight_decay import exempt_from_decay
 
 
@@ -200,3 +201,22 @@ def test_batch_norms_are_synchronised_on_several_cuda_devices_only() -> None:
     assert converted(1, "cpu") is nn.BatchNorm1d
     with pytest.raises(UserError, match="sync_batch_norm=true works on CUDA devices only"):
         converted(2, "cpu")
+
+
+class WithoutDropout(Blocks):
+    def __init__(self) -> None:
+        super().__init__(adamw)
+        for block in self.blocks:
+            block.dropout.p = 0.0
+
+
+@pytest.mark.slow
+def test_settings_mean_the_same_where_the_task_is_cut_into_stages() -> None:
+    settings = {
+        "checkpoint_activations": ["blocks.*"],
+        "freeze": ["blocks.0.linear"],
+        "no_weight_decay": ["bias", "norm"],
+        "clip_norm": 0.5,
+    }
+
+    assert_strategies_equal(WithoutDropout, data, ["pipeline"], steps=4, trainer=settings)
