@@ -222,7 +222,7 @@ def _reserved(bundle: dict[str, float], num_ranks: int, at_least: int) -> tuple[
     while True:
         count = min(num_ranks, max(_room(bundle), at_least))
         group = placement_group([bundle] * count, strategy="SPREAD")
-        if group.wait(5):
+        if group.wait(min(5.0, PLACING_SECONDS)):
             return group, count
         remove_placement_group(group)
         if time.monotonic() > deadline:

@@ -121,7 +121,7 @@ def test_a_signal_to_the_caller_stops_all_ranks_with_a_checkpoint(head, tmp_path
 
 
 def test_a_cluster_without_room_is_told(head, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainkit.strategies.ray_launcher.PLACING_SECONDS", 0.0)
+    monkeypatch.setattr("trainkit.strategies.ray_launcher.PLACING_SECONDS", 0.1)
     strategy = DDPStrategy(devices=5, device="cpu", launch="ray")
     with pytest.raises(UserError, match=r"needs 5 times 1 CPU, and the Ray cluster has room for 2; set .*devices=2"):
         trainer(tmp_path, strategy, 5).fit(Regression(), data())
