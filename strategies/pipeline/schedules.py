@@ -24,13 +24,29 @@ class Action:
 SCHEDULES = ("simple", "interleaved", "interleaved_virtual")
 
 
-def schedule_actions(
-    name: str, rank: int, num_ranks: int, num_micro_batches: int, *, stages_per_rank: int = 1
-) -> Iterator[Action]:
-    """Return the actions of a rank under the schedule of this name; only `interleaved_virtual` has several stages."""
-    if name == "interleaved_virtual":
-        return interleaved_virtual(rank, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
-    return (simple if name == "simple" else interleaved)(rank, num_ranks, num_micro_batches)
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One of the schedules, for so many ranks; only `interleaved_virtual` has several stages on each."""
+
+    name: str
+    num_ranks: int
+    stages_per_rank: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks."""
+        return self.num_ranks * self.stages_per_rank
+
+    def actions(self, rank: int, num_micro_batches: int) -> list[Action]:
+        """Return what a rank does in a window, in order."""
+        if self.name == "interleaved_virtual":
+            per_rank = self.stages_per_rank
+            return list(interleaved_virtual(rank, self.num_ranks, num_micro_batches, stages_per_rank=per_rank))
+        return list((simple if self.name == "simple" else interleaved)(rank, self.num_ranks, num_micro_batches))
+
+    def bubble(self, num_micro_batches: int) -> float:
+        """Return the idle share if all stages were equal."""
+        return bubble(self.num_ranks, max(num_micro_batches, 1), stages_per_rank=self.stages_per_rank)
 
 
 def simple(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:

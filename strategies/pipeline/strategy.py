@@ -32,11 +32,11 @@ from .arguments import checked_balance, checked_count, checked_name, refuse_comp
 from .failures import Failures
 from .grid import Grid
 from .messages import Messages
-from .planning import plan
-from .report import schedule_drawing, stages_drawing, write_plan, write_timeline
+from .preview import preview
+from .report import write_plan, write_timeline
 from .runtime import Runtime
 from .scaled_together import ScaledTogether
-from .schedules import SCHEDULES, Action, Span, bubble, forward_only, schedule_actions
+from .schedules import SCHEDULES, Schedule, Span, forward_only
 from .sharing import OutputSharing
 from .stage_gradients import StageGradients
 from .staged_step import StagedStep
@@ -125,6 +125,7 @@ class Pipeline(ProcessGroupStrategy):
         self.replicas = replicas
         self.schedule = checked_name("schedule", schedule, SCHEDULES)
         self.stages_per_rank = stages_per_rank if schedule == "interleaved_virtual" else 1
+        self._schedule = Schedule(schedule, stages, self.stages_per_rank)
         self.cuts = cuts
         self.balance = checked_balance(balance)
         self.record = checked_name("record", record, RECORDINGS)
@@ -301,7 +302,7 @@ class Pipeline(ProcessGroupStrategy):
         self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss, on every stage
         gradients = self._gradients
         assert gradients is not None and self._runtime is not None
-        actions = list(self._actions(len(batches), self.stage))
+        actions = self._schedule.actions(self.stage, len(batches))
         around, seed = gradients.session_around(actions), _draw_seed()
         self._runtime.train(staged, step, batches, actions=actions, seed=seed, read_loss=read_loss, around=around)
         if not actions:
@@ -318,11 +319,6 @@ class Pipeline(ProcessGroupStrategy):
     def _call(self, step: Callable[[Any], Any], batch: Any) -> Any:
         with self.precision.forward():
             return step(batch)
-
-    def _actions(self, num_micro_batches: int, stage: int) -> Iterator[Action]:
-        return schedule_actions(
-            self.schedule, stage, self.stages, num_micro_batches, stages_per_rank=self.stages_per_rank
-        )
 
     def gradient_norm(self, optimization: Optimization) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
@@ -425,7 +421,7 @@ class Pipeline(ProcessGroupStrategy):
             if self.broadcast_buffers:
                 held = [buffer for name, buffer in task.named_buffers() if placement.is_held(name, self.stage)]
                 self._buffers = held
-        share = self._equal_bubble(num_micro_batches)
+        share = self._schedule.bubble(num_micro_batches)
         self.partition_plan = PartitionPlan.of(staged.recording, self._staging.partition, bubble=share)
         if self.is_main:
             self._report_plan(self.partition_plan)
@@ -436,10 +432,6 @@ class Pipeline(ProcessGroupStrategy):
             return
         print(f"Pipeline of {len(plan.stages)} stages\n{plan}", flush=True)
         write_plan(plan, Path(self.log_dir))
-
-    def _equal_bubble(self, num_micro_batches: int) -> float:
-        """Return the idle share of the schedule if all stages were equal."""
-        return bubble(self.stages, max(num_micro_batches, 1), stages_per_rank=self.stages_per_rank)
 
     @property
     def _is_placed(self) -> bool:
@@ -537,7 +529,7 @@ class Pipeline(ProcessGroupStrategy):
     def _draw_timeline(self, num_micro_batches: int) -> None:
         spans = self.timeline()
         if self.is_main and self.log_dir is not None:
-            write_timeline(spans, Path(self.log_dir), expected=self._equal_bubble(num_micro_batches))
+            write_timeline(spans, Path(self.log_dir), expected=self._schedule.bubble(num_micro_batches))
 
     # ---- The plan without training
 
@@ -548,20 +540,15 @@ class Pipeline(ProcessGroupStrategy):
         precision.setup(self.device)
         precision.prepare(task)
         window = next(self.windows(make_feed(source, self, seed=0).windows(0, 0), source))
-        num_stages = self.stages * self.stages_per_rank
-        recording, partition = plan(
+        return preview(
             task.train(),
             partial(self._call, task.training_step),
-            window.micro_batches[0].batch,
-            num_stages=num_stages,
+            window,
+            schedule=self._schedule,
             balance=self.balance,
             cuts=self.cuts,
             costs=costs_of(self.record, task, self.device),
         )
-        num_micro_batches = len(window.micro_batches)
-        found = PartitionPlan.of(recording, partition, bubble=self._equal_bubble(num_micro_batches))
-        actions = [list(self._actions(num_micro_batches, stage)) for stage in range(self.stages)]
-        return found, f"{stages_drawing(found)}\n\n{schedule_drawing(actions, num_stages=num_stages)}"
 
 
 def _draw_seed() -> int:
