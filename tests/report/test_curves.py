@@ -42,7 +42,7 @@ def test_thinning_keeps_ends_and_extremes_and_what_is_no_number(values, most):
 
 def test_the_average_of_a_stretch_leaves_out_what_is_no_number():
     curve = Curve(list(range(8)), [1.0, 3.0, math.nan, 5.0, 1.0, 1.0, math.inf, 1.0])
-    assert averaged(curve, most=2) == Curve([3, 7], [3.0, 1.0])
+    assert averaged(curve, most=2) == Curve([1, 5], [3.0, 1.0])
     assert averaged(curve, most=3) is None  # too few points to need one
 
 
@@ -67,7 +67,7 @@ def test_stages_of_a_metric_and_groups_of_a_rate_belong_together():
         (seconds(0.00042), "420 µs"),
         (seconds(3723), "1:02:03"),
         (share(0.1234), "12.3 %"),
-        (ticks(0.0, 1.0, count=4), [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 1.0]),
+        (ticks(0.0, 1.0, count=4), [0.0, 0.25, 0.5, 0.75, 1.0]),
     ],
 )
 def test_numbers_are_written_for_people(shown, text):
