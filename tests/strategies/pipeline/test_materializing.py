@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from trainkit.strategies.pipeline.materializing import materialize
 from trainkit.strategies.pipeline.planning import plan
+from trainkit.strategies.pipeline.staging import costs_of
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
 
@@ -67,6 +68,25 @@ def test_what_is_recorded_without_computing_is_what_a_real_run_shows(name):
     assert cuts == expected_cuts
     for key, tensor in task.state_dict(keep_vars=True).items():
         assert id(tensor) == before[key][0] and torch.equal(tensor, before[key][1])
+
+
+@pytest.mark.parametrize(
+    ("record", "model", "device", "costs"),
+    [
+        ("auto", Mlp, "cpu", "measured"),
+        ("auto", Mlp, "cuda", "estimated"),  # the host's times say nothing about it
+        ("real", Mlp, "cpu", "measured"),
+        ("fake", Mlp, "cpu", "fake"),
+        ("auto", functools.partial(_on_meta, Mlp), "cpu", "fake"),
+    ],
+)
+def test_a_step_is_timed_only_where_it_is_run_on_the_device_that_trains(record, model, device, costs):
+    assert costs_of(record, model(), torch.device(device)) == costs
+
+
+def test_a_task_on_the_meta_device_cannot_be_recorded_for_real():
+    with pytest.raises(UserError, match=r"strategy\.record=real needs a task with real parameters"):
+        costs_of("real", _on_meta(Mlp), torch.device("cpu"))
 
 
 def test_a_task_of_a_terabyte_is_planned():
