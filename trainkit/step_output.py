@@ -100,8 +100,8 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
         weight = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
     if loss is not None and not isinstance(loss, Tensor):
         raise UserError(f"{_name(task)}.{step_name} returned a loss that is no tensor but {_kind(loss)}.")
-    own_weight = weight is not None
-    return StepOutput(loss, weight if own_weight else num_samples, metrics, own_weight=own_weight, objects=objects)
+    counts = num_samples if weight is None else weight
+    return StepOutput(loss, counts, metrics, own_weight=weight is not None, objects=objects)
 
 
 def _name(task: object) -> str:
