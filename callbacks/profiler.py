@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +183,7 @@ class Profiler(Callback):
         )
         self._write(run)
         logger.info("the trace of steps %d to %d is in %s", self._began + self.first, self._began + self.last, trace)
-        rows = [
+        rows: list[Sequence[str]] = [
             [row["name"], str(row["calls"]), f"{1e3 * row['self_seconds']:.2f}", f"{row['share']:.1%}"]
             for row in operations
         ]

@@ -128,7 +128,7 @@ class StepWatch:
         assert self._device is not None
         busy = self._device.take(self.steps)
         idle = max(seconds - sum(busy.values()), 0.0)
-        waiting = {}
+        waiting: dict[str, float] = {}
         for name in ("data", "copy"):
             if name in parts:
                 waiting[name] = min(parts[name], idle)

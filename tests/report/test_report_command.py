@@ -61,7 +61,7 @@ def test_a_sweep_has_a_table_and_a_line_for_each_job(in_folder, capsys):
     assert capsys.readouterr().out == "sweep/report.html\n"
     page = Page.of(sweep / "report.html")
     assert "3 jobs, 1 failed, ordered by validation/accuracy, the largest first" in page.text
-    assert page.text.index("0.8 0.2") < page.text.index("0.5 0.5") < page.text.index("failed: ValueError: no")
+    assert page.text.index("<1> 0.8 0.2") < page.text.index("<0> 0.5 0.5 ") < page.text.index("failed: ValueError: no")
     assert "recipe" not in page.text and "<1>" in page.text
     points = [attributes["points"] for attributes in page.attributes("polyline")]
     assert points == ["0,0 5000,10000 10000,10000", "0,10000 5000,0 10000,0"]  # the best is drawn last

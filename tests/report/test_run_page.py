@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from tests.report.parsed import Page
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
+from trainkit.failure import FailureRecord
 from trainkit.report.writing import write_report
 from trainkit.timeline import Figure, Lane, Timeline, TimelineSpan
 
@@ -67,6 +69,21 @@ def test_a_failure_stands_on_top_with_rank_step_hook_and_traceback(failed_run):
     assert text.index("The run failed: RuntimeError") < text.index("Learning curves")
     assert "where rank 0, after step 5, the callback Failing.on_step_end" in text
     assert "Traceback (most recent call last)" in text
+
+
+def test_the_first_rank_to_fail_is_the_cause_unless_it_was_killed(tmp_path):
+    def leave(name, message, when, process):
+        record = FailureRecord("RuntimeError", message, "", when, process, 7, 0, "backward")
+        (tmp_path / name).write_text(json.dumps(asdict(record)))
+
+    leave("failure_rank_0.json", "rank 1 is gone", 2.0, 0)
+    leave("failure_rank_1.json", "no room", 1.0, 1)
+    for told in ("rank 1 is gone", "no room"):  # under torchrun by rank 0, else by the launcher
+        leave("failure.json", told, 3.0, None)
+        assert "no room where rank 1, after step 7, backward" in Page.of(write_report(tmp_path)).text
+    (tmp_path / "failure_rank_1.json").unlink()
+    leave("failure.json", "rank 1 was killed", 3.0, None)
+    assert "rank 1 was killed where told to the caller of all ranks" in Page.of(write_report(tmp_path)).text
 
 
 def test_a_value_that_is_no_number_is_marked(finished_run):

@@ -9,7 +9,7 @@ from trainkit.report.markup import Markup, element, joined
 from trainkit.report.page import pairs, table
 from trainkit.report.record import RunRecord
 
-_USERS = ("UserError", "NonFiniteLoss", "CheckpointError", "SettingsError")
+_SAID_BY_MESSAGE = ("UserError", "NonFiniteLoss", "CheckpointError", "SettingsError", "RankFailure")
 _PYTHON_HEADING = "Traceback (most recent call last)"
 
 
@@ -22,15 +22,15 @@ def failure_part(record: RunRecord) -> Markup | None:
         reason = str(record.summary.get("exit_reason", "an error that was not kept"))
         return element("div", element("h2", "The run failed"), element("p", reason, class_="message"), class_="failure")
     heading = f"The run failed: {cause.error}"
-    parts = [
+    parts: list[Markup | None] = [
         element("h2", heading),
         element("p", cause.message, class_="message"),
         pairs([("where", _where(cause)), ("when", f"{datetime.fromtimestamp(cause.when):%Y-%m-%d %H:%M:%S}")]),
     ]
     if cause.traceback:
-        # A message for the user says it all; the way that it came is for the curious.
+        # Such a message says it all; the way that it came is for the curious.
         shown = element("pre", cause.traceback.strip())
-        folded = cause.error in _USERS
+        folded = cause.error in _SAID_BY_MESSAGE
         parts.append(
             element("details", element("summary", "traceback"), shown, open=not folded)
             if folded or _PYTHON_HEADING in cause.traceback

@@ -50,14 +50,14 @@ def parallel_picture(
         parts.append(element("text", axis.name, x=across, y=-16, text_anchor=_anchor(index, last)))
         right = index == last
         for text, height in axis.places.items():
-            place = f"{(1 - height) * _HEIGHT:.1f}"
+            down = f"{(1 - height) * _HEIGHT:.1f}"
             parts.append(
                 element(
                     "text",
                     text,
                     x=across,
                     dx=8 if right else -8,
-                    y=place,
+                    y=down,
                     dy="0.32em",
                     text_anchor="start" if right else "end",
                 )

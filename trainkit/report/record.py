@@ -98,8 +98,8 @@ class RunRecord:
         callers = [record for record in self.failures if record.process is None]
         if not callers:
             return ranks[0] if ranks else None
-        same = [record for record in ranks if record.message == callers[0].message]
-        return same[0] if same else callers[0]
+        # Under torchrun each rank is its own caller, and the last of them may only have missed the first.
+        return ranks[0] if callers[0].message in [record.message for record in ranks] else callers[0]
 
 
 def read_run(folder: Path) -> RunRecord:

@@ -14,6 +14,7 @@ from trainkit.report.failure_part import failure_part
 from trainkit.report.gantt import timeline_figure, timeline_figures
 from trainkit.report.markup import Markup, element, joined
 from trainkit.report.metric_charts import curve_charts, kind_of
+from trainkit.report.metrics import METRICS
 from trainkit.report.numbers import number, seconds, short, size
 from trainkit.report.page import Section, page, pairs, table, tile
 from trainkit.report.record import RunRecord, files_beside
@@ -93,7 +94,8 @@ def _tiles(record: RunRecord) -> Markup:
 def _learning(record: RunRecord) -> Section | None:
     charts = curve_charts({"": record.curves}, kinds=("learning", "optimization"))
     if not charts:
-        hint = "no metrics.jsonl was written: add the logger jsonl" if not record.curves else "nothing was logged"
+        written = (record.folder / METRICS).is_file()
+        hint = "nothing was logged yet" if written else "no metrics.jsonl was written; add the logger jsonl"
         return Section("learning", "Learning curves", element("p", f"There are no curves: {hint}.", class_="muted"))
     rows = [[name, number(value)] for name, value in sorted(record.metrics.items()) if kind_of(name) == "learning"]
     final = element("details", element("summary", "last values"), table(["metric", "last"], rows))
