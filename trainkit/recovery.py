@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 import torch
 
-from trainkit.checkpoints.store import CheckpointError, load_from
 from trainkit.errors import NonFiniteLoss, UserError
 from trainkit.feed import Feed
 from trainkit.metrics import WeightedMeans
-from trainkit.nonfinite import GoBack, ModuleWatch, is_finite_state, nonfinite_gradient, nonfinite_parameter
+from trainkit.nonfinite import GoBack, ModuleWatch, nonfinite_gradient, nonfinite_parameter
 from trainkit.run import Run
 from trainkit.step_output import StepOutput
+from trainkit.way_back import WayBack, drop_gradients
 from trainkit.window import Window
 
 logger = logging.getLogger(__name__)
@@ -46,7 +44,7 @@ class Recovery:
         self._policy = policy if run.checkpoints is not None or policy != "rollback" else "raise"
         self._rollback_limit = rollback_limit
         self._rollbacks = 0
-        self._foreign: set[Path] = set()  # checkpoints that are not of this run
+        self._way_back = WayBack(run)
         self._suspect: tuple[int, str] | None = None  # the step to look at, and what was said of it
 
     # ---- What the loop calls
@@ -56,10 +54,8 @@ class Recovery:
         run = self._run
         if run.checkpoints is None:
             return
-        entries = run.checkpoints.entries() if run.is_main else []
-        # The folder may hold checkpoints of an earlier run, or of a later step than the one that was resumed.
-        self._foreign = {entry.path for entry in entries if run.resumed_from is None or entry.step > run.state.step}
-        if self._policy == "rollback" and run.strategy.broadcast_object(len(entries) == len(self._foreign)):
+        has_own = self._way_back.begin()
+        if self._policy == "rollback" and not run.strategy.broadcast_object(has_own):
             run.save(reason="start")
 
     def attempts(self, on_return: Callable[[], None]) -> Iterator[Attempt]:
@@ -138,13 +134,13 @@ class Recovery:
                 f"{found.place}, after {self._rollback_limit} rollbacks. Lower the learning rate, set "
                 "trainer.clip_norm=1.0, or allow more with trainer.rollback_limit."
             ) from None
-        checkpoint = self._checkpoint_before(found.step)
+        checkpoint = self._way_back.checkpoint_before(found.step)
         if checkpoint is None:
             raise NonFiniteLoss(
                 f"{found.place}, and there is no sound checkpoint from before it to go back to. Lower the learning "
                 "rate, or save more often: callbacks.checkpoint.every=500step."
             ) from None
-        self._restore(checkpoint)
+        self._way_back.restore(checkpoint)
         run.state.left_out.discard(found.step + 1)
         run.state.left_out.add(found.step)
         self._suspect = (found.step, found.place)
@@ -156,39 +152,6 @@ class Recovery:
             destination.open(run.run_dir, step=run.state.step)
         if run.is_main:
             logger.warning("%s: going back to step %d.", found.place, run.state.step)
-
-    def _checkpoint_before(self, step: int) -> tuple[int, Path] | None:
-        """Return the step and path of the last whole checkpoint before `step` whose weights are finite; collective."""
-        run = self._run
-        run.finish_saving()
-        found: tuple[int, Path] | None = None
-        if run.is_main and run.checkpoints is not None:
-            for entry in reversed(run.checkpoints.entries()):
-                if entry.path in self._foreign or entry.step >= step:
-                    continue
-                with suppress(CheckpointError):
-                    if is_finite_state(run.checkpoints.load(entry)["task"]):
-                        found = (entry.step, entry.path)
-                        break
-        return run.strategy.broadcast_object(found)
-
-    def _restore(self, checkpoint: tuple[int, Path]) -> None:
-        run, state = self._run, self._run.state
-        seconds, left_out, size = state.own_seconds, state.left_out, state.micro_batch_size
-        resumed_from = run.resumed_from
-        payload = load_from(checkpoint[1]).payload
-        run.restore(payload, where=str(checkpoint[1]))
-        run.restore_rng(payload)
-        state.go_on_counting(seconds)
-        state.left_out |= left_out
-        state.micro_batch_size = size  # what was found since then is in use
-        run.resumed_from = resumed_from
-        run.task.train()
-        self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        for optimization in self._run.optimizations:
-            optimization.zero_grad()
 
     # ---- Looking at a step again
 
@@ -208,7 +171,7 @@ class Recovery:
             strategy.forward_backward(run.task, window)
         module = self._first(watch.found)
         parameter = self._first(nonfinite_gradient(run.task))
-        self._drop_gradients()
+        drop_gradients(run)
         with torch.no_grad():
             for buffer, before in zip(run.task.buffers(), buffers, strict=True):
                 buffer.copy_(before)
@@ -221,14 +184,14 @@ class Recovery:
     def _see_again(self, step: int) -> str:
         """Return in words what was not finite first in a step that a run fails of, where that is quick; collective."""
         run, state, strategy = self._run, self._run.state, self._run.strategy
-        checkpoint = self._checkpoint_before(step)
+        checkpoint = self._way_back.checkpoint_before(step)
         if checkpoint is None or run.optimizations[0].phase:
             blamed = self._first(nonfinite_parameter(run.task))
             return "" if blamed is None else f" By now {blamed} is not finite."
         seconds = (step - checkpoint[0]) * state.own_seconds / max(state.step, 1)
         if not strategy.broadcast_object(seconds < _PATIENCE_SECONDS):
             return ""
-        self._restore(checkpoint)
+        self._way_back.restore(checkpoint)
         try:
             before = -1
             while state.step != before:  # or there is nothing to read any more
