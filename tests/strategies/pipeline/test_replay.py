@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from trainkit.strategies.pipeline.planning import plan
 from trainkit.strategies.pipeline.replay import Departure, Player
 from trainkit.strategies.pipeline.segments import segments
@@ -178,6 +179,28 @@ def test_a_number_read_in_an_early_stage_is_read_again_in_the_later_one():
 
     assert torch.allclose(chain.run(batch), expected)
     assert len(chain.segments[1].receives) == 2
+
+
+class _Noisy(nn.Module):
+    """Uses in the second stage what was drawn in a checkpoint of the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def part(self, batch):
+        return nn.functional.dropout(self.first(batch), 0.5, True), torch.rand(3)
+
+    def training_step(self, batch):
+        hidden, noise = checkpoint(self.part, batch, use_reentrant=False)
+        kept = noise + 0 * hidden.sum()
+        return self.second(hidden).sum() * 0 + (kept - noise).abs().sum()
+
+
+def test_numbers_drawn_in_a_checkpoint_are_the_same_in_every_stage():
+    chain = _Chain(_Noisy(), torch.ones(2, 3), 2, cuts=["second"])
+
+    assert float(chain.run(torch.ones(2, 3)).detach()) == 0.0
 
 
 class _Fills(nn.Module):

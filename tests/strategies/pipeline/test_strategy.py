@@ -194,10 +194,10 @@ def _replicas():
     """Two copies of one stage: each sees other samples, and buffers are the first one's."""
     strategy = Pipeline(stages=1, replicas=2, device="cpu")
     training = Training(make(ResNet), strategy)
-    training.run(windows(ResNet, sizes=[3, 3], num_steps=2, replica=strategy.rank, num_replicas=2))
+    training.run(windows(ResNet, sizes=[3, 3, 2, 2], num_steps=2, replica=strategy.rank, num_replicas=2))
     means = [None, None]
     dist.all_gather_object(means, training.task.stem[1].running_mean)
-    return {"running means": means}
+    return {"running means": means, "reductions": strategy._gradients._reducer.step}
 
 
 class _Masked(Mlp):
@@ -215,7 +215,13 @@ class _Masked(Mlp):
 def _masks():
     training = _pipeline(_Masked)
     steps = [training.step(window)[0] for window in windows(_Masked, sizes=[2, 2], num_steps=2)]
-    return {"masks": [float(output.metrics["kept"]) for outputs in steps for output in outputs]}
+    _pipeline(Mlp, settings={"dropout": 0.4}, cuts=["net.7"]).run(windows(Mlp, sizes=[2, 2], num_steps=1))
+    states = [None, None]
+    dist.all_gather_object(states, torch.get_rng_state())
+    return {
+        "masks": [float(output.metrics["kept"]) for outputs in steps for output in outputs],
+        "generators agree": torch.equal(*states),
+    }
 
 
 @functools.cache
@@ -282,6 +288,14 @@ def test_buffers_are_those_of_the_first_replica():
     first, second = _found()["running means"]
 
     assert torch.equal(first, second) and first.abs().max() > 0
+
+
+def test_replicas_reduce_once_for_all_micro_batches_of_a_step():
+    assert _found()["reductions"] == 2
+
+
+def test_stages_stay_in_step_with_their_generators_whatever_each_draws():
+    assert _found()["generators agree"]
 
 
 def test_every_micro_batch_of_every_step_draws_a_mask_of_its_own():
