@@ -107,6 +107,7 @@ def _advice(run: Run) -> Iterable[str]:
         yield f"now: {run.plan}"
         if size > 1:
             yield f"strategy.micro_batch_size={max(1, size // 2)}: the same global batch and weights, in smaller parts"
+            yield "strategy.micro_batch_size=auto: halved by itself when memory runs out"
     if run.precision.name == "fp32":
         yield "trainer.precision=bf16-mixed: half the memory of activations"
     yield "trainer.checkpoint_activations=['<pattern of your blocks>']: a third more time, much less memory"

@@ -97,6 +97,7 @@ def test_running_out_of_memory_leaves_a_report_with_what_to_change(make_trainer:
     assert report.startswith("out of memory at step 3 on process 0: CUDA out of memory.")
     assert "now: global batch 8 = 1 rank x 1 micro-batch x 8 samples" in report
     assert "strategy.micro_batch_size=4: the same global batch" in report
+    assert "strategy.micro_batch_size=auto" in report
     assert "trainer.precision=bf16-mixed" in report
 
 
