@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.request import urlopen
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 from trainkit.data import Data
@@ -32,6 +32,7 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 _VALIDATION_SHARE = 10  # one image in so many, of a folder without a folder for validation
 _BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
 _CHUNK = 1 << 20
+_WARMUP = 4  # one step in so many
 
 
 class ResNet(TaskModule):
@@ -117,10 +118,10 @@ class ResNet(TaskModule):
         classes: Tensor = self(batch[0]).argmax(dim=1)
         return classes
 
-    def configure_optimizers(self, total_steps: int) -> tuple[SGD, OneCycleLR]:
+    def configure_optimizers(self, total_steps: int) -> tuple[SGD, LambdaLR]:
         """Return SGD with momentum, and a learning rate that rises over a quarter of the steps and then falls."""
         optimizer = SGD(self.parameters(), lr=self.lr, momentum=0.9, nesterov=True, weight_decay=self.weight_decay)
-        return optimizer, OneCycleLR(optimizer, max_lr=self.lr, total_steps=total_steps + 1, pct_start=0.25)
+        return optimizer, LambdaLR(optimizer, partial(_share_of_rate, total_steps=total_steps))
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -294,6 +295,14 @@ def _read(path: Path, *, side: int) -> Any:
         ) from None
     with Image.open(path) as image:
         return np.asarray(ImageOps.fit(image.convert("RGB"), (side, side)))
+
+
+def _share_of_rate(step: int, *, total_steps: int) -> float:
+    """Return the share of the highest learning rate: rising over a quarter of the steps, then falling to zero."""
+    warmup = max(1, total_steps // _WARMUP)
+    if step < warmup:
+        return (step + 1) / warmup
+    return max(0.0, (total_steps - step) / max(1, total_steps - warmup))
 
 
 def _norm(kind: str, channels: int) -> nn.Module:
