@@ -29,6 +29,7 @@ from .opening import host_name, open_part_transport
 from .part_transport import BufferSettings, PartTransport
 from .sharding import ShardedOptimizer, check_elementwise, state_dict_without_state
 
+MAX_OVERLAPPED_BYTES = 64 * MIB  # of weights, of which a second set takes no memory worth saving
 _TRANSPORTS = ("auto", "shared_memory", "exchange")
 _SERVERS = ("rank", "host")
 _WIRES = {"same": None, "bf16": torch.bfloat16}
@@ -58,6 +59,8 @@ class FusionStrategy(DDPStrategy):
         communication_thread: Whether a thread moves buffers while backward goes on, instead of the thread that runs
             backward itself, in between; `auto`: on CUDA.
         shard_optimizer: Whether each rank keeps and steps the optimizer for its part of the weights only.
+        overlap_optimizer: Whether servers then update their part while backward goes on, with a second set of weights;
+            `auto`: for weights of at most 64 MiB.
         unused: Parameters without a gradient: `auto` handles them, `error` names them, `find` looks for them.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
         timeline: Whether to record when each buffer was ready, started and done.
@@ -83,6 +86,7 @@ class FusionStrategy(DDPStrategy):
         servers: Servers = "rank",
         communication_thread: Literal["auto"] | bool = "auto",
         shard_optimizer: bool = False,
+        overlap_optimizer: Literal["auto"] | bool = "auto",
         unused: Unused = "auto",
         broadcast_buffers: bool = True,
         timeline: bool = False,
@@ -113,12 +117,14 @@ class FusionStrategy(DDPStrategy):
                 raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
         if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
             raise UserError(f"in_flight must be a whole number of windows, at least 1, got {in_flight!r}.")
-        if communication_thread not in ("auto", True, False):
-            raise UserError(f"communication_thread must be auto, true or false, got {communication_thread!r}.")
+        for name, choice in (("communication_thread", communication_thread), ("overlap_optimizer", overlap_optimizer)):
+            if choice not in ("auto", True, False):
+                raise UserError(f"{name} must be auto, true or false, got {choice!r}.")
         self.transport_name = transport
         self.servers: Servers = servers
         self.communication_thread = communication_thread
         self.shard_optimizer = shard_optimizer
+        self._overlap_choice = overlap_optimizer
         if self.fits_memory and shard_optimizer:
             raise UserError(
                 "micro_batch_size=auto does not go with shard_optimizer=true, where no rank has all gradients; give "
@@ -140,11 +146,19 @@ class FusionStrategy(DDPStrategy):
             self._check_shards(optimization)
         super().prepare_optimization(task, optimization)
         assert self.reducer is not None
-        waits = self.precision.scaler is not None or _needs_all_gradients(optimization)
-        self._steps_inside = self.shard_optimizer and not self.agree(waits)
+        self._steps_inside = self.shard_optimizer and self._may_step_inside(optimization)
         self._transport = self._open_transport()
         self.reducer.transport.close()
         self.reducer.transport = self._transport
+
+    def _may_step_inside(self, optimization: Optimization) -> bool:
+        """Return whether servers update their part while backward goes on; collective."""
+        if self._overlap_choice == "auto":
+            wanted = sum(parameter.nbytes for parameter in self._all_trained) <= MAX_OVERLAPPED_BYTES
+        else:
+            wanted = bool(self._overlap_choice)
+        waits = not wanted or self.precision.scaler is not None or _needs_all_gradients(optimization)
+        return not self.agree(waits)
 
     def _check_shards(self, optimization: Optimization) -> None:
         check_elementwise(optimization.optimizer)

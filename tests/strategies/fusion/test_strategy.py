@@ -221,11 +221,17 @@ def stepped_inside(run_dir):
         ("clamped", Perceptron, {}),
         ("clipped", Perceptron, {"clip_norm": 0.1}),
         ("skips", Perceptron, {"on_nonfinite": "skip"}),
+        ("after", Perceptron, {}),
     ):
         steps = []
         for strategy in (
             SingleDevice(device="cpu"),
-            FusionStrategy(device="cpu", shard_optimizer=True, buffer_mb=0.0005),
+            FusionStrategy(
+                device="cpu",
+                shard_optimizer=True,
+                overlap_optimizer=False if name == "after" else "auto",
+                buffer_mb=0.0005,
+            ),
         ):
             seen, noted = StepWeights(), NotedSteps()
             folder = run_dir / (f"single_{dist.get_rank()}" if not steps else "fusion")
@@ -244,7 +250,7 @@ def test_servers_step_inside_backward_where_no_gradient_is_needed_first(tmp_path
         assert max(difference for difference, _ in found.values()) < 1e-10
         # The first backward shows where the buffers are.
         assert found["looks back"][1] == found["clamped"][1] == [False] + 5 * [True]
-        assert found["clipped"][1] == found["skips"][1] == 6 * [False]
+        assert found["clipped"][1] == found["skips"][1] == found["after"][1] == 6 * [False]
 
 
 # ---- What travels
@@ -475,6 +481,9 @@ def test_all_servers_skip_the_steps_in_which_a_scaled_gradient_overflows_on_one(
         ({"transport": "exchang"}, "Did you mean 'exchange'"),
         ({"buffer_mb": 0}, "buffer_mb must be above 0"),
         ({"in_flight": 0}, "in_flight must be a whole number"),
+        ({"servers": "hots"}, "Did you mean 'host'"),
+        ({"communication_thread": "yes"}, "communication_thread must be auto, true or false"),
+        ({"overlap_optimizer": "yes"}, "overlap_optimizer must be auto, true or false"),
     ],
 )
 def test_settings_are_checked_at_once(settings, message):
