@@ -51,7 +51,7 @@ class FineTune(HuggingFaceTask):
         pretrained: str | None = None,
         config: Mapping[str, Any] | None = None,
         lora_rank: int | None = None,
-        lora_alpha: float = 16.0,
+        lora_alpha: int = 16,
         lr: float = 3e-4,
         weight_decay: float = 0.01,
         schedule: str = "cosine",
@@ -92,7 +92,7 @@ class _Rows(Dataset[Any]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def _add_adapters(model: Any, *, rank: int, alpha: float) -> None:
+def _add_adapters(model: Any, *, rank: int, alpha: int) -> None:
     """Put low-rank matrices beside every linear layer but the last, and leave only them to be trained."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
