@@ -62,7 +62,7 @@ class DigitsGAN(TaskModule):
 
     def forward(self, noise: Tensor, digits: Tensor) -> Tensor:
         """Return images of shape (batch, 1, 8, 8), from noise of shape (batch, 16) and the digits they are to show."""
-        pixels = self.generator(torch.cat([noise, _one_hot(digits, noise)], dim=1))  # (batch, 64)
+        pixels: Tensor = self.generator(torch.cat([noise, _one_hot(digits, noise)], dim=1))  # (batch, 64)
         return pixels.view(-1, 1, 8, 8)
 
     def discriminator_step(self, batch: Any) -> dict[str, Tensor]:
