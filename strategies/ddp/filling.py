@@ -17,7 +17,6 @@ class Filling:
     def fill(self, slot: Slot) -> None:
         """Leave the parameter's gradient in its bucket, scaled; where there is none, add nothing."""
         gradient, view = slot.parameter.grad, slot.view
-        slot.touched = False
         if gradient is None:  # its hook fired with an undefined gradient
             assert slot.bucket is not None
             self.add_nothing(slot, slot.bucket, kept=None)

@@ -35,8 +35,16 @@ def fail_in_step_2(transport: str, fault: str) -> tuple[str, float]:
                 loss = model(torch.ones(2, 8)).sum()
                 start = time.monotonic()
                 loss.backward()
+                if rank == 1 and step == 2 and fault == "leave":
+                    raise ValueError("bad batch in shard 17")
     except RankError as error:
-        return str(error), time.monotonic() - start
+        seconds = time.monotonic() - start
+        with pytest.raises(RuntimeError, match="cannot be reduced any more: "):
+            reducer.begin()
+        return str(error), seconds
+    except ValueError:
+        time.sleep(2.5)  # alive, but absent
+        os._exit(0)
     return "no error", time.monotonic() - start
 
 
@@ -54,12 +62,16 @@ def _fail(reducer: Reducer, fault: str) -> None:
         time.sleep(1.5)
 
 
-@TRANSPORTS
-def test_the_root_cause_reaches_ranks_that_wait(transport):
-    outcomes = rank_outcomes(fail_in_step_2, 2, transport, "raise", timeout=10)
+@pytest.mark.parametrize(
+    ("transport", "fault", "waits"),
+    [("group", "raise", 2), ("shared_memory", "raise", 2), ("shared_memory", "leave", 3)],
+)
+def test_the_root_cause_reaches_ranks_that_wait(transport, fault, waits):
+    # A session that is left after its bucket has been started: the others wait in the step after that.
+    outcomes = rank_outcomes(fail_in_step_2, 2, transport, fault, timeout=10)
     message, seconds = outcomes[0].value
     assert "rank 1 failed in step 2: ValueError: bad batch in shard 17" in message
-    assert "backward of step 2, bucket 0 of 1" in message
+    assert f"backward of step {waits}, bucket 0 of 1" in message
     assert seconds < 30.0
 
 

@@ -114,8 +114,8 @@ def ranks_with_different_unused_parameters_agree(unused: str) -> None:
     reducer.close()
 
 
-def a_gradient_that_nobody_adds_to_stays_as_it_is() -> None:
-    model, _, reducer = make(average=True)
+def a_gradient_that_nobody_adds_to_stays_as_it_is(average: bool) -> None:
+    model, _, reducer = make(average=average)
     with reducer.session():
         model(batch(dist.get_rank()), 2).sum().backward()
     kept = model.branches[2].weight.grad.clone()
@@ -137,6 +137,30 @@ def a_rank_without_samples_adds_zeros() -> None:
             reducer.reduce_nothing()
     reference(batch(0), 0).sum().backward()
     assert gap(model, reference) == 0.0
+    reducer.close()
+
+
+class Table(nn.Module):
+    """A table with sparse gradients, which not every rank looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(10, 4, mode="sum", sparse=True)
+        self.head = nn.Linear(4, 2)
+
+
+def a_sparse_gradient_that_only_the_last_rank_has_reaches_all() -> None:
+    torch.manual_seed(0)
+    model = Table()
+    reducer = Reducer(list(model.named_parameters()), group=dist.group.WORLD, settings=ReducerSettings(average=False))
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    for _ in range(2):
+        model.zero_grad()
+        with reducer.session():
+            rows = model.table(torch.tensor([[1, 1, 7]])) if is_last else torch.ones(1, 4)
+            model.head(rows).sum().backward()
+    sums = model.head.weight.detach().sum(0)  # what each looked-up row gets
+    assert torch.allclose(model.table.weight.grad.to_dense()[[1, 7]], torch.stack([2 * sums, sums]))
     reducer.close()
 
 
@@ -187,8 +211,8 @@ FACTS = [
     sums_are_left_in_views_of_the_buckets,
     a_second_session_adds_to_the_first,
     buckets_are_rebuilt_in_rank_0s_order_of_arrival,
-    a_gradient_that_nobody_adds_to_stays_as_it_is,
     a_rank_without_samples_adds_zeros,
+    a_sparse_gradient_that_only_the_last_rank_has_reaches_all,
     the_norm_is_that_of_all_gradients,
     an_exception_before_any_reduction_leaves_no_session,
     a_static_graph_learns_what_is_used,
@@ -198,6 +222,8 @@ FACTS = [
 def all_facts() -> None:
     for fact in FACTS:
         fact()
+    for average in (True, False):
+        a_gradient_that_nobody_adds_to_stays_as_it_is(average)
     for unused in ("auto", "find"):
         ranks_with_different_unused_parameters_agree(unused)
 
