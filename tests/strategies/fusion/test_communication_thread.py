@@ -208,6 +208,7 @@ class NotedThreads(Recorder):
         self.had_thread = any(other.name == "fusion communication" for other in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_thread_and_copies_under_way_change_no_bit(tmp_path):
     for found in run_ranks(weights_by_thread_and_staging, 2, tmp_path, timeout=120):
         for way, (first, *others) in found.items():
