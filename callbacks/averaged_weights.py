@@ -96,7 +96,7 @@ class AveragedWeights(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         # Filled in `on_save`, where the parts of all processes are put together.
-        self._state = {"updates": self._updates, "seen_step": self._seen_step}
+        self._state = {}
         return self._state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

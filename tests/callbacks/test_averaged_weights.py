@@ -129,7 +129,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_average_to_the_bit(
 
     folder = {"run_dir": tmp_path / "parts", **settings}
     make_trainer(callbacks=callbacks(StopAt(6)), **folder).fit(task(), data())
-    make_trainer(callbacks=callbacks(Checkpoint()), **folder).fit(resumed, data(), resume=tmp_path / "parts")
+    make_trainer(callbacks=callbacks(Checkpoint(every=None)), **folder).fit(resumed, data(), resume=tmp_path / "parts")
 
     assert_same_bits(resumed, whole)
     payload = load_from(tmp_path / "parts").payload
