@@ -105,6 +105,24 @@ def test_one_device_ends_as_if_it_had_begun_with_the_size_that_fits(caplog, in_b
     assert "Set strategy.micro_batch_size=4 to begin with it." in caplog.text
 
 
+class Late(Large):
+    """Runs out of memory in the second micro-batch of a size, when the gradients of the first are there."""
+
+    def training_step(self, batch: Any) -> Any:
+        self.limit = 4 if len(batch[0]) in self.sizes else 10**9
+        return super().training_step(batch)
+
+
+def test_gradients_of_a_window_that_is_given_up_do_not_count():
+    found, given = Late(norm=False), Large(norm=False)
+    for task in (found, given):
+        task.network[2].p = 0.0
+    fit(SingleDevice(device="cpu", micro_batch_size="auto"), found)
+    fit(SingleDevice(device="cpu", micro_batch_size=4), given)
+    assert found.sizes[:4] == [16, 16, 8, 8] and set(found.sizes[4:]) == {4}
+    assert_close(found, given)
+
+
 def test_replicas_of_dp_end_alike():
     found, given = Large(5, norm=False), Large(norm=False)
     for dropout in (found.network[2], given.network[2]):

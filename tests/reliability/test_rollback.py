@@ -94,7 +94,7 @@ def test_training_goes_on_without_the_step_and_ends_as_one_that_skipped_it(caplo
     trainer("skipped", log_every=log_every, on_nonfinite="skip").fit(skipped, data(7))
     parameters = dict(rolled.named_parameters()), dict(skipped.named_parameters())
     assert_same_bits(*parameters)
-    assert all(torch.isfinite(value).all() for value in rolled.state_dict().values())  # buffers, too
+    assert rolled.network[1].num_batches_tracked == 9  # the look at the step that is left out does not count
     assert (result.steps, result.samples) == (10, NUM_SAMPLES)
     said = caplog.text
     assert f"at step {step_of(7)} (samples" in said and "going back to step" in said
@@ -103,7 +103,7 @@ def test_training_goes_on_without_the_step_and_ends_as_one_that_skipped_it(caplo
 
 
 def test_logs_and_checkpoints_are_those_of_one_run():
-    trainer("run", log_every="1step", every="2step").fit(Regression(), data(7))
+    trainer("run", log_every="1step", every="4step").fit(Regression(), data(7))  # steps 5 and 6 are logged twice
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "train/loss" in row]
     assert steps == [step for step in range(1, 11) if step != step_of(7)]
