@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from trainkit.checkpoints.store import CheckpointError, load_from
+from trainkit.checkpoints.store import CheckpointEntry, CheckpointError, load_from
 from trainkit.nonfinite import is_finite_state
 from trainkit.run import Run
 
@@ -23,7 +23,10 @@ class WayBack:
         The folder may hold others: of an earlier run, or of a later step than the one that was resumed.
         """
         run = self._run
-        entries = run.checkpoints.entries() if run.is_main and run.checkpoints is not None else []
+        entries: list[CheckpointEntry] = []
+        if run.is_main and run.checkpoints is not None:
+            with suppress(OSError):  # a save will say what is wrong with the folder
+                entries = run.checkpoints.entries()
         self._foreign = {entry.path for entry in entries if run.resumed_from is None or entry.step > run.state.step}
         return len(entries) > len(self._foreign)
 
