@@ -83,6 +83,19 @@ def a_second_session_adds_to_the_first() -> None:
     reducer.close()
 
 
+def the_first_reduction_takes_along_what_was_only_added_up() -> None:
+    model, reference, reducer = make()
+    with reducer.session(sync=False):
+        model(batch(dist.get_rank()), 2).sum().backward()
+    with reducer.session():
+        model(batch(dist.get_rank()), 0).sum().backward()
+    for rank in range(dist.get_world_size()):
+        for branch in (2, 0):
+            reference(batch(rank), branch).sum().backward()
+    assert gap(model, reference) < 1e-5
+    reducer.close()
+
+
 def buckets_are_rebuilt_in_rank_0s_order_of_arrival() -> None:
     model, _, reducer = make()
     assert reducer.plan.draw().startswith("[7 6"), "reverse order, before anything is known"
@@ -198,6 +211,7 @@ def an_exception_before_any_reduction_leaves_no_session() -> None:
     for attempt in range(2):
         with pytest.raises(KeyError), reducer.session():
             raise KeyError(attempt)
+        assert not reducer.is_open
         model.zero_grad()
         with reducer.session():
             model(batch(dist.get_rank()), 0).sum().backward()
@@ -210,6 +224,7 @@ def an_exception_before_any_reduction_leaves_no_session() -> None:
 FACTS = [
     sums_are_left_in_views_of_the_buckets,
     a_second_session_adds_to_the_first,
+    the_first_reduction_takes_along_what_was_only_added_up,
     buckets_are_rebuilt_in_rank_0s_order_of_arrival,
     a_rank_without_samples_adds_zeros,
     a_sparse_gradient_that_only_the_last_rank_has_reaches_all,
