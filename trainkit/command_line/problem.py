@@ -64,8 +64,8 @@ def unknown_key(path: str, valid: Iterable[str], *, everywhere: Iterable[str]) -
     paths = [f"{parent}.{key}" if parent else key for key in valid]
     known = {*paths, *everywhere}
     near = [_FAMILIAR[name]] if _FAMILIAR.get(name) in known else []
-    near += likely(path, paths)
-    near += [other for other in sorted(known) if other.rpartition(".")[2] == name]
+    # The same name elsewhere is nearer than another one here.
+    near += [other for other in sorted(known) if other.rpartition(".")[2] == name] or likely(path, paths)
     if not near:
         return Problem(path, f"unknown key. {there_are(paths)}")
     return Problem(path, f"unknown key. {did_you_mean(near)}")
