@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.recipes.tiny import make_image_folder
 
+from tests.recipes.tiny import make_image_folder
 from trainkit.command_line.cli import main
 
 ROOT = Path(__file__).parents[2]
