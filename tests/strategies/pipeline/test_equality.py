@@ -131,14 +131,14 @@ def test_models_of_the_transformers_package_agree_in_single_precision():
     _assert_equal(2, [_case(LIBRARY[name], precision="fp32") for name in names], tolerance=SINGLE)
 
 
-def _masks(schedule):
+def _masks(schedule, cut):
     """Return the weights after training with dropout."""
     from trainkit.strategies.pipeline.strategy import Pipeline
 
     from tests.strategies.pipeline.training import Training, make, windows
 
     torch.manual_seed(3)
-    strategy = Pipeline(stages=2, schedule=schedule, cuts=["net.7"], device="cpu")
+    strategy = Pipeline(stages=2, schedule=schedule, cuts=[cut], device="cpu")
     task = make(Mlp, dropout=0.4)
     training = Training(task, strategy).run(windows(Mlp, sizes=[4, 4, 4], num_steps=3))
     weights = training.weights()
@@ -147,10 +147,11 @@ def _masks(schedule):
 
 
 def _both_masks():
-    return _masks("simple"), _masks("interleaved")
+    return _masks("simple", "net.7"), _masks("interleaved", "net.7"), _masks("interleaved", "net.11")
 
 
-def test_dropout_draws_the_same_masks_under_every_schedule():
-    simple, interleaved = run_ranks(_both_masks, 2, timeout=60)[0]
+def test_dropout_draws_the_same_masks_under_every_schedule_and_cut():
+    simple, interleaved, elsewhere = run_ranks(_both_masks, 2, timeout=60)[0]
 
     assert torch.equal(simple, interleaved)
+    assert torch.allclose(simple, elsewhere, rtol=0.0, atol=1e-12)
