@@ -91,7 +91,7 @@ class HuggingFaceTask(TaskModule):
         logits: Tensor = self({name: value for name, value in batch.items() if name != "labels"}).logits
         return logits
 
-    def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:  # type: ignore[override] # one of the two forms
+    def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
         """Return AdamW that decays matrices only, with its schedule."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         groups = [

@@ -86,7 +86,7 @@ class LightningTask(TaskModule):
         """Return what the module predicts."""
         return _call(self.module.predict_step, batch, self.trainer_view.next_batch())
 
-    def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:  # type: ignore[override] # one of the two forms
+    def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
         """Return the module's optimizer and schedules."""
         self.trainer_view.total_steps = total_steps
         return read_optimizers(self.module.configure_optimizers(), of=type(self.module).__name__)
