@@ -24,15 +24,19 @@ def names(group: str) -> list[str]:
     return sorted({*files, *(point.name for point in _points(group))})
 
 
-def make(group: str, name: str) -> Any:
-    """Return a new object of the given name with its default settings; raises UserError for an unknown name."""
+def make(group: str, name: str, settings: Mapping[str, Any] | None = None) -> Any:
+    """Return a new object of the given name, with its default settings but for `settings`.
+
+    Raises UserError for an unknown name.
+    """
+    changed = settings or {}
     if name not in _files(group):  # searching what is installed takes milliseconds
         for point in _points(group):
             if point.name == name:
-                return point.load()()
-    settings = dict(_settings(group, name))
-    module, _, attribute = settings.pop("_target_").rpartition(".")
-    return getattr(import_module(module), attribute)(**settings)
+                return point.load()(**changed)
+    arguments = {**_settings(group, name), **changed}
+    module, _, attribute = arguments.pop("_target_").rpartition(".")
+    return getattr(import_module(module), attribute)(**arguments)
 
 
 def plugin_settings() -> Iterator[tuple[str, str, dict[str, Any]]]:

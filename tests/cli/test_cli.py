@@ -200,7 +200,7 @@ def test_a_run_that_python_started_says_how_it_goes_on(capsys, make_trainer):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("trainkit re", ["resume", "recipes"]),
+        ("trainkit re", ["resume", "recipes", "report"]),
         ("trainkit fit recipe=digits_", ["recipe=digits_mlp"]),
         ("trainkit fit recipe=digits task.w", ["task.weight_decay=", "task.width="]),
         ("trainkit fit -m trainer.max_", ["trainer.max_duration="]),

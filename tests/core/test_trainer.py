@@ -512,7 +512,10 @@ def test_a_subclass_of_an_optimizer_is_left_as_it_is(make_trainer):
         ({"clip_norm": 0.0}, r"clip_norm must be positive, got 0\.0; leave it out"),
         ({"clip_value": -1.0}, r"clip_value must be positive, got -1\.0"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, r"clip_norm and clip_value exclude each other; set one"),
-        ({"on_nonfinite": "skp"}, r"on_nonfinite='skp' is unknown\. Did you mean 'skip'\? Choose raise, skip, stop or rollback"),
+        (
+            {"on_nonfinite": "skp"},
+            r"on_nonfinite='skp' is unknown\. Did you mean 'skip'\? Choose raise, skip, stop or roll",
+        ),
         ({"limit_train_batches": 0}, r"limit_train_batches must be a whole number of batches, at least 1, got 0"),
         ({"limit_validation_batches": 0.5}, r"limit_validation_batches must be a whole number"),
         ({"limit_test_batches": True}, r"limit_test_batches must be a whole number"),

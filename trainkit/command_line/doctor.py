@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from trainkit import registry
 from trainkit.command_line.cli import Arguments
 from trainkit.command_line.extras import EXTRAS
 from trainkit.errors import UserError, nearest
@@ -217,13 +218,12 @@ def _collective(ranks: int) -> Finding:
     """Start ranks as `strategy=ddp` does, and let them add up numbers."""
     import logging
 
-    from trainkit.strategies.ddp.strategy import DDPStrategy
-
     subject = f"{ranks} ranks"
     logging.getLogger("torch").setLevel(logging.ERROR)
     start = time.perf_counter()
     try:
-        strategy = DDPStrategy(devices=ranks, device="cpu", timeout=_COLLECTIVE_SECONDS)
+        settings = {"devices": ranks, "device": "cpu", "timeout": _COLLECTIVE_SECONDS}
+        strategy = registry.make("strategy", "ddp", settings)
         total, seconds = strategy.launch(_Sum(strategy))
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
