@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+# Most tests wait for processes, so that more workers than cores are quicker. `make test WORKERS=0`: one after the other.
+WORKERS ?= 3
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: train test test-slow test-all torture check format bench docs clean
 
@@ -11,10 +14,10 @@ train: $(READY) ## train the handwritten-digits recipe; more: make train ARGS='t
 	$(BIN)/trainkit fit recipe=digits $(ARGS)
 
 test: $(READY) ## the default tests, a few minutes on two cores
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(READY) ## the tests that take longer
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 test-all: test test-slow
 
