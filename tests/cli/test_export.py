@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from trainkit.recipes.digits_mlp import DigitsMLP
 
 from tests.tasks import Regression, SaveAtEnd, StopAt, regression_data
 from trainkit import Data
@@ -63,7 +64,8 @@ def test_a_checkpoint_can_be_named(run_dir, tmp_path):
     [
         (["out=m.safetensors"], "export needs a run"),
         (["run=RUN"], "export needs a run and a file to write"),
-        (["run=RUN", "out=model.pt"], "must end in .safetensors"),
+        (["run=RUN", "out=model.pt"], "must end in .safetensors for the weights, or in .pt2"),
+        (["run=RUN", "out=model.pt2"], "holds no settings"),
         (["run=RUN", "out=m.safetensors", "checkpont=best"], "Did you mean 'checkpoint'?"),
         (["run=RUN", "out=m.safetensors", "checkpoint=step_9"], "has no checkpoint 'step_9'"),
         (["run=RUN", "out=FILE/m.safetensors"], "cannot be written"),
@@ -82,3 +84,39 @@ def test_without_the_package_the_extra_is_named(run_dir, monkeypatch, capsys, tm
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert main(["export", f"run={run_dir}", f"out={tmp_path}/m.safetensors"]) == 2
     assert "pip install 'trainkit[safetensors]'" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch.export's own
+def test_a_trained_task_is_exported_as_a_program_for_any_number_of_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny = ["data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=2step"]
+    assert main(["fit", "recipe=digits_mlp", *tiny, "run_dir=run", "logger=[]"]) == 0
+    assert main(["export", "run", "out=model.pt2"]) == 0
+    assert "DigitsMLP.predict_step of step 2 in model.pt2" in capsys.readouterr().out
+    task = DigitsMLP(width=8)
+    task.load_state_dict(load_from(tmp_path / "run").payload["task"])
+    program = torch.export.load("model.pt2").module()
+    for num_rows in (1, 5):
+        batch = [torch.randn(num_rows, 1, 8, 8), torch.zeros(num_rows, dtype=torch.int64)]
+        assert torch.equal(program(batch), task.eval().predict_step(batch))
+
+
+def test_a_task_that_cannot_be_recorded_is_told_why(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "branching.py").write_text(
+        "from trainkit.recipes.digits_mlp import DigitsMLP\n\n\n"
+        "class Branching(DigitsMLP):\n"
+        "    def predict_step(self, batch):\n"
+        "        return self(batch[0]) if batch[0].sum() > 0 else self(batch[0]) + 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    typed = [
+        "recipe=digits_mlp",
+        "task._target_=branching.Branching",
+        "data.num_train=32",
+        "data.batch_size=16",
+        "trainer.max_duration=1step",
+    ]
+    assert main(["fit", *typed, "run_dir=run", "logger=[]"]) == 0
+    assert main(["export", "run", "out=model.pt2"]) == 2
+    assert "Branching.predict_step cannot be recorded as one program" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def fit(arguments: Arguments) -> int:
 def resume(arguments: Arguments) -> int:
     """Continue a run in its own folder, with its settings and the overrides."""
     path = _path(arguments, "trainkit resume runs/digits/2026-01-31_12-00-00")
-    settings = _settings_of_run(arguments, path)
+    settings = settings_of_run(arguments, path)
     if arguments.cfg:
         return _show(settings, arguments)
     _check_checkpoint(path)
@@ -168,7 +168,7 @@ def _evaluate(
 ) -> int:
     path = _path(arguments, f"trainkit {arguments.command} run=runs/digits/2026-01-31_12-00-00")
     which = arguments.take("checkpoint")
-    settings = _settings_of_run(arguments, path)
+    settings = settings_of_run(arguments, path)
     if arguments.cfg:
         return _show(settings, arguments)
     checkpoint = _check_checkpoint(path, which)
@@ -206,7 +206,8 @@ def _check_checkpoint(path: Path, which: str | None = None) -> Path:
     return path if which in (None, "last") else chosen
 
 
-def _settings_of_run(arguments: Arguments, path: Path) -> Settings:
+def settings_of_run(arguments: Arguments, path: Path) -> Settings:
+    """Return the settings that a run was started with, changed by what was typed now."""
     file = run_folder_of(path) / _SETTINGS
     if path.is_file() and not file.is_file():
         return _settings_in_checkpoint(arguments, path)

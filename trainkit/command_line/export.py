@@ -1,4 +1,4 @@
-"""`trainkit export`: a checkpoint's weights as a file that other programs read."""
+"""`trainkit export`: a checkpoint as a file that other programs read, its weights or the whole trained task."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ _KEYS = ("run", "out", "checkpoint")
 
 
 def export(arguments: Arguments) -> int:
-    """Write the weights of a run's checkpoint to a `.safetensors` file, under the bare task's names."""
+    """Write a run's checkpoint: its weights to a `.safetensors` file, or the task as a program to a `.pt2` file."""
     typed = {key: arguments.take(key) for key in _KEYS}
     if typed["run"] is None and arguments.overrides and "=" not in arguments.overrides[0]:
         typed["run"] = arguments.overrides.pop(0)
+    if not typed["run"] or not typed["out"]:
+        raise UserError(f"export needs a run and a file to write. Type {_EXAMPLE}")
+    run, out, which = Path(typed["run"]), Path(typed["out"]), typed["checkpoint"] or "last"
+    if out.suffix == ".pt2":
+        from trainkit.command_line.commands import settings_of_run
+        from trainkit.command_line.program import export_program
+
+        print(export_program(settings_of_run(arguments, run), run, out, which=which))
+        return 0
     if arguments.overrides:
         key = arguments.overrides[0].partition("=")[0]
         raise UserError(f"export takes no {key!r}.{nearest(key, _KEYS)} Type {_EXAMPLE}")
-    if not typed["run"] or not typed["out"]:
-        raise UserError(f"export needs a run and a file to write. Type {_EXAMPLE}")
-    out = Path(typed["out"])
     if out.suffix != ".safetensors":
-        raise UserError(f"out={out} must end in .safetensors, the format that is written.")
-    print(export_weights(Path(typed["run"]), out, which=typed["checkpoint"] or "last"))
+        raise UserError(f"out={out} must end in .safetensors for the weights, or in .pt2 for a program.")
+    print(export_weights(run, out, which=which))
     return 0
 
 
