@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from trainkit.errors import UserError, nearest
 from trainkit.phases import Phase, check_disjoint, check_phases, has_phases
 from trainkit.precision import Precision
+from trainkit.spikes import SpikeWatch
 from trainkit.weight_decay import exempt_from_decay
 
 if TYPE_CHECKING:
@@ -87,11 +88,21 @@ class Optimization:
         self.skip_nonfinite = skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.skipped_steps: Tensor | None = None
+        self.spikes: SpikeWatch | None = None
         self.looks: list[Callable[[], None]] = []
         """Called in every step with the whole gradients in place, before they are clipped."""
         self._plain_step = _plain_step_of(optimizer)
         self._scaler = precision.scaler
         self._every_step = [schedule.scheduler for schedule in schedules if schedule.every == "step"]
+
+    def leave_out_spikes(self, factor: float) -> None:
+        """Let steps change nothing whose gradient norm is `factor` times the average, or not finite."""
+        if self._scaler is not None:
+            raise UserError(
+                "spike_factor does not go with fp16-mixed, whose scaler decides by itself what is left out; set "
+                "trainer.precision=bf16-mixed, or leave trainer.spike_factor out."
+            )
+        self.skip_nonfinite, self.spikes = True, SpikeWatch(factor)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that are there, in the optimizer's order."""
@@ -115,7 +126,7 @@ class Optimization:
         torch.nn.utils.clip_grad_value_(self.parameters, self.clip.value)
 
     def update(self, *, norm: Tensor | None) -> None:
-        """Step the optimizer; with `skip_nonfinite` a step whose gradient norm is not finite changes nothing."""
+        """Step the optimizer; with `skip_nonfinite` a step whose norm is not finite, or a spike, changes nothing."""
         if self._scaler is not None:
             self._scaler.step(self.optimizer)
             self._scaler.update()
@@ -189,7 +200,8 @@ class Optimization:
             schedule.scheduler.load_state_dict(state)
 
     def _update_if_finite(self, norm: Tensor) -> None:
-        found = (~torch.isfinite(norm)).to(torch.float32)
+        bad = ~torch.isfinite(norm) if self.spikes is None else self.spikes.is_spike(norm)
+        found = bad.to(torch.float32)
         self.skipped_steps = found if self.skipped_steps is None else self.skipped_steps + found
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # Fused kernels look at the flag on the device and write nothing when it is set.

@@ -133,6 +133,8 @@ def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
         no_weight_decay=trainer.no_weight_decay,
     )
     for optimization in run.optimizations:
+        if trainer.spike_factor is not None:
+            optimization.leave_out_spikes(trainer.spike_factor)
         trainer.strategy.prepare_optimization(run.task, optimization)
     validation = _validation_loop(trainer, run)
     schedule = FitSchedule(trainer.max_duration, trainer.log_every, trainer.evaluate_every)

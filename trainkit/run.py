@@ -232,6 +232,9 @@ class Run:
             optimization.check_saved(optimizer, schedules, where=where)
             self.strategy.load_optimizer_state_dict(self.task, optimization, optimizer)
             optimization.load_schedule_state(schedules)
+        for optimization, spikes in zip(self.optimizations, payload.get("spikes", []), strict=False):
+            if optimization.spikes is not None:
+                optimization.spikes.load_state_dict(spikes)
         self.precision.load_state_dict(payload["scaler"])
         self.state.load_state_dict(payload["state"])
         self.feed.load_state_dict(payload["feed"])
@@ -303,6 +306,7 @@ class Run:
         payload = {
             **self._state(shards),
             "schedules": by_phase([part.schedule_state() for part in self.optimizations], self.optimizations),
+            "spikes": [{} if part.spikes is None else part.spikes.state_dict() for part in self.optimizations],
             "scaler": self.precision.state_dict(),
             "state": self.state.state_dict(),
             "feed": self.feed.state_dict(self.state.position),

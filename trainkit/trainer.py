@@ -40,6 +40,7 @@ from trainkit.settings import (
 )
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named
 from trainkit.slurm import check_goes_on, requeue_job, signal_to_requeue_after
+from trainkit.spikes import checked_spike_factor
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
@@ -73,6 +74,7 @@ class Trainer:
         on_nonfinite: What happens to a loss that is NaN or infinite: `raise`, `skip` that step, `stop` the run, or
             `rollback` to the last checkpoint before it, from which the run goes on without that step.
         rollback_limit: How often a run may go back.
+        spike_factor: Leave out steps whose gradient norm is so many times the average of those before; `None`: none.
         sanity_batches: Validation batches to try before training.
         limit_train_batches: Global batches that make an epoch at most.
         limit_validation_batches: Global batches of a validation at most.
@@ -114,6 +116,7 @@ class Trainer:
         sync_batch_norm: bool = False,
         on_nonfinite: Policy = "raise",
         rollback_limit: int = 3,
+        spike_factor: float | None = None,
         sanity_batches: int = 2,
         limit_train_batches: int | None = None,
         limit_validation_batches: int | None = None,
@@ -146,6 +149,7 @@ class Trainer:
         self.model_settings = ModelSettings(freeze, checkpoint_activations, channels_last, sync_batch_norm)
         self.on_nonfinite = checked_policy(on_nonfinite)
         self.rollback_limit = checked_rollbacks(rollback_limit)
+        self.spike_factor = checked_spike_factor(spike_factor)
         self.sanity_batches = checked_limit("sanity_batches", sanity_batches, least=0) or 0
         self.limits = {
             "train": checked_limit("limit_train_batches", limit_train_batches),

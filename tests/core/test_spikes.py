@@ -1,0 +1,132 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.single import SingleDevice
+
+from trainkit import Data, TaskModule, Trainer, UserError
+from trainkit.spikes import MEMORY_STEPS, WARM_UP_STEPS, SpikeWatch
+
+SPIKE = WARM_UP_STEPS + 4  # counted from 0
+STEPS = WARM_UP_STEPS + 8
+BATCH = 4
+
+
+class Line(TaskModule):
+    def __init__(self, optimizer="fused"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 1)
+        self.optimizer = optimizer
+
+    def training_step(self, batch):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        kind = torch.optim.RMSprop if self.optimizer == "not fused" else torch.optim.AdamW
+        return kind(self.parameters(), lr=0.01)
+
+
+def samples(spikes=(SPIKE,)):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(STEPS * BATCH, 3, generator=generator)
+    for step in spikes:
+        x[step * BATCH : (step + 1) * BATCH] *= 1000
+    return x, x.sum(dim=1, keepdim=True) + 0.1 * torch.randn(len(x), 1, generator=generator)
+
+
+def fit(
+    task, tmp_path, strategy=None, *, duration=f"{STEPS}step", resume=None, spikes=(SPIKE,), callbacks=(), factor=10
+):
+    trainer = Trainer(
+        strategy or SingleDevice(),
+        max_duration=duration,
+        run_dir=tmp_path,
+        loggers=[],
+        callbacks=list(callbacks),
+        log_every="1step",
+        spike_factor=10,
+    )
+    return trainer.fit(
+        task, Data(train=TensorDataset(*samples(spikes)), batch_size=BATCH, shuffle=False), resume=resume
+    )
+
+
+def by_hand(*, left_out, optimizer="fused"):
+    task = Line(optimizer)
+    steps = task.configure_optimizers()
+    x, y = samples()
+    for step in range(STEPS):
+        if step in left_out:
+            continue
+        rows = slice(step * BATCH, (step + 1) * BATCH)
+        steps.zero_grad()
+        task.training_step((x[rows], y[rows])).backward()
+        steps.step()
+    return weights(task)
+
+
+def weights(task):
+    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "not fused"])
+def test_a_step_with_a_spike_changes_nothing(optimizer, tmp_path):
+    task = Line(optimizer)
+    result = fit(task, tmp_path)
+    expected = by_hand(left_out={SPIKE}, optimizer=optimizer)
+    torch.testing.assert_close(weights(task), expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(expected, by_hand(left_out=set(), optimizer=optimizer), atol=1e-3)
+    assert result.metrics["train/skipped_steps"] == 1
+
+
+def test_two_ranks_leave_out_the_same_step(tmp_path):
+    task = Line()
+    fit(task, tmp_path, DDPStrategy(devices=2))
+    torch.testing.assert_close(weights(task), by_hand(left_out={SPIKE}), rtol=0, atol=1e-5)
+
+
+def test_a_resumed_run_knows_what_is_usual(tmp_path):
+    task = Line()
+    fit(task, tmp_path, duration=f"{SPIKE - 1}step", callbacks=["checkpoint"])
+    resumed = Line()
+    fit(resumed, tmp_path, resume=tmp_path)
+    whole = Line()
+    fit(whole, tmp_path / "whole")
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_the_first_steps_are_no_spikes(tmp_path):
+    result = fit(Line(), tmp_path, spikes=(WARM_UP_STEPS - 1,))
+    assert result.metrics["train/skipped_steps"] == 0
+
+
+def test_only_usual_steps_move_the_average():
+    watch = SpikeWatch(3.0)
+    for _ in range(WARM_UP_STEPS):
+        assert not watch.is_spike(torch.tensor(2.0))
+    assert watch.is_spike(torch.tensor(6.1))
+    assert watch.is_spike(torch.tensor(float("nan")))
+    assert watch.is_spike(torch.tensor(float("inf")))
+    assert not watch.is_spike(torch.tensor(5.9))
+    seen = watch.state_dict()["seen"]
+    assert seen == pytest.approx([WARM_UP_STEPS + 1, 2.0 + 3.9 / (WARM_UP_STEPS + 1)])
+
+
+def test_the_average_follows_a_gradient_that_grows_slowly():
+    watch = SpikeWatch(2.0)
+    norms = [1.005**step for step in range(10 * MEMORY_STEPS)]  # the average stays a third behind
+    assert not any(watch.is_spike(torch.tensor(norm)) for norm in norms)
+
+
+@pytest.mark.parametrize("factor", [1, 0.5, True, "10"])
+def test_a_factor_that_calls_usual_steps_spikes_is_refused(factor):
+    with pytest.raises(UserError, match="spike_factor must be above 1"):
+        Trainer(spike_factor=factor)
+
+
+def test_fp16_leaves_out_steps_by_itself(tmp_path):
+    trainer = Trainer(precision="fp16-mixed", spike_factor=10, run_dir=tmp_path, callbacks=[], loggers=[])
+    with pytest.raises(UserError, match="fp16-mixed"):
+        trainer.fit(Line(), Data(train=TensorDataset(*samples()), batch_size=BATCH))
