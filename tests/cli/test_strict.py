@@ -7,6 +7,7 @@ import pytest
 
 from trainkit.command_line.cli import main
 from trainkit.command_line.composition import composing
+from trainkit.command_line.extras import EXTRAS
 from trainkit.errors import UserError
 
 QUIET = ["callbacks=[]", "logger=[]"]
@@ -180,14 +181,9 @@ def test_a_target_that_leads_nowhere_is_told(tmp_path):
 
 
 def test_a_missing_optional_package_is_told_with_the_extra(tmp_path, monkeypatch):
-    import importlib.util
-
-    from trainkit.command_line import source
-
-    (tmp_path / "wandb_task.py").write_text("import wandb\nclass T: ...\n")
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(source, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
-    assert "pip install 'trainkit[wandb]'" in _message("recipe=digits", "task._target_=wandb_task.T")
+    monkeypatch.setitem(EXTRAS, "is_not_installed", "wandb")
+    (tmp_path / "logging_task.py").write_text("import is_not_installed\nclass T: ...\n")
+    assert "pip install 'trainkit[wandb]'" in _message("recipe=digits", "task._target_=logging_task.T")
 
 
 def test_a_callback_that_is_off_is_told_how_to_switch_it_on():
