@@ -17,7 +17,7 @@ test: $(READY) ## the default tests, a few minutes on two cores
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(READY) ## the tests that take longer
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m slow --durations=20 $(ARGS)
 
 test-all: test test-slow
 
