@@ -115,7 +115,7 @@ class Reducer:
         self.waited_seconds = 0.0  # after backward, in all steps
         self._never: list[int] = []  # parameters that a static graph does not use
         self._marked: frozenset[int] = frozenset()  # known not to take part
-        self._shared: set[int] = set()  # whose earlier sum was divided, see `_share_carried`
+        self._undivided: dict[int, Tensor] = {}  # earlier sums of parameters by index, see `_share_carried`
         self._shadow = False  # this rank only takes part in the backward of the others
         self._broken: str | None = None
         self._handles = [
@@ -204,7 +204,7 @@ class Reducer:
             raise
         finally:
             self._open = self._fast = False
-            self._shared.clear()
+            self._undivided.clear()
         self.step += 1
         self.ended_at = time.perf_counter()
         self.waited_seconds += self.ended_at - self.backward_ended_at
@@ -372,8 +372,8 @@ class Reducer:
                 slot.carried = False
                 gradient = slot.parameter.grad
                 if gradient is not None:
+                    self._undivided[slot.index] = gradient.clone()
                     gradient.mul_(1.0 / self.world_size)
-                    self._shared.add(slot.index)
 
     # ---- Parameters without a gradient
 
@@ -402,7 +402,8 @@ class Reducer:
         """Let this rank add nothing to the gradient of a parameter; a gradient from before is kept."""
         gradient, kept = slot.parameter.grad, None
         if gradient is not None:
-            kept = gradient * self.world_size if slot.index in self._shared else gradient.clone()
+            undivided = self._undivided.get(slot.index)
+            kept = gradient.clone() if undivided is None else undivided
         self.filling.add_nothing(slot, bucket, kept=kept, zeros=self._shadow)
 
     # ---- Reducing

@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import select
 import struct
 import subprocess
 import sys
@@ -65,6 +66,9 @@ except Stopped as stopped:
 """
 
 
+SETTLED_SECONDS = 0.03  # without output; the display is drawn ten times a second
+
+
 @dataclass
 class Shown:
     """What a terminal showed while a program ran in it."""
@@ -103,10 +107,13 @@ def run_in_terminal(
     try:
         for output in iter(lambda: _read(near), b""):
             stream.feed(output)
+            if select.select([near], [], [], SETTLED_SECONDS)[0]:
+                continue  # more comes: what is on the screen may be half of a picture
             shown.screens.append([line.rstrip() for line in screen.display])
             if type_when is not None and shown.having(type_when[0]):
                 os.write(near, type_when[1])
                 type_when = None
+        shown.screens.append([line.rstrip() for line in screen.display])
         shown.exit_code = process.wait(timeout=20)
     finally:
         process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -64,14 +65,15 @@ def _fail(reducer: Reducer, fault: str) -> None:
 
 @pytest.mark.parametrize(
     ("transport", "fault", "waits"),
-    [("group", "raise", 2), ("shared_memory", "raise", 2), ("shared_memory", "leave", 3)],
+    [("group", "raise", "2"), ("shared_memory", "raise", "2"), ("shared_memory", "leave", "[23]")],
 )
 def test_the_root_cause_reaches_ranks_that_wait(transport, fault, waits):
-    # A session that is left after its bucket has been started: the others wait in the step after that.
+    # A session that is left after its bucket has been started: the others wait for its share of that bucket, or,
+    # where it had summed this already, in the step after that.
     outcomes = rank_outcomes(fail_in_step_2, 2, transport, fault, timeout=10)
     message, seconds = outcomes[0].value
     assert "rank 1 failed in step 2: ValueError: bad batch in shard 17" in message
-    assert f"backward of step {waits}, bucket 0 of 1" in message
+    assert re.search(rf"backward of step {waits}, bucket 0 of 1", message)
     assert seconds < 30.0
 
 
