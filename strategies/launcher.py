@@ -92,10 +92,12 @@ def launch_ranks(
     enter: Callable[[RankEnvironment], None],
     log_dir: Path | None,
     signals: Sequence[int] = ALWAYS,
+    name_of: Callable[[int], str] = "rank {}".format,
 ) -> T:
     """Return what `run` returned on rank 0 of `num_ranks` new processes, each of which calls `enter` first.
 
-    Raises the error of the rank that failed first, with that rank's traceback. The `signals` that this process
+    Raises the error of the rank that failed first, with that rank's traceback; `name_of` says what to call one that
+    is gone without a word. The `signals` that this process
     receives meanwhile are sent on to every rank. Ranks other than 0 write to
     `rank_<k>.log` in `log_dir` what they would print. Rank 0 has the caller's terminal: its progress display is made
     for one, and whatever is worth keeping of its output is in the loggers' files.
@@ -117,7 +119,7 @@ def launch_ranks(
                 logs_specs=DefaultLogsSpecs(log_dir=folder),
                 start_method="spawn",
             )
-            _watch(context, Path(folder), received, signals)
+            _watch(context, Path(folder), received, signals, name_of)
         value: T = pickle.loads((Path(folder) / VALUE_FILE).read_bytes())
     return value
 
@@ -294,7 +296,9 @@ def _quiet_elastic() -> Iterator[None]:
         elastic.setLevel(before)
 
 
-def _watch(context: PContext, folder: Path, received: list[int], signals: Sequence[int]) -> None:
+def _watch(
+    context: PContext, folder: Path, received: list[int], signals: Sequence[int], name_of: Callable[[int], str]
+) -> None:
     """Return when all ranks have ended well; otherwise end them all and raise the first failure."""
     pids = context.pids()
 
@@ -327,7 +331,7 @@ def _watch(context: PContext, folder: Path, received: list[int], signals: Sequen
         _let_end(pids, ended)
     finally:
         context.close(signal.SIGKILL)
-    _raise_failure(folder, pids, ended, received)
+    _raise_failure(folder, {rank: f"{name_of(rank)} (pid {pid})" for rank, pid in pids.items()}, ended, received)
 
 
 def _let_end(pids: dict[int, int], ended: dict[int, int]) -> None:
@@ -353,7 +357,7 @@ def _exit_code(pid: int) -> int | None:
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
-def _raise_failure(folder: Path, pids: dict[int, int], ended: dict[int, int], received: list[int]) -> None:
+def _raise_failure(folder: Path, names: dict[int, str], ended: dict[int, int], received: list[int]) -> None:
     failures = [_read(path) for path in folder.glob("failure_*.pickle")]
     causes = sorted((f for f in failures if not f.consequence), key=lambda f: f.when)
     killed = [rank for rank, code in ended.items() if code < 0]
@@ -362,10 +366,10 @@ def _raise_failure(folder: Path, pids: dict[int, int], ended: dict[int, int], re
         name = signal.Signals(-ended[rank]).name
         if received and -ended[rank] == received[0]:  # before it could listen to signals
             raise Stopped(name, 128 + received[0])
-        raise RankFailure(f"rank {rank} (pid {pids[rank]}) was killed by {name}{_reason(name)}.")
+        raise RankFailure(f"{names[rank]} was killed by {name}{_reason(name)}.")
     if not failures:
         rank, code = next((rank, code) for rank, code in ended.items() if code)
-        raise RankFailure(f"rank {rank} (pid {pids[rank]}) ended with exit code {code} and left no word.")
+        raise RankFailure(f"{names[rank]} ended with exit code {code} and left no word.")
     first = (causes or sorted(failures, key=lambda f: f.when))[0]
     if isinstance(first.error, UserError | Stopped | KeyboardInterrupt):
         raise first.error

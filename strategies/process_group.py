@@ -139,6 +139,10 @@ class ProcessGroupStrategy(Strategy):
             return self.devices
         return torch.cuda.device_count() if pick_device(self._requested_device).type == "cuda" else 2
 
+    def name_of_process(self, process: int) -> str:
+        """Return what to call a process of this strategy in messages."""
+        return f"rank {process}"
+
     def launch(self, run: Callable[[], T]) -> T:
         """Call `run` on every rank and return what it returned on rank 0 (under torchrun: on this rank)."""
         if _is_joining():
@@ -154,6 +158,7 @@ class ProcessGroupStrategy(Strategy):
             enter=started.enter,
             log_dir=self.log_dir,
             signals=self.stop_signals,
+            name_of=self.name_of_process,
         )
 
     def _launch_on_ray(self, started: _Started) -> Any:

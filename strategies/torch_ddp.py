@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,12 @@ from trainkit.window import MicroBatch, Window
 
 from .ddp.buckets import ring_bytes
 from .process_group import ProcessGroupStrategy
+
+_ITS_ARGUMENTS = signature(DistributedDataParallel.__init__).parameters
+# Buffers are sent after each step, as under all strategies; what leaves them alone has a newer name.
+_WITHOUT_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _ITS_ARGUMENTS else "broadcast_buffers": False
+}
 
 
 class TorchDDP(ProcessGroupStrategy):
@@ -85,7 +92,7 @@ class TorchDDP(ProcessGroupStrategy):
             _TrainingStep(task),
             process_group=self.group,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            broadcast_buffers=False,  # done after each step, as all strategies do
+            **_WITHOUT_BUFFERS,
             bucket_cap_mb=self.bucket_mb,
             find_unused_parameters=self.find_unused,
             static_graph=self.static_graph,

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from trainkit.logger import Logger
     from trainkit.metric import Metric
     from trainkit.optimization import Schedule
+    from trainkit.packing import Packed
     from trainkit.phases import Phase, PhaseControl
     from trainkit.sessions import Session, session
+    from trainkit.several_datasets import InSequence, Mixture
     from trainkit.state import TrainState
     from trainkit.strategy import BatchPlan, Strategy
     from trainkit.task import TaskModule
@@ -27,8 +29,11 @@ __all__ = [
     "Callback",
     "Data",
     "Duration",
+    "InSequence",
     "Logger",
     "Metric",
+    "Mixture",
+    "Packed",
     "Phase",
     "PhaseControl",
     "Schedule",
@@ -48,8 +53,11 @@ _HOMES = {
     "Callback": "callback",
     "Data": "data",
     "Duration": "duration",
+    "InSequence": "several_datasets",
     "Logger": "logger",
     "Metric": "metric",
+    "Mixture": "several_datasets",
+    "Packed": "packing",
     "Phase": "phases",
     "PhaseControl": "phases",
     "Schedule": "optimization",

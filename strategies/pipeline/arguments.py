@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from trainkit.errors import UserError, nearest
+
+Name = TypeVar("Name", bound=str)
 
 BALANCES = {"speed": 0.0, "memory": 1.0}
 
@@ -19,7 +21,7 @@ def checked_count(name: str, value: Any) -> int:
     return value
 
 
-def checked_name(key: str, value: str, names: Sequence[str]) -> str:
+def checked_name(key: str, value: Name, names: Sequence[str]) -> Name:
     """Return one of `names`; raises UserError for any other."""
     if value not in names:
         raise UserError(f"unknown {key} {value!r}.{nearest(str(value), names)} Choose one of {', '.join(names)}.")

@@ -8,11 +8,16 @@ from fnmatch import fnmatchcase
 from trainkit.errors import UserError, nearest
 
 from .events import Event, Recording
-from .partition import Partition, with_replicas
+from .partition import Partition, Shared, sharing_bonds, with_replicas
 
 
-def manual_cuts(recording: Recording, cuts: Sequence[str] | dict[str, int], *, num_stages: int) -> Partition:
-    """Return the cuts that a user asked for: names of the modules that begin a stage, or a stage for each pattern."""
+def manual_cuts(
+    recording: Recording, cuts: Sequence[str] | dict[str, int], *, num_stages: int, shared: Shared = "auto"
+) -> Partition:
+    """Return the cuts that a user asked for: names of the modules that begin a stage, or a stage for each pattern.
+
+    Unless `shared` is `replicated`, they must not come between the users of a parameter.
+    """
     if isinstance(cuts, dict):
         places = _cuts_of_patterns(recording, cuts, num_stages)
     else:
@@ -31,7 +36,25 @@ def manual_cuts(recording: Recording, cuts: Sequence[str] | dict[str, int], *, n
         for bond in recording.bonds:
             if bond.forbids(place):
                 raise UserError(f"a stage cannot begin at {recording.events[place]}: {bond.reason}.")
+    if shared != "replicated":
+        _check_sharing(recording, places)
     return with_replicas(recording, places)
+
+
+def _check_sharing(recording: Recording, places: Sequence[int]) -> None:
+    for name, bond in sharing_bonds(recording).items():
+        for place in places:
+            if bond.forbids(place):
+                first, last = (_called(recording.events[index]) for index in (bond.first, bond.last))
+                raise UserError(
+                    f"strategy.cuts begins a stage at {_called(recording.events[place])}, between users of the "
+                    f"parameter '{name}': {first} and {last}. Type strategy.shared=replicated to give each stage "
+                    f"that uses it a copy, with gradients added up, or cut before {first} or after {last}."
+                )
+
+
+def _called(event: Event) -> str:
+    return f"'{event.name}'" if event.is_unit else str(event)
 
 
 def _first_event(recording: Recording, name: str) -> int:

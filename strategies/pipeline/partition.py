@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Literal
 
 from trainkit.errors import UserError
 
@@ -17,6 +18,9 @@ TOGETHER_AT_MOST = 1.25
 STATES_PER_PARAMETER = 4
 """Parameter, gradient and two moments of the optimizer."""
 MOST_CANDIDATES = 160
+
+Shared = Literal["auto", "together", "replicated"]
+"""Where the parameters are that several places of the step use, as `partition` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +83,28 @@ class StageCosts:
         return (1.0 - self.balance) * time + self.balance * (states + activations) / (whole or 1.0)
 
 
-def partition(recording: Recording, *, num_stages: int, balance: float = 0.0) -> Partition:
-    """Return the cuts with the cheapest dearest stage, and among those nearly as good the fewest bytes across cuts."""
+def partition(recording: Recording, *, num_stages: int, balance: float = 0.0, shared: Shared = "auto") -> Partition:
+    """Return the cuts with the cheapest dearest stage, and among those nearly as good the fewest bytes across cuts.
+
+    All users of a shared parameter are in one stage (`together`), or anywhere (`replicated`: stages have copies, whose
+    gradients are added up), or in one stage unless that is much dearer (`auto`).
+    """
     costs = StageCosts.of(recording, num_stages=num_stages, balance=balance)
     crossing = crossing_bytes(recording)
-    shared = _sharing_bonds(recording)
+    kept = {} if shared == "replicated" else sharing_bonds(recording)
     while True:
-        together = _best_cuts(recording, [*recording.bonds, *shared.values()], num_stages, costs, crossing)
-        if not shared:
+        together = _best_cuts(recording, [*recording.bonds, *kept.values()], num_stages, costs, crossing)
+        if not kept or shared == "together":
             break
         apart = _best_cuts(recording, recording.bonds, num_stages, costs, crossing)
         if together and apart:
             limit = TOGETHER_AT_MOST * dearest(apart, len(recording.events), costs)
             if dearest(together, len(recording.events), costs) <= limit:
                 break
-        widest = max(shared, key=lambda name: shared[name].last - shared[name].first)
-        del shared[widest]
+        widest = max(kept, key=lambda name: kept[name].last - kept[name].first)
+        del kept[widest]
     if together is None:
-        raise too_few_places(recording, num_stages)
+        raise too_few_places(recording, num_stages, kept)
     return with_replicas(recording, together)
 
 
@@ -158,12 +166,15 @@ def candidates(recording: Recording, bonds: Sequence[Bond], crossing: Sequence[i
     return places
 
 
-def too_few_places(recording: Recording, num_stages: int) -> UserError:
-    """Return the error that says why the step does not come apart into so many stages."""
+def too_few_places(recording: Recording, num_stages: int, kept: Mapping[str, Bond]) -> UserError:
+    """Return the error that says why the step does not come apart into so many stages; `kept` are shared parameters."""
     crossing = crossing_bytes(recording)
-    found = len(candidates(recording, recording.bonds, crossing)) + 1
+    found = len(candidates(recording, [*recording.bonds, *kept.values()], crossing)) + 1
     message = f"the step can be cut into at most {found} stages, but strategy.stages={num_stages} were asked for."
-    if recording.bonds:
+    if kept:
+        names = ", ".join(f"'{name}'" for name in kept)
+        message += f" The users of {names} are to stay together; strategy.shared=auto lets stages have copies."
+    elif recording.bonds:
         widest = max(recording.bonds, key=lambda bond: bond.last - bond.first)
         message += (
             f" What holds it together: {widest.reason}. Return that tensor from the module's forward and pass it "
@@ -173,6 +184,15 @@ def too_few_places(recording: Recording, num_stages: int) -> UserError:
         dear = max(recording.events, key=lambda event: event.cost.seconds)
         message += f" The dearest piece that cannot be opened is {dear}."
     return UserError(f"{message} Or type strategy.stages={max(found, 1)}.")
+
+
+def sharing_bonds(recording: Recording) -> dict[str, Bond]:
+    """Return for each parameter that several events use the stretch that keeps them in one stage."""
+    return {
+        name: Bond(users[0], users[-1], f"parameter '{name}' is shared")
+        for name, users in recording.parameter_users.items()
+        if len(users) > 1
+    }
 
 
 def _best_cuts(
@@ -239,11 +259,3 @@ def _allowed(recording: Recording, bonds: Sequence[Bond]) -> list[bool]:
         change[bond.first + 1] += 1
         change[bond.last + 1] -= 1
     return [depth == 0 for depth in accumulate(change)]
-
-
-def _sharing_bonds(recording: Recording) -> dict[str, Bond]:
-    return {
-        name: Bond(users[0], users[-1], f"parameter '{name}' is shared")
-        for name, users in recording.parameter_users.items()
-        if len(users) > 1
-    }

@@ -21,7 +21,7 @@ from .events import Event, Recording
 from .manual_cuts import manual_cuts
 from .measuring import Unrepeatable, estimate, measure
 from .observation import Observation
-from .partition import Partition, StageCosts, dearest, partition
+from .partition import Partition, Shared, StageCosts, dearest, partition
 from .recording import Step, observe
 
 logger = logging.getLogger(__name__)
@@ -79,10 +79,12 @@ def plan(
     num_stages: int,
     balance: float = 0.0,
     cuts: Cuts | None = None,
+    shared: Shared = "auto",
     costs: Costs = "measured",
 ) -> tuple[Recording, Partition]:
     """Return a recording of `step` and its partition: the user's `cuts`, or the best for this `balance`.
 
+    `shared` says whether stages may have copies of one parameter, as in `partition`.
     The step runs a few times on a copy of `batch`; the task is left as it was. Unless `costs` are `measured` they
     follow from operations and bytes; `fake` computes nothing at all, and the task may lie on the meta device.
     """
@@ -91,7 +93,7 @@ def plan(
     if not survey.recording.parameter_users:
         raise UserError(f"{type(task).__name__}'s step uses no parameter of the task: there is nothing to cut.")
     if cuts is not None:
-        return _manual(rehearsal, survey, cuts, num_stages=num_stages)
+        return _manual(rehearsal, survey, cuts, num_stages=num_stages, shared=shared)
     best: tuple[Recording, Partition] | None = None
     best_cost = float("inf")
     refusal: UserError | None = None
@@ -104,7 +106,7 @@ def plan(
         previous = units
         rehearsal.set_costs(recording)
         try:
-            found = partition(recording, num_stages=num_stages, balance=balance)
+            found = partition(recording, num_stages=num_stages, balance=balance, shared=shared)
         except UserError as error:
             refusal = error
             continue
@@ -120,7 +122,9 @@ def plan(
     return best
 
 
-def _manual(rehearsal: Rehearsal, survey: Observation, cuts: Cuts, *, num_stages: int) -> tuple[Recording, Partition]:
+def _manual(
+    rehearsal: Rehearsal, survey: Observation, cuts: Cuts, *, num_stages: int, shared: Shared
+) -> tuple[Recording, Partition]:
     wanted = [] if isinstance(cuts, Mapping) else list(cuts)
     names = [name for name in survey.module_calls if name]
     opened = {
@@ -132,7 +136,8 @@ def _manual(rehearsal: Rehearsal, survey: Observation, cuts: Cuts, *, num_stages
     limit = 0.0 if isinstance(cuts, Mapping) else 1.0  # patterns may name any module
     recording = _record(rehearsal, survey, limit=limit, opened=frozenset(opened))
     rehearsal.set_costs(recording)
-    return recording, manual_cuts(recording, dict(cuts) if isinstance(cuts, Mapping) else wanted, num_stages=num_stages)
+    asked = dict(cuts) if isinstance(cuts, Mapping) else wanted
+    return recording, manual_cuts(recording, asked, num_stages=num_stages, shared=shared)
 
 
 def _record(rehearsal: Rehearsal, survey: Observation, *, limit: float, opened: frozenset[str]) -> Recording:

@@ -14,7 +14,7 @@ from trainkit.metric_states import metrics_in, set_aside
 
 from .events import Recording
 from .materializing import has_meta
-from .partition import Partition
+from .partition import Partition, Shared
 from .placement import Placement, owned_bounds, place
 from .planning import Costs, Cuts, plan
 from .recording import Step, observe
@@ -34,6 +34,7 @@ class Staging:
         stages_per_rank: Stages on each of them.
         group: The pipeline.
         cuts: The user's wish, or none.
+        shared: Whether stages may have copies of one parameter.
         balance: Share of memory against time.
         record: `real`, `fake`, or `auto`, which is `fake` for tasks on the meta device.
         device: Where this rank computes.
@@ -47,6 +48,7 @@ class Staging:
         stages_per_rank: int,
         group: dist.ProcessGroup,
         cuts: Cuts | None,
+        shared: Shared,
         balance: float,
         record: str,
         device: torch.device,
@@ -58,6 +60,7 @@ class Staging:
         self._stages_per_rank = stages_per_rank
         self._group = group
         self._cuts = cuts
+        self._shared = shared
         self._balance = balance
         self._record_how = record
         self._device = device
@@ -102,6 +105,7 @@ class Staging:
             num_stages=self._num_ranks * self._stages_per_rank,
             balance=self._balance,
             cuts=self._cuts,
+            shared=self._shared,
             costs=costs_of(self._record_how, task, self._device),
         )
         return recording, partition, signature(batch)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from .arguments import checked_balance, checked_count, checked_name, refuse_comp
 from .failures import Failures
 from .grid import Grid
 from .messages import Messages
+from .partition import Shared
 from .preview import preview
 from .report import write_plan, write_timeline
 from .runtime import Runtime
@@ -73,6 +74,9 @@ class Pipeline(ProcessGroupStrategy):
         stages_per_rank: Stages on each rank, for `interleaved_virtual`.
         cuts: Names of the modules that begin the second and later stages, or a stage for each pattern of names;
             by default found from what each module costs.
+        shared: Where a parameter is that several places of the step use, as tied embeddings: `together` (these are in
+            one stage), `replicated` (each stage that uses it has a copy, and gradients are added up), `auto`
+            (together, unless that is much slower; cuts of your own must not come between).
         balance: `speed`, `memory`, or a share between 0 and 1 of memory against time.
         record: How the step is recorded: `real` (run on the CPU, and timed there if that is where it trains), `fake`
             (nothing is computed; times follow from operations), `auto` (`fake` for a task on the meta device).
@@ -99,6 +103,7 @@ class Pipeline(ProcessGroupStrategy):
         schedule: str = "interleaved",
         stages_per_rank: int = 2,
         cuts: Sequence[str] | Mapping[str, int] | None = None,
+        shared: Shared = "auto",
         balance: str | float = "speed",
         record: str = "auto",
         device: str = "auto",
@@ -127,6 +132,7 @@ class Pipeline(ProcessGroupStrategy):
         self.stages_per_rank = stages_per_rank if schedule == "interleaved_virtual" else 1
         self._schedule = Schedule(schedule, stages, self.stages_per_rank)
         self.cuts = cuts
+        self.shared = checked_name("shared", shared, get_args(Shared))
         self.balance = checked_balance(balance)
         self.record = checked_name("record", record, RECORDINGS)
         self.draws_timeline = timeline
@@ -148,6 +154,11 @@ class Pipeline(ProcessGroupStrategy):
     def num_ranks(self) -> int:
         """Return the number of processes: one for each stage of each replica."""
         return self.stages * self.replicas
+
+    def name_of_process(self, process: int) -> str:
+        """Return what to call a process in messages: its stage says more than its rank."""
+        replica, stage = divmod(process, self.stages)
+        return f"rank {process}, stage {stage} of replica {replica}"
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -181,6 +192,7 @@ class Pipeline(ProcessGroupStrategy):
             stages_per_rank=self.stages_per_rank,
             group=grid.pipeline,
             cuts=self.cuts,
+            shared=self.shared,
             balance=self.balance,
             record=self.record,
             device=self.device,
@@ -547,6 +559,7 @@ class Pipeline(ProcessGroupStrategy):
             schedule=self._schedule,
             balance=self.balance,
             cuts=self.cuts,
+            shared=self.shared,
             costs=costs_of(self.record, task, self.device),
         )
 

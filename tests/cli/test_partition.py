@@ -21,7 +21,7 @@ def test_the_plan_and_its_drawing_are_printed_and_nothing_is_started_or_written(
     monkeypatch.setattr(subprocess, "Popen", None)
     monkeypatch.setattr(multiprocessing.Process, "start", None)
 
-    assert main(["partition", *SMALL, "strategy.stages=3", "strategy.cuts=[blocks.1,blocks.3]"]) == 0
+    assert main(["partition", *SMALL, "strategy.stages=3", "strategy.cuts=[blocks.1,blocks.3]", "strategy.shared=replicated"]) == 0
 
     shown = capsys.readouterr().out
     assert "char_lm in 3 stages" in shown

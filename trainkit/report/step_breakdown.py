@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainkit.report.chart import Series, chart
 from trainkit.report.markup import Markup, element, joined
@@ -11,15 +11,23 @@ from trainkit.report.metrics import Curve
 from trainkit.report.numbers import number, seconds, share, size
 from trainkit.report.page import table
 
-# part -> (words, the class that gives it a colour)
+
+class Part(NamedTuple):
+    """What a part of a step is called, and its colour: the class of its bar, and the number of a line like it."""
+
+    words: str
+    bar: str
+    line: int
+
+
 PARTS = {
-    "data": ("waiting for data", "data"),
-    "copy": ("copying to the device", "copy"),
-    "forward": ("forward", "forward"),
-    "backward": ("backward", "backward"),
-    "communication": ("communication that was not hidden", "wait"),
-    "optimizer": ("optimizer", "optimizer"),
-    "rest": ("callbacks, saving, logging", "rest"),
+    "data": Part("waiting for data", "data", 5),
+    "copy": Part("copying to the device", "copy", 7),
+    "forward": Part("forward", "forward", 0),
+    "backward": Part("backward", "backward", 1),
+    "communication": Part("communication that was not hidden", "wait", 6),
+    "optimizer": Part("optimizer", "optimizer", 4),
+    "rest": Part("callbacks, saving, logging", "rest", 3),
 }
 _SKIPPED = 1  # log points at the start: kernels are chosen and workers started then
 _LETTER_SHARE = 0.08
@@ -36,16 +44,16 @@ def breakdown(step_times: Sequence[Mapping[str, Any]]) -> Markup | None:
     bar = [
         element(
             "span",
-            PARTS[part][0].split()[0].rstrip(",") if portion > _LETTER_SHARE else None,
-            class_=PARTS[part][1],
+            PARTS[part].words.split()[0].rstrip(",") if portion > _LETTER_SHARE else None,
+            class_=PARTS[part].bar,
             style=f"width:{100 * portion:.2f}%",
-            title=f"{PARTS[part][0]}: {share(portion)}",
+            title=f"{PARTS[part].words}: {share(portion)}",
         )
         for part, portion in shares.items()
     ]
     rows = [
         [
-            joined(element("i", class_=f"swatch {PARTS[part][1]}"), PARTS[part][0]),
+            joined(element("i", class_=f"swatch {PARTS[part].bar}"), PARTS[part].words),
             seconds(value / steps),
             share(shares[part]),
         ]
@@ -71,12 +79,12 @@ def waiting_chart(step_times: Sequence[Mapping[str, Any]]) -> Markup | None:
     if len(step_times) < 3:
         return None
     series = []
-    for colour, part in enumerate(PARTS):
+    for part, look in PARTS.items():
         points = [(line["step"], line["seconds"].get(part), line["steps"]) for line in step_times]
         known = [(step, value / count * 1e3) for step, value, count in points if value is not None and count]
         if known and max(value for _, value in known) > 0:
             curve = Curve([step for step, _ in known], [value for _, value in known])
-            series.append(Series(PARTS[part][0], curve, colour))
+            series.append(Series(look.words, curve, look.line))
     return chart("milliseconds of a step", series) if series else None
 
 

@@ -1,10 +1,14 @@
 """What each rank says when one of them cannot go on, or does not answer."""
 
+import os
+import signal
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from trainkit.strategies.launcher import RankFailure
 from trainkit.strategies.pipeline.strategy import Pipeline
 
 from tests.strategies.pipeline.models import Mlp
@@ -54,3 +58,15 @@ def test_a_rank_that_does_not_answer_is_named_with_its_stage_and_micro_batch():
     waiting = next(outcome for outcome in outcomes if outcome.rank == 0)
     assert "waited in vain for stage 1's part of micro-batch 0, for the backward of stage 0" in waiting.failure
     assert waiting.seconds < 30
+
+
+def _die_on_the_last_rank():
+    if os.environ["RANK"] == "3":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_is_named_with_its_stage():
+    strategy = Pipeline(stages=2, replicas=2, device="cpu")
+
+    with pytest.raises(RankFailure, match=r"rank 3, stage 1 of replica 1 \(pid \d+\) was killed by SIGKILL"):
+        strategy.launch(_die_on_the_last_rank)

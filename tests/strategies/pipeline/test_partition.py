@@ -131,20 +131,32 @@ def _best(recording, num_stages, costs):
     return high
 
 
+def test_users_of_a_shared_parameter_may_be_told_to_stay_together_or_not():
+    recording = _chain([1, 1, 1, 1], [1] * 4, shared=[(0, 2)])
+
+    together = partition(recording, num_stages=2, shared="together")
+    replicated = partition(recording, num_stages=2, shared="replicated")
+
+    assert (together.cuts, together.replicated) == ((3,), ())
+    assert (replicated.cuts, replicated.replicated) == ((2,), ("weight0",))
+    with pytest.raises(UserError, match=r"at most 2 stages.*'weight0' are to stay together; strategy.shared=auto"):
+        partition(recording, num_stages=3, shared="together")
+
+
 def _plan(model, *, sizes=None, **settings):
     task = model(**(sizes or {}))
     return plan(task, task.training_step, model.batch(4, torch.Generator()), costs="estimated", **settings)
 
 
 def test_manual_cuts_begin_stages_at_the_modules_named():
-    recording, found = _plan(Gpt, num_stages=3, cuts=["blocks.1", "head"])
+    recording, found = _plan(Gpt, num_stages=3, cuts=["blocks.1", "head"], shared="replicated")
 
     assert [recording.events[cut].name for cut in found.cuts] == ["blocks.1", "head"]
     assert found.replicated == ("tokens.weight",)
 
 
 def test_manual_cuts_may_map_patterns_to_stages():
-    recording, found = _plan(Gpt, num_stages=2, cuts={"blocks.[01]": 0, "blocks.[23]": 1})
+    recording, found = _plan(Gpt, num_stages=2, cuts={"blocks.[01]": 0, "blocks.[23]": 1}, shared="replicated")
 
     assert found.cuts[0] == min(event.index for event in recording.events if event.name.startswith("blocks.2"))
 
@@ -161,6 +173,11 @@ def test_manual_cuts_may_map_patterns_to_stages():
         ({"num_stages": 3, "cuts": {"blocks.2": 1}}, "leaves stage 2 empty"),
         ({"num_stages": 2, "cuts": {"blocks.2": 2}}, "stages are 0 to 1"),
         ({"num_stages": 200}, r"at most .* stages"),
+        (
+            {"num_stages": 2, "cuts": ["blocks.2"]},
+            r"users of the parameter 'tokens.weight'.*Type strategy.shared=replicated.*before .*tokens.* or after",
+        ),
+        ({"num_stages": 2, "cuts": ["blocks.2"], "shared": "together"}, "between users of the parameter"),
     ],
 )
 def test_cuts_that_cannot_be_are_refused_with_the_remedy(settings, message):
@@ -179,7 +196,7 @@ def test_modules_are_opened_only_where_balance_asks_for_it():
 
 
 def test_the_plan_prints_every_stage_with_what_it_costs():
-    recording, found = _plan(Gpt, num_stages=2, cuts=["blocks.2"])
+    recording, found = _plan(Gpt, num_stages=2, cuts=["blocks.2"], shared="replicated")
 
     shown = PartitionPlan.of(recording, found, bubble=0.2)
 

@@ -31,7 +31,7 @@ def _pipeline(model, *, task=None, precision="fp64", clip=None, settings=None, *
 
 
 def _ownership():
-    training = _pipeline(Gpt, settings={"width": 64}, cuts=["blocks.2"])
+    training = _pipeline(Gpt, settings={"width": 64}, cuts=["blocks.2"], shared="replicated")
     before = {name: id(parameter) for name, parameter in training.task.named_parameters()}
     training.run(windows(Gpt, sizes=SIZES, num_steps=1))
     named = dict(training.task.named_parameters())
