@@ -2,7 +2,8 @@
 
 A block with a title (```python title="mine.py") is a file that later blocks of its page find. Other Python blocks of a
 page run one after the other in one namespace and one empty folder; a page that asks for its own name runs as a program.
-Of shell blocks each `trainkit` line is run with a few small steps. A block below `<!-- not run: why -->` is left alone.
+Of shell blocks each `trainkit` line is run with a few small steps. A block below `<!-- not run: why -->` is not run, but
+the settings that it types must be right. Other languages are refused, so that nothing is left out in silence.
 """
 
 from __future__ import annotations
@@ -16,22 +17,28 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests.recipes.tiny import make_image_folder
+from trainkit import registry
 from trainkit.command_line.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(
     r"(?P<skip><!-- not run: (?P<why>[^>]+) -->\s*\n)?"
-    r"^(?P<indent> *)```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
+    r"^(?P<indent> *)```(?P<language>[^\s`]*)(?: title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
 RUN = "runs/digits/2026-01-31_12-00-00"  # the run that pages speak of
 _SMALL = ["trainer.limit_train_batches=2", "trainer.max_duration=1epoch", "trainer.sanity_batches=0"]
 _OTHER_PROGRAMS = {"make", "pip", "tensorboard", "python", "kill"}
+_STARTERS = {"torchrun", "srun"}  # of `trainkit` on several machines
+_RUN = {"python", "shell"}
+_SHOWN = {"", "text"}  # drawings, and what is printed
+_FILES = {"yaml"}  # has a title, and commands of its page that find it
 
 
 @dataclass(frozen=True)
@@ -40,9 +47,10 @@ class Block:
     code: str
     title: str | None
     line: int
+    skipped: bool
 
 
-def blocks_of(page: Path) -> list[Block]:
+def all_blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
         Block(
@@ -50,10 +58,14 @@ def blocks_of(page: Path) -> list[Block]:
             textwrap.dedent(match["code"]),
             match["title"],
             text.count("\n", 0, match.start("code")) + 1,
+            match["skip"] is not None,
         )
         for match in _BLOCK.finditer(text)
-        if match["skip"] is None
     ]
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [block for block in all_blocks_of(page) if not block.skipped]
 
 
 def pages_with(language: str) -> list[Path]:
@@ -88,6 +100,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_of_a_page_is_run_or_says_why_not(page: Path) -> None:
+    fences = re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(fences) == 2 * len(all_blocks_of(page)), f"{page.name}: a fence that this test does not understand"
+    for block in all_blocks_of(page):
+        place = f"{page.name}:{block.line}"
+        if block.language == "toml":
+            assert page.name == "extending.md", f"{place}: no test reads this"
+        elif block.language in _FILES:
+            assert block.title is not None, f"{place}: a file needs a title"
+        else:
+            assert block.language in _RUN | _SHOWN, f"{place}: no test runs {block.language}; write shell or python"
+
+
 @pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: page.name)
 def test_python_of_a_page_runs(page: Path, folder: Path) -> None:
     write_files(page, folder)
@@ -110,7 +136,7 @@ def test_other_programs_of_a_page_are_known(page: Path) -> None:
         if block.language != "shell":
             continue
         for words in commands_of(block.code):
-            if words[0] in ("trainkit", "torchrun"):
+            if words[0] in {"trainkit", *_STARTERS}:
                 continue
             assert words[0] in _OTHER_PROGRAMS, f"{page.name}:{block.line}: {words[0]} is no program that pages use"
             if words[0] == "make":
@@ -118,6 +144,35 @@ def test_other_programs_of_a_page_are_known(page: Path) -> None:
             for names in re.findall(r"\[([\w,]+)\]", " ".join(words)) if words[0] == "pip" else []:
                 for name in names.split(","):
                     assert re.search(rf"^{name} = \[", extras, re.MULTILINE), f"extra {name}"
+
+
+def test_parts_of_a_package_are_found_by_the_entry_points_that_are_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    blocks = blocks_of(ROOT / "docs/extending.md")
+    (shown,) = (tomllib.loads(block.code) for block in blocks if block.language == "toml")
+    groups = shown["project"]["entry-points"]
+    lines = [line for name, points in groups.items() for line in (f"[{name}]", *map(" = ".join, points.items()))]
+    installed = folder / "my_package-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("\n".join(lines))
+    page: dict[str, object] = {}
+    exec("\n".join(block.code for block in blocks if block.language == "python"), page)
+    for path in (path for points in groups.values() for path in points.values()):
+        module, _, name = path.partition(":")
+        found = ModuleType(module)
+        monkeypatch.setattr(found, name, page[name], raising=False)
+        monkeypatch.setitem(sys.modules, module, found)  # the package's own name is not needed
+    registry._points.cache_clear()
+    try:
+        made = registry.make("strategy", "timed"), registry.make("callbacks", "stop_at_weight", {"limit": 1.0})
+        assert [type(part) for part in (*made, registry.make("logger", "remember"))] == [
+            page[name] for name in ("Timed", "StopAtWeight", "Remember")
+        ]
+    finally:
+        registry._points.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +195,9 @@ def test_trainkit_commands_of_a_page_run(
         (folder / "conf/recipe/mine.yaml").write_text(recipe.read_text(encoding="utf-8"), encoding="utf-8")
     if page.name == "recipes.md":
         make_image_folder(folder / "photos")
-    for block in blocks_of(page):
+    for block in all_blocks_of(page):
         if block.language == "shell":
-            for words in trainkit_commands_of(block.code):
+            for words in settings_typed_in(block.code) if block.skipped else trainkit_commands_of(block.code):
                 copy_of_run(finished_run, folder)
                 code = main(made_small(words))
                 printed = capsys.readouterr()
@@ -151,12 +206,19 @@ def test_trainkit_commands_of_a_page_run(
 
 
 def trainkit_commands_of(code: str) -> Iterator[list[str]]:
-    """Yield what follows `trainkit`; below `torchrun` it is composed and not run."""
+    """Yield what follows `trainkit`; below `torchrun` and `srun` it is composed and not run."""
     for words in commands_of(code):
         if words[0] == "trainkit":
             yield words[1:]
-        elif words[0] == "torchrun":
+        elif words[0] in _STARTERS:
             yield [*words[words.index("trainkit") + 1 :], "--cfg", "job"]
+
+
+def settings_typed_in(code: str) -> Iterator[list[str]]:
+    """Yield the commands that would train, but for sweeps, to be composed and not run."""
+    for words in commands_of(code):
+        if "trainkit" in words and "fit" in words and "-m" not in words:
+            yield [*words[words.index("fit") :], "--cfg", "job"]
 
 
 def copy_of_run(finished: Path, folder: Path) -> None:
