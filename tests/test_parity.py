@@ -63,6 +63,18 @@ def test_every_strategy_starts_from_the_same_weights_even_if_tasks_are_made_at_r
     assert compare_strategies(Unseeded, perceptron_data, ["dp"], steps=3).is_equal
 
 
+def compared_on_this_rank():
+    strategies = [DDPStrategy(device="cpu", overlap_optimizer=True), FusionStrategy(device="cpu", shard_optimizer=True)]
+    rows = compare_strategies(Perceptron(), perceptron_data(), strategies, steps=4).rows
+    return [(row.verdict, row.error) for row in rows], [strategy._steps_inside for strategy in strategies[1:]]
+
+
+def test_optimizers_that_step_inside_backward_are_compared_as_they_are():
+    # The norm of the gradient is known without a limit that would make them wait for all gradients.
+    ((rows, inside),) = run_ranks(compared_on_this_rank, 1)
+    assert rows == [("reference", ""), ("equal", ""), ("equal", "")] and inside == [True]
+
+
 # ---- Strategies that are wrong
 
 

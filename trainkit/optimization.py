@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -65,6 +66,11 @@ class Clip:
         if self.norm is not None and self.value is not None:
             raise UserError("clip_norm and clip_value exclude each other; set one of them.")
 
+    @property
+    def limits(self) -> bool:
+        """Whether a gradient may be changed; a norm of infinity is only told."""
+        return self.value is not None or (self.norm is not None and math.isfinite(self.norm))
+
 
 class Optimization:
     """The optimizer with its schedules, as the loop and the strategies drive it."""
@@ -92,7 +98,7 @@ class Optimization:
         self.looks: list[Callable[[], None]] = []
         """Called in every step with the whole gradients in place, before they are clipped."""
         self._plain_step = _plain_step_of(optimizer)
-        self._scaler = precision.scaler
+        self._scaler = precision.scaler_of(self.phase)
         self._every_step = [schedule.scheduler for schedule in schedules if schedule.every == "step"]
 
     def leave_out_spikes(self, factor: float) -> None:

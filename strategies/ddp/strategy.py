@@ -164,8 +164,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def _overlap(self, optimization: Optimization) -> None:
         assert self.reducer is not None
-        clip = optimization.clip
-        if clip.norm is not None or clip.value is not None or optimization.skip_nonfinite or self.precision.scaler:
+        if optimization.clip.limits or optimization.skip_nonfinite or self.precision.scaler:
             raise UserError(
                 "overlap_optimizer=true updates parameters before all gradients are known, but clip_norm, clip_value, "
                 "on_nonfinite=skip and fp16-mixed need all of them. Set strategy.overlap_optimizer=false, or leave "
@@ -253,8 +252,9 @@ class DDPStrategy(ProcessGroupStrategy):
     def optimizer_step(self, optimization: Optimization) -> Tensor | None:
         """Unscale, clip, update, and drop the gradients; return their global norm where it was needed; collective."""
         norm = None
-        if self._overlapped is not None:
-            optimization.zero_grad()  # every bucket was stepped as soon as it was reduced
+        if self._overlapped is not None:  # every bucket was stepped as soon as it was reduced
+            norm = None if optimization.clip.norm is None else self.gradient_norm(optimization)
+            optimization.zero_grad()
         else:
             norm = Strategy.optimizer_step(self, optimization)
         if self._period is not None:

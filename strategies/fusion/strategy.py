@@ -240,6 +240,8 @@ class FusionStrategy(DDPStrategy):
         if self._transport.on_summed is None:
             norm = self._update_shards(sharded, optimization)
             self._share_weights()
+        elif optimization.clip.norm is not None:  # without a limit
+            norm = self.gradient_norm(optimization)
         optimization.zero_grad()
         sharded.adopt()
         return norm
@@ -311,9 +313,9 @@ class FusionStrategy(DDPStrategy):
 
 def _needs_all_gradients(optimization: Optimization) -> bool:
     """Return whether no part can be updated before all gradients are known, or somebody expects one step at a time."""
-    clip, optimizer = optimization.clip, optimization.optimizer
+    optimizer = optimization.optimizer
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return clip.norm is not None or clip.value is not None or optimization.skip_nonfinite or bool(hooks)
+    return optimization.clip.limits or optimization.skip_nonfinite or bool(hooks)
 
 
 def _positive(name: str, value: float) -> float:

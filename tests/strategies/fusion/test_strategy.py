@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 
 import pytest
@@ -220,6 +221,7 @@ def stepped_inside(run_dir):
         ("looks back", LooksBack, {}),
         ("clamped", Perceptron, {}),
         ("clipped", Perceptron, {"clip_norm": 0.1}),
+        ("told", Perceptron, {"clip_norm": math.inf}),
         ("skips", Perceptron, {"on_nonfinite": "skip"}),
         ("after", Perceptron, {}),
     ):
@@ -249,7 +251,7 @@ def test_servers_step_inside_backward_where_no_gradient_is_needed_first(tmp_path
     for found in run_ranks(stepped_inside, 2, tmp_path):
         assert max(difference for difference, _ in found.values()) < 1e-10
         # The first backward shows where the buffers are.
-        assert found["looks back"][1] == found["clamped"][1] == [False] + 5 * [True]
+        assert found["looks back"][1] == found["clamped"][1] == found["told"][1] == [False] + 5 * [True]
         assert found["clipped"][1] == found["skips"][1] == found["after"][1] == 6 * [False]
 
 
