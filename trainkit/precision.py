@@ -29,6 +29,8 @@ class Precision:
         self.name = name
         self.tf32 = tf32
         self.scaler: GradScaler | None = None
+        """Of the phase that is on, where a task has several."""
+        self._scalers: dict[str, GradScaler] = {}  # by phase
         self._autocast: Callable[[], AbstractContextManager[Any]] = _nothing
         self._dtype = _TRUE_TYPES.get(name, torch.float32)
 
@@ -42,6 +44,7 @@ class Precision:
             self._autocast = lambda: torch.autocast(device.type, dtype=dtype)
         if self.name == "fp16-mixed":
             self.scaler = GradScaler(device.type)
+            self._scalers = {}
 
     def prepare(self, task: nn.Module) -> None:
         """Bring floating-point parameters and buffers to the precision's own type."""
@@ -78,14 +81,28 @@ class Precision:
         """Return the loss that backward starts from."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
+    def scaler_of(self, phase: str) -> GradScaler | None:
+        """Return the scaler of a phase: its own, which grows with its steps and shrinks with its overflows alone."""
+        if self.scaler is None or not phase:
+            return self.scaler
+        return self._scalers.setdefault(phase, GradScaler(self.scaler._device))
+
+    def begin_phase(self, phase: str) -> None:
+        """Let `scale` be by the scaler of a phase."""
+        self.scaler = self.scaler_of(phase)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state."""
+        """Return the scaler's state, or those of the phases by their names."""
+        if self._scalers:
+            return {"phases": {phase: scaler.state_dict() for phase, scaler in self._scalers.items()}}
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with the scale that `saved` ended with; states without a scaler change nothing."""
-        if self.scaler is not None and saved:
-            self.scaler.load_state_dict(saved)
+        if self.scaler is None or not saved:
+            return
+        for phase, scaler in self._scalers.items() or [("", self.scaler)]:
+            scaler.load_state_dict(saved.get("phases", {}).get(phase, saved))
 
 
 @contextmanager

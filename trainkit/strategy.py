@@ -264,6 +264,7 @@ class Strategy:
             parameter.requires_grad_(id(parameter) in own)
         self._trained = optimization.parameters
         self._step_name = step_name
+        self.precision.begin_phase(optimization.phase)
 
     def end_phases(self) -> None:
         """Let every parameter require a gradient again that some phase trains."""

@@ -68,7 +68,7 @@ def made(kind=Adversarial, **settings):
     return kind(**settings)
 
 
-def fit(task, tmp_path, strategy=None, *, duration="2epoch", resume=None, callbacks=(), **settings):
+def fit(task, tmp_path, strategy=None, *, duration="2epoch", resume=None, callbacks=(), precision="fp64", **settings):
     trainer = Trainer(
         strategy or SingleDevice(),
         max_duration=duration,
@@ -76,7 +76,7 @@ def fit(task, tmp_path, strategy=None, *, duration="2epoch", resume=None, callba
         loggers=[],
         callbacks=list(callbacks),
         log_every="1step",
-        precision="fp64",
+        precision=precision,
         **settings,
     )
     return trainer.fit(task, Data(train=samples(), batch_size=8), resume=resume)
@@ -272,3 +272,119 @@ def test_a_phase_that_is_not_due_is_not_logged(tmp_path):
     recorder = Recorder()
     fit(made(every=2), tmp_path, callbacks=[recorder], duration="4step")
     assert ["train/generator/loss" in metrics for metrics in recorder.logged] == [True, False, True, False]
+
+
+# ---- Mixed precision
+
+
+def by_hand_in_mixed_precision(dtype, *, num_steps):
+    """As one would write it with autocast, with a GradScaler for each optimizer where the type needs one."""
+    task = made()
+    data = samples().tensors
+    first, second = task.configure_phases()
+    critic, (actor, schedule) = first.optimizer, second.optimizer
+    scalers = [torch.amp.GradScaler("cpu", enabled=dtype is torch.float16) for _ in range(2)]
+    starts = [(0, 8), (8, 16), (16, 20)] * num_steps
+    for step in range(num_steps):
+        batch = [tensor[slice(*starts[step])] for tensor in data]
+        for optimizer, part, scaler in ((critic, "discriminator", scalers[0]), (actor, "generator", scalers[1])):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=dtype):
+                loss = getattr(task, f"{part}_step")(batch)
+            scaler.scale(loss["loss"] if part == "discriminator" else loss).backward()
+            scaler.unscale_(optimizer)
+            if part == "generator":
+                nn.utils.clip_grad_norm_(task.generator.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        schedule.step()
+    return task
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # by hand, of a step that overflows
+@pytest.mark.parametrize(("precision", "dtype"), [("fp16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
+def test_phases_train_in_mixed_precision_as_a_loop_written_by_hand_does(precision, dtype, tmp_path):
+    task = made()
+    trainer = Trainer("single", max_duration="2epoch", run_dir=tmp_path, loggers=[], callbacks=[], precision=precision)
+    trainer.fit(task, Data(train=samples(), batch_size=8, shuffle=False))
+    torch.testing.assert_close(
+        weights(task), weights(by_hand_in_mixed_precision(dtype, num_steps=6)), rtol=0, atol=1e-6
+    )
+    assert not torch.allclose(weights(task), weights(by_hand(num_steps=6).float()), rtol=0, atol=1e-6)
+
+
+class Overflowing(Manual):
+    """Takes both gradients before either is applied; the discriminator's overflow in the first step."""
+
+    def configure_phases(self):
+        # Unlike Adam's, a step of SGD shows what its gradient was multiplied by.
+        return [Phase(name, SGD(part.parameters(), self.lr)) for name, part in parts_of(self).items()]
+
+    def manual_step(self, control):
+        self.overflows = control.num_steps == 0
+        control.backward("discriminator")
+        control.backward("generator")
+        control.step("discriminator")
+        control.step("generator")
+
+    def discriminator_step(self, batch):
+        metrics = super().discriminator_step(batch)
+        return {**metrics, "loss": metrics["loss"].float() * (1e36 if self.overflows else 1.0)}
+
+
+class Exact(Overflowing):
+    """What the other phase comes to if the one that overflows changes nothing."""
+
+    def discriminator_step(self, batch):
+        return Manual.discriminator_step(self, batch)["loss"] * 0
+
+
+def parts_of(task):
+    return {"discriminator": task.discriminator, "generator": task.generator}
+
+
+class Scales(Callback):
+    """Begins with a scale at which nothing overflows by itself, and looks at it after each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_fit_start(self, run):
+        if run.resumed_from is None:
+            run.precision.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 2.0**8})
+
+    def on_step_end(self, run):
+        states = run.precision.state_dict().get("phases", {})
+        self.seen.append({name: (state["scale"], state["_growth_tracker"]) for name, state in states.items()})
+
+
+def test_an_overflow_of_one_phase_leaves_the_gradient_of_the_other_as_it_is(tmp_path):
+    """The generator's gradient was scaled before the discriminator's overflow halved a scale."""
+    mixed, exact = made(Overflowing, lr=0.5), made(Exact, lr=0.5)
+    start = weights(exact.discriminator)
+    fit(mixed, tmp_path / "mixed", duration="1step", precision="fp16-mixed", callbacks=[Scales()])
+    fit(exact, tmp_path / "exact", duration="1step", precision="fp32")
+    assert torch.equal(weights(mixed.discriminator), start)
+    assert not torch.equal(weights(mixed.generator), weights(made().generator))
+    torch.testing.assert_close(weights(mixed.generator), weights(exact.generator), rtol=1e-2, atol=1e-3)
+
+
+def test_the_scale_of_a_phase_follows_its_own_steps(tmp_path):
+    scales = Scales()
+    fit(made(Overflowing), tmp_path / "overflowing", duration="4step", precision="fp16-mixed", callbacks=[scales])
+    assert scales.seen[-1] == {"discriminator": (2.0**7, 3), "generator": (2.0**8, 4)}
+
+    scales = Scales()
+    fit(made(every=2), tmp_path / "every", duration="4step", precision="fp16-mixed", callbacks=[scales])
+    assert scales.seen[-1] == {"discriminator": (2.0**8, 4), "generator": (2.0**8, 2)}
+
+
+def test_phases_in_fp16_resume_bit_equal_after_an_overflow(tmp_path):
+    whole, part, again = made(Overflowing), made(Overflowing), made(Overflowing)
+    scales = Scales()
+    fit(whole, tmp_path / "whole", duration="5step", precision="fp16-mixed", callbacks=[Scales()])
+    fit(part, tmp_path / "part", duration="3step", precision="fp16-mixed", callbacks=[Scales(), "checkpoint"])
+    folder = tmp_path / "part"
+    fit(again, folder, duration="5step", precision="fp16-mixed", callbacks=[scales], resume=folder)
+    assert torch.equal(weights(again), weights(whole))
+    assert scales.seen[0] == {"discriminator": (2.0**7, 3), "generator": (2.0**8, 4)}
