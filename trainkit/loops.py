@@ -99,6 +99,8 @@ class FitLoop:
         if run.watch is not None:
             self.forward_backward = run.watch.forward_backward(self.forward_backward)
             self._optimizer_step = run.watch.optimizer_step(self._optimizer_step)
+            if self.phases is not None:
+                self.phases.control.measure(run.watch)
         self._recovery.start()
         if run.state.evaluation_due and self._validation is not None:
             self._evaluate()
@@ -122,6 +124,8 @@ class FitLoop:
             self._norm = self._optimizer_step(optimization)
             optimization.after_step()
         state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
+        if run.watch is not None:
+            run.watch.end_step()
         if state.clock_is_watched:
             state.set_clock(run.strategy.broadcast_object(state.own_seconds))
         if window.ends_epoch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from trainkit.window import Window
 if TYPE_CHECKING:
     from trainkit.optimization import Optimization, OptimizerSpec
     from trainkit.run import Run
+    from trainkit.step_watch import StepWatch
     from trainkit.strategy import Strategy
     from trainkit.task import TaskModule
 
@@ -83,8 +84,15 @@ class PhaseControl:
         """Optimizer steps of the whole task before this one."""
         self._task = task
         self._strategy = strategy
+        self._forward_backward: Callable[[TaskModule, Window], list[StepOutput]] = strategy.forward_backward
+        self._optimizer_step: Callable[[Optimization], Tensor | None] = strategy.optimizer_step
         self._optimizations = {optimization.phase: optimization for optimization in optimizations}
         self._window = Window([], 0, 0, False)
+
+    def measure(self, watch: StepWatch) -> None:
+        """Let the time of backwards and steps be counted from now on."""
+        self._forward_backward = watch.forward_backward(self._forward_backward)
+        self._optimizer_step = watch.optimizer_step(self._optimizer_step)
 
     def begin(self, window: Window, *, num_steps: int) -> None:
         """Turn to the global batch of the next step."""
@@ -99,7 +107,7 @@ class PhaseControl:
         """
         optimization = self._find(phase)
         self._strategy.begin_phase(optimization, step_name=step or optimization.step_name)
-        outputs = self._strategy.forward_backward(self._task, self._window)
+        outputs = self._forward_backward(self._task, self._window)
         self.outputs += [_named(output, phase) for output in outputs]
         last = outputs[-1] if outputs else None
         return {} if last is None or last.loss is None else {"loss": last.loss, **last.metrics}
@@ -107,7 +115,7 @@ class PhaseControl:
     def step(self, phase: str) -> None:
         """Unscale and clip the phase's gradient, update its parameters, drop the gradient, step its schedules."""
         optimization = self._find(phase)
-        norm = self._strategy.optimizer_step(optimization)
+        norm = self._optimizer_step(optimization)
         optimization.after_step()
         if norm is not None:
             self.norms[phase] = norm

@@ -41,6 +41,7 @@ class StepWatch:
         self._waited_before, self._data_before = strategy.waited_seconds, feed.seconds_waited
         self._device = _DeviceWatch() if strategy.device.type == "cuda" else None
         self._thread: int | None = None  # that is in a step
+        self._in_step = False  # since its first forward, and until it is counted
         self._forward_context = _Forward(self)
         self._release = precision.surround(self._forward_of_step)
 
@@ -61,12 +62,13 @@ class StepWatch:
             yield window
 
     def forward_backward(self, call: Callable[..., T]) -> Callable[..., T]:
-        """Return `call` with its time counted as forward and backward."""
+        """Return `call`, made once a step or once for each phase, with its time counted as forward and backward."""
 
         def timed(*arguments: Any) -> T:
             device = self._device
-            if device is not None:
+            if device is not None and not self._in_step:
                 device.begin_step()
+            self._in_step = True
             began = _clock()
             self._thread = get_ident()
             try:
@@ -74,7 +76,6 @@ class StepWatch:
             finally:
                 self._thread = None
                 self._both += _clock() - began
-                self.steps += 1
                 if device is not None:
                     device.mark("both")
 
@@ -93,6 +94,11 @@ class StepWatch:
                     self._device.mark("optimizer")
 
         return timed
+
+    def end_step(self) -> None:
+        """Count a step, all phases of which have been made."""
+        self.steps += 1
+        self._in_step = False
 
     def _forward_of_step(self) -> AbstractContextManager[Any] | None:
         # Replicas on threads of their own run at the same time: theirs are no parts that add up to a step.
@@ -118,15 +124,22 @@ class StepWatch:
             parts["optimizer"] = self._optimizer
             parts["rest"] = max(seconds - self._received - self._both - self._optimizer, 0.0)
         else:
-            parts.update(self._on_device(seconds, parts))
+            parts.update(self._on_device(seconds, parts, communication))
         self._received = self._forward = self._both = self._optimizer = 0.0
         self._waited_before, self._data_before, self.steps = waited, self._feed.seconds_waited, 0
         return parts
 
-    def _on_device(self, seconds: float, parts: dict[str, float]) -> dict[str, float]:
-        """Return the parts where a device works behind the CPU: what the CPU waits for only counts while it is idle."""
+    def _on_device(self, seconds: float, parts: dict[str, float], communication: float | None) -> dict[str, float]:
+        """Return the parts where a device works behind the CPU: what the CPU waits for only counts while it is idle.
+
+        While the CPU waits for other ranks inside backward the device has nothing to do there. Where the device waits
+        by itself, in its own queue, that stays part of backward.
+        """
         assert self._device is not None
         busy = self._device.take(self.steps)
+        if communication is not None and busy:
+            busy["communication"] = min(communication, busy["backward"])
+            busy["backward"] -= busy["communication"]
         idle = max(seconds - sum(busy.values()), 0.0)
         waiting: dict[str, float] = {}
         for name in ("data", "copy"):

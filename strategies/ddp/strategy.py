@@ -220,7 +220,8 @@ class DDPStrategy(ProcessGroupStrategy):
     @property
     def waited_seconds(self) -> float | None:
         """Seconds after backward in which this rank has waited for buckets; a CUDA device may wait unseen."""
-        return None if self.reducer is None else self.reducer.waited_seconds
+        reducers = self._reducers.values()  # one for each phase
+        return sum(reducer.waited_seconds for reducer in reducers) if reducers else None
 
     def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
         """Return the context of one backward: its gradients are added up over ranks if `sync`."""

@@ -9,9 +9,11 @@ from trainkit.callbacks.device_peaks import peak_of_model
 from trainkit.callbacks.profiler import Profiler
 from trainkit.callbacks.step_times import StepTimes
 
-from tests.tasks import Regression, regression_data
+from tests.tasks import FakeRank, Regression, regression_data
 from trainkit import Data, UserError
-from trainkit.step_watch import PARTS
+from trainkit.feed import make_feed
+from trainkit.precision import Precision
+from trainkit.step_watch import PARTS, StepWatch
 
 
 def test_a_window_is_recorded_and_its_arithmetic_counted(make_trainer):
@@ -87,3 +89,26 @@ def test_forwards_are_left_as_they_were(make_trainer):
     before = trainer.precision._autocast
     trainer.fit(Regression(), Data(train=regression_data(16), batch_size=4))
     assert trainer.precision._autocast is before  # or each fit would add a layer
+
+
+class DeviceThatWorked:
+    """What events on a device have measured, in place of a device."""
+
+    def take(self, steps):
+        return {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
+
+
+def test_what_the_host_waits_for_other_ranks_is_no_part_of_a_devices_backward():
+    class Waits(FakeRank):
+        waited_seconds = 0.0
+
+    strategy = Waits()
+    feed = make_feed(Data(train=regression_data(8), batch_size=4).source("train"), strategy, seed=0)
+    watch = StepWatch(strategy, Precision(), feed)
+    watch._device = DeviceThatWorked()
+    Waits.waited_seconds = 0.75
+    assert watch.take(10.0)["communication"] == 0.75
+    Waits.waited_seconds += 100.0  # never more than the backward that it was in
+    parts = watch.take(10.0)
+    assert (parts["communication"], parts["backward"], parts["forward"]) == (2.0, 0.0, 1.0)
+    assert sum(parts.values()) == 10.0

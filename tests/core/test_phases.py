@@ -1,4 +1,6 @@
 import copy
+import json
+import time
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
+from trainkit.callbacks.step_times import StepTimes
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.pipeline.strategy import Pipeline
@@ -140,9 +143,13 @@ def test_a_manual_task_drives_its_phases_itself(tmp_path):
 def test_several_devices_have_the_weights_of_one(kind, strategy, tmp_path):
     alone, together = made(kind), made(kind)
     fit(alone, tmp_path / "alone")
-    result = fit(together, tmp_path / "together", strategy)
+    result = fit(together, tmp_path / "together", strategy, callbacks=["step_times"])
     torch.testing.assert_close(weights(together), weights(alone), rtol=0, atol=1e-12)
     assert result.steps == 6
+    waits_for_ranks = isinstance(strategy, DDPStrategy)
+    assert [line["seconds"].get("communication", 0) > 0 for line in step_times(tmp_path / "together")] == [
+        waits_for_ranks
+    ] * 6
 
 
 def test_metrics_carry_the_name_of_their_phase(tmp_path):
@@ -272,6 +279,36 @@ def test_a_phase_that_is_not_due_is_not_logged(tmp_path):
     recorder = Recorder()
     fit(made(every=2), tmp_path, callbacks=[recorder], duration="4step")
     assert ["train/generator/loss" in metrics for metrics in recorder.logged] == [True, False, True, False]
+
+
+class Slow(Manual):
+    """Sleeps in forwards, and in the optimizer of the generator."""
+
+    def discriminator_step(self, batch):
+        time.sleep(0.02)
+        return super().discriminator_step(batch)
+
+    def generator_step(self, batch):
+        time.sleep(0.01)
+        return super().generator_step(batch)
+
+    def configure_phases(self):
+        phases = super().configure_phases()
+        phases[1].optimizer[0].register_step_pre_hook(lambda *_: time.sleep(0.03))
+        return phases
+
+
+def step_times(folder):
+    return [json.loads(line) for line in (folder / "step_times.jsonl").read_text().splitlines()]
+
+
+def test_the_parts_of_a_step_are_those_of_all_its_phases(tmp_path):
+    result = fit(made(Slow), tmp_path, duration="2step", callbacks=[StepTimes(log=True)])
+    first, second = step_times(tmp_path)
+    assert (first["steps"], second["steps"]) == (1, 1)
+    assert second["seconds"]["forward"] >= 0.05
+    assert second["seconds"]["optimizer"] >= 0.03
+    assert result.metrics["time/forward"] == pytest.approx(second["seconds"]["forward"] * 1e3, rel=1e-3)
 
 
 # ---- Mixed precision
