@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .structures import leaves
+
 RETURN = "return"
 
 
@@ -26,6 +28,20 @@ class Held:
 
     def __init__(self, name: str):
         self.name = name
+
+
+class Number:
+    """Stands in a recorded structure for a Python number, truth value or shape, which another batch may change."""
+
+    __slots__ = ("count", "kind", "start")
+
+    def __init__(self, kind: type[Any], start: int, count: int):
+        self.kind = kind
+        self.start = start  # its place among all numbers of the step, each of 64 bits
+        self.count = count
+
+    def __str__(self) -> str:
+        return f"a shape of {self.count} dimensions" if self.kind is torch.Size else f"one of type {self.kind.__name__}"
 
 
 class Opaque:
@@ -97,6 +113,8 @@ class Event:
     """How many of the inputs, the first ones, were arguments of the call; others a unit found by itself."""
     outputs: Any = None
     """The result's structure, with a `Slot` for each tensor."""
+    has_plain: bool = False
+    """A module whose result holds more than tensors: numbers, or constants that must stay the same."""
     products: tuple[Product, ...] = ()
     written: tuple[int, ...] = ()
     """Inputs that the call writes in place."""
@@ -112,6 +130,11 @@ class Event:
     key: int = 0
     """Stable identity of the call, from its name and how often that was met before."""
     cost: Cost = field(default_factory=Cost)
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether it is a module whose result holds numbers."""
+        return self.has_plain and any(isinstance(leaf, Number) for leaf in leaves(self.outputs))
 
     def __str__(self) -> str:
         what = f"module '{self.name}'" if self.is_unit else f"`{self.name}`"
@@ -141,6 +164,8 @@ class Recording:
     parameter_bytes: dict[str, int]
     """Of every parameter of the task, under its first name."""
     trainable: frozenset[str]
+    numbers: int | None = None
+    """The value that holds all numbers that modules return; none where they return tensors only."""
     measured: bool = False
     """Whether seconds were measured; else they are estimated from FLOPs and bytes."""
 

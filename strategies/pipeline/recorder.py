@@ -24,9 +24,10 @@ from .bonds import (
 )
 from .costs import CallCounter, num_bytes
 from .event_mode import SIDE_EFFECTS, EventMode
-from .events import RETURN, Bond, Cost, Event, Held, Opaque, Product, Recording, Slot, Value
+from .events import RETURN, Bond, Cost, Event, Held, Number, Opaque, Product, Recording, Slot, Value
 from .frames import checkpoint_frames, place
 from .interception import Call
+from .numbers import encoded, is_number
 from .observation import ModuleCall, Observation
 from .structures import leaves, rebuild, tensors
 
@@ -69,6 +70,7 @@ class Recorder(EventMode):
         self._made_inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._views: dict[int, list[int]] = {}
         self._written_families: list[tuple[list[int], int]] = []
+        self._num_codes = 0  # of all numbers that units returned
         self._bonds: list[Bond] = []
         self._occurrences: dict[str, int] = {}
         self._event: Event | None = None
@@ -202,6 +204,7 @@ class Recorder(EventMode):
             family = self._views.get(id(_base(tensor)), [])
             if len(family) > 1:
                 self._written_families.append((list(family), event.index))
+        event.has_plain = event.is_unit and not all(isinstance(leaf, (Slot, Held)) for leaf in leaves(event.outputs))
         event.products = tuple(Product(value, requires_grad) for value, requires_grad in products.items())
         held = {leaf.name for leaf in leaves(event.outputs) if isinstance(leaf, Held)}
         if held and not products:  # such as `weight.to(dtype)` that has nothing to do: no use of the weight
@@ -213,6 +216,8 @@ class Recorder(EventMode):
 
     def _recorded_leaf(self, event: Event, leaf: Any, products: dict[int, bool]) -> Any:
         if not isinstance(leaf, Tensor):
+            if event.is_unit and is_number(leaf):
+                return self._new_number(leaf)
             if isinstance(leaf, CONSTANTS):
                 return leaf
             if event.is_unit:
@@ -225,6 +230,11 @@ class Recorder(EventMode):
         if id(leaf) not in self._value_of:
             products[self._new_value(leaf, local=False)] = leaf.requires_grad
         return Slot(self._value_of[id(leaf)])
+
+    def _new_number(self, leaf: Any) -> Number:
+        number = Number(type(leaf), self._num_codes, len(encoded(leaf)))
+        self._num_codes += number.count
+        return number
 
     def _new_value(self, tensor: Tensor, *, local: bool) -> int:
         index = len(self._values)
@@ -267,6 +277,10 @@ class Recorder(EventMode):
         self._checkpoints.clear()
         note_replaced_buffers(self._events, self._replaced_buffers())
         settle_locality(self._events, self._values)
+        numbers = None
+        if any(event.has_numbers and not event.is_local for event in self._events):
+            numbers = len(self._values)
+            self._values.append(Value((self._num_codes,), torch.int64, local=False))
         self._bonds += written_buffer_bonds(self._events)
         self._bonds += family_bonds(self._events, self._written_families)
         self._bonds += gradient_bonds(self._events)
@@ -277,6 +291,7 @@ class Recorder(EventMode):
             self._bonds,
             {name: num_bytes(parameter) for name, parameter in self._task.named_parameters()},
             frozenset(name for name, parameter in self._task.named_parameters() if parameter.requires_grad),
+            numbers,
         )
         reading = reading_modules(self._events) | {event.path for event in self._reentrant if event.path}
         return Observation(recording, self._module_calls, self._opaque_units, reading, self._reentrant)

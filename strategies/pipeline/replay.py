@@ -17,9 +17,10 @@ from trainkit.errors import UserError
 from trainkit.metric_states import metrics_in
 
 from .event_mode import EventMode
-from .events import RETURN, Event, Held, Opaque, Recording, Slot
+from .events import RETURN, Event, Held, Number, Opaque, Recording, Slot
 from .interception import Call, Interception
 from .metric_updates import updates_watched
+from .numbers import changed, decoded
 from .recording import Step
 from .segments import Segment
 from .structures import rebuild, tensors
@@ -86,8 +87,11 @@ class Player:
             try:
                 returned = step(batch)
             except _StageDone:
-                return StageResult(None, replay.values)
-        replay.check_end()
+                returned = None
+            else:
+                replay.check_end()
+        if self.recording.numbers is not None:
+            replay.values[self.recording.numbers] = replay.numbers()
         return StageResult(returned, replay.values)
 
     def placeholder(self, value: int, shape: tuple[int, ...]) -> Tensor:
@@ -117,6 +121,16 @@ def _checkpoint_starts(events: list[Event]) -> list[bool]:
     return starts
 
 
+def _codes_of(recording: Recording, received: Mapping[int, Tensor]) -> list[int]:
+    """Return the numbers that earlier stages have sent, with zeros where none has come to yet."""
+    if recording.numbers is None:
+        return []
+    if recording.numbers in received:
+        found: list[int] = received[recording.numbers].tolist()
+        return found
+    return [0] * recording.values[recording.numbers].shape[0]
+
+
 class _Replay(EventMode):
     """One run of a step, event by event."""
 
@@ -136,6 +150,7 @@ class _Replay(EventMode):
         self._segment = segment
         self._shapes = shapes
         self._seed = seed
+        self._numbers = _codes_of(player.recording, received)
         self._next = 0
         self._inside = False
         self._seed_checkpoint(0)
@@ -173,6 +188,10 @@ class _Replay(EventMode):
         if not self._segment.executes[event.index]:
             return self._end(event, self._skip(event))
         return self._end(event, self._execute(event, call, args, kwargs))
+
+    def numbers(self) -> Tensor:
+        """Return the numbers that modules have returned up to here, for the next stage."""
+        return torch.tensor(self._numbers, dtype=torch.int64, device=self._player.device)
 
     def check_end(self) -> None:
         """Raise unless the step has come to its recorded end."""
@@ -219,9 +238,11 @@ class _Replay(EventMode):
         result = call(*args, **kwargs)
         if event.name == "__iter__":
             result = list(result)
-        places = self._segment.made_by.get(event.index)
-        if places:
-            self._keep(event, places, tensors(result))
+        if event.has_plain:
+            self._note_numbers(event, result)
+        made = self._segment.made_by.get(event.index)
+        if made is not None:
+            self._keep(event, *made, tensors(result))
         return iter(result) if event.name == "__iter__" else result
 
     def _check_given(self, event: Event, given: list[Tensor]) -> None:
@@ -238,9 +259,22 @@ class _Replay(EventMode):
                     "forward, and use what the call returns."
                 )
 
-    def _keep(self, event: Event, places: list[tuple[int, int]], made: list[Tensor]) -> None:
-        if len(made) <= places[-1][0]:
-            raise self._departure(f"{event} with fewer tensors in its result")
+    def _note_numbers(self, event: Event, result: Any) -> None:
+        try:
+            for number, codes in changed(event, result):
+                self._numbers[number.start : number.start + number.count] = codes
+        except ValueError as error:
+            raise Departure(
+                f"{event} has {error}, and the other stages would not know. Return the same structure for every "
+                "batch, with what changes in tensors or numbers, or train with strategy=ddp."
+            ) from None
+
+    def _keep(self, event: Event, count: int, places: list[tuple[int, int]], made: list[Tensor]) -> None:
+        if len(made) != count:
+            raise Departure(
+                f"{event} has {len(made)} tensors in its result, and the recorded step has {count} there. Return the "
+                "same structure for every batch, or train with strategy=ddp."
+            )
         for place, value in places:
             tensor = made[place]
             shape = self._shapes[value]
@@ -270,6 +304,8 @@ class _Replay(EventMode):
                 return self._player.placeholder(leaf.value, shape)
             finally:
                 self._inside = outer
+        if isinstance(leaf, Number):
+            return decoded(leaf, self._numbers)
         if isinstance(leaf, Held):
             return self._player.held[leaf.name]
         return None if isinstance(leaf, Opaque) else leaf

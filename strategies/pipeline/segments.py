@@ -38,8 +38,8 @@ class Segment:
     """Received values that its events write in place."""
     given: dict[int, list[int]]
     """For each of its events: the received values that are arguments of the call."""
-    made_by: dict[int, list[tuple[int, int]]]
-    """For each of its events: the positions among the result's tensors, and the values there."""
+    made_by: dict[int, tuple[int, list[tuple[int, int]]]]
+    """For each of its events: how many tensors its result holds, and at which of these positions which values are."""
 
 
 def segments(recording: Recording, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> list[Segment]:
@@ -57,6 +57,10 @@ def segments(recording: Recording, bounds: Sequence[tuple[int, int]], ranks: Seq
             for value in needed
             if value in writers and not recording.values[value].local
         ]
+        if recording.numbers is not None and any(
+            event.has_numbers and not event.is_local for event in recording.events[:start]
+        ):
+            receives.append(Transfer(recording.numbers, index - 1, index, False))
         transfers += receives
         written = {value for event in own for value in event.written}
         found.append(
@@ -100,6 +104,6 @@ def _segment_of(event: int, bounds: Sequence[tuple[int, int]]) -> int:
     return next(index for index, (start, stop) in enumerate(bounds) if start <= event < stop)
 
 
-def _places(outputs: object) -> list[tuple[int, int]]:
+def _places(outputs: object) -> tuple[int, list[tuple[int, int]]]:
     slots = [leaf for leaf in leaves(outputs) if isinstance(leaf, (Slot, Held))]
-    return [(place, slot.value) for place, slot in enumerate(slots) if isinstance(slot, Slot)]
+    return len(slots), [(place, slot.value) for place, slot in enumerate(slots) if isinstance(slot, Slot)]

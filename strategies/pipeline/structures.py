@@ -7,14 +7,18 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Signature = tuple[tuple[tuple[int, ...], str], ...]
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in `value` and is not itself a container, in the order in which `rebuild` meets it."""
-    if isinstance(value, Tensor):
+    """Yield what is in `value` and is not itself a container, in the order in which `rebuild` meets it.
+
+    A shape (`torch.Size`) is one leaf, as nothing but whole numbers can be in it.
+    """
+    if isinstance(value, (Tensor, torch.Size)):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
@@ -36,13 +40,13 @@ def tensors(value: Any) -> list[Tensor]:
 
 def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
     """Return `value` in new containers of the same types, each leaf replaced by `replace(leaf)`."""
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, torch.Size)):
         return replace(value)
     if isinstance(value, Mapping):
         return _with_items(value, {key: rebuild(item, replace) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
         items = [rebuild(item, replace) for item in value]
-        # A named tuple takes its items one by one; `torch.Size` and results such as `torch.return_types.max` do not.
+        # A named tuple takes its items one by one; results such as `torch.return_types.max` do not.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if _is_dataclass(value):
         clone = copy.copy(value)

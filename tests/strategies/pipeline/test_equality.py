@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from tests.strategies.pipeline.models import OWN, EncoderDecoder, Gpt, ManyInputs, Mlp
 from tests.strategies.pipeline.training import compare
@@ -83,6 +85,40 @@ class _Frozen(Mlp):
 
 def test_frozen_stages_are_sent_no_gradients():
     _assert_equal(3, [_case(_Frozen, num_steps=3, cuts=["net.5", "net.10"])], tolerance=DOUBLE)
+
+
+class _Measures(nn.Module):
+    """Returns what it finds out about a batch as Python numbers and a shape."""
+
+    def forward(self, x):
+        positive = int((x > 0).sum())
+        return x, {"rows": x.shape[0], "shape": x.size(), "positive": positive, "share": positive / x.numel()}
+
+
+class _Measured(Mlp):
+    """Divides by numbers that a module of an early stage returns; another batch has others."""
+
+    def __init__(self):
+        super().__init__()
+        self.measures = _Measures()
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        x, found = self.measures(self.net[:4](inputs))
+        assert found["shape"] == x.shape
+        loss = F.cross_entropy(self.net[4:](x), targets, reduction="sum") / found["rows"]
+        loss = loss / (1 + found["positive"])
+        return {"loss": loss * (1 if found["share"] < 0.4 else 2), "share": found["share"]}
+
+
+def test_numbers_that_a_module_returns_are_those_of_each_batch_in_every_stage():
+    through = {"cuts": ["net.5", "net.8", "net.11"], "schedule": "interleaved_virtual"}
+    cases = [
+        _case(_Measured, num_steps=3, cuts=["net.8"]),
+        _case(_Measured, num_steps=3, name="by way of other stages", **through),
+    ]
+
+    _assert_equal(2, cases, tolerance=DOUBLE)
 
 
 class _CompiledParts(Mlp):

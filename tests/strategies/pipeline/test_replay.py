@@ -104,6 +104,45 @@ def test_a_call_that_was_not_recorded_is_named_with_the_one_that_was():
         chain.run(torch.ones(2, 3))
 
 
+class _Finds(nn.Module):
+    def forward(self, x):
+        return x, *self.found
+
+
+class _Findings(_Branches):
+    def __init__(self):
+        super().__init__()
+        self.finds = _Finds()
+
+    def training_step(self, batch):
+        hidden, *found = self.finds(self.first(batch))
+        return self.second(hidden).sum() * found[0]
+
+
+THREE = torch.tensor(3)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "found", "message"),
+    [
+        ((3,), (3.0,), r"module 'finds' .* has 3\.0 in its result where one of type int was"),
+        ((3,), (3, "long"), "has 3 values in its result in place of 2"),
+        ((3, "long"), (3, "short"), "has 'short' in its result where 'long' was"),
+        ((3, None), (3, THREE), "has Tensor in its result where NoneType was"),
+        ((THREE,), (THREE, THREE), "has 3 tensors in its result, and the recorded step has 2 there"),
+    ],
+)
+def test_a_module_whose_result_is_built_otherwise_than_recorded_is_refused(recorded, found, message):
+    task = _Findings()
+    task.finds.found = recorded
+    chain = _Chain(task, torch.ones(2, 3), 2, cuts=["second"])
+    assert chain.run(torch.ones(2, 3)) == task.training_step(torch.ones(2, 3))
+    task.finds.found = found
+
+    with pytest.raises(Departure, match=message):
+        chain.run(torch.ones(2, 3))
+
+
 class _EndsEarly(_Branches):
     def training_step(self, batch):
         return self.first(batch).sum() if self.branch else super().training_step(batch)
