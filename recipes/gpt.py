@@ -6,10 +6,9 @@ reads the source files that every Python brings with it, so that nothing is down
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import os
-import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,6 +26,7 @@ from torch.utils.data import Dataset
 
 from trainkit.data import Data
 from trainkit.errors import UserError, nearest
+from trainkit.prepared_folder import prepare_folder
 from trainkit.task import TaskModule
 
 _NUM_BYTES = 256
@@ -36,6 +36,7 @@ _LOWEST_RATE = 0.1  # of the highest
 _VALIDATION_SHARE = 0.1  # of each file, at its end
 _SHORTEST = 32  # bytes of a file that is worth cutting
 _END = "<|end|>"
+_NAME_LENGTH = 12  # of a folder of tokens
 
 
 class Size(NamedTuple):
@@ -183,11 +184,12 @@ class TokenWindows(Dataset[Tensor]):
 class TokenFiles(Data):
     """Windows of the tokens of a folder of text; the last tenth of each file validates.
 
-    Tokens are made once and kept in the folder `tokens`, with `tokens.json` that says from what.
+    Tokens are made once, by one of the processes that need them, and kept in a folder of `tokens` with `tokens.json`,
+    which says from what. Tokens of another text or tokenizer get a folder beside it.
 
     Args:
         text: A folder of text, with all folders below, or one file; `None`: Python's own source files.
-        tokens: Where token files are kept.
+        tokens: Where token files are kept, in a folder for each text and tokenizer.
         tokenizer: `bytes` (and one for the end of a file), `bpe` (pairs, learned from the text), or the name or folder
             of a pretrained tokenizer of the transformers package.
         vocabulary: Different tokens that `bpe` learns; of other tokenizers, as many as they have.
@@ -229,14 +231,15 @@ class TokenFiles(Data):
 
     def dataset(self, stage: str) -> Dataset[Any]:
         """Return the windows of a stage; tests and predictions are made with the validation windows."""
-        token_type = self.prepare()["token_type"]
+        folder = self.prepare()
+        token_type = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))["token_type"]
         name = "train" if stage == "train" else "validation"
-        return TokenWindows(self.tokens / f"{name}.bin", token_type, context=self.context)
+        return TokenWindows(folder / f"{name}.bin", token_type, context=self.context)
 
-    def prepare(self) -> dict[str, Any]:
-        """Have the token files, made anew if they were made from something else; return what `tokens.json` says."""
+    def prepare(self) -> Path:
+        """Have the token files; return their folder."""
         files = list(self._files())
-        wanted = {
+        source = {
             "text": str(self.text.absolute()),
             "files": len(files),
             "bytes": sum(path.stat().st_size for path in files),
@@ -244,10 +247,9 @@ class TokenFiles(Data):
             "tokenizer": self.tokenizer,
             "vocabulary": self.vocabulary,
         }
-        made = _described(self.tokens)
-        if made is None or {key: made.get(key) for key in wanted} != wanted:
-            made = self._make(files, wanted)
-        return made
+        folder = self.tokens / hashlib.sha256(json.dumps(source).encode()).hexdigest()[:_NAME_LENGTH]
+        prepare_folder(folder, make=lambda part: self._make(part, files=files, source=source))
+        return folder
 
     def _files(self) -> Iterator[Path]:
         """Yield the files of text in the order of their paths, up to `max_bytes`."""
@@ -260,36 +262,15 @@ class TokenFiles(Data):
                 yield path
                 left -= path.stat().st_size
 
-    def _make(self, files: list[Path], wanted: dict[str, Any]) -> dict[str, Any]:
+    def _make(self, folder: Path, *, files: list[Path], source: dict[str, Any]) -> None:
+        """Write the token files, and what they were made from."""
         if not files:
             raise UserError(f"data.text={self.text} holds no files of text of {_SHORTEST} bytes or more.")
-        part = self.tokens.with_name(f"{self.tokens.name}.part_{os.getpid()}")
-        part.mkdir(parents=True)
-        try:
-            encode, vocabulary = _tokenizer(self.tokenizer, files, vocabulary=self.vocabulary, folder=part)
-            token_type = "uint16" if vocabulary <= 2**16 else "uint32"
-            counts = _write(files, encode, token_type, part, max_bytes=self.max_bytes)
-            made = {**wanted, "token_type": token_type, "tokenizer_vocabulary": vocabulary, **counts}
-            (part / "tokens.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
-            if self.tokens.exists() and _described(self.tokens) is None:
-                raise UserError(f"data.tokens={self.tokens} holds something else; choose another folder.")
-            shutil.rmtree(self.tokens, ignore_errors=True)
-            try:
-                part.rename(self.tokens)
-            except OSError:  # another rank was quicker, with the same tokens
-                if _described(self.tokens) != made:
-                    raise
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-        return made
-
-
-def _described(folder: Path) -> dict[str, Any] | None:
-    try:
-        described: dict[str, Any] = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return described
+        encode, vocabulary = _tokenizer(self.tokenizer, files, vocabulary=self.vocabulary, folder=folder)
+        token_type = "uint16" if vocabulary <= 2**16 else "uint32"
+        counts = _write(files, encode, token_type, folder, max_bytes=self.max_bytes)
+        made = {**source, "token_type": token_type, "tokenizer_vocabulary": vocabulary, **counts}
+        (folder / "tokens.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
 
 
 def _is_text(path: Path) -> bool:

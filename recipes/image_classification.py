@@ -22,12 +22,14 @@ from torch.utils.data import Dataset
 
 from trainkit.data import Data
 from trainkit.errors import UserError
+from trainkit.prepared_folder import prepare_folder
 from trainkit.task import TaskModule
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 _CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 _CIFAR10_FOLDER = "cifar-10-batches-bin"
 _CIFAR10_SIDE = 32
+_CIFAR10_ROW = 1 + 3 * _CIFAR10_SIDE**2  # bytes: the class, then the pixels of each colour
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 _VALIDATION_SHARE = 10  # one image in so many, of a folder without a folder for validation
 _BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
@@ -218,7 +220,7 @@ class ImageData(Data):
 
     def _images(self, stage: str) -> Images:
         folder = Path(self.folder)
-        if self.download and not (folder / _CIFAR10_FOLDER).is_dir():
+        if self.download:
             download_cifar10(folder)
         cifar = folder if folder.name == _CIFAR10_FOLDER else folder / _CIFAR10_FOLDER
         if cifar.is_dir():
@@ -233,9 +235,16 @@ class ImageData(Data):
 
 
 def download_cifar10(folder: Path, *, url: str = CIFAR10_URL, md5: str = _CIFAR10_MD5) -> None:
-    """Leave CIFAR-10 in `folder`; raises UserError if it cannot be fetched, or is not what its authors published."""
-    folder.mkdir(parents=True, exist_ok=True)
-    archive, digest = folder / "cifar-10-binary.tar.gz.part", hashlib.md5(usedforsecurity=False)
+    """Leave CIFAR-10 in `folder`, fetched by one of the processes that ask for it, unless it is there.
+
+    Raises UserError if it cannot be fetched, or is not what its authors published.
+    """
+    prepare_folder(folder / _CIFAR10_FOLDER, make=partial(_fetch, url=url, md5=md5))
+
+
+def _fetch(folder: Path, *, url: str, md5: str) -> None:
+    """Fill `folder` with the files of the archive."""
+    archive, digest = folder / "archive.tar.gz", hashlib.md5(usedforsecurity=False)
     try:
         with urlopen(url, timeout=60) as response, archive.open("wb") as file:
             while chunk := response.read(_CHUNK):
@@ -247,19 +256,26 @@ def download_cifar10(folder: Path, *, url: str = CIFAR10_URL, md5: str = _CIFAR1
             packed.extractall(folder, filter="data")
     except OSError as error:
         raise UserError(
-            f"{url} cannot be fetched ({error}). Put it there by hand: {folder / _CIFAR10_FOLDER}/data_batch_1.bin ..."
+            f"{url} cannot be fetched ({error}). Put it there by hand: "
+            f"{folder.parent / _CIFAR10_FOLDER}/data_batch_1.bin ..."
         ) from None
-    finally:
-        archive.unlink(missing_ok=True)
+    archive.unlink()
+    for path in (folder / _CIFAR10_FOLDER).iterdir():
+        path.rename(folder / path.name)
+    (folder / _CIFAR10_FOLDER).rmdir()
 
 
 def read_cifar10(folder: Path, stage: str) -> tuple[Any, list[int]]:
     """Return pixels of shape (images, 32, 32, 3), and classes; one byte of class and 3072 of pixels for each image."""
     names = [f"data_batch_{part}.bin" for part in range(1, 6)] if stage == "train" else ["test_batch.bin"]
-    missing = [name for name in names if not (folder / name).is_file()]
+    whole = [path.name for path in folder.glob("*.bin") if path.stat().st_size % _CIFAR10_ROW == 0]
+    missing = sorted({*names} - {*whole})
     if missing:
-        raise UserError(f"{folder} lacks {', '.join(missing)}; fetch {CIFAR10_URL} again.")
-    rows = np.concatenate([np.fromfile(folder / name, dtype=np.uint8).reshape(-1, 3073) for name in names])
+        raise UserError(
+            f"{folder} lacks {', '.join(missing)}, or they are cut short; delete the folder and type "
+            f"data.download=true, or fetch {CIFAR10_URL} again."
+        )
+    rows = np.concatenate([np.fromfile(folder / name, dtype=np.uint8).reshape(-1, _CIFAR10_ROW) for name in names])
     pixels = rows[:, 1:].reshape(-1, 3, _CIFAR10_SIDE, _CIFAR10_SIDE).transpose(0, 2, 3, 1)
     return pixels, rows[:, 0].tolist()
 
