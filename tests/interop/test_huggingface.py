@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from datasets import Dataset
@@ -67,6 +69,22 @@ def test_the_weight_of_a_language_model_is_the_number_of_tokens_it_predicts():
     batch = default_collate([sentences()[index] for index in (0, 4)])
     output = task().training_step(batch)
     assert int(output["weight"]) == 7 + 4
+
+
+def test_a_micro_batch_without_a_token_to_learn_from_counts_for_nothing(tmp_path):
+    """The models' own loss is then the mean over nothing, which is NaN."""
+    no_dropout = {**GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    rows = [sentences()[index] for index in range(4)]
+    silent = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in rows]
+    weights = []
+    for samples, accumulate in ((silent + rows, 2), (rows, 1)):
+        made = task(config=no_dropout, learning_rate=1e-2, schedule="constant")
+        data = Data(train=samples, validation=silent + rows, batch_size=len(samples), shuffle=False)
+        strategy = SingleDevice(accumulate=accumulate)
+        result = fit(made, data, strategy=strategy, tmp_path=tmp_path / str(accumulate), steps=1, precision="fp64")
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in made.parameters()]))
+        assert math.isfinite(result.metrics["validation/loss"])
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-5)
 
 
 def test_a_classifier_reports_its_accuracy():

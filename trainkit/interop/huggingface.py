@@ -118,7 +118,8 @@ class HuggingFaceTask(TaskModule):
         labels = batch.get("labels")
         if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
             counted = labels[:, 1:] if self._shifts_labels else labels
-            measured["weight"] = (counted != IGNORED_LABEL).sum()
+            weight = measured["weight"] = (counted != IGNORED_LABEL).sum()
+            measured["loss"] = torch.where(weight > 0, output.loss, 0.0)  # a mean over no token is NaN
         return measured
 
 
