@@ -2,8 +2,8 @@
 
 A block with a title (```python title="mine.py") is a file that later blocks of its page find. Other Python blocks of a
 page run one after the other in one namespace and one empty folder; a page that asks for its own name runs as a program.
-Of shell blocks each `trainkit` line is run with a few small steps. A block below `<!-- not run: why -->` is not run, but
-the settings that it types must be right. Other languages are refused, so that nothing is left out in silence.
+Of shell blocks each `trainkit` line is run with a few small steps. A block below `<!-- not run: why -->` is not run,
+but the settings that it types must be right. Other languages are refused, so that nothing is left out in silence.
 """
 
 from __future__ import annotations

@@ -55,12 +55,10 @@ def test_an_archive_is_fetched_once_and_its_images_are_those_that_were_written(a
 
 def test_what_was_not_fetched_whole_leaves_nothing(archive, tmp_path):
     folder = tmp_path / "cifar"
-    with pytest.raises(UserError, match="sent something else than CIFAR-10"):
-        download_cifar10(folder, url=archive.as_uri(), md5="0")
     cut = tmp_path / "cut.tar.gz"
     cut.write_bytes(archive.read_bytes()[:-200])
-    with pytest.raises(UserError, match="cannot be fetched"):
-        download_cifar10(folder, url=cut.as_uri(), md5=_md5(cut))
+    with pytest.raises(UserError, match="sent something else than CIFAR-10"):
+        download_cifar10(folder, url=cut.as_uri(), md5=_md5(archive))
     with pytest.raises(UserError, match=r"cannot be fetched.*data_batch_1\.bin"):
         download_cifar10(folder, url=(tmp_path / "nowhere").as_uri())
     assert list(folder.iterdir()) == []
