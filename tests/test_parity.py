@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -18,7 +19,7 @@ from trainkit.strategies.single import SingleDevice
 from trainkit.strategies.torch_ddp import TorchDDP
 
 from tests.equality import TASKS, ConvNet, Perceptron, images, largest_difference, make, numbers
-from trainkit import Callback, Data, Trainer, UserError
+from trainkit import Callback, Data, Phase, Trainer, UserError
 from trainkit.command_line.cli import Arguments, main
 from trainkit.command_line.parity import parity
 from trainkit.parity import assert_resume_exact, assert_strategies_equal, compare_strategies
@@ -113,13 +114,13 @@ def test_a_wrong_scale_is_found_even_under_an_optimizer_that_does_not_mind():
 
 
 def test_weights_that_are_no_numbers_agree_with_nothing():
-    class Broken(SingleDevice):
-        def finish_gradients(self, outputs, window):
-            self.scale_gradients(float("nan"))
+    class Lost(SingleDevice):
+        def state_dict(self, task):
+            return {name: tensor * float("nan") for name, tensor in super().state_dict(task).items()}
 
-    assert compare_strategies(Perceptron(), perceptron_data(), [Broken(device="cpu")], steps=1).rows[1].verdict == (
-        "different"
-    )
+    report = compare_strategies(Perceptron(), perceptron_data(), [Lost(device="cpu")], steps=1)
+    assert report.rows[1].verdict == "different"
+    assert "step 0 network.0.weight" in report.as_table()
 
 
 def test_a_strategy_that_fails_is_a_row_with_its_error():
@@ -195,6 +196,92 @@ def test_a_task_that_is_no_function_of_its_samples_is_named_as_the_cause():
 
     first = causes_of(Clocked())[0]
     assert first.startswith("two equal runs of single differ by") and "step" in first
+
+
+def test_causes_are_found_in_steps_that_bring_their_inputs_to_fp32():
+    class OfBytes(ConvNet):
+        reduction = "mean"
+
+        def training_step(self, batch):
+            return functional.cross_entropy(self.network(batch[0].float() / 64), batch[1], reduction=self.reduction)
+
+    pixels = torch.randint(0, 255, (24, 1, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    data = Data(train=TensorDataset(pixels, torch.arange(24) % 2), batch_size=8)
+    (cause,) = causes_of(OfBytes(), data)
+    assert cause.startswith("batch norm (network.1) ")
+
+    class Summed(OfBytes):
+        norm = nn.Identity
+        reduction = "sum"
+
+    (cause,) = causes_of(Summed(lr=0.01), data)
+    assert "is not the weighted mean of the losses of its halves" in cause
+
+
+class Prepared(Perceptron):
+    """Cannot take a step before its optimizer has been made."""
+
+    def configure_optimizers(self):
+        self.factor = 1.0
+        return super().configure_optimizers()
+
+    def training_step(self, batch):
+        return super().training_step(batch)["loss"] * self.factor
+
+
+def test_what_could_not_be_looked_for_is_said_below_the_table():
+    report = compare_strategies(Prepared(), perceptron_data(), [Corrupting(device="cpu")], steps=3)
+    (note,) = report.notes
+    assert note.startswith("not looked for: how the loss of training_step depends on cuts, because of AttributeError")
+    assert f"note: {note}" in report.as_table() and report.rows[1].verdict == "different"
+    ready_made = Data(train=[(torch.ones(4, 8), torch.ones(4, 1))] * 3)
+    report = compare_strategies(Perceptron(), ready_made, [Corrupting(device="cpu")], steps=3)
+    assert report.notes == ("not looked for: how losses depend on cuts, as ready-made batches are not cut",)
+
+
+class Duel(Perceptron):
+    """Trains its first and its last layer by losses of their own."""
+
+    def configure_phases(self):
+        return [
+            Phase("first", torch.optim.SGD(self.network[0].parameters(), lr=0.1)),
+            Phase("last", torch.optim.SGD(self.network[4].parameters(), lr=0.01), every=2),
+        ]
+
+    def first_step(self, batch):
+        return (self.network(batch[0]) - batch[1]).square().mean()
+
+    last_step = first_step
+
+
+def test_phases_are_compared_one_by_one():
+    class Summed(Duel):
+        def last_step(self, batch):
+            return (self.network(batch[0]) - batch[1]).square().sum()
+
+    report = compare_strategies(Duel(), perceptron_data(), ["dp"], steps=4)
+    assert report.is_equal and report.rows[1].loss.value > 0 and report.rows[1].gradient_norm.value > 0
+    report = compare_strategies(Summed(), perceptron_data(), ["dp", "fusion"], steps=4)
+    assert [row.verdict for row in report.rows] == ["reference", "different", "failed"]
+    assert report.rows[1].gradient_norm.parameter == report.rows[1].loss.parameter == "last"
+    (cause,) = report.causes
+    assert cause.startswith("the loss of a batch in last_step is not the weighted mean") and not report.notes
+    assert "which FusionStrategy cannot train" in report.rows[2].error
+
+
+def test_a_task_that_no_second_run_can_train_keeps_its_table():
+    made = itertools.count()
+
+    class Once(Perceptron):
+        def configure_optimizers(self):
+            if next(made) > 1:
+                raise OSError("the socket is taken")
+            return super().configure_optimizers()
+
+    report = compare_strategies(Once(), perceptron_data(), [Corrupting(device="cpu")], steps=3)
+    assert report.notes == (
+        "not looked for: whether two equal runs of single agree, because of OSError: the socket is taken",
+    )
 
 
 def test_rounding_that_the_optimizer_enlarges_is_called_so():

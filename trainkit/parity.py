@@ -59,9 +59,10 @@ def compare_strategies(
         comparison = Comparison(trials, trials.train(REFERENCE, reference), tolerance=limit)
         rows = [comparison.reference(), *(comparison.attempt(name, strategy) for name, strategy in chosen)]
         causes: Sequence[str] = ()
+        notes: Sequence[str] = ()
         if any(row.verdict == "different" for row in rows):
-            rows, causes = comparison.explained(rows, device=device)
-    return ParityReport(tuple(rows), steps, precision, limit, tuple(causes))
+            rows, causes, notes = comparison.explained(rows, device=device)
+    return ParityReport(tuple(rows), steps, precision, limit, tuple(causes), tuple(notes))
 
 
 def assert_strategies_equal(

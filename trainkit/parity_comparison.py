@@ -25,8 +25,10 @@ class Comparison:
     def __init__(self, trials: Trials, single: Trial, *, tolerance: float) -> None:
         self._trials, self._single, self._tolerance = trials, single, tolerance
         self._parameters = [name for name, _ in trials.task().named_parameters()]
-        losses = [abs(single.step(step)["loss"]) for step in range(1, trials.steps + 1)]
-        self._loss_scale = max(losses)
+        self._loss_scales: dict[str, float] = {}  # by phase
+        for step in range(1, trials.steps + 1):
+            for phase, loss in single.step(step)["losses"].items():
+                self._loss_scales[phase] = max(self._loss_scales.get(phase, 0.0), abs(loss))
 
     def reference(self) -> ParityRow:
         """Return the row of `single` itself."""
@@ -57,26 +59,38 @@ class Comparison:
             ours, expected = trial.step(step), self._single.step(step)
             weights = _larger(weights, self._weights(ours["weights"], expected["weights"], step))
             if step:
-                loss = _larger(loss, _numbers(ours["loss"], expected["loss"], self._loss_scale, step))
-                norm = _larger(norm, _numbers(ours["norm"], expected["norm"], abs(expected["norm"]), step))
+                for phase, scale in self._loss_scales.items():
+                    losses = ours["losses"][phase], expected["losses"][phase]
+                    loss = _larger(loss, _numbers(*losses, scale=scale, step=step, phase=phase))
+                    norms = ours["norms"][phase], expected["norms"][phase]
+                    norm = _larger(norm, _numbers(*norms, scale=abs(norms[1]), step=step, phase=phase))
                 seconds.append(ours["seconds"])
         timed = sorted(seconds[_WARM_UP_STEPS:] or seconds)
         return ParityRow(name, verdict, trial.layout, loss, norm, weights, timed[len(timed) // 2], trial.bytes_a_step)
 
-    def explained(self, rows: Sequence[ParityRow], *, device: str) -> tuple[list[ParityRow], list[str]]:
-        """Return the rows, with what is rounding called so, and why others differ as far as the task tells."""
+    def explained(self, rows: Sequence[ParityRow], *, device: str) -> tuple[list[ParityRow], list[str], list[str]]:
+        """Return the rows, with what is rounding called so, why others differ as far as the task tells, and notes.
+
+        Notes say which causes could not be looked for.
+        """
         trials = self._trials
-        again = self.row("again", trials.train("again", made(REFERENCE, 1, device)), verdict="")
-        causes = []
-        if again.weights.value != 0.0:
+        causes, notes = [], []
+        again = self.attempt("again", made(REFERENCE, 1, device))
+        if again.verdict == "failed":
+            notes.append(f"whether two equal runs of single agree, because of {again.error}")
+        elif again.weights.value != 0.0:
             where = f"step {again.weights.step}, {again.weights.parameter}"
             causes.append(
                 f"two equal runs of single differ by {again.weights.value:.1e} ({where}): the task or its data is not "
                 "a function of samples and seed. Look for clocks and for generators of its own, or set "
                 "trainer.deterministic=true."
             )
-        causes += find_causes(trials.task(), trials.data(), seed=trials.seed)
-        return (list(rows), causes) if causes else self._rounded(rows, device=device)
+        told = find_causes(trials.task(), trials.data(), seed=trials.seed, total_steps=trials.steps)
+        causes += told.found
+        notes = [f"not looked for: {what}" for what in (*notes, *told.not_looked_for)]
+        if causes:
+            return list(rows), causes, notes
+        return (*self._rounded(rows, device=device), notes)
 
     def _rounded(self, rows: Sequence[ParityRow], *, device: str) -> tuple[list[ParityRow], list[str]]:
         """Hold the rows against what another order of additions does to `single` itself."""
@@ -111,10 +125,10 @@ class Comparison:
         return largest
 
 
-def _numbers(ours: float, expected: float, scale: float, step: int) -> Difference:
-    if math.isnan(ours) and math.isnan(expected):  # neither tells it
+def _numbers(ours: float, expected: float, *, scale: float, step: int, phase: str) -> Difference:
+    if ours == expected or (math.isnan(ours) and math.isnan(expected)):  # also where neither tells it
         return Difference(0.0, step)
-    return Difference(_relative(abs(ours - expected), scale), step)
+    return Difference(_relative(abs(ours - expected), scale), step, phase)
 
 
 def _relative(apart: float, scale: float) -> float:

@@ -15,6 +15,7 @@ class Difference:
     value: float = 0.0
     step: int = 0
     parameter: str = ""
+    """The parameter that differs; of losses and norms the phase, where the task has several."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class ParityReport:
     tolerance: float
     causes: tuple[str, ...] = ()
     """Why strategies differ, where the task tells."""
+    notes: tuple[str, ...] = ()
+    """Causes that could not be looked for."""
 
     @property
     def is_equal(self) -> bool:
@@ -71,18 +74,23 @@ class ParityReport:
         lines += [f"{row.strategy} failed: {row.error}" for row in self.rows if row.error]
         kind = "note" if self.is_equal else "cause"
         lines += [f"{kind}: {cause}" for cause in self.causes]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
 def _cells(row: ParityRow) -> tuple[str, ...]:
     if row.error:
         return (row.strategy, *[""] * 7, row.verdict)
-    worst = max((row.weights, row.loss, row.gradient_norm), key=lambda difference: difference.value)
+    worst = max((row.weights, row.loss, row.gradient_norm), key=_order)
     where = "" if worst.value == 0 else f"step {worst.step} {worst.parameter}".strip()
     sent = "" if row.bytes_a_step is None else f"{row.bytes_a_step / 1e6:.2f}"
     differences = [f"{difference.value:.1e}" for difference in (row.loss, row.gradient_norm, row.weights)]
     milliseconds = f"{1000 * row.seconds_a_step:.2f}"
     return (row.strategy, row.layout, *differences, where, milliseconds, sent, row.verdict)
+
+
+def _order(difference: Difference) -> float:
+    return math.inf if math.isnan(difference.value) else difference.value
 
 
 def _without_nan(value: Any) -> Any:

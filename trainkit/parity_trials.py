@@ -118,6 +118,7 @@ class _StepRecorder(Callback):
 
     def on_step_end(self, run: Run) -> None:
         self._write(run)
+        self.metrics = {}
 
     def on_fit_end(self, run: Run) -> None:
         strategy = run.strategy
@@ -132,12 +133,18 @@ class _StepRecorder(Callback):
         if run.is_main:
             seen = {
                 "weights": {name: tensor.detach().cpu() for name, tensor in weights.items()},
-                "loss": self.metrics.get("train/loss", math.nan),
-                "norm": self.metrics.get("train/gradient_norm", math.nan),
+                "losses": self._told(run, "loss"),
+                "norms": self._told(run, "gradient_norm"),
                 "seconds": seconds,
             }
             torch.save(seen, self.folder / f"{run.state.step}.pt")
         self.before = time.perf_counter()
+
+    def _told(self, run: Run, name: str) -> dict[str, float]:
+        """Return what was logged of each phase; NaN if that takes no part in the step."""
+        phases = [optimization.phase for optimization in run.optimizations]
+        keys = {phase: f"train/{phase}/{name}" if phase else f"train/{name}" for phase in phases}
+        return {phase: self.metrics.get(key, math.nan) for phase, key in keys.items()}
 
 
 class StopAfter(Callback):

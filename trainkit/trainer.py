@@ -252,7 +252,7 @@ class Trainer:
             if has_phases(task) and not self.strategy.runs_phases:
                 raise UserError(
                     f"{type(task).__name__} has phases, which {type(self.strategy).__name__} cannot train; use "
-                    "strategy=single or strategy=ddp."
+                    "strategy=single, strategy=dp or strategy=ddp."
                 )
             if source.batch_size is not None:
                 self.strategy.plan(source.batch_size)
