@@ -8,7 +8,7 @@ ARGS ?=
 WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: train test test-slow test-all torture check format bench docs clean
+.PHONY: train test test-slow test-all torture check format bench docs installed clean
 
 train: $(READY) ## train the handwritten-digits recipe; more: make train ARGS='trainer.max_duration=2epoch'
 	$(BIN)/trainkit fit recipe=digits $(ARGS)
@@ -24,11 +24,9 @@ test-all: test test-slow
 torture: $(READY) ## 200 kills of a training process, and as many of one that only saves: some minutes
 	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py $(ARGS)
 
-check: $(READY) ## format, lint, types
+check: installed ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	rm -rf build
-	$(BIN)/pip install --quiet --no-deps --target build/installed .
 	cd build/installed && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p trainkit
 
 format: $(READY) ## put files into the project's format
@@ -38,9 +36,13 @@ format: $(READY) ## put files into the project's format
 bench: $(READY) ## the cost of a step; benchmarks/RESULTS.md says how the other tables are made
 	$(BIN)/python benchmarks/step_overhead.py $(ARGS)
 
-docs: $(READY) ## the user guide, into site/
+docs: installed ## the user guide, into site/
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+installed: $(READY) # a copy whose folders are where their import names say, which type checking and the API page need
+	rm -rf build
+	$(BIN)/pip install --quiet --no-deps --target build/installed .
 
 clean:
 	rm -rf $(VENV) build *.egg-info
