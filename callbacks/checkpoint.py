@@ -101,8 +101,7 @@ class Checkpoint(Callback):
         self._saved_step = run.strategy.broadcast_object(_step_saved_last(run)) if run.resumed_from else None
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
-        # Clocks differ between ranks: all must decide alike, or those that save would wait for the others.
-        if self._by_clock and run.strategy.agree(self._interval.due(run.state)):
+        if self._by_clock and self._interval.due(run.state):
             self._reason = "interval"
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:

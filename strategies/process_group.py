@@ -27,11 +27,12 @@ from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
-from .ddp.agreement import broadcast, gather
+from .ddp.agreement import broadcast, check_same_model, gather, tensors_of
 from .ddp.failure import RankError, StoreBoard, is_lost, timed_out
 from .ddp.whereabouts import Whereabouts
 from .launcher import RankEnvironment, environment_of_caller, launch_ranks
 from .rendezvous import fresh_store
+from .shared_buffers import SharedBuffers
 from .slurm_ranks import variables_of_task
 from .stop_agreement import StopAgreement
 from .within_memory import forward_backward_within_memory
@@ -97,7 +98,7 @@ class ProcessGroupStrategy(Strategy):
         self._environment: RankEnvironment | None = None  # of a rank that was started here
         self._owns_group = False
         self._names: list[str] = []  # of metrics, agreed by all ranks
-        self._buffers: list[Tensor] = []
+        self._buffers: SharedBuffers | None = None  # to be sent after every step
         self._weighted_by: dict[str, bool] = {}  # whether a method of the task returns weights of its own
         self._stop: StopAgreement | None = None
         self._board: StoreBoard | None = None  # where ranks tell each other why they fail and where they are
@@ -260,8 +261,11 @@ class ProcessGroupStrategy(Strategy):
     def prepare(self, task: TaskModule) -> None:
         """Leave the task on the device, with rank 0's parameters and buffers on every rank; collective."""
         super().prepare(task)
-        broadcast([*task.parameters(), *task.buffers()], self.group)
-        self._buffers = list(task.buffers()) if self.broadcast_buffers else []
+        with self._waiting("the comparison of models"):
+            check_same_model(tensors_of(task), self.group)  # or the broadcast that follows might crash or hang
+        with self._waiting("the broadcast of parameters and buffers"):
+            broadcast([*task.parameters(), *task.buffers()], self.group)
+        self._buffers = SharedBuffers(task) if self.broadcast_buffers else None
 
     def weights_for_caller(self, task: TaskModule) -> dict[str, Any] | None:
         """Return the trained weights on rank 0 if the caller is in another process."""
@@ -271,7 +275,7 @@ class ProcessGroupStrategy(Strategy):
 
     def teardown(self) -> None:
         """Leave the process group if this strategy joined it; may be called twice."""
-        self._stop, self._buffers = None, []
+        self._stop = self._buffers = None
         if self._whereabouts is not None:
             self._whereabouts.close()
             self._whereabouts = None
@@ -298,9 +302,9 @@ class ProcessGroupStrategy(Strategy):
                 self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss
                 self.contribute_nothing()
             outputs = super().forward_backward(task, window)
-        if self._buffers:
+        if self._buffers is not None:
             with self._waiting(self._after("the broadcast of buffers")):
-                broadcast(self._buffers, self.group)
+                broadcast(self._buffers.now(), self.group)
         return outputs
 
     def contribute_nothing(self) -> None:
@@ -378,12 +382,16 @@ class ProcessGroupStrategy(Strategy):
         """Return whether `flag` is true on any rank; collective."""
         return bool(self.all_reduce(torch.tensor([int(flag)], device=self.device), "max").item())
 
-    def agree_to_stop(self, requested: bool) -> bool:
+    def agreed_seconds(self, seconds: float) -> float:
+        """Return the longest time of any rank, as of the last answer."""
+        return seconds if self._stop is None else self._stop.seconds
+
+    def agree_to_stop(self, requested: bool, *, seconds: float = 0.0) -> bool:
         """Return on every rank after the same step whether any rank was asked to stop."""
         if self._stop is None:
             return requested
         try:  # in every step, so without a context that costs as much as the question
-            return self._stop.after_step(requested)
+            return self._stop.after_step(requested, seconds=seconds)
         except RuntimeError as error:
             self._explain(error, self._after("the agreement whether to stop"))
             raise

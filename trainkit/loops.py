@@ -90,10 +90,11 @@ class FitLoop:
         run = self._run
         run.task.train()
         run.task.zero_grad(set_to_none=True)
+        self._recovery.prepare()
         run.state.start_clock()
         run.may_save = self._recovery.may_save
         if any(duration.unit in ("second", "minute", "hour") for duration in self._max_duration):
-            run.state.clock_is_watched = True
+            run.state.watch_clock()
         self.start_intervals()
         run.emit("on_fit_start")
         if run.watch is not None:
@@ -126,8 +127,6 @@ class FitLoop:
         state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
         if run.watch is not None:
             run.watch.end_step()
-        if state.clock_is_watched:
-            state.set_clock(run.strategy.broadcast_object(state.own_seconds))
         if window.ends_epoch:
             for optimization in self._optimizations:
                 optimization.after_epoch()
@@ -140,12 +139,21 @@ class FitLoop:
                 run.request_stop(f"reached max_duration={duration}")
                 return True
         asked = run.signals.received is not None or run.stop_reason is not None
-        if not self._stop_is_agreed and not run.strategy.agree_to_stop(asked):
+        if not self._stop_is_agreed and not self._agree_to_stop(asked):
             return False
         if run.agree_on_signal() and run.stopped_by is not None:
             run.stop_reason = run.stopped_by.name
         run.request_stop("another rank was asked to stop")
         return True
+
+    def _agree_to_stop(self, asked: bool) -> bool:
+        """Return whether all ranks stop now; the time goes along with the question, and costs no collective."""
+        strategy, state = self._run.strategy, self._run.state
+        if not state.clock_is_watched:
+            return strategy.agree_to_stop(asked)
+        stop = strategy.agree_to_stop(asked, seconds=state.own_seconds)
+        state.set_clock(max(state.seconds, strategy.agreed_seconds(state.own_seconds)))
+        return stop
 
     def check_progress(self, first_step: int) -> None:
         """Raise UserError if an epoch that began at `first_step` had no window."""

@@ -12,7 +12,7 @@ import torch
 from trainkit.errors import NonFiniteLoss, UserError
 from trainkit.feed import Feed
 from trainkit.metrics import WeightedMeans
-from trainkit.nonfinite import GoBack, ModuleWatch, nonfinite_gradient, nonfinite_parameter
+from trainkit.nonfinite import GoBack, ModuleWatch, nonfinite_gradient, nonfinite_state, untrained_nonfinite_state
 from trainkit.run import Run
 from trainkit.step_output import StepOutput
 from trainkit.way_back import WayBack, drop_gradients
@@ -49,6 +49,13 @@ class Recovery:
 
     # ---- What the loop calls
 
+    def prepare(self) -> None:
+        """Know what is not finite before training; collective."""
+        strategy = self._run.strategy
+        own = untrained_nonfinite_state(self._run.task)
+        if strategy.agree(bool(own)):  # stages have parts of the task
+            self._way_back.never_finite = frozenset(name for names in strategy.all_gather_object(own) for name in names)
+
     def start(self) -> None:
         """Have a checkpoint to go back to, if the policy may ask for one; collective."""
         run = self._run
@@ -75,18 +82,27 @@ class Recovery:
         return self._weights_are_sound
 
     def may_save(self) -> bool:
-        """Return whether the weights are worth keeping, which may call for going back; collective.
+        """Return whether the weights are worth keeping, or apply the policy if they are not finite; collective.
 
-        A step may have a finite loss and a gradient that is not. Where a checkpoint is to go back to, it must be sound.
+        A step may have a finite loss and a gradient that is not. What it left must never take the place of a sound
+        checkpoint, which may be the only one: here training may wait for the device.
         """
         if not self.check():
             return False
         run = self._run
-        if self._policy == "rollback" and run.state.step > 0:
-            blamed = nonfinite_parameter(run.task)
-            if run.strategy.agree(blamed is not None):
-                raise GoBack(run.state.step, f"step {run.state.step} left {self._first(blamed)} not finite")
-        return True
+        if run.state.step == 0:
+            return True
+        blamed = self._not_finite()
+        if not run.strategy.agree(blamed is not None):
+            return True
+        said = f"step {run.state.step} left {self._first(blamed)} not finite"
+        if self._policy == "rollback":
+            raise GoBack(run.state.step, said)
+        if self._policy == "stop":
+            self._weights_are_sound = False
+            run.request_stop(said)
+            return False
+        raise NonFiniteLoss(f"{said}, or a step before it did, though no loss was NaN or infinite{self._remedy()}")
 
     def handle(self, step: int | None) -> None:
         """Raise, stop or go back as the policy says; `step` is this rank's first bad one. Collective.
@@ -161,7 +177,7 @@ class Recovery:
         Raises GoBack if its parameters were not finite before it, so that the step before is to blame.
         """
         run, strategy = self._run, self._run.strategy
-        blamed = self._first(nonfinite_parameter(run.task))
+        blamed = self._first(self._not_finite())
         if blamed is not None:
             raise GoBack(step - 1, f"{said}, since step {step - 1} left {blamed} not finite")
         if run.optimizations[0].phase or not strategy.shows_modules:
@@ -186,7 +202,7 @@ class Recovery:
         run, state, strategy = self._run, self._run.state, self._run.strategy
         checkpoint = self._way_back.checkpoint_before(step)
         if checkpoint is None or run.optimizations[0].phase:
-            blamed = self._first(nonfinite_parameter(run.task))
+            blamed = self._first(self._not_finite())
             return "" if blamed is None else f" By now {blamed} is not finite."
         seconds = (step - checkpoint[0]) * state.own_seconds / max(state.step, 1)
         if not strategy.broadcast_object(seconds < _PATIENCE_SECONDS):
@@ -212,6 +228,22 @@ class Recovery:
         run.state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
         if window.ends_epoch:
             optimization.after_epoch()
+
+    def _remedy(self) -> str:
+        """Return what has become of the weights that were not finite, and what to do."""
+        kept = "" if self._run.checkpoints is None else "; nothing of it is saved, and earlier checkpoints stay"
+        lower = f"{kept}. Lower the learning rate, or set trainer.clip_norm=1.0"
+        if self._policy == "skip":
+            return f"{lower}."
+        return (
+            f"{lower}; trainer.on_nonfinite=skip leaves out steps whose gradient is not finite, and rollback goes back "
+            "to before them."
+        )
+
+    def _not_finite(self) -> str | None:
+        """Return the name of a parameter or buffer here that is to be finite and is not; waits for the device."""
+        never_finite = self._way_back.never_finite
+        return next((name for name in nonfinite_state(self._run.task) if name not in never_finite), None)
 
     def _first(self, found: str | None) -> str | None:
         """Return what the first rank has found that found anything; collective."""

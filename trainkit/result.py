@@ -35,19 +35,19 @@ class Progress(NamedTuple):
     @classmethod
     def of(cls, state: TrainState) -> Progress:
         """Return how far a run has come now."""
-        return cls(state.seconds, state.samples)
+        return cls(state.own_seconds, state.samples)
 
 
 def result_of(run: Run, *, since: Progress) -> FitResult:
     """Return what a run has come to; its speed is that of the part `since` the given point."""
     state = run.state
-    seconds = state.seconds - since.seconds
+    seconds = state.own_seconds - since.seconds
     return FitResult(
         metrics=dict(state.metrics),
         steps=state.step,
         epochs=state.epochs,
         samples=state.samples,
-        seconds=state.seconds,
+        seconds=state.own_seconds,
         samples_per_second=(state.samples - since.samples) / seconds if seconds > 0 else 0.0,
         exit_reason=run.stop_reason or "finished",
         run_dir=run.run_dir,

@@ -30,7 +30,7 @@ class TrainState:
     evaluation_due: bool = False
     """Whether an evaluation was broken off and is still to be made."""
     clock_is_watched: bool = False
-    """Whether an interval counts seconds, so that ranks have to agree on the time after every step."""
+    """Whether a duration counts seconds, so that ranks have to agree on the time."""
     _seconds_before: float = 0.0
     _started: float | None = None
     _agreed: float | None = None
@@ -42,7 +42,7 @@ class TrainState:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, those before a resume included; once ranks agree on the time, as of the last step."""
+        """Seconds of training, those before a resume included; where ranks agree on the time, as they last did."""
         return self.own_seconds if self._agreed is None else self._agreed
 
     @property
@@ -59,6 +59,12 @@ class TrainState:
         """Let the clock go on from `seconds`, whatever a restored state says of them."""
         self._seconds_before = seconds
         self.start_clock()
+
+    def watch_clock(self) -> None:
+        """Let `seconds` be what ranks agree on, from now on; until they do, what they resumed from."""
+        if not self.clock_is_watched:
+            self.clock_is_watched = True
+            self._agreed = self._seconds_before
 
     def set_clock(self, seconds: float) -> None:
         """Take `seconds`, which are the same on every rank, as the time until the next call."""
@@ -81,7 +87,7 @@ class TrainState:
             "epoch": self.epoch,
             "position": self.position,
             "samples": self.samples,
-            "seconds": self.seconds,
+            "seconds": self.own_seconds,
             "metrics": dict(self.metrics),
             "evaluation_due": self.evaluation_due,
             "left_out": sorted(self.left_out),

@@ -345,12 +345,16 @@ class Strategy:
         """Return whether `flag` is true on any rank; collective."""
         return flag
 
-    def agree_to_stop(self, requested: bool) -> bool:
+    def agree_to_stop(self, requested: bool, *, seconds: float = 0.0) -> bool:
         """Return on every rank after the same step whether any rank was asked to stop; called after every step.
 
-        It may answer some steps late, but must not wait for the device.
+        It may answer some steps late, but must not wait for the device. `seconds` is this rank's time of training.
         """
         return requested
+
+    def agreed_seconds(self, seconds: float) -> float:
+        """Return the longest time of any rank as `agree_to_stop` last knew it, or one's own `seconds` if alone."""
+        return seconds
 
     def sum_named(
         self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype

@@ -16,6 +16,8 @@ class WayBack:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._foreign: set[Path] = set()
+        self.never_finite: frozenset[str] = frozenset()
+        """Names of state that was not finite before training, and is not to be: masks of minus infinity."""
 
     def begin(self) -> bool:
         """Return on the main rank whether there is a checkpoint of this run already.
@@ -40,7 +42,7 @@ class WayBack:
                 if entry.path in self._foreign or entry.step >= step:
                     continue
                 with suppress(CheckpointError):
-                    if is_finite_state(run.checkpoints.load(entry)["task"]):
+                    if is_finite_state(run.checkpoints.load(entry)["task"], but_for=self.never_finite):
                         found = (entry.step, entry.path)
                         break
         return run.strategy.broadcast_object(found)

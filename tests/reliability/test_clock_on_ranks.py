@@ -1,0 +1,62 @@
+"""Durations in minutes end on all ranks after the same step, and cost no collective of their own."""
+
+import time
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+from trainkit.strategies.ddp import DDPStrategy
+
+from tests.tasks import Regression, regression_data
+from trainkit import Callback, Data, Trainer
+from trainkit.testing import run_ranks
+
+
+class Calls(Callback):
+    """Notes how long the run has lasted for this rank, and which collectives it takes part in; rank 1 began late."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.logged: list[int] = []
+        self.counts: Counter[str] = Counter()
+        for name in ("broadcast_object", "all_gather_object", "agree", "all_reduce"):
+            setattr(strategy, name, self._counting(name, getattr(strategy, name)))
+
+    def _counting(self, name: str, method: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.counts[name] += 1
+            return method(*args, **kwargs)
+
+        return counted
+
+    def on_fit_start(self, run: Any) -> None:
+        run.state.go_on_counting(-0.5 * run.strategy.rank)  # its clock is behind
+
+    def on_step_end(self, run: Any) -> None:
+        if run.state.step == 1:
+            self.counts.clear()
+        time.sleep(0.002)
+
+    def on_log(self, run: Any, metrics: dict[str, float]) -> None:
+        self.logged.append(run.state.step)
+        self.during = dict(self.counts)
+
+
+def on_two_ranks() -> tuple[int, list[int], dict[str, int], str]:
+    strategy = DDPStrategy(device="cpu")
+    calls = Calls(strategy)
+    trainer = Trainer(strategy, max_duration="1.5s", log_every="0.4s", callbacks=[calls], loggers=[], run_dir="run")
+    began = time.monotonic()
+    result = trainer.fit(Regression(), Data(train=regression_data(8), batch_size=4))
+    assert time.monotonic() - began < 30
+    assert dist.get_world_size() == 2
+    return result.steps, calls.logged, calls.during, result.exit_reason
+
+
+def test_ranks_with_different_clocks_stop_and_log_together_without_asking_in_every_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = run_ranks(on_two_ranks, 2)
+    assert first[:2] == second[:2]
+    steps, logged, during, reason = first
+    assert len(logged) >= 3 and steps > 50
+    assert reason == "reached max_duration=1.5second"
+    assert sum(during.values()) < steps / 4  # those of log points, of which there are few
