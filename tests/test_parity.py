@@ -23,6 +23,7 @@ from trainkit import Callback, Data, Phase, Trainer, UserError
 from trainkit.command_line.cli import Arguments, main
 from trainkit.command_line.parity import parity
 from trainkit.parity import assert_resume_exact, assert_strategies_equal, compare_strategies
+from trainkit.parity_trials import made
 from trainkit.testing import run_ranks
 
 
@@ -372,11 +373,30 @@ def test_two_strategies_of_one_kind_have_a_row_each():
         ("strategies=[single,,dp]", r"write strategies=\[single,dp,ddp\]"),
         ("steps=0", "steps must be at least 1"),
         ("stepz=3", "stepz: unknown key. Did you mean 'steps'"),
+        ("strategy=ddp", r"strategy=ddp: .* write strategies=\[single,ddp\]"),
+        ("strategy.devices=3", "strategy.devices: .* write devices="),
+        ("strategy.hook=fp16", "strategy.hook: unknown key; none of dp has it"),
+        ("strategy.acumulate=2", "Did you mean 'accumulate'"),
+        ("strategy.accumulate=many", "strategy.accumulate: 'many' is text"),
     ],
 )
 def test_the_command_says_what_to_type(typed, message):
+    strategies = [] if typed.startswith("strategies") else ["strategies=[dp]"]
     with pytest.raises(UserError, match=message):
-        parity(Arguments("parity", ["recipe=digits_mlp", typed]))
+        parity(Arguments("parity", ["recipe=digits_mlp", *strategies, typed]))
+
+
+def test_settings_of_strategies_go_to_those_that_have_them(capsys):
+    typed = ["recipe=digits_mlp", "task.width=8", "strategies=[single,dp]", "steps=1", "data.num_train=100", "--json"]
+    assert main(["parity", *typed, "strategy.accumulate=2", "devices=4"]) == 0
+    assert [row["layout"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["1 x 1 x 64", "1 x 8 x 8"]
+
+
+def test_devices_are_ranks_replicas_or_stages_of_strategies_that_are_named():
+    assert made("ddp", 3, "cpu").num_ranks() == made("fusion", 3, "cpu").num_ranks() == 3
+    assert made("dp", 3, "cpu").devices == 3 * [torch.device("cpu")]
+    assert made("pipeline", 3, "cpu").stages == 3 and made(("pipeline", {"stages": 2}), 3, "cpu").stages == 2
+    assert made("ddp", 2, "cpu").hook is None is not made(("ddp", {"hook": "fp16"}), 2, "cpu").hook
 
 
 # ---- Helpers for tests

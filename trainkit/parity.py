@@ -16,7 +16,7 @@ import torch
 from trainkit.errors import UserError
 from trainkit.parity_comparison import Comparison, distance
 from trainkit.parity_report import ParityReport
-from trainkit.parity_trials import REFERENCE, StopAfter, Trials, made, name_of
+from trainkit.parity_trials import REFERENCE, Chosen, StopAfter, Trials, made, name_of
 from trainkit.precision import Precision
 from trainkit.rng import rng_untouched
 from trainkit.strategy import Strategy
@@ -32,7 +32,7 @@ Make = Callable[[], Any]
 def compare_strategies(
     make_task: TaskModule | Make,
     make_data: Any,
-    strategies: Sequence[str | Strategy] = DEFAULT_STRATEGIES,
+    strategies: Sequence[Chosen] = DEFAULT_STRATEGIES,
     *,
     steps: int = 20,
     devices: int = 2,
@@ -42,9 +42,10 @@ def compare_strategies(
 ) -> ParityReport:
     """Return how each strategy compares with `single` after every step, from the same initial weights.
 
-    A task or data may be given as they are or as functions that make them. `devices` and `device` are given to the
-    strategies that are named and take them; `trainer` holds settings of the Trainer such as
-    `{"precision": "fp64"}`. Raises UserError for what no strategy could train.
+    A task or data may be given as they are or as functions that make them. A strategy is an object, a name, or a name
+    with settings: `("ddp", {"hook": "fp16"})`. `devices` (ranks, replicas or stages) and `device` are given to those
+    that are named and take them; `trainer` holds settings of the Trainer such as `{"precision": "fp64"}`. Raises
+    UserError for what no strategy could train.
     """
     if isinstance(steps, bool) or steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}.")
@@ -68,7 +69,7 @@ def compare_strategies(
 def assert_strategies_equal(
     make_task: TaskModule | Make,
     make_data: Any,
-    strategies: Sequence[str | Strategy] = DEFAULT_STRATEGIES,
+    strategies: Sequence[Chosen] = DEFAULT_STRATEGIES,
     *,
     steps: int = 5,
     devices: int = 2,
@@ -95,7 +96,7 @@ def assert_strategies_equal(
 def assert_resume_exact(
     make_task: TaskModule | Make,
     make_data: Any,
-    strategy: str | Strategy = REFERENCE,
+    strategy: Chosen = REFERENCE,
     *,
     steps: int = 6,
     stop_after: int = 3,
@@ -125,7 +126,7 @@ def assert_resume_exact(
             )
 
 
-def _names(strategies: Sequence[str | Strategy]) -> list[str]:
+def _names(strategies: Sequence[Chosen]) -> list[str]:
     """Return what strategies are called, those of one name numbered."""
     names = [name_of(item) for item in strategies]
     return [

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +25,9 @@ from trainkit.task import TaskModule
 from trainkit.trainer import Trainer
 
 REFERENCE = "single"
+
+Chosen = str | Strategy | tuple[str, Mapping[str, Any]]
+"""A strategy, or the name of one, alone or with settings of its own."""
 
 
 @runtime_checkable
@@ -159,16 +163,19 @@ class StopAfter(Callback):
             run.request_stop("assert_resume_exact")
 
 
-def name_of(item: str | Strategy) -> str:
+def name_of(item: Chosen) -> str:
     """Return what a strategy is called in a report."""
-    return item if isinstance(item, str) else type(item).__name__
+    if isinstance(item, Strategy):
+        return type(item).__name__
+    return item if isinstance(item, str) else item[0]
 
 
-def made(item: str | Strategy, devices: int, device: str) -> Strategy:
+def made(item: Chosen, devices: int, device: str) -> Strategy:
     """Return a strategy; one that is named gets the devices if it takes any."""
     if isinstance(item, Strategy):
         return item
-    strategy: Strategy = registry.make("strategy", item)
+    name, own = (item, {}) if isinstance(item, str) else item
+    strategy: Strategy = registry.make("strategy", name)
     takes = inspect.signature(type(strategy)).parameters
     settings: dict[str, Any] = {}
     if "device" in takes:
@@ -176,6 +183,9 @@ def made(item: str | Strategy, devices: int, device: str) -> Strategy:
     if "devices" in takes:
         one_process = "device" not in takes  # such a strategy is told each device
         settings["devices"] = [device] * devices if one_process and device == "cpu" else devices
+    if "stages" in takes:
+        settings["stages"] = devices
+    settings |= own
     return type(strategy)(**settings)
 
 

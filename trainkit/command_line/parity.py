@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainkit.command_line.cli import Arguments
-from trainkit.command_line.composition import composing
+from trainkit.command_line.composition import Composer, composing
 from trainkit.command_line.overrides import GROUPS
+from trainkit.command_line.signatures import signature_of
 from trainkit.errors import UserError, nearest
 
 T = TypeVar("T")
@@ -23,17 +24,19 @@ def parity(arguments: Arguments) -> int:
     devices = _read(arguments, "devices", int, 2)
     device = _read(arguments, "device", str, "cpu")
     tolerance = _read(arguments, "tolerance", float, None)
-    with composing(arguments.config_dirs) as composer:
-        _check_keys(arguments)
-        settings = composer.settings(arguments.overrides)
     from trainkit.command_line.assembly import assemble
     from trainkit.parity import DEFAULT_STRATEGIES, compare_strategies
 
+    with composing(arguments.config_dirs) as composer:
+        _check_keys(arguments)
+        of_strategies = _taken(arguments, "strategy")
+        settings = composer.settings(arguments.overrides)
+        chosen = _with_settings(strategies or DEFAULT_STRATEGIES, of_strategies, composer, arguments.overrides)
     assembly = assemble(settings, run_dir=None, loggers=False)
     report = compare_strategies(
         assembly.task,
         assembly.data,
-        strategies or DEFAULT_STRATEGIES,
+        chosen,
         steps=steps,
         devices=devices,
         device=device,
@@ -49,9 +52,53 @@ def _check_keys(arguments: Arguments) -> None:
     """Raise UserError for what is nearly a key of this command: composing would name only those of a run."""
     for text in arguments.overrides:
         key = text.partition("=")[0]
+        if key.lstrip("+~") == "strategy":
+            raise UserError(f"{text}: parity compares several strategies; write strategies=[single,ddp].")
         near = "" if key in GROUPS or "." in key else nearest(key, _KEYS)
         if near:
             raise UserError(f"{key}: unknown key.{near} parity has {', '.join(_KEYS)}, and the keys of a run.")
+
+
+def _taken(arguments: Arguments, group: str) -> dict[str, str]:
+    """Return the overrides of a group by their keys below it, and leave the others."""
+    texts = {text: text.partition("=")[0].lstrip("+~") for text in arguments.overrides}
+    below = {key.removeprefix(f"{group}."): text for text, key in texts.items() if key.startswith(f"{group}.")}
+    arguments.overrides = [text for text in arguments.overrides if text not in below.values()]
+    return below
+
+
+def _with_settings(
+    names: Sequence[str], typed: Mapping[str, str], composer: Composer, overrides: Sequence[str]
+) -> list[str | tuple[str, dict[str, Any]]]:
+    """Return the strategies, each with those of the typed settings that it takes; the reference is left as it is."""
+    if not typed:
+        return list(names)
+    for key in ("devices", "device"):
+        if key in typed:
+            raise UserError(f"strategy.{key}: all strategies are given the same; write {key}=... without strategy.")
+    chosen: list[str | tuple[str, dict[str, Any]]] = []
+    known: set[str] = set()
+    for name in names:
+        if name == "single":
+            chosen.append(name)
+            continue
+        takes = _takes(composer, name, overrides)
+        known |= takes
+        own = [text for key, text in typed.items() if key.partition(".")[0] in takes]
+        tree = composer.settings([*overrides, f"strategy={name}", *own]).tree["strategy"]
+        chosen.append((name, {key: tree[key] for key in {k.partition(".")[0] for k in typed} & takes}))
+    for key in typed:
+        if key.partition(".")[0] not in known:
+            others = [name for name in names if name != "single"]
+            which = f"none of {', '.join(others)} has it" if others else "name other strategies than single"
+            raise UserError(f"strategy.{key}: unknown key; {which}.{nearest(key, known)}")
+    return chosen
+
+
+def _takes(composer: Composer, name: str, overrides: Sequence[str]) -> set[str]:
+    """Return the keys of a strategy."""
+    target = composer.settings([*overrides, f"strategy={name}"]).tree["strategy"]["_target_"]
+    return set(signature_of(target).parameters)
 
 
 def _read(arguments: Arguments, key: str, convert: Callable[[str], T], default: Any) -> Any:
