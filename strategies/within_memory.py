@@ -73,5 +73,5 @@ def _is_spoilt(parameters: list[torch.nn.Parameter]) -> bool:
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None and gradient.numel() and not gradient.is_sparse:
-            return bool(torch.isnan(gradient.view(-1)[0]))
+            return bool(torch.isnan(gradient[(0,) * gradient.dim()]))  # the layout may be any
     return False

@@ -4,43 +4,48 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 T = TypeVar("T")
 BROADCAST_BYTES = 64 * 1024 * 1024  # joined into one message
 
 
-def check_same_parameters(named: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup) -> str:
+def check_same_model(tensors: Mapping[str, Iterable[tuple[str, Tensor]]], group: dist.ProcessGroup) -> str:
     """Return a token that names this agreement, equal on every rank and never used before. Collective.
 
-    Raises RuntimeError on every rank, naming the first difference in names, shapes, dtypes or their number.
+    `tensors` are named, in order, under what to call them: "parameter", "buffer". Raises RuntimeError on every rank,
+    naming the first difference in names, shapes, dtypes, in which are trained, or in their number.
     """
-    rows = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
-    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+    rows = {kind: [_described(name, tensor) for name, tensor in named] for kind, named in tensors.items()}
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     answers = gather((secrets.token_hex(8), digest), group)
     if any(other != answers[0][1] for _, other in answers):
         difference = first_difference(gather(rows, group))
-        assert difference is not None
-        raise RuntimeError(
-            f"the ranks do not train the same parameters: {difference}. Build the same model on every rank."
-        )
+        raise RuntimeError(f"the ranks do not have the same model: {difference}. Build the same model on every rank.")
     return answers[0][0]
 
 
-def first_difference(rows_of_ranks: Sequence[Sequence[str]]) -> str | None:
+def tensors_of(module: nn.Module) -> dict[str, Iterable[tuple[str, Tensor]]]:
+    """Return what must be the same on every rank: all parameters and buffers of a module."""
+    return {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
+
+
+def first_difference(rows_of_ranks: Sequence[Mapping[str, Sequence[str]]]) -> str | None:
     """Return the first row in which a rank differs from rank 0, in words."""
     first = rows_of_ranks[0]
-    for rank, rows in enumerate(rows_of_ranks):
-        for index in range(max(len(first), len(rows))):
-            ours = first[index] if index < len(first) else "nothing"
-            theirs = rows[index] if index < len(rows) else "nothing"
-            if ours != theirs:
-                return f"parameter {index} is {ours} on rank 0, but {theirs} on rank {rank}"
+    for rank, theirs in enumerate(rows_of_ranks):
+        for kind, rows in first.items():
+            pairs = zip_longest(rows, theirs[kind], fillvalue="nothing")
+            for index, (our_row, their_row) in enumerate(pairs):
+                if our_row != their_row:
+                    return f"{kind} {index} is {our_row} on rank 0, but {their_row} on rank {rank}"
     return None
 
 
@@ -66,24 +71,46 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, source: in
                     tensor.detach().copy_(part.view(tensor.shape))
 
 
-def agree_on_order(
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What all ranks know of the first backward."""
+
+    order: list[int]
+    """Rank 0's order of arrival; parameters that it has not seen come last, in the reverse order of their own."""
+    unseen_by_first: set[int]
+    """Parameters that rank 0 has not seen."""
+    unseen_by_all: set[int]
+    """Parameters that no rank has seen."""
+    sparse_dims: list[int]
+    """For each parameter its gradient's sparse dimensions on any rank, 0 if it is dense."""
+
+
+def agree_on_arrivals(
     arrived: Sequence[int], sparse_dims: Sequence[int], group: dist.ProcessGroup, device: torch.device
-) -> tuple[list[int], set[int], list[int]]:
-    """Return rank 0's order of arrival, the parameters it has not seen, and where gradients are sparse on any rank.
+) -> Arrivals:
+    """Return what the ranks have seen together. Collective.
 
     `arrived` holds for each parameter the moment at which its gradient was ready, 0 if it never was; the sparse
-    dimensions are 0 for dense gradients. Collective.
+    dimensions are 0 for dense gradients.
     """
-    moments = torch.tensor(list(arrived), dtype=torch.int64, device=device)
-    sparse = torch.tensor(list(sparse_dims), dtype=torch.int64, device=device)
+    of_first = torch.tensor(list(arrived), dtype=torch.int64, device=device)
+    of_any = torch.tensor([list(arrived), list(sparse_dims)], dtype=torch.int64, device=device)
     if group.size() > 1:
-        dist.broadcast(moments, dist.get_global_rank(group, 0), group=group)
-        dist.all_reduce(sparse, dist.ReduceOp.MAX, group=group)
-    known = moments.tolist()
+        dist.broadcast(of_first, dist.get_global_rank(group, 0), group=group)
+        dist.all_reduce(of_any, dist.ReduceOp.MAX, group=group)
+    known, (known_to_any, sparse) = of_first.tolist(), of_any.tolist()
     count = len(known)
-    # Parameters that were never seen keep their place in the reverse order, behind all others.
-    order = sorted(range(count), key=lambda i: (known[i] == 0, known[i], -i))
-    return order, {i for i in range(count) if known[i] == 0}, sparse.tolist()
+    return Arrivals(
+        order=sorted(range(count), key=lambda i: (known[i] == 0, known[i], -i)),
+        unseen_by_first={i for i in range(count) if known[i] == 0},
+        unseen_by_all={i for i in range(count) if known_to_any[i] == 0},
+        sparse_dims=sparse,
+    )
+
+
+def _described(name: str, tensor: Tensor) -> str:
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype}{', frozen' * frozen}"
 
 
 def _join_by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined] # torch exports it at run time
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+
+from .gradient_bucket import GradientBucket
+from .hook_run import HookFuture
 
 _INSTEAD = {
     "mixed_precision": "compute in torch.autocast, which keeps parameters and gradients in full precision",
@@ -45,6 +51,32 @@ def all_ranks() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the seconds for which ranks of `group` wait for each other; the default where torch does not tell."""
+    try:
+        limit = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # not every backend has options
+        limit = default_pg_timeout
+    return float(limit.total_seconds())
+
+
+def check_hook(hook: Callable[..., Any]) -> None:
+    """Raise TypeError for a communication hook that cannot be called, ValueError for one that is for something else."""
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    try:
+        hints = get_type_hints(hook)
+    except Exception:  # names that are not there at run time
+        hints = {}
+    bucket, returned = hints.get("bucket", Any), hints.get("return", Any)
+    if bucket not in (GradBucket, GradientBucket, Any):
+        raise ValueError(f"Communication hook: bucket annotation should be dist.GradBucket, not {bucket}.")
+    if returned not in (HookFuture, Any) and get_origin(returned) not in (Generator, Iterator):
+        raise ValueError(
+            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor], not {returned}."
+        )
 
 
 def check_devices(

@@ -70,6 +70,10 @@ class PatientWork:
         """Note that the collective is done; called on the backend's thread."""
         self.finished_at = time.perf_counter()
 
+    def is_done(self) -> bool:
+        """Whether the collective has ended, well or not."""
+        return self.work.is_completed()
+
     def wait(self) -> None:
         """Return once the collective is done; raise with the root cause when a rank failed or did not come."""
         start, slices = time.monotonic(), 0
@@ -110,6 +114,10 @@ class _StreamWork:
         self.work = work
         self.finished_at: float | None = None
 
+    def is_done(self) -> bool:
+        """Whether the device has done the collective."""
+        return self.work.is_completed()
+
     def wait(self) -> None:
         """Let later kernels of the current stream run after the collective."""
         self.work.wait()
@@ -117,6 +125,10 @@ class _StreamWork:
 
 class _Done:
     finished_at: float | None = None
+
+    def is_done(self) -> bool:
+        """Return true."""
+        return True
 
     def wait(self) -> None:
         """Return at once: a single rank's sum is its own."""

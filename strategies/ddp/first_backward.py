@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .agreement import agree_on_order
+from .agreement import agree_on_arrivals
 from .buckets import DEFAULT_CAP_BYTES, MIB, BucketPlan, GradientSpec, plan_buckets
 from .gradient_bucket import Slot
 
@@ -23,6 +23,7 @@ class FirstBackward:
         self.slots, self.settings = slots, settings
         self.moments = 0  # firings so far
         self.fires = [0] * len(slots)
+        self.unused_here: list[int] = []  # in a static graph: by this rank, while others use them
 
     def restart(self) -> None:
         """Forget a backward that did not reach its end."""
@@ -47,12 +48,18 @@ class FirstBackward:
             gradient = slot.parameter.grad
             if gradient is not None and gradient.is_sparse:
                 slot.sparse_dim = gradient.sparse_dim()
-        arrived = [slot.arrived for slot in self.slots]
-        order, unseen, sparse_dims = agree_on_order(arrived, [slot.sparse_dim for slot in self.slots], group, device)
-        for slot, sparse_dim, fires in zip(self.slots, sparse_dims, self.fires, strict=True):
+        moments, sparse_dims = [slot.arrived for slot in self.slots], [slot.sparse_dim for slot in self.slots]
+        arrivals = agree_on_arrivals(moments, sparse_dims, group, device)
+        for slot, sparse_dim, fires in zip(self.slots, arrivals.sparse_dims, self.fires, strict=True):
             slot.sparse_dim = sparse_dim
             slot.expected = fires if self.settings.static_graph and self.moments else max(1, fires)
-        return plan_of(self.slots, settings=self.settings, order=order, apart=unseen)
+        unseen = arrivals.unseen_by_first
+        if self.settings.static_graph:
+            unseen = arrivals.unseen_by_all
+            for index in unseen:
+                self.slots[index].expected = 0
+            self.unused_here = [s.index for s in self.slots if s.expected == 0 and s.index not in unseen]
+        return plan_of(self.slots, settings=self.settings, order=arrivals.order, apart=unseen)
 
 
 def plan_of(

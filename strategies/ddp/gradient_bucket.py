@@ -49,6 +49,10 @@ class Bucket:
     launched_at: float = 0.0
     finished_at: float = 0.0
 
+    def is_done(self) -> bool:
+        """Whether the reduction, once started, needs no more waiting; one by a hook is waited for at the end."""
+        return self.hook_run is None and self.reduction is not None and self.reduction.is_done()
+
     @property
     def flat(self) -> Tensor:
         """The gradients, one after the other."""

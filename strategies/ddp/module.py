@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainkit.batches import tensors_in, to_device
 
 from .agreement import broadcast
-from .arguments import all_ranks, check_devices, group_of, refuse
+from .arguments import all_ranks, check_devices, check_hook, group_of, refuse, timeout_of
 from .graph import unreached_parameters
 from .hook_run import CommunicationHook
 from .reducer import Reducer, ReducerSettings
@@ -40,18 +40,19 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Args:
         module: What is trained; its parameters and buffers become those of rank 0.
-        device_ids: The one device of this rank, to which inputs are moved; `None` for a CPU or for several devices.
+        device_ids: The one device of this rank, to which inputs are moved; `None` for a CPU, or to leave them alone.
         output_device: Kept for compatibility; must be the module's device.
         dim: Kept for compatibility.
         broadcast_buffers: The older name of `forward_sync_buffers`; `False` also leaves buffers alone at construction.
-        init_sync: Whether parameters are compared and broadcast at construction.
+        init_sync: Whether frozen parameters and buffers are compared as well at construction, and all are broadcast.
         process_group: The ranks; by default all of them.
         bucket_cap_mb: Size of a bucket in MiB.
         find_unused_parameters: Whether parameters may take no part in the loss.
         gradient_as_bucket_view: Whether `.grad` is a part of a bucket: less memory and no copy.
         static_graph: Whether every step uses the same parameters equally often.
         device_mesh: The ranks as a mesh of one dimension, in place of `process_group`.
-        forward_sync_buffers: Whether buffers become those of rank 0 before each forward that will be reduced.
+        forward_sync_buffers: Whether buffers become those of rank 0 before the next forward, with gradients or without,
+            after each that will be reduced.
         check_reduction: Kept for compatibility.
         batched_grad_copy: Kept for compatibility: gradients are copied together wherever they are copied.
         mixed_precision: Refused, as the four that follow are: the message says what to use instead.
@@ -117,9 +118,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.bucket_cap_mb = bucket_cap_mb
         self.transport: TransportName = transport
         self._divide_by_initial_world_size = True
-        self._make_reducer()
+        self._buffers_may_differ = True  # since buffers were rank 0's
+        leaves_buffers = broadcast_buffers is False and forward_sync_buffers is None
+        self._make_reducer(untrained=self._untrained(leaves_buffers) if init_sync else {})
         if init_sync:
-            leaves_buffers = broadcast_buffers is False and forward_sync_buffers is None
             broadcast(self.parameters_to_share() if leaves_buffers else self.whole_state(), self.process_group)
 
     # ---- Forward
@@ -148,7 +150,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether buffers become those of rank 0 before each forward that will be reduced."""
+        """Whether buffers become those of rank 0 before the next forward after each that will be reduced."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -157,8 +159,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def register_comm_hook(self, state: object, hook: CommunicationHook) -> None:
         """Let `hook(state, bucket)` reduce the buckets; it returns a future of the reduced tensor."""
-        if not callable(hook):
-            raise TypeError("a communication hook must be callable")
+        check_hook(hook)
         self.reducer.register_hook(state, hook)
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
@@ -169,13 +170,17 @@ class DistributedDataParallel(nn.Module, Joinable):
     @_not_compiled
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         reducer = self.reducer
-        if torch.is_grad_enabled():
+        trains = torch.is_grad_enabled()
+        if trains:
             if reducer.is_open and torch._C._current_graph_task_id() == -1:
                 reducer.abandon()  # the last backward ended by an exception
             if self._join_config.enable:
                 self._tell_joined_ranks()
-        if self.forward_sync_buffers and reducer.sync and torch.is_grad_enabled():
+        # As stock: also an evaluation begins with equal buffers. Ranks without batches know of reductions only.
+        is_due = trains and reducer.sync if self._join_config.enable else self._buffers_may_differ
+        if self.forward_sync_buffers and is_due:
             self._broadcast_buffers()
+        self._buffers_may_differ = trains and reducer.sync
         if self.device_ids is None:
             return inputs, kwargs
         return to_device(inputs, self._device), to_device(kwargs, self._device)
@@ -247,8 +252,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._divide_by(int(counts[1].item()))
 
     def _divide_by(self, active: int) -> None:
-        ranks = self.process_group.size() if self._divide_by_initial_world_size else max(1, active)
-        self.reducer.filling.scale = 1.0 / ranks
+        self.reducer.divide_by(self.process_group.size() if self._divide_by_initial_world_size else max(1, active))
 
     def common_rank(self, candidate: int) -> int:
         """Return the highest rank that any rank proposes (-1: none). Collective."""
@@ -269,12 +273,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.process_group = all_ranks()  # a process group does not survive pickling; this is the default one
         self._make_reducer()
 
-    def _make_reducer(self) -> None:
-        named = [
-            (name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and name not in self.parameters_to_ignore
-        ]
+    def _make_reducer(self, *, untrained: Mapping[str, Sequence[tuple[str, Tensor]]] | None = None) -> None:
+        named = [(name, parameter) for name, parameter in self._named_parameters() if parameter.requires_grad]
         if not named:
             raise RuntimeError(
                 "DistributedDataParallel is not needed when a module has no parameter that requires a gradient."
@@ -285,11 +285,20 @@ class DistributedDataParallel(nn.Module, Joinable):
             unused="find" if self.find_unused_parameters else "auto" if self.static_graph else "error",
             static_graph=self.static_graph,
             transport=self.transport,
+            timeout_seconds=timeout_of(self.process_group, self._device),
         )
-        self.reducer = Reducer(named, group=self.process_group, settings=settings)
+        self.reducer = Reducer(named, group=self.process_group, settings=settings, untrained=untrained)
         # Hooks hold the Reducer, and parameters outlive this wrapper: without it they must fall silent.
         self._closing = weakref.finalize(self, self.reducer.close)
         self._closing.atexit = False
+
+    def _untrained(self, leaves_buffers: bool) -> dict[str, Sequence[tuple[str, Tensor]]]:
+        frozen = [(name, parameter) for name, parameter in self._named_parameters() if not parameter.requires_grad]
+        return {"frozen parameter": frozen, "buffer": [] if leaves_buffers else self._named_buffers()}
+
+    def note_equal_buffers(self, *, equal: bool) -> None:
+        """Let the next forward know whether buffers are rank 0's."""
+        self._buffers_may_differ = not equal
 
     def whole_state(self) -> list[Tensor]:
         """Return what is equal on every rank."""
@@ -297,13 +306,19 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def parameters_to_share(self) -> list[Tensor]:
         """Return the parameters that are not left alone."""
-        named = self.module.named_parameters()
-        return [parameter for name, parameter in named if name not in self.parameters_to_ignore]
+        return [parameter for _, parameter in self._named_parameters()]
 
     def buffers_to_share(self) -> list[Tensor]:
         """Return the buffers that are not left alone."""
+        return [buffer for _, buffer in self._named_buffers()]
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        named = self.module.named_parameters()
+        return [(name, parameter) for name, parameter in named if name not in self.parameters_to_ignore]
+
+    def _named_buffers(self) -> list[tuple[str, Tensor]]:
         named = self.module.named_buffers()
-        return [buffer for name, buffer in named if name not in self.parameters_to_ignore]
+        return [(name, buffer) for name, buffer in named if name not in self.parameters_to_ignore]
 
     # ---- Names that PyTorch keeps to itself, and programs use nevertheless
 

@@ -18,7 +18,7 @@ Reducer learns in which order gradients arrive and how often each hook fires; th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from .agreement import check_same_parameters
+from .agreement import check_same_model
 from .clipping import total_norm
 from .failure import StoreBoard
 from .filling import Filling
@@ -78,17 +78,19 @@ class Reducer:
         group: dist.ProcessGroup,
         settings: ReducerSettings | None = None,
         board: StoreBoard | None = None,
+        untrained: Mapping[str, Sequence[tuple[str, Tensor]]] | None = None,
     ) -> None:
         """Check that all ranks have the same parameters and listen to their gradients. Collective.
 
-        On `board` the ranks tell each other why they fail; by default it is one of this Reducer's own.
+        What else must be the same is in `untrained`, by what to call it. On `board` the ranks tell each other why they
+        fail; by default it is one of this Reducer's own.
         """
         self.settings = settings or ReducerSettings()
         self.group, self.world_size = group, group.size()
         self.slots = [Slot(i, name, parameter) for i, (name, parameter) in enumerate(named_parameters)]
         self.parameters = [slot.parameter for slot in self.slots]
         self.device = _only_device(self.parameters)
-        token = check_same_parameters(list(named_parameters), group)
+        token = check_same_model({"parameter": named_parameters, **(untrained or {})}, group)
         self.board = board or StoreBoard(group, token=token)
         self.transport = open_transport(
             self.settings.transport,
@@ -104,17 +106,18 @@ class Reducer:
         self.buckets: list[Bucket] = []  # made when the first backward has shown the order
         self.sync = True  # whether a backward is reduced; read when gradients arrive
         self.step = 0  # reductions so far
-        self.after_bucket: Callable[[Bucket], None] | None = None  # called once a bucket holds its result
+        self.after_bucket: Callable[[Bucket], None] | None = None  # called once a bucket has its result, in backward
         self.after_step: Callable[[Reducer], None] | None = None
         # - the backward under way
         self._open = False
-        self._fast = False  # open, and buckets exist
+        self._fast = False  # open, buckets exist, and the first gradient has arrived
         self._queue = LaunchQueue(self._start)
+        self._num_completed = 0  # buckets whose results are in the gradients
         self._first = FirstBackward(self.slots, settings=self.settings)
         self.began_at = self.backward_ended_at = self.ended_at = 0.0  # seconds of time.perf_counter
         self.waited_seconds = 0.0  # after backward, in all steps
-        self._never: list[int] = []  # parameters that a static graph does not use
-        self._marked: frozenset[int] = frozenset()  # known not to take part
+        self._never: list[int] = []  # parameters that a static graph does not use on this rank
+        self._marked: set[int] = set()  # known not to take part, and not contributed yet
         self._undivided: dict[int, Tensor] = {}  # earlier sums of parameters by index, see `_share_carried`
         self._shadow = False  # this rank only takes part in the backward of the others
         self._broken: str | None = None
@@ -164,7 +167,7 @@ class Reducer:
         """Expect a backward."""
         if self._broken is not None:
             raise RuntimeError(f"gradients cannot be reduced any more: {self._broken}")
-        self._open, self._marked = True, frozenset()
+        self._open, self._marked, self._num_completed = True, set(), 0
         self.began_at = time.perf_counter()
         self._queue.begin(self.buckets)
         if not self.buckets:
@@ -172,20 +175,16 @@ class Reducer:
             return
         for slot in self.slots:
             slot.remaining = slot.expected
+        for index in self._never:
+            self.slots[index].remaining = 1  # until its place is filled with nothing
+        self._marked.update(self._never)
         self._share_carried()
-        self._fast = True
-        if self._never:
-            self.mark_unused(self._never)
 
     def mark_unused(self, unused: Sequence[int]) -> None:
         """Do not wait for the parameters `unused`: they are known to take no part in the backward that follows."""
-        if not self._fast:
-            return
-        self._marked = self._marked.union(unused)
-        for index in unused:
-            if self.slots[index].remaining:
-                self._contribute(self.slots[index])
-        self._launch_ready()
+        self._marked.update(unused)
+        if self._fast:
+            self._contribute_marked()
 
     def finish(self) -> None:
         """Leave in every `.grad` the reduction over ranks. Collective; the backward has run.
@@ -196,6 +195,8 @@ class Reducer:
         try:
             if not self.buckets:
                 self._settle()
+            elif not self._fast:
+                self._contribute_marked()
             if not self._queue.is_complete:
                 self._contribute_missing()
             self._wait_for_all()
@@ -232,11 +233,7 @@ class Reducer:
         """Finish at the end of the backward, unless it gave no parameter a gradient (`torch.autograd.grad`)."""
         if not self._open:
             return
-        if self.buckets:
-            arrived = any(s.remaining != s.expected for s in self.slots if s.index not in self._marked)
-        else:
-            arrived = self._first.moments > 0
-        if arrived:
+        if self._fast if self.buckets else self._first.moments > 0:
             self.finish()
         else:
             self.abandon()
@@ -257,6 +254,11 @@ class Reducer:
         """Let `hook(state, bucket)` reduce the buckets: it leaves the mean over ranks. Once, before training."""
         self.reductions.register_hook(state, hook)
         self.filling.scale = 1.0
+
+    def divide_by(self, ranks: int) -> None:
+        """Let the next reductions be sums over ranks divided by `ranks`; a hook divides as it likes."""
+        if not self.reductions.has_hook:
+            self.filling.scale = 1.0 / ranks
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of all gradients, computed on the flat buckets where `.grad` lies in them."""
@@ -291,8 +293,7 @@ class Reducer:
         filling, as_view, multiply = self.filling, self.filling.as_view, torch.mul
 
         def on_gradient(parameter: Tensor) -> None:
-            if not self._fast or not self.sync:
-                self._accumulated(slot)
+            if not (self._fast and self.sync) and not self._takes_part(slot):
                 return
             slot.remaining -= 1
             if slot.remaining:
@@ -326,35 +327,31 @@ class Reducer:
 
         return on_cuda_gradient
 
-    def _accumulated(self, slot: Slot) -> None:
-        """Note a gradient that arrived without a reduction, or in the first backward, or armed by nothing."""
+    def _takes_part(self, slot: Slot) -> bool:
+        """Note a gradient that only adds up, or is one of the first backward; return whether it is for a bucket.
+
+        The first that is for one lets those follow that are known not to come. Before it there may be nothing to
+        reduce at all: `torch.autograd.grad` gives no parameter a gradient.
+        """
         if not self.sync:
             slot.touched, slot.carried = True, False
             self.filling.move(slot)
-            return
+            return False
         if not self._open:
             self.arm()
-            if self._fast:
-                slot.remaining -= 1
-                if slot.remaining:
-                    self._not_the_last(slot)
-                    return
-                self.filling.fill(slot)
-                self._count(slot)
-                self._launch_ready()
-                return
+        if self.buckets:
+            self._fast = True
+            self._contribute_marked()
+            return True
         fires = self._first.note(slot)
         if fires > 1 and self.settings.unused == "error" and not self.settings.static_graph:
             self._raise_twice(slot)
+        return False
 
     def _not_the_last(self, slot: Slot) -> None:
         slot.touched = True
         if slot.remaining < 0:
             self._raise_twice(slot)
-
-    def _count(self, slot: Slot) -> None:
-        assert slot.bucket is not None
-        self._queue.count(slot.bucket)
 
     def _bucket_filled(self, bucket: Bucket) -> None:
         bucket.ready_at = time.perf_counter()
@@ -376,6 +373,14 @@ class Reducer:
                     gradient.mul_(1.0 / self.world_size)
 
     # ---- Parameters without a gradient
+
+    def _contribute_marked(self) -> None:
+        """Fill the places of parameters that are known to take no part."""
+        for index in sorted(self._marked):
+            slot = self.slots[index]
+            if slot.remaining:
+                self._contribute(slot)
+        self._marked.clear()
 
     def _contribute_missing(self) -> None:
         """Fill the places of parameters whose hooks did not fire as often as expected, and launch the rest."""
@@ -411,6 +416,8 @@ class Reducer:
     def _launch_ready(self) -> None:
         self._queue.start_filled()
         self.transport.progress()
+        if self.after_bucket is not None and self.device.type == "cpu":  # a stream would wait for the bucket
+            self._complete_done()
 
     def _start(self, bucket: Bucket) -> None:
         self.reductions.start(
@@ -421,15 +428,28 @@ class Reducer:
             timed=self.after_step is not None,
         )
 
+    def _complete_done(self) -> None:
+        """Leave the results of buckets that have arrived in the gradients, while backward goes on.
+
+        Only for what wants to go on with each: the parameters of a bucket have their whole gradient, so that no
+        part of the backward that is still to come reads them.
+        """
+        while self._num_completed < self._queue.next and self.buckets[self._num_completed].is_done():
+            self._complete(self.buckets[self._num_completed])
+
     def _wait_for_all(self) -> None:
         self.reductions.run_hooks(self.buckets)
-        for bucket in self.buckets:
-            self.reductions.wait(bucket)
-            for slot in bucket.slots:
-                slot.touched = False
-                slot.carried = True
-            if self.after_bucket is not None:
-                self.after_bucket(bucket)
+        for bucket in self.buckets[self._num_completed : self._queue.next]:
+            self._complete(bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        self._num_completed += 1
+        self.reductions.wait(bucket)
+        for slot in bucket.slots:
+            slot.touched = False
+            slot.carried = True
+        if self.after_bucket is not None:
+            self.after_bucket(bucket)
 
     # ---- The first backward
 
@@ -439,7 +459,7 @@ class Reducer:
         if self.settings.unused == "error" and absent and not self._shadow:
             self._raise_unused(absent)
         self.plan = self._first.agree(self.group, self.device)
-        self._never = [slot.index for slot in self.slots if slot.expected == 0]
+        self._never = self._first.unused_here
         self.buckets = make_buckets(self.plan, self.slots, self.transport, flags=self.settings.unused != "error")
         self._queue.begin(self.buckets)
         for bucket in self.buckets:

@@ -41,6 +41,11 @@ class Reductions:
             raise TypeError(f"a communication hook must be callable, got {type(hook).__name__}")
         self._hook, self._hook_state = hook, state
 
+    @property
+    def has_hook(self) -> bool:
+        """Whether a communication hook reduces the buckets."""
+        return self._hook is not None
+
     def start(self, bucket: Bucket, transport: Transport, *, where: str, is_last: bool, timed: bool) -> None:
         """Start to reduce a filled bucket; `where` names the place in messages."""
         bucket.launched_at = time.perf_counter()
@@ -108,6 +113,8 @@ class Reductions:
                 check_invariants=False,  # said aloud, since torch warns of a silent default
             )
         gradient = gradient.coalesce()
+        if self._hook is not None and self.settings.average:  # no hook is asked, and none has divided
+            gradient = gradient / self.world_size
         slot.parameter.grad = gradient
         bucket.reduction = self.collective.start_tensor(gradient, where=where)
 

@@ -25,6 +25,9 @@ class Reduction(Protocol):
     finished_at: float | None
     """When it was done, in seconds of time.perf_counter, where that is known; else None."""
 
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+
     def wait(self) -> object:
         """Return once the tensor holds the sum over all ranks; raise when a rank failed or did not come in time."""
 

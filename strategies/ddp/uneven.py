@@ -41,6 +41,7 @@ class Shadow(JoinHook):
         wrapper = self.wrapper
         source = wrapper.common_rank(wrapper.process_group.rank() if is_last_joiner else -1)
         broadcast(wrapper.whole_state(), wrapper.process_group, source=source)
+        wrapper.note_equal_buffers(equal=False)  # all ranks alike, whichever forward was their last
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from trainkit.window import MicroBatch, Window
 
 from ..ddp.agreement import broadcast, gather
 from ..process_group import ProcessGroupStrategy
+from ..shared_buffers import SharedBuffers
 from .arguments import checked_balance, checked_count, checked_name, refuse_compiled
 from .failures import Failures
 from .grid import Grid
@@ -322,8 +323,8 @@ class Pipeline(ProcessGroupStrategy):
         shared = self._share([outputs[index] for index in sorted(outputs)], staged, TRAINING)
         gradients.add_up_shared()
         self.finish_gradients(shared, window)
-        if self._buffers and self.replicas > 1:
-            broadcast(self._buffers, self.group)
+        if self._buffers is not None and self.replicas > 1:
+            broadcast(self._buffers.now(), self.group)
         if self.draws_timeline and batches:
             self._draw_timeline(len(batches))
         return shared
@@ -431,8 +432,7 @@ class Pipeline(ProcessGroupStrategy):
         if trains:
             self._gradients = StageGradients(task, placement, self._grid, limit=self._limit)
             if self.broadcast_buffers:
-                held = [buffer for name, buffer in task.named_buffers() if placement.is_held(name, self.stage)]
-                self._buffers = held
+                self._buffers = SharedBuffers(task, is_shared=lambda name: placement.is_held(name, self.stage))
         share = self._schedule.bubble(num_micro_batches)
         self.partition_plan = PartitionPlan.of(staged.recording, self._staging.partition, bubble=share)
         if self.is_main:
