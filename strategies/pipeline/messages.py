@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .no_gradient import is_no_gradient, no_gradient
+
 HEADER_TAG = 1 << 28
 
 
@@ -21,18 +23,30 @@ class Parcel:
     tensor: Tensor | None
     """In host memory: the ranks of a pipeline talk through gloo."""
     work: dist.Work | None
-    local: deque[Tensor] | None
+    local: deque[Tensor | None] | None
     """Where the tensor comes from, if this very rank sends it."""
     device: torch.device
 
     def open(self, what: str) -> Tensor:
         """Return the tensor once it is here; `what` is named in the error if it does not come."""
+        tensor = self._awaited(what)
+        assert tensor is not None
+        return tensor.to(self.device)
+
+    def open_gradient(self, what: str) -> Tensor | None:
+        """Return the gradient once it is here, or `None` for word that there is none."""
+        tensor = self._awaited(what)
+        if tensor is None or (self.local is None and tensor.numel() and is_no_gradient(tensor)):
+            return None
+        return tensor.to(self.device)
+
+    def _awaited(self, what: str) -> Tensor | None:
         if self.local is not None:
             return self.local.popleft()
         assert self.tensor is not None
         if self.work is not None:
             _wait(self.work, f"waited in vain for {what}")
-        return self.tensor.to(self.device)
+        return self.tensor
 
 
 class Messages:
@@ -43,7 +57,7 @@ class Messages:
         self._rank = rank
         self._device = device
         self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
-        self._local: dict[int, deque[Tensor]] = defaultdict(deque)
+        self._local: dict[int, deque[Tensor | None]] = defaultdict(deque)
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> None:
         """Start sending; the tensor is kept until it has left."""
@@ -58,6 +72,13 @@ class Messages:
             self._under_way.append((work, tensor))
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
+
+    def send_gradient(self, gradient: Tensor | None, *, of: Tensor, to: int, tag: int) -> None:
+        """Start sending the gradient of a tensor, or word that there is none."""
+        if gradient is None and to == self._rank:
+            self._local[tag].append(None)
+            return
+        self.send(no_gradient(of) if gradient is None else gradient, to=to, tag=tag)
 
     def expect(self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int) -> Parcel:
         """Return the parcel that rank `source` sends with `tag`; receiving goes on in the background."""

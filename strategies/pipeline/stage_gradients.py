@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ddp.agreement import gather
 from ..ddp.clipping import total_norm
 from ..ddp.reducer import Reducer, ReducerSettings
 from .grid import Grid
@@ -34,13 +33,10 @@ class StageGradients:
         shared = placement.shared_by()
         groups = grid.holder_groups(shared, limit=limit)
         self._shared = [
-            (groups[stages], [(name, named[name]) for name in names])
+            (groups[stages], [named[name] for name in names if named[name].requires_grad])
             for stages, names in shared.items()
             if grid.stage in stages
         ]
-        self._everyone: dist.ProcessGroup | None = dist.group.WORLD
-        self._without_gradient: set[str] | None = None  # on all ranks; known after the first step
-        self._named = named
         self._reducer: Reducer | None = None
         if grid.replicas > 1 and mine:
             self._reducer = Reducer(mine, group=grid.copies, settings=ReducerSettings(average=False))
@@ -65,14 +61,20 @@ class StageGradients:
             self._reducer.reduce_nothing()
 
     def add_up_shared(self) -> None:
-        """Leave on every stage that uses a parameter the sum of all stages' gradients; collective."""
-        if self._without_gradient is None:
-            assert self._everyone is not None
-            mine = {name for name, parameter in self._named.items() if parameter.grad is not None}
-            self._without_gradient = set(self._named).difference(*gather(mine, self._everyone))
+        """Leave on every stage that uses a parameter the sum of all stages' gradients; collective.
+
+        A parameter to which no stage gives a gradient in this step has none, as in one process.
+        """
         for group, parameters in self._shared:
-            for name, parameter in parameters:
-                if name not in self._without_gradient:
+            on_host = "cpu" in dist.get_backend_config(group)
+            found = torch.tensor(
+                [parameter.grad is not None for parameter in parameters],
+                dtype=torch.int32,
+                device="cpu" if on_host or not parameters else parameters[0].device,
+            )
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+            for parameter, has_gradient in zip(parameters, found.tolist(), strict=True):
+                if has_gradient:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     dist.all_reduce(parameter.grad, group=group)

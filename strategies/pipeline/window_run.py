@@ -87,9 +87,23 @@ class WindowRun:
             tag=self._tag(transfer, kind),
         )
 
-    def _send(self, tensor: Tensor, transfer: Transfer, kind: str) -> None:
-        other = transfer.destination if kind == FORWARD else transfer.source
-        self.messages.send(tensor, to=self.staged.segments[other].rank, tag=self._tag(transfer, kind))
+    def _send(self, tensor: Tensor, transfer: Transfer) -> None:
+        if tensor.requires_grad and not transfer.differentiable:
+            raise self._unexpected_gradient(transfer)
+        to = self.staged.segments[transfer.destination].rank
+        self.messages.send(tensor.detach(), to=to, tag=self._tag(transfer, FORWARD))
+
+    def _send_gradient(self, of: Tensor, transfer: Transfer) -> None:
+        to = self.staged.segments[transfer.source].rank
+        self.messages.send_gradient(of.grad, of=of, to=to, tag=self._tag(transfer, BACKWARD))
+
+    def _unexpected_gradient(self, transfer: Transfer) -> Departure:
+        events = self.staged.recording.events
+        maker = next(event for event in events if any(product.value == transfer.value for product in event.products))
+        return Departure(
+            f"{maker} made a tensor that needs a gradient, and made one that needs none in the recorded step. Freeze "
+            "parameters, and detach tensors, for the whole run or not at all, or train with strategy=ddp."
+        )
 
     def _tag(self, transfer: Transfer, kind: str) -> int:
         """Return a number of its own for each value on each way; within it, micro-batches keep their order."""
@@ -115,7 +129,7 @@ class WindowRun:
         if is_new:
             self._pass_on_shapes(segment, shapes, result.values, batch)
         for transfer in segment.sends:
-            self._send(result.values[transfer.value].detach(), transfer, FORWARD)
+            self._send(result.values[transfer.value], transfer)
         loss = None
         if segment.is_last:
             if self.read_loss is None:
@@ -171,20 +185,21 @@ class WindowRun:
         held = self._held.pop((action.stage, action.micro_batch))
         gradients: dict[int, Tensor] = {}
         for transfer, parcel in self._parcels.pop(action):
-            gradient = parcel.open(_description(action, transfer.destination))
-            known = gradients.get(transfer.value)
-            gradients[transfer.value] = gradient if known is None else known + gradient
+            gradient = parcel.open_gradient(_description(action, transfer.destination))
+            if gradient is not None:
+                known = gradients.get(transfer.value)
+                gradients[transfer.value] = gradient if known is None else known + gradient
         start = perf_counter()
         roots: list[Tensor] = [] if held.loss is None else [held.loss]
         root_gradients: list[Tensor | None] = [None] * len(roots)
-        for value, tensor in held.outputs.items():
-            roots.append(tensor)
-            root_gradients.append(gradients[value])
+        for value, gradient in gradients.items():
+            if held.outputs[value].requires_grad:  # else it was detached for this batch alone
+                roots.append(held.outputs[value])
+                root_gradients.append(gradient)
         if roots:
             torch.autograd.backward(roots, root_gradients)
         for transfer, tensor in held.inputs:
-            found = tensor.grad
-            self._send(torch.zeros_like(tensor) if found is None else found, transfer, BACKWARD)
+            self._send_gradient(tensor, transfer)
         return start
 
 

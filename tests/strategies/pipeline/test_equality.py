@@ -121,6 +121,47 @@ def test_numbers_that_a_module_returns_are_those_of_each_batch_in_every_stage():
     _assert_equal(2, cases, tolerance=DOUBLE)
 
 
+class _Detaching(nn.Linear):
+    """Lets no gradient through to what it is given, nor to its weight for the first `count` batches."""
+
+    def __init__(self, count):
+        super().__init__(16, 16)
+        self.count = count
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        weight = self.weight.detach() if self.calls <= self.count else self.weight
+        return F.linear(x.detach(), weight, self.bias)
+
+
+class _Detached(Mlp):
+    """The body is used by a metric alone, and so has no gradient; the tied weight gets its first one in step 3."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = _Detaching(99), _Detaching(8)
+        self.second.weight = self.first.weight
+
+    def training_step(self, batch):
+        body = self.net[:19](batch[0])
+        logits = self.net[19](self.second(self.first(body)))
+        return {"loss": F.cross_entropy(logits, batch[1]), "size": body.mean()}
+
+
+def test_a_parameter_without_a_gradient_is_left_alone_by_the_optimizer():
+    # AdamW's weight decay moves what has a gradient of zeros.
+    settings = {"num_steps": 4, "shared": "replicated"}
+    several = {"cuts": ["net.8", "first", "second"], "schedule": "interleaved_virtual", **settings}
+    cases = [
+        _case(_Detached, cuts=["first"], **settings),
+        _case(_Detached, name="tied over the cut", cuts=["second"], **settings),
+        _case(_Detached, name="by way of other stages", **several),
+    ]
+
+    _assert_equal(2, cases, tolerance=DOUBLE)
+
+
 class _CompiledParts(Mlp):
     """Has its layers compiled, as `trainer.compile=true` does with a task that has no forward of its own."""
 
