@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ddp.collective import PatientWork
-from ..ddp.failure import FailureBoard, RankError
+from ..ddp.failure import FailureBoard, RankError, timed_out
 from .channels import Channels
 from .flights import Flight, Passage, Shares
 from .part_transport import BufferSettings, Landing, PartTransport
@@ -182,7 +182,7 @@ class Exchange(PartTransport):
             raise RankError(f"stopped while waiting in {where}, because {cause}")
         self.board.note_waiting(where)
         if waited > self.timeout_seconds:
-            raise RankError(f"waited {waited:.0f} s in {where}; who is where:\n{self.board.who_waits()}")
+            raise timed_out(self.board, where=where, seconds=waited)
 
     def wait_for_first(self) -> None:
         """Return once what is under way longest has gone one stage further."""

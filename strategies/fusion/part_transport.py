@@ -20,7 +20,7 @@ class BufferSettings:
     window_bytes: int
     """Largest piece of a buffer that travels at once."""
     in_flight: int
-    """Windows under way at once, which bounds the memory that they take."""
+    """Windows of an exchange under way at once, which bounds the memory that they take."""
     wire_type: torch.dtype | None
     """Number format in which gradients travel; sums are made in at least float32. `None`: their own."""
     sharded: bool

@@ -52,7 +52,8 @@ class FusionStrategy(DDPStrategy):
         accumulate: Micro-batches of a step on each rank.
         micro_batch_size: Samples on one device at once, at most; `auto` halves it whenever it does not fit into memory.
         buffer_mb: Size of a buffer in MiB; a parameter that is larger travels in several windows of this size.
-        in_flight: Windows that travel at once, at most.
+        in_flight: Windows that travel through gloo at once, at most, each with a copy of its own; inside a host buffers
+            are summed where they are, in memory that is taken once.
         wire: Number format in which gradients travel: `same` as they are, or `bf16`, summed in fp32.
         transport: `auto`, `shared_memory` (inside each host) or `exchange` (gloo only).
         servers: `rank`: every rank is a server; `host`: the first rank of each host.

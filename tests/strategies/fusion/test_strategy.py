@@ -23,7 +23,7 @@ from tests.equality import Perceptron, StepWeights, largest_difference, make, nu
 from tests.strategies.fusion.training import OPTIMIZERS, Partly, Wide, train, trained
 from tests.tasks import Recorder, StopAt
 from trainkit import Data, UserError
-from trainkit.testing import rank_outcomes, run_ranks
+from trainkit.testing import run_ranks
 
 
 def differences_on_this_rank(transport, run_dir):
@@ -403,28 +403,7 @@ def test_the_timeline_tells_how_much_of_the_communication_backward_hides(thread,
         assert min(event["dur"] for event in bars) < max(event["dur"] for event in trace["traceEvents"]) / 3
 
 
-# ---- Failures
-
-
-class FailingOnOne(Perceptron):
-    def training_step(self, batch):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 3 and dist.get_rank() == 1:
-            raise ZeroDivisionError("rank 1 cannot go on")
-        return super().training_step(batch)
-
-
-def failing(transport, run_dir):
-    strategy = FusionStrategy(device="cpu", transport=transport, shard_optimizer=True, timeout=30.0)
-    train(strategy, FailingOnOne(), Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "exchange"])
-def test_one_ranks_exception_ends_the_others_with_its_text(transport, tmp_path):
-    outcomes = rank_outcomes(failing, 2, transport, tmp_path, timeout=60)
-    assert "ZeroDivisionError: rank 1 cannot go on" in outcomes[1].failure
-    assert "rank 1" in outcomes[0].failure and "cannot go on" in outcomes[0].failure
-    assert outcomes[0].seconds < outcomes[1].seconds + 10
+# ---- What cannot be
 
 
 class WholeNorm(torch.optim.SGD):
@@ -443,6 +422,44 @@ def refused(run_dir):
 def test_a_sharded_optimizer_refuses_what_cannot_be_cut(tmp_path):
     (message,) = run_ranks(refused, 1, tmp_path)
     assert "WholeNorm may need them whole" in message and "shard_optimizer=false" in message
+
+
+class WithTable(Perceptron):
+    """Looks up what it adds to its outputs in a table whose gradient is sparse."""
+
+    def build(self):
+        super().build()
+        self.table = nn.EmbeddingBag(10, 1, mode="sum", sparse=True)
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        outputs = self.network(inputs) + self.table((inputs[:, :2].abs() * 3).long())
+        return (outputs - targets).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def with_sparse_gradients(run_dir):
+    """Return the differences from single by transport, and what a sharded optimizer says."""
+    found = {}
+    for transport in ("single", "shared_memory", "exchange"):
+        strategy = FusionStrategy(device="cpu", transport=transport, buffer_mb=0.0005) if found else None
+        folder = run_dir / ("fusion" if found else f"single_{dist.get_rank()}")
+        seen = StepWeights()
+        data = Data(train=numbers(13), batch_size=6)
+        train(strategy or SingleDevice(device="cpu"), WithTable(), data, seen, run_dir=folder)
+        found[transport] = seen.steps
+    with pytest.raises(UserError) as caught:
+        train(FusionStrategy(device="cpu", shard_optimizer=True), WithTable(), data, run_dir=run_dir / "sharded")
+    differences = [largest_difference(steps, found["single"]) for steps in found.values()]
+    return differences, str(caught.value)
+
+
+def test_sparse_gradients_are_summed_but_not_cut(tmp_path):
+    for differences, message in run_ranks(with_sparse_gradients, 2, tmp_path):
+        assert len(differences) == 3 and max(differences) < 1e-6
+        assert "table.weight has sparse gradients" in message and "strategy.shard_optimizer=false" in message
 
 
 class OverflowingOnOne(Perceptron):

@@ -1,0 +1,90 @@
+"""What the healthy ranks learn, and how fast, when another fails, dies or does not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+from trainkit.strategies.ddp.failure import RankError
+from trainkit.strategies.fusion.strategy import FusionStrategy
+
+from tests.equality import Perceptron, numbers
+from tests.strategies.fusion.training import train
+from trainkit import Data
+from trainkit.testing import rank_outcomes
+
+HANG_SECONDS = 3.0
+WAYS = pytest.mark.parametrize(
+    ("transport", "thread"), [("shared_memory", False), ("shared_memory", True), ("exchange", False)]
+)
+
+
+class FailingOnOne(Perceptron):
+    """Its third step fails on rank 1."""
+
+    fault = ""
+
+    def training_step(self, batch):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 3 and dist.get_rank() == 1:
+            _fail(self.fault)
+        return super().training_step(batch)
+
+
+def _fail(fault: str) -> None:
+    if fault == "raise":
+        raise ZeroDivisionError("rank 1 cannot go on")
+    if fault == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(HANG_SECONDS + 2)
+    os._exit(0)
+
+
+def failing(fault, transport, thread, run_dir):
+    """Train; return what this rank learned, and after how many seconds it did."""
+    task = FailingOnOne()
+    task.fault = fault
+    strategy = FusionStrategy(
+        device="cpu",
+        transport=transport,
+        communication_thread=thread,
+        shard_optimizer=True,
+        timeout=HANG_SECONDS if fault == "hang" else 60.0,
+    )
+    start = time.monotonic()
+    try:
+        train(strategy, task, Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
+    except RankError as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+@WAYS
+def test_one_ranks_exception_ends_the_others_with_its_text(transport, thread, tmp_path):
+    outcomes = rank_outcomes(failing, 2, "raise", transport, thread, tmp_path, timeout=60)
+    assert "ZeroDivisionError: rank 1 cannot go on" in outcomes[1].failure
+    message, _ = outcomes[0].value
+    assert "rank 1" in message and "cannot go on" in message
+    assert outcomes[0].seconds < outcomes[1].seconds + 10
+
+
+@WAYS
+def test_a_killed_rank_is_noticed(transport, thread, tmp_path):
+    outcomes = rank_outcomes(failing, 2, "die", transport, thread, tmp_path, timeout=60)
+    assert outcomes[1].failure == "the process was killed by SIGKILL"
+    message, _ = outcomes[0].value
+    assert "stopped while waiting in backward of step 2, bucket 0 of 1" in message and "gone" in message
+    assert outcomes[0].seconds < outcomes[1].seconds + 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "thread"), [("shared_memory", False), ("exchange", True)])
+def test_a_time_out_says_which_rank_waited_where_and_who_has_not_come(transport, thread, tmp_path):
+    outcomes = rank_outcomes(failing, 2, "hang", transport, thread, tmp_path, timeout=60)
+    message, seconds = outcomes[0].value
+    assert f"rank 0 waited {HANG_SECONDS:.0f} s in backward of step 2, bucket 0 of 1; who is where:" in message
+    assert "rank 1: has not come" in message
+    assert seconds > HANG_SECONDS
