@@ -17,7 +17,9 @@ class Callback:
           on_epoch_start
             on_step_end                 after every optimizer step
             on_log                      every `log_every`, with metrics reduced over ranks
-            on_evaluation_start, on_evaluation_end
+            on_evaluation_start
+              on_dataset_end            after each dataset of an evaluation
+            on_evaluation_end
             on_save                     a checkpoint is about to be written
           on_epoch_end
         on_fit_end
@@ -47,6 +49,12 @@ class Callback:
     def on_evaluation_start(self, run: Run, stage: str) -> None:
         """`stage` is `validation`, `test`, `predict` or `sanity`."""
 
+    def on_dataset_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
+        """A dataset has been evaluated, and metric objects still hold what they have counted on this rank.
+
+        Add this rank's numbers to `metrics` in place: their means over ranks, by samples, are logged with the others.
+        """
+
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
         """Every sample has been counted exactly once; names carry the stage (`validation/loss`)."""
 
@@ -75,6 +83,7 @@ MOMENTS = (
     "on_step_end",
     "on_log",
     "on_evaluation_start",
+    "on_dataset_end",
     "on_evaluation_end",
     "on_save",
     "on_exception",

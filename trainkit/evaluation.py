@@ -15,6 +15,7 @@ from trainkit.metric_objects import MetricObjects
 from trainkit.metric_states import set_aside
 from trainkit.rng import rng_untouched
 from trainkit.run import EvaluationProgress, Run
+from trainkit.step_output import StepOutput
 
 _STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
     "validation": "validation_step",
@@ -54,17 +55,22 @@ class EvalLoop:
     def _evaluate(self, feed: Feed, progress: EvaluationProgress) -> dict[str, float] | None:
         """Return the metrics of one dataset over all ranks, `None` if a stop was asked for; collective."""
         run, stage, strategy = self._run, self._stage, self._run.strategy
-        means, objects = ExactMeans(strategy.device), MetricObjects()
+        means, objects, num_samples = ExactMeans(strategy.device), MetricObjects(), 0
         with set_aside(strategy.metrics_of(run.task)):
             for micro_batch in feed.batches():
                 output = strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])
                 means.add(output)
                 objects.add(output)
                 progress.batch += 1
+                num_samples += micro_batch.num_samples
                 if strategy.stop_evaluating(run.signals.received is not None):
                     break
             if strategy.agree(run.signals.received is not None):
                 return None
+            of_callbacks: dict[str, float] = {}
+            run.emit("on_dataset_end", stage, of_callbacks)
+            if of_callbacks and num_samples:
+                means.add(StepOutput(None, num_samples, {**of_callbacks}))
             return self._over_all_ranks(means, objects)
 
     def _over_all_ranks(self, means: ExactMeans, objects: MetricObjects) -> dict[str, float]:

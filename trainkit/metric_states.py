@@ -50,12 +50,24 @@ def outermost_metrics(module: nn.Module) -> Iterator[nn.Module]:
 
 def take(metric: nn.Module) -> States:
     """Return a metric object's states in host memory."""
-    return [{name: _on_host(getattr(holder, name)) for name in _reductions(holder)} for holder in _holders(metric)]
+    return states_on_host(list(_holders(metric)))
+
+
+def states_on_host(holders: Sequence[nn.Module]) -> States:
+    """Return the states of modules that hold some, in host memory."""
+    return [{name: _on_host(getattr(holder, name)) for name in _reductions(holder)} for holder in holders]
 
 
 def compute_together(metric: nn.Module, parts: Sequence[Part]) -> Any:
     """Return what `metric` comes to over all parts; leaves their states in it."""
     holders = list(_holders(metric))
+    have_together(holders, parts)
+    with talking_to_nobody(holders):
+        return metric.compute()  # type: ignore[operator]
+
+
+def have_together(holders: Sequence[nn.Module], parts: Sequence[Part]) -> None:
+    """Leave in the modules the states of all parts together."""
     for index, holder in enumerate(holders):
         device = _device_of(holder)
         for name, reduction in _reductions(holder).items():
@@ -63,8 +75,6 @@ def compute_together(metric: nn.Module, parts: Sequence[Part]) -> Any:
             setattr(holder, name, _to(together, device))
         if not isinstance(holder, Metric):
             holder._computed = None  # type: ignore[assignment] # a result of before
-    with talking_to_nobody(holders):
-        return metric.compute()  # type: ignore[operator]
 
 
 def reset(metric: nn.Module) -> None:
@@ -99,12 +109,12 @@ def talking_to_nobody(holders: Sequence[nn.Module]) -> Iterator[None]:
 def set_aside(holders: Sequence[nn.Module]) -> Iterator[None]:
     """Let metrics count from nothing in this context, and afterwards have the states they had."""
     before = states_of(holders)
-    _reset(holders)
+    reset_all(holders)
     try:
         with talking_to_nobody(holders):
             yield
     finally:
-        _reset(holders)
+        reset_all(holders)
         put_back(before)
 
 
@@ -130,7 +140,8 @@ def _names(holder: nn.Module) -> list[str]:
 _COUNTERS = ("_update_count", "_computed")  # of torchmetrics
 
 
-def _reset(holders: Sequence[nn.Module]) -> None:
+def reset_all(holders: Sequence[nn.Module]) -> None:
+    """Let modules that hold states count from nothing."""
     for holder in holders:
         _empty_lists(holder)
         holder.reset()  # type: ignore[operator]

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.single import SingleDevice
@@ -28,6 +29,7 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Linear(4, 2)
+        self.train_accuracy, self.val_accuracy = MulticlassAccuracy(2), MulticlassAccuracy(2)
         self.epochs_seen = []
 
     def forward(self, x):
@@ -38,12 +40,21 @@ class Classifier(pl.LightningModule):
         loss = nn.functional.cross_entropy(self(x), y)
         self.log("train_loss", loss, prog_bar=True, on_step=True)
         self.log_dict({"train_acc": (self(x).argmax(1) == y).float().mean()})
+        self.train_accuracy.update(self(x), y)
         return loss
+
+    def on_train_epoch_end(self):
+        self.log("train_epoch_acc", self.train_accuracy)
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
         self.log("val_loss", nn.functional.cross_entropy(self(x), y))
         self.log("val_acc", (self(x).argmax(1) == y).float().mean(), sync_dist=True)
+        self.val_accuracy.update(self(x), y)
+
+    def on_validation_epoch_end(self):
+        self.log("val_epoch_acc", self.val_accuracy.compute(), prog_bar=True)
+        self.val_accuracy.reset()
 
     def on_train_epoch_start(self):
         self.epochs_seen.append((self.current_epoch, self.global_step))
@@ -96,6 +107,8 @@ def test_an_unmodified_module_has_the_weights_and_metrics_that_lightning_gives_i
     assert result.metrics["validation/loss"] == pytest.approx(metrics["val_loss"], abs=1e-6)
     assert result.metrics["validation/acc"] == pytest.approx(metrics["val_acc"], abs=1e-6)
     assert 0 <= result.metrics["train/acc"] <= 1
+    assert result.metrics["train/epoch_acc"] == pytest.approx(metrics["train_epoch_acc"], abs=1e-6)
+    assert result.metrics["validation/epoch_acc"] == pytest.approx(metrics["val_epoch_acc"], abs=1e-6)
 
 
 def test_hooks_at_epochs_are_called_and_know_where_the_run_is(tmp_path):
@@ -110,7 +123,8 @@ def test_a_module_trains_to_the_same_weights_on_several_devices(strategy, tmp_pa
     expected = fit(alone, data_of(alone.module), tmp_path=tmp_path / "alone")
     result = fit(together, data_of(together.module), tmp_path=tmp_path / "together", strategy=strategy)
     torch.testing.assert_close(together.module.net.weight, alone.module.net.weight)
-    assert result.metrics["validation/acc"] == pytest.approx(expected.metrics["validation/acc"])
+    for name in ("train/epoch_acc", "validation/acc", "validation/epoch_acc"):
+        assert result.metrics[name] == pytest.approx(expected.metrics[name], abs=1e-6)
 
 
 def test_hooks_that_are_not_called_are_named():
@@ -190,3 +204,124 @@ def test_several_optimizers_are_refused_with_what_to_use():
     model = nn.Linear(1, 1)
     with pytest.raises(UserError, match="configure_phases"):
         read_optimizers([optimizer_of(model), optimizer_of(model)], of="Net")
+
+
+# ---- What is logged at the end of epochs
+
+
+def test_values_at_the_end_of_an_epoch_are_means_over_its_samples_and_metrics_begin_anew(tmp_path):
+    class Collecting(Classifier):
+        def on_train_epoch_start(self):
+            super().on_train_epoch_start()
+            assert self.train_accuracy.update_count == 0
+
+        def on_validation_epoch_start(self):
+            self.losses = []
+
+        def validation_step(self, batch, batch_idx):
+            self.losses.append(nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none"))
+            self.log("val_object", self.val_accuracy)
+            super().validation_step(batch, batch_idx)
+
+        def on_validation_epoch_end(self):
+            self.log_dict({"val_mean": torch.cat(self.losses).mean(), "val_count": len(torch.cat(self.losses))})
+            super().on_validation_epoch_end()
+
+    task = LightningTask(Collecting())
+    metrics = fit(task, data_of(task.module), tmp_path=tmp_path).metrics
+    assert metrics["validation/mean"] == pytest.approx(metrics["validation/loss"], abs=1e-6)
+    assert metrics["validation/count"] == 10
+    assert metrics["validation/object"] == pytest.approx(metrics["validation/epoch_acc"], abs=1e-6)
+
+
+def test_a_value_that_is_logged_where_nothing_takes_it_is_named(tmp_path):
+    class Early(Classifier):
+        def on_fit_start(self):
+            self.log("early", 1.0)
+
+    task = LightningTask(Early())
+    with pytest.warns(UserWarning, match=r"self\.log\('early'\) is left out"):
+        fit(task, data_of(task.module), tmp_path=tmp_path, epochs=1)
+
+
+# ---- Data modules
+
+
+class Prepared(pl.LightningDataModule):
+    """Makes each stage's data in `setup`, as Lightning's guide has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def prepare_data(self):
+        self.calls.append("prepare")
+
+    def setup(self, stage):
+        self.calls.append(stage)
+        if stage == "fit":
+            self.train = samples()
+        if stage in ("fit", "validate"):
+            self.val = [samples(10), samples(7)]
+        if stage == "test":
+            self.test = samples(5)
+        if stage == "predict":
+            self.predict = samples(3)
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=6)
+
+    def val_dataloader(self):
+        return [DataLoader(one, batch_size=4) for one in self.val]
+
+    def test_dataloader(self):
+        return DataLoader(self.test, batch_size=4)
+
+    def predict_dataloader(self):
+        return [DataLoader(self.predict, batch_size=4)]
+
+
+class OverSeveralLoaders(Classifier):
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        self.log("val_loader", float(dataloader_idx))
+        self.log("val_first", float(batch_idx == 0))
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self(batch[0])
+
+
+def test_a_data_module_is_set_up_for_each_stage_when_it_is_read(tmp_path):
+    task, source = LightningTask(OverSeveralLoaders()), Prepared()
+    data = data_of(source)
+    assert source.calls == ["prepare"]
+    metrics = fit(task, data, tmp_path=tmp_path, epochs=1).metrics
+    assert source.calls == ["prepare", "fit"]
+    assert metrics["validation/dataloader_0/loader"] == 0
+    assert metrics["validation/dataloader_1/loader"] == 1
+    assert metrics["validation/dataloader_1/first"] == pytest.approx(4 / 7)
+    assert {"validation/dataloader_0/epoch_acc", "validation/dataloader_1/epoch_acc"} < set(metrics)
+    trainer = Trainer("single", run_dir=tmp_path / "later", callbacks=[], loggers=[])
+    assert set(trainer.test(task, data)) == {"test/loss"}
+    assert trainer.predict(task, data).shape == (3, 2)
+    assert source.calls == ["prepare", "fit", "test", "predict"]
+
+
+def test_a_data_module_that_is_only_validated_is_set_up_for_that_alone(tmp_path):
+    source = Prepared()
+    Trainer("single", run_dir=tmp_path, callbacks=[], loggers=[]).validate(
+        LightningTask(OverSeveralLoaders()), data_of(source)
+    )
+    assert source.calls == ["prepare", "validate"]
+
+
+def test_several_training_loaders_are_refused_with_what_to_use(tmp_path):
+    class Several(Prepared):
+        def train_dataloader(self):
+            return [super().train_dataloader()] * 2
+
+    with pytest.raises(UserError, match="Mixture"):
+        fit(LightningTask(module()), data_of(Several()), tmp_path=tmp_path)

@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from trainkit.callback import Callback
 from trainkit.data import Data
 from trainkit.errors import UserError
-from trainkit.optimization import OptimizerSpec, Schedule
+from trainkit.interop.lightning_hooks import LightningHooks, TrainerView, overrides
+from trainkit.interop.lightning_logging import record_all, record_one, recording, without_stage
+from trainkit.interop.lightning_optimizers import read_optimizers
+from trainkit.optimization import OptimizerSpec
 from trainkit.task import StepReturn, TaskModule
 
-if TYPE_CHECKING:
-    from trainkit.run import Run
-
-_STAGE_PREFIXES = tuple(f"{stage}{mark}" for stage in ("train", "validation", "valid", "val", "test") for mark in "_/")
 _CALLED_HOOKS = frozenset(
     f"on_{moment}_{edge}"
     for moment in ("fit", "train", "train_epoch", "validation", "validation_epoch", "test", "test_epoch")
     for edge in ("start", "end")
 )
-_STAGES = ("train", "val", "test", "predict")
-_OTHER_HOOKS_USED = frozenset(
-    {"configure_model", "prepare_data", "setup", *(f"{stage}_dataloader" for stage in _STAGES)}
-)
+_LOADERS = {
+    "train": "train_dataloader",
+    "validation": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+_MOMENTS = {"validation": "validate", "test": "test", "predict": "predict"}
+"""What `setup` is called with for a stage by itself."""
+_OTHER_HOOKS_USED = frozenset({"configure_model", "prepare_data", "setup", *_LOADERS.values()})
 _OVERRIDES_LEFT_OUT = ("configure_callbacks", "configure_gradient_clipping", "lr_scheduler_step", "optimizer_step")
-
-_logged: ContextVar[dict[str, Any] | None] = ContextVar("_logged", default=None)
-"""What the step that is running has logged; a variable of the context, as replicas run in threads side by side."""
 
 
 class LightningTask(TaskModule):
@@ -84,7 +82,7 @@ class LightningTask(TaskModule):
 
     def predict_step(self, batch: Any) -> Any:
         """Return what the module predicts."""
-        return _call(self.module.predict_step, batch, self.trainer_view.next_batch())
+        return _call(self.module.predict_step, batch, self.trainer_view)
 
     def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
         """Return the module's optimizer and schedules."""
@@ -96,9 +94,9 @@ class LightningTask(TaskModule):
         return [LightningHooks(self.module, self.trainer_view)]
 
     def _step(self, name: str, batch: Any) -> StepReturn:
-        with _recording() as logged:
-            returned = _call(getattr(self.module, name), batch, self.trainer_view.next_batch())
-        metrics = _without_stage(logged)
+        with recording() as logged:
+            returned = _call(getattr(self.module, name), batch, self.trainer_view)
+        metrics = without_stage(logged)
         if isinstance(returned, Mapping):
             returned = returned.get("loss")
         if returned is None and name == "training_step":
@@ -111,150 +109,58 @@ class LightningTask(TaskModule):
         return metrics
 
 
-class TrainerView:
-    """What a module sees as `self.trainer`: how far the run is."""
-
-    def __init__(self) -> None:
-        self.current_epoch = 0
-        self.global_step = 0
-        self.world_size = 1
-        self.global_rank = 0
-        self.total_steps: int | None = None
-        self.batch = -1
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this rank is the one that writes."""
-        return self.global_rank == 0
-
-    @property
-    def estimated_stepping_batches(self) -> int:
-        """Optimizer steps of the whole run; raises UserError where the duration does not tell."""
-        if self.total_steps is None:
-            raise UserError(
-                "estimated_stepping_batches is not known; give max_duration in steps, samples, or epochs of data "
-                "with a length."
-            )
-        return self.total_steps
-
-    def next_batch(self) -> int:
-        """Return the index of the batch that comes now."""
-        self.batch += 1
-        return self.batch
-
-    def follow(self, run: Run) -> None:
-        """Take over where the run is."""
-        self.current_epoch, self.global_step = run.state.epoch, run.state.step
-        self.world_size, self.global_rank = run.strategy.world_size, run.strategy.rank
-        self.total_steps = run.max_steps
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise NotOffered(
-            f"self.trainer.{name} is not offered to a LightningModule that runs as a task; there are current_epoch, "
-            "global_step, estimated_stepping_batches, world_size, global_rank and is_global_zero. What else the "
-            "module needs can be an argument of its constructor."
-        )
-
-
-class NotOffered(UserError, AttributeError):
-    """An attribute of Lightning's Trainer that has no counterpart."""
-
-
-class LightningHooks(Callback):
-    """Calls a module's own hooks at the moments of a run."""
-
-    def __init__(self, module: Any, view: TrainerView) -> None:
-        self._module = module
-        self._view = view
-        self._stage = ""
-
-    def on_fit_start(self, run: Run) -> None:
-        self._view.follow(run)
-        self._module.on_fit_start()
-        self._module.on_train_start()
-
-    def on_fit_end(self, run: Run) -> None:
-        self._module.on_train_end()
-        self._module.on_fit_end()
-
-    def on_epoch_start(self, run: Run) -> None:
-        self._view.follow(run)
-        self._view.batch = -1
-        self._module.on_train_epoch_start()
-
-    def on_step_end(self, run: Run) -> None:
-        self._view.global_step = run.state.step
-
-    def on_epoch_end(self, run: Run) -> None:
-        self._module.on_train_epoch_end()
-
-    def on_evaluation_start(self, run: Run, stage: str) -> None:
-        self._view.follow(run)
-        self._training_batch, self._view.batch = self._view.batch, -1
-        self._call(stage, "start")
-
-    def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        self._view.batch = self._training_batch
-        self._call(stage, "end")
-
-    def _call(self, stage: str, edge: str) -> None:
-        names = {"sanity": "validation", "validation": "validation", "test": "test"}
-        if stage in names:
-            for moment in (names[stage], f"{names[stage]}_epoch"):
-                getattr(self._module, f"on_{moment}_{edge}")()
-
-
 def data_of(source: Any, *, batch_size: int | None = None) -> Data:
     """Return the data of a LightningDataModule, or of a LightningModule that has its own loaders.
 
-    `batch_size` is the global batch; without it, the batch size of the training loader is.
+    `batch_size` is the global batch; without it, the batch size of the training loader is. Several validation or test
+    loaders are sets by name, `dataloader_0` and so on, or by their own names in a dict.
     """
-    for prepare in (source.prepare_data, lambda: source.setup("fit")):
-        prepare()
-    loaders = {stage: _loader(source, stage) for stage in _STAGES}
-    return Data(
-        train=loaders["train"],
-        validation=loaders["val"],
-        test=loaders["test"],
-        predict=loaders["predict"],
-        batch_size=batch_size,
-    )
+    source.prepare_data()
+    return _LoadersOf(source, batch_size=batch_size)
 
 
-def read_optimizers(returned: Any, *, of: str) -> OptimizerSpec:
-    """Return the optimizer and schedules of what a module's configure_optimizers returned; `of` names the module."""
-    optimizers, schedulers = _parts(returned)
-    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
-        raise UserError(
-            f"{of}.configure_optimizers returned {len(optimizers)} optimizers, and automatic optimization has one; "
-            "train several with TaskModule.configure_phases."
-        )
-    return optimizers[0], [_schedule(item, of) for item in schedulers]
+class _LoadersOf(Data):
+    """Calls `setup` and makes loaders when a stage is first read."""
+
+    def __init__(self, source: Any, *, batch_size: int | None) -> None:
+        super().__init__(batch_size=batch_size)
+        self._source = source
+        self._are_set_up: set[str] = set()
+        self._made: dict[str, Any] = {}
+
+    def has(self, stage: str) -> bool:
+        """Return whether the loaders of a stage are defined; those of validation may also turn out to be none."""
+        is_defined = overrides(self._source, _LOADERS[stage])
+        return is_defined and (stage != "validation" or self.dataset(stage) is not None)
+
+    def dataset(self, stage: str) -> Any:
+        """Return a stage's loader, several by name, or `None`."""
+        if stage not in self._made:
+            self._made[stage] = self._make(stage) if overrides(self._source, _LOADERS[stage]) else None
+        return self._made[stage]
+
+    def _make(self, stage: str) -> Any:
+        # As in Lightning, what is validated on while training is set up with what is trained on.
+        in_fit = stage == "train" or (stage == "validation" and "fit" in self._are_set_up)
+        moment = "fit" if in_fit else _MOMENTS[stage]
+        if moment not in self._are_set_up:
+            self._source.setup(moment)
+            self._are_set_up.add(moment)
+        made = getattr(self._source, _LOADERS[stage])()
+        return _named(made, where=f"{type(self._source).__name__}.{_LOADERS[stage]}")
 
 
-def record_one(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Keep one value that the running step logs; outside a step it is left out, as there is nothing to average."""
-    logged = _logged.get()
-    if logged is not None:
-        logged[name] = value
-
-
-def record_all(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-    """Keep several values that the running step logs."""
-    for name, value in dictionary.items():
-        record_one(name, value)
-
-
-@contextmanager
-def _recording() -> Iterator[dict[str, Any]]:
-    logged: dict[str, Any] = {}
-    token = _logged.set(logged)
-    try:
-        yield logged
-    finally:
-        _logged.reset(token)
+def _named(made: Any, *, where: str) -> Any:
+    """Return one loader, or several by name; raises UserError for what is none."""
+    if isinstance(made, (list, tuple)):
+        if len(made) <= 1:
+            return next(iter(made), None)
+        made = {f"dataloader_{index}": loader for index, loader in enumerate(made)}
+    loaders = list(made.values()) if isinstance(made, dict) else [] if made is None else [made]
+    for loader in loaders:
+        if not isinstance(loader, DataLoader):
+            raise UserError(f"{where} returned a {type(loader).__name__}; return a DataLoader, or a list of them.")
+    return made
 
 
 def _check(module: Any) -> None:
@@ -267,7 +173,7 @@ def _check(module: Any) -> None:
             f"{name} has automatic_optimization=False, which only Lightning's own loop can drive; write it as a "
             "TaskModule with configure_phases, or with manual = True."
         )
-    left_out = [hook for hook in sorted(_hooks_of(module)) if _overrides(module, hook)]
+    left_out = [hook for hook in sorted(_hooks_of(module)) if overrides(module, hook)]
     if left_out:
         warnings.warn(f"{name} overrides hooks that are not called here: {', '.join(left_out)}.", stacklevel=3)
 
@@ -284,60 +190,7 @@ def _hooks_of(module: Any) -> set[str]:
     return (from_mixins | set(_OVERRIDES_LEFT_OUT)) - _CALLED_HOOKS - _OTHER_HOOKS_USED - {"teardown"}
 
 
-def _overrides(module: Any, hook: str) -> bool:
-    owner = next((cls for cls in type(module).__mro__ if hook in vars(cls)), None)
-    return owner is not None and not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
-
-
-def _loader(source: Any, stage: str) -> Any:
-    """Return a stage's loader, or `None` where it has none."""
-    method = f"{stage}_dataloader"
-    return getattr(source, method)() if _overrides(source, method) else None
-
-
-def _call(step: Callable[..., Any], batch: Any, index: int) -> Any:
-    """Call a step with the index of its batch if it asks for one."""
-    takes_index = len(inspect.signature(step).parameters) > 1
-    return step(batch, index) if takes_index else step(batch)
-
-
-def _without_stage(logged: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the logged values under names without the stage, unless two would then have the same."""
-    metrics: dict[str, Any] = {}
-    for name, value in logged.items():
-        prefix = next((prefix for prefix in _STAGE_PREFIXES if name.startswith(prefix)), "")
-        short = name.removeprefix(prefix) or name
-        metrics[name if short in metrics else short] = value
-    return metrics
-
-
-def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
-    """Return the optimizers and the schedulers in one of the forms that Lightning knows."""
-    if isinstance(returned, Mapping):
-        scheduler = returned.get("lr_scheduler")
-        return [returned["optimizer"]], [] if scheduler is None else [scheduler]
-    if isinstance(returned, tuple | list):
-        if len(returned) == 2 and all(isinstance(item, list | tuple) for item in returned):
-            return list(returned[0]), list(returned[1])
-        if len(returned) == 1:
-            return _parts(returned[0])
-        return list(returned), []
-    return [returned], []
-
-
-def _schedule(item: Any, of: str) -> Schedule:
-    """Return one of Lightning's schedules: a scheduler, stepped each epoch, or a mapping that says when."""
-    config = item if isinstance(item, Mapping) else {"scheduler": item}
-    scheduler: LRScheduler = config["scheduler"]
-    if config.get("frequency", 1) != 1:
-        raise UserError(
-            f"{of}.configure_optimizers asks for a scheduler with frequency={config['frequency']}; schedules step "
-            "after every step or every epoch. Scale the scheduler's own step size instead."
-        )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        monitor = config.get("monitor")
-        if monitor is None:
-            raise UserError(f"{of}.configure_optimizers: ReduceLROnPlateau needs a monitor, such as 'val_loss'.")
-        (name,) = _without_stage({monitor: None})
-        return Schedule(scheduler, every="metric", metric=f"validation/{name}")
-    return Schedule(scheduler, every="step" if config.get("interval") == "step" else "epoch")
+def _call(step: Callable[..., Any], batch: Any, view: TrainerView) -> Any:
+    """Call a step with the index of its batch, and that of its loader, if it asks for them."""
+    asked = len(inspect.signature(step).parameters)
+    return step(batch, *(view.next_batch(), view.loader)[: asked - 1])
