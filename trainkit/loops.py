@@ -11,6 +11,7 @@ from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError
 from trainkit.evaluation import EvalLoop
 from trainkit.feed import Feed
+from trainkit.left_out import LeftOutSteps
 from trainkit.memory import MemoryFit
 from trainkit.phases import Phases
 from trainkit.recovery import Recovery
@@ -50,6 +51,7 @@ class FitLoop:
         self._recovery = recovery
         self._means = recovery.means
         self._stop_is_agreed = False  # since an evaluation was broken off on all ranks
+        self._left_out: LeftOutSteps | None = None  # where steps may be
         self._norm: torch.Tensor | None = None  # of the last step's gradients
 
     def run(self) -> None:
@@ -97,6 +99,8 @@ class FitLoop:
             run.state.watch_clock()
         self.start_intervals()
         run.emit("on_fit_start")
+        if any(optimization.skip_nonfinite for optimization in self._optimizations):
+            self._surround_steps(LeftOutSteps(run))
         if run.watch is not None:
             self.forward_backward = run.watch.forward_backward(self.forward_backward)
             self._optimizer_step = run.watch.optimizer_step(self._optimizer_step)
@@ -105,6 +109,15 @@ class FitLoop:
         self._recovery.start()
         if run.state.evaluation_due and self._validation is not None:
             self._evaluate()
+
+    def _surround_steps(self, left_out: LeftOutSteps) -> None:
+        """Let steps that are left out change no buffer either."""
+        self._left_out = left_out
+        if self.phases is not None:
+            self.phases.control.left_out = left_out
+        else:
+            self.forward_backward = left_out.forward_backward(self.forward_backward)
+            self._optimizer_step = left_out.optimizer_step(self._optimizer_step)
 
     def start_intervals(self) -> None:
         """Count what is due from the present step on."""
@@ -168,12 +181,15 @@ class FitLoop:
     def _log(self) -> None:
         """Write the means since the last time; the only place of training that waits for the device."""
         run = self._run
-        first_bad = self._means.first_nonfinite_step()
+        bad = self._means.nonfinite_steps()
         means = self._means.reduce(run.strategy)
         if not means:
             return
         if not self._means.loss_was_finite:
-            self._recovery.handle(first_bad)
+            self._recovery.handle(bad[0] if bad else None)
+        left_out = [] if self._left_out is None else self._left_out.take()
+        if left_out:
+            self._recovery.tell_left_out(left_out, bad)
         metrics = {f"train/{name}": value for name, value in means.items()}
         metrics["train/epoch"] = run.state.epochs
         if self._norm is not None:

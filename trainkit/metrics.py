@@ -75,15 +75,19 @@ class WeightedMeans:
 
     def first_nonfinite_step(self) -> int | None:
         """Return the first step since the last `reduce` whose loss was not finite here; waits for the device."""
+        return next(iter(self.nonfinite_steps()), None)
+
+    def nonfinite_steps(self) -> list[int]:
+        """Return the steps since the last `reduce` whose loss was not finite here; waits for the device."""
         self._fold()
         # A sum is finite only if all that was added is: one number to look at as long as nothing is wrong.
         if "loss" not in self._sums or math.isfinite(float(self._sums["loss"][0])):
-            return None
+            return []
+        found = []
         for losses, steps in self._losses:
-            for step, finite in zip(steps, torch.isfinite(losses).tolist(), strict=True):
-                if not finite:
-                    return step
-        return None
+            finite = torch.isfinite(losses).tolist()
+            found += [step for step, is_finite in zip(steps, finite, strict=True) if not is_finite]
+        return list(dict.fromkeys(found))
 
     def _fold(self) -> None:
         """Sum up the outputs kept one by one."""

@@ -94,6 +94,8 @@ class Optimization:
         self.skip_nonfinite = skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.skipped_steps: Tensor | None = None
+        self.left_out: Tensor | None = None
+        """Whether the last step changed nothing, a scalar on the device; `None` where every step counts."""
         self.spikes: SpikeWatch | None = None
         self.looks: list[Callable[[], None]] = []
         """Called in every step with the whole gradients in place, before they are clipped."""
@@ -136,6 +138,8 @@ class Optimization:
         if self._scaler is not None:
             self._scaler.step(self.optimizer)
             self._scaler.update()
+            if self.skip_nonfinite and norm is not None:
+                self.left_out = ~torch.isfinite(norm)
         elif self.skip_nonfinite:
             assert norm is not None
             self._update_if_finite(norm)
@@ -207,7 +211,7 @@ class Optimization:
 
     def _update_if_finite(self, norm: Tensor) -> None:
         bad = ~torch.isfinite(norm) if self.spikes is None else self.spikes.is_spike(norm)
-        found = bad.to(torch.float32)
+        self.left_out, found = bad, bad.to(torch.float32)
         self.skipped_steps = found if self.skipped_steps is None else self.skipped_steps + found
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # Fused kernels look at the flag on the device and write nothing when it is set.

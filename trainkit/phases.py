@@ -13,6 +13,7 @@ from trainkit.step_output import StepOutput
 from trainkit.window import Window
 
 if TYPE_CHECKING:
+    from trainkit.left_out import LeftOutSteps
     from trainkit.optimization import Optimization, OptimizerSpec
     from trainkit.run import Run
     from trainkit.step_watch import StepWatch
@@ -82,6 +83,8 @@ class PhaseControl:
         """The norm of each phase's gradient in its last step, where it was needed."""
         self.num_steps = 0
         """Optimizer steps of the whole task before this one."""
+        self.left_out: LeftOutSteps | None = None
+        """Where steps may be left out."""
         self._task = task
         self._strategy = strategy
         self._forward_backward: Callable[[TaskModule, Window], list[StepOutput]] = strategy.forward_backward
@@ -107,6 +110,8 @@ class PhaseControl:
         """
         optimization = self._find(phase)
         self._strategy.begin_phase(optimization, step_name=step or optimization.step_name)
+        if self.left_out is not None:
+            self.left_out.keep(phase)
         outputs = self._forward_backward(self._task, self._window)
         self.outputs += [_named(output, phase) for output in outputs]
         last = outputs[-1] if outputs else None
@@ -116,6 +121,8 @@ class PhaseControl:
         """Unscale and clip the phase's gradient, update its parameters, drop the gradient, step its schedules."""
         optimization = self._find(phase)
         norm = self._optimizer_step(optimization)
+        if self.left_out is not None:
+            self.left_out.put_back(optimization)
         optimization.after_step()
         if norm is not None:
             self.norms[phase] = norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from types import TracebackType
 from typing import Literal
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 Policy = Literal["raise", "skip", "stop", "rollback"]
 _SAMPLES_SHOWN = 20
+_STEPS_SHOWN = 5
 _PATIENCE_SECONDS = 60.0
 """How long training may be repeated to see a step again that a run will fail of anyway."""
 
@@ -41,7 +43,8 @@ class Recovery:
         self._weights_are_sound = True
         self._run = run
         self._feed: Feed = run.feed
-        self._policy = policy if run.checkpoints is not None or policy != "rollback" else "raise"
+        self._lacks_folder = policy == "rollback" and run.checkpoints is None
+        self._policy: Policy = "raise" if self._lacks_folder else policy
         self._rollback_limit = rollback_limit
         self._rollbacks = 0
         self._way_back = WayBack(run)
@@ -52,6 +55,11 @@ class Recovery:
     def prepare(self) -> None:
         """Know what is not finite before training; collective."""
         strategy = self._run.strategy
+        if self._lacks_folder and self._run.is_main:
+            logger.warning(
+                "on_nonfinite=rollback goes back to checkpoints, and this run has no folder for any: a loss that is not "
+                "finite ends it, as with on_nonfinite=raise."
+            )
         own = untrained_nonfinite_state(self._run.task)
         if strategy.agree(bool(own)):  # stages have parts of the task
             self._way_back.never_finite = frozenset(name for names in strategy.all_gather_object(own) for name in names)
@@ -107,7 +115,7 @@ class Recovery:
     def handle(self, step: int | None) -> None:
         """Raise, stop or go back as the policy says; `step` is this rank's first bad one. Collective.
 
-        A skipped step has changed nothing, and nothing is left to do.
+        A skipped step has changed nothing, and is told of when training logs.
         """
         if self._policy == "skip":
             return
@@ -138,6 +146,18 @@ class Recovery:
         for optimization in run.optimizations:
             optimization.after_step()
         return []
+
+    def tell_left_out(self, steps: Sequence[int], bad: Sequence[int]) -> None:
+        """Say which steps were left out, the same on every rank, of which `bad` had a bad loss here; collective."""
+        run, shown = self._run, steps[:_STEPS_SHOWN]
+        own = {step: (step in bad, self._feed.samples_of(step, run.state)) for step in shown}
+        of_ranks = run.strategy.all_gather_object((run.strategy.rank, own))
+        if not run.is_main:
+            return
+        of_ranks.sort(key=itemgetter(0))
+        said = [_why_left_out(step, {rank: found[step] for rank, found in of_ranks}) for step in shown]
+        more = f"; and {len(steps) - len(shown)} more" * (len(steps) > len(shown))
+        logger.warning("left out since the last log: %s%s.", "; ".join(said), more)
 
     # ---- Going back
 
@@ -287,6 +307,15 @@ def checked_rollbacks(number: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise UserError(f"rollback_limit must be a whole number, at least 1, got {number!r}.")
     return number
+
+
+def _why_left_out(step: int, of_ranks: dict[int, tuple[bool, list[int]]]) -> str:
+    """Return in words what was wrong with a step, from whether each rank's loss was, and its samples."""
+    bad = next((rank for rank, (is_bad, _) in of_ranks.items() if is_bad), None)
+    samples = of_ranks[bad][1] if bad is not None else [index for _, own in of_ranks.values() for index in own]
+    why = "its gradient was not finite, or a spike" if bad is None else "its loss was NaN or infinite"
+    on_rank = f" on rank {bad}" if bad is not None and len(of_ranks) > 1 else ""
+    return f"step {step}, since {why}{on_rank}" + (f" (samples {_listed(samples)})" if samples else "")
 
 
 def _listed(samples: Sequence[int]) -> str:

@@ -155,3 +155,9 @@ def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_gone_back_to(caplog
     assert "going back to step 0" in caplog.text
     trainer("skipped", on_nonfinite="skip").fit(skipped, data(7))
     assert_same_bits(dict(rolled.named_parameters()), dict(skipped.named_parameters()))
+
+
+def test_a_run_without_a_folder_says_that_it_cannot_go_back(caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer("run", fast_dev_run=True).fit(Regression(), data())
+    assert "this run has no folder for any" in caplog.text
