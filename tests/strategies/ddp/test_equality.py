@@ -1,0 +1,135 @@
+"""`ddp` gives the weights of one device where gradients arrive in unusual ways."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.single import SingleDevice
+
+from trainkit import Data, TaskModule, Trainer
+from trainkit.testing import run_ranks
+
+SMALL_BUCKET_MB = 0.0003  # several buckets in each of these models
+
+
+class Routed(nn.Module):
+    """Each sample goes through one of three branches; which of them a rank uses changes from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.branches = nn.ModuleList(nn.Linear(8, 1) for _ in range(4))  # the last is used by nobody
+        self.used: list[tuple[bool, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        stem, choices = torch.tanh(self.stem(x)), (x[:, 0].abs() * 10).long() % 3
+        self.used.append(tuple((choices == choice).any().item() for choice in range(3)))
+        outputs = torch.zeros(len(x), 1)
+        for choice, branch in enumerate(self.branches):
+            rows = (choices == choice).nonzero().squeeze(1)
+            if len(rows):
+                outputs = outputs.index_copy(0, rows, branch(stem[rows]))
+        return outputs
+
+
+class Looked(nn.Module):
+    """A table with sparse gradients, of which each sample looks into few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(50, 6, mode="sum", sparse=True)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table((x.abs() * 40).long() % 50))
+
+
+class Recomputed(nn.Module):
+    """A block whose activations are computed again in backward, several times if `repeats` is more than one."""
+
+    def __init__(self, *, reentrant: bool, repeats: int = 1) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 1)
+        self.reentrant, self.repeats = reentrant, repeats
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(self.repeats):
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "unused": (Routed, {}),
+    "unused, found": (Routed, {"unused": "find"}),
+    "unused, overlapped": (Routed, {"overlap_optimizer": True}),
+    "unused, accumulated": (Routed, {"accumulate": 2}),
+    "sparse": (Looked, {}),
+    "sparse, accumulated": (Looked, {"accumulate": 2}),
+    "checkpointed": (lambda: Recomputed(reentrant=False, repeats=2), {}),
+    "checkpointed, overlapped": (lambda: Recomputed(reentrant=False, repeats=2), {"overlap_optimizer": True}),
+    "checkpointed, reentrant": (lambda: Recomputed(reentrant=True), {}),
+    "checkpointed twice, reentrant": (lambda: Recomputed(reentrant=True, repeats=2), {"static_graph": True}),
+}
+
+
+class Fitting(TaskModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any) -> Any:
+        return (self.net(batch[0]).squeeze(1) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        momentum = 0.0 if isinstance(self.net, Looked) else 0.9  # torch's has none for sparse gradients
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=momentum)
+
+
+def samples() -> TensorDataset:
+    x = torch.randn(53, 8, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.sum(1) / 8)
+
+
+def fit(strategy: Any, task: Fitting, run_dir: str) -> Tensor:
+    trainer = Trainer(strategy, max_duration="2epoch", callbacks=[], loggers=[], run_dir=run_dir)
+    trainer.fit(task, Data(train=samples(), batch_size=8))
+    return torch.cat([p.detach().reshape(-1) for p in task.parameters()])
+
+
+def distances_to_single(folder: str) -> tuple[dict[str, float], list[Any]]:
+    found, used = {}, []
+    for name, (make, arguments) in CASES.items():
+        torch.manual_seed(0)
+        start = Fitting(make())
+        accumulate = arguments.get("accumulate")
+        alone = torch.cat([p.detach().reshape(-1) for p in start.parameters()])
+        if dist.get_rank() == 0:
+            alone = fit(SingleDevice(device="cpu", accumulate=accumulate), copy.deepcopy(start), f"{folder}/1 {name}")
+        dist.broadcast(alone, 0)
+        task = copy.deepcopy(start)
+        ours = fit(DDPStrategy(device="cpu", bucket_mb=SMALL_BUCKET_MB, **arguments), task, f"{folder}/ddp {name}")
+        found[name] = (ours - alone).abs().max().item()
+        used += [task.net.used] if name == "unused" else []
+    return found, used
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_weights_are_those_of_one_device_however_gradients_arrive(num_ranks, tmp_path):
+    # 53 samples in batches of 8 end with one of 5.
+    outcomes = run_ranks(distances_to_single, num_ranks, str(tmp_path), timeout=100)
+    for found, _ in outcomes:
+        assert {name: distance for name, distance in found.items() if not distance < 1e-6} == {}
+    histories = [tuple(used[0]) for _, used in outcomes]
+    assert len(set(histories)) == num_ranks, "ranks leave out different branches"
+    assert all(len(set(history)) > 1 for history in histories), "and so do steps"

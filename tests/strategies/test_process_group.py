@@ -1,0 +1,113 @@
+"""What all strategies over a process group do before training and between steps."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.fusion import FusionStrategy
+from trainkit.strategies.torch_ddp import TorchDDP
+
+from trainkit import Data, TaskModule, Trainer
+from trainkit.testing import run_ranks
+
+STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDP, "fusion": FusionStrategy}
+
+
+class Tracking(TaskModule):
+    """Puts a new tensor in a buffer's place in every step, and lets another buffer grow on one rank."""
+
+    def __init__(self, *, outputs: int = 4, freezes: bool = False, tracked: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(8, outputs)
+        self.net.bias.requires_grad_(not freezes)
+        self.register_buffer("mean", torch.zeros(tracked))
+        self.register_buffer("cache", torch.zeros(2))
+
+    def training_step(self, batch: Any) -> Any:
+        self.mean = 0.9 * self.mean + batch[0].mean()
+        if dist.get_rank() == 1:
+            self.cache = torch.ones(len(self.cache) + 1)
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def inputs() -> TensorDataset:
+    return TensorDataset(torch.randn(40, 8, generator=torch.Generator().manual_seed(1)))
+
+
+def fit(strategy: Any, task: TaskModule, run_dir: str, **settings: Any) -> None:
+    trainer = Trainer(strategy, max_duration="5step", callbacks=[], loggers=[], run_dir=run_dir, **settings)
+    trainer.fit(task, Data(train=inputs(), batch_size=8))
+
+
+def complaints(folder: str) -> list[str]:
+    rank, found = dist.get_rank(), []
+    for name, make in STRATEGIES.items():
+        for number, arguments in enumerate(({"outputs": 4 + rank}, {"freezes": rank == 1}, {"tracked": 1 + rank})):
+            with pytest.raises(RuntimeError) as raised:
+                fit(make(device="cpu"), Tracking(**arguments), f"{folder}/{name}/{number}")
+            found.append(re.sub(r" torch\.float32|the ranks do not have the same model: ", "", str(raised.value)))
+    return found
+
+
+def test_models_that_differ_are_named_before_anything_is_sent(tmp_path):
+    again = ". Build the same model on every rank."
+    expected = [
+        f"parameter 0 is net.weight (4, 8) on rank 0, but net.weight (5, 8) on rank 1{again}",
+        f"parameter 1 is net.bias (4,) on rank 0, but net.bias (4,), frozen on rank 1{again}",
+        f"buffer 0 is mean (1,) on rank 0, but mean (2,) on rank 1{again}",
+    ]
+    assert run_ranks(complaints, 2, str(tmp_path)) == [expected * len(STRATEGIES)] * 2
+
+
+def buffers_after_training(folder: str) -> list[tuple[float, int]]:
+    found = []
+    for name, make in STRATEGIES.items():
+        task = Tracking()
+        fit(make(device="cpu"), task, f"{folder}/{name}")
+        found.append((task.mean.item(), len(task.cache)))
+    return found
+
+
+def test_a_buffer_is_rank_0s_though_a_new_tensor_took_its_place(tmp_path):
+    first, second = run_ranks(buffers_after_training, 2, str(tmp_path))
+    assert [mean for mean, _ in first] == [mean for mean, _ in second]
+    assert [length for _, length in first] == [2] * len(STRATEGIES)
+    assert min(length for _, length in second) > 2, "a buffer of another shape is left alone"
+
+
+class Images(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Conv2d(3, 4, 3)
+
+    def training_step(self, batch: Any) -> Any:
+        return self.net(batch[0].repeat(1, 24).view(-1, 3, 8, 8)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def weights_where_memory_is_fitted(folder: str) -> list[list[float]]:
+    found = []
+    for size in ("auto", None):
+        task = Images()
+        fit(DDPStrategy(device="cpu", micro_batch_size=size), task, f"{folder}/{size}", channels_last=True)
+        found.append(task.net.bias.tolist())
+    return found
+
+
+def test_micro_batches_are_fitted_into_memory_in_any_memory_format(tmp_path):
+    for fitted, plain in run_ranks(weights_where_memory_is_fitted, 2, str(tmp_path)):
+        assert fitted == pytest.approx(plain, abs=1e-6)
