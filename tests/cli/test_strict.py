@@ -48,6 +48,7 @@ def _message(*overrides, config_dirs=()):
         ("callbacks.progres_bar.refresh_per_second=1", "callbacks.progress_bar"),
         ("logger.jsonl.file_name=a", "logger.jsonl.filename"),
         ("recipe=digit", "digits"),
+        ("size=tinny", "tiny"),
         ("strategy=singel", "single"),
         ("callbacks=[default,erly_stopping]", "early_stopping"),
         ("+callbacks=erly_stopping", "early_stopping"),

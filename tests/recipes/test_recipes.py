@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from importlib import resources
 
 import pytest
 import torch
@@ -10,14 +11,12 @@ import yaml
 from trainkit.recipes.char_lm import CharLM, SourceFiles, source_texts
 from trainkit.recipes.digits import DigitsData, DigitsTask
 
-from tests.recipes.tiny import TINY, make_image_folder
+from tests.recipes.tiny import RECIPES, TINY, make_image_folder
 from trainkit import Trainer, registry
 from trainkit.command_line.cli import main
 from trainkit.command_line.composition import composing
 from trainkit.command_line.signatures import signature_of
 from trainkit.errors import UserError
-
-RECIPES = registry.names("recipe")
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +37,34 @@ def test_every_argument_of_a_recipe_stands_in_its_settings(recipe):
         settings = {**tree[section]}
         target = settings.pop("_target_")
         assert set(settings) == set(signature_of(target).parameters)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_tiny_recipe_differs_only_in_keys_that_the_recipe_has(recipe):
+    content = yaml.safe_load((resources.files("trainkit.conf") / f"recipe_size/{recipe}_tiny.yaml").read_text())
+    tree = _tree(recipe)
+    for section, values in content.items():
+        assert set(values) <= set(tree[section])
+        assert all(tree[section][key] != value for key, value in values.items())
+
+
+def test_a_size_that_a_recipe_does_not_come_in_is_told_and_full_is_the_recipes_own(tmp_path):
+    own = tmp_path / "conf/recipe/mine.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text((resources.files("trainkit.conf") / "recipe/digits.yaml").read_text())
+    with composing([own.parents[1]]) as composer:
+        full = composer.settings(["recipe=mine"]).tree
+        assert composer.settings(["recipe=mine", "size=full"]).tree == full
+        with pytest.raises(UserError, match=r"recipe=mine has no such size.*recipe_size/mine_tiny\.yaml"):
+            composer.settings(["recipe=mine", "size=tiny"])
+        with pytest.raises(UserError, match=r"size=full leaves a recipe"):
+            composer.settings(["recipe=mine", "size=null"])
+    (tmp_path / "conf/recipe_size").mkdir()
+    (tmp_path / "conf/recipe_size/mine_tiny.yaml").write_text("# @package _global_\ntask:\n  width: 2\n")
+    with composing([own.parents[1]]) as composer:
+        tiny = composer.settings(["recipe=mine", "size=tiny"]).tree
+        assert tiny["task"] == {**full["task"], "width": 2}
+        assert composer.settings(["recipe=mine", "size=tiny", "task.width=3"]).tree["task"]["width"] == 3
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -35,7 +35,7 @@ options:
   --config-dir DIR    a folder of your own with groups such as recipe/mine.yaml
   --cfg job           print the settings and do nothing
 """
-_GROUPS = ("recipe", "strategy", "callbacks", "logger")
+_GROUPS = ("recipe", "size", "strategy", "callbacks", "logger")
 
 
 def overview() -> str:

@@ -48,12 +48,13 @@ def candidates(line: str) -> list[str]:
     from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 
     from trainkit.command_line.composition import CONFIG, composing
+    from trainkit.command_line.overrides import SIZES
 
     folders = [words[index + 1] for index, word in enumerate(words[:-1]) if word in ("--config-dir", "-cd")]
     typed = [word for word in words[2:-1] if "=" in word and not word.startswith("-")]
     with composing([folder for folder in folders if Path(folder).is_dir()]) as composer:
         plugin = DefaultCompletionPlugin(composer.loader)
         found: list[str] = plugin._query(config_name=CONFIG, line=" ".join([*typed, words[-1]]))
-    names = [name for name in found if not name.startswith("hydra")]
+    names = [name for name in found if not name.startswith(("hydra", SIZES))]
     is_key = words[1] == "explain" and "=" not in words[-1]
     return [name.rstrip("=") if is_key else name for name in names]

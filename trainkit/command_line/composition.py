@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.command_line.origins import Origins
-from trainkit.command_line.overrides import GROUPS, LISTS, Overrides
+from trainkit.command_line.overrides import FULL, GROUPS, LISTS, SIZES, Overrides
 from trainkit.command_line.problem import Problem, SettingsError, did_you_mean, likely, there_are, unknown_choice
 from trainkit.command_line.strict import check
 from trainkit.errors import UserError, nearest
@@ -106,6 +106,8 @@ class Composer:
         if config is None:
             raise SettingsError(with_origins(problems, self._origins(overrides, [])))
         recipe = config.hydra.runtime.choices.get("recipe")
+        if not any(problem.key == "recipe" for problem in problems):
+            problems += self._without_size(recipe, config.hydra.runtime.choices.get("size") or FULL)
         with open_dict(config):
             del config["hydra"]
         settings = settings_of(config, recipe, problems)
@@ -144,12 +146,26 @@ class Composer:
         except MissingConfigException as error:
             problems.append(_missing_config(error))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            problems.append(Problem("", _without_advice(error)))
+            fixed = [text for key in ("recipe", "size") for text in rendered if text.startswith((f"{key}=", f"~{key}"))]
+            if self._saved is not None and fixed:
+                said = "these are the settings of a run; change its keys, or start another run with trainkit fit"
+                problems.append(Problem("", f"'{fixed[0]}' chooses anew, but {said} {fixed[0]}"))
+            else:
+                problems.append(Problem("", _without_advice(error)))
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
             where = "" if mark is None else f"{mark.name}:{mark.line + 1}: "
             problems.append(Problem("", f"{where}this is no YAML: {error.problem}"))
         return None
+
+    def _without_size(self, recipe: str | None, size: str) -> Iterator[Problem]:
+        """Yield the problem of a size that the recipe does not come in, which Hydra would take for its full one."""
+        sizes = self.options(SIZES) if size != FULL else []
+        if size != FULL and f"{recipe}_{size}" not in sizes:
+            there = [name.removesuffix(f"_{size}") for name in sizes if name.endswith(f"_{size}")]
+            own = f"; write {SIZES}/{recipe}_{size}.yaml beside the folder 'recipe' of your own" if recipe else ""
+            of = f"recipe={recipe} has no such size" if recipe else "there is no recipe whose size it could be"
+            yield Problem("size", f"{of}. Recipes that have it: {', '.join(there)}{own}.")
 
     def _checked(
         self, settings: Settings, problems: Sequence[Problem], *, needs_task: bool, here: bool

@@ -23,6 +23,7 @@ from trainkit.errors import UserError
 _ABSENT = object()
 _SECTIONS = {
     "recipe": "A ready-made task with its data and settings; trainkit recipes lists them.",
+    "size": "How large the recipe is made; size=tiny takes seconds, to try things out.",
     "task": "What is trained: a class and its arguments.",
     "data": "What is read: a class and its arguments.",
     "trainer": "How long and how to train.",
@@ -60,7 +61,7 @@ class _Explanations:
         known = self._known.get(path)
         if known is not None:
             return "\n".join(self._argument(known))
-        if path in SECTIONS or isinstance(_value(self._tree, path), Mapping):
+        if path in _SECTIONS or isinstance(_value(self._tree, path), Mapping):
             return "\n".join(self._part(path))
         if _value(self._tree, path) is not _ABSENT:
             return "\n".join([path, *self._present(path)])

@@ -15,7 +15,9 @@ from trainkit.command_line.problem import Problem, did_you_mean, likely, unknown
 
 # Groups of which several choices stand side by side, each under its name.
 LISTS = ("callbacks", "logger")
-GROUPS = ("recipe", "strategy", *LISTS)
+GROUPS = ("recipe", "size", "strategy", *LISTS)
+SIZES = "recipe_size"  # the group of what sizes mean: <recipe>_<size>
+FULL = "full"  # the size of a recipe's own file
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class Overrides:
         for group, names in self.additions.items():
             if group in chosen:
                 lines.append(f"{group}=[{','.join(dict.fromkeys([*chosen[group], *names]))}]")
+        if "~recipe" in lines:  # there is none by default, and sizes are looked up by its name
+            lines = [line for line in lines if line != "~recipe" and not line.startswith("recipe=")]
         return lines
 
     def _read(self, text: str) -> list[_Part]:
@@ -131,6 +135,8 @@ class Overrides:
         if part.is_sweep and not self._sweep:
             values = part.text.partition("=")[2]
             return f"several values; add -m to try one after the other, or write [{values}] for a list"
+        if part.is_group and part.key == "size" and not part.names:
+            return f"cannot be taken away; size={FULL} leaves a recipe as its own file says"
         if not part.is_group or part.override.is_delete():
             return None
         if part.key in GROUPS and part.key not in LISTS and isinstance(part.override.value(), list):
