@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from trainkit.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import UserError
+from trainkit.evaluation import EvalLoop
 from trainkit.loops import FitLoop
 from trainkit.metrics import WeightedMeans
 from trainkit.rank import eval_loop, prepare_fit, run_on_rank
@@ -92,6 +93,7 @@ class Session:
         self.run = run
         self._trainer = trainer
         self._loop = loop
+        self._evaluations: dict[str, EvalLoop] = {}  # by stage, each with feeds that keep their workers
         loop.start()
 
     @property
@@ -151,11 +153,20 @@ class Session:
     def evaluate(self, stage: str = "validation") -> dict[str, float]:
         """Return the metrics over all samples of a stage, each counted once, by name (`validation/loss`). Collective.
 
-        The task is in training mode again afterwards.
+        After a validation the schedules step that follow one of its metrics. The task is in training mode again
+        afterwards.
         """
-        metrics = eval_loop(self._trainer, self.run, stage, limit=None).run()
+        if stage not in self._evaluations:
+            self._evaluations[stage] = eval_loop(self._trainer, self.run, stage, limit=None)
+        metrics = self._evaluations[stage].run()
         self.task.train()
-        return metrics or {}
+        if metrics is None:
+            return {}
+        if stage == "validation":
+            for optimization in self.run.optimizations:
+                optimization.after_validation(metrics)
+        self.run.emit("on_evaluation_end", stage, metrics)
+        return metrics
 
     def save(self) -> Path | None:
         """Write a checkpoint of this moment into `run_dir`; return its path on the main rank. Collective."""

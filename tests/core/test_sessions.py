@@ -1,3 +1,4 @@
+import multiprocessing
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.single import SingleDevice
 
-from trainkit import Data, TaskModule, Trainer, UserError, session
+from trainkit import Callback, Data, Schedule, TaskModule, Trainer, UserError, session
 
 
 class Regression(TaskModule):
@@ -111,3 +112,56 @@ def test_a_window_that_is_left_out_is_an_error():
 def test_saving_without_a_folder_is_an_error():
     with session("single", Regression(), data()) as s, pytest.raises(UserError, match="run_dir="):
         s.save()
+
+
+class Noting(Callback):
+    def __init__(self):
+        self.moments = []
+
+    def on_evaluation_start(self, run, stage):
+        self.moments.append(f"start {stage}")
+
+    def on_evaluation_end(self, run, stage, metrics):
+        self.moments.append(f"end {stage} {len(metrics)}")
+
+
+class OnPlateau(Regression):
+    """Halves the learning rate whenever a validation is no better than the best, and has a callback of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.noting = Noting()
+
+    def validation_step(self, batch):
+        return {"loss": torch.ones(())}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return optimizer, Schedule(plateau, every="metric", metric="validation/loss")
+
+    def configure_callbacks(self):
+        return [self.noting]
+
+
+def test_schedules_and_callbacks_see_the_evaluations_of_a_session():
+    task = OnPlateau()
+    with session("single", task, data(), max_duration="4step") as s:
+        for window in s.windows():
+            s.step(window)
+            s.evaluate()
+        assert s.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**3)
+    assert task.noting.moments == ["start validation", "end validation 1"] * 4
+
+
+def test_a_session_keeps_the_workers_of_its_evaluations_from_one_to_the_next():
+    generator = torch.Generator().manual_seed(1)
+    samples = [(torch.randn(3, generator=generator), torch.zeros(1)) for _ in range(6)]
+    read = Data(train=samples, validation=samples, batch_size=2, workers=1)
+    with session("single", Regression(), read) as s:
+        s.evaluate()
+        workers = {child.pid for child in multiprocessing.active_children()}
+        for _ in range(3):
+            s.evaluate()
+        assert {child.pid for child in multiprocessing.active_children()} == workers
+        assert len(workers) == 1
