@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 MOST_WAITING = 0.2
 """Part of the time that may pass without work for the device."""
-INTERVALS_TO_WARN = 3
-"""Log intervals in a row with more of it, before the user is told, once."""
+STRETCHES_TO_WARN = 3
+"""Stretches in a row with more of it, before the user is told, once."""
 SHORTEST_SECONDS = 0.5
-"""Of a log interval that says something."""
+"""Of a stretch, which is as many log intervals as it takes: one of quick steps alone says nothing."""
 
 
 class Throughput(Callback):
@@ -32,7 +32,8 @@ class Throughput(Callback):
     def __init__(self) -> None:
         self._since = 0.0
         self._waited = 0.0
-        self._slow_intervals = 0
+        self._stretch_waited = self._stretch_seconds = 0.0
+        self._slow_stretches = 0
         self._step = 0
         self._samples = 0
         self._evaluating_since = 0.0
@@ -64,12 +65,17 @@ class Throughput(Callback):
     def _look_at_waiting(self, run: Run, metrics: dict[str, float], seconds: float) -> None:
         if run.feed is None:
             return
-        part = min(1.0, (run.feed.seconds_waited - self._waited) / seconds)
-        metrics["train/data_wait_percent"] = 100 * part
-        # One interval may be the start of workers or of an epoch; very short ones say nothing.
-        slow = part > MOST_WAITING and seconds > SHORTEST_SECONDS
-        self._slow_intervals = self._slow_intervals + 1 if slow else 0
-        if self._slow_intervals == INTERVALS_TO_WARN:
+        waited = run.feed.seconds_waited - self._waited
+        metrics["train/data_wait_percent"] = 100 * min(1.0, waited / seconds)
+        self._stretch_waited += waited
+        self._stretch_seconds += seconds
+        if self._stretch_seconds < SHORTEST_SECONDS:
+            return
+        part = min(1.0, self._stretch_waited / self._stretch_seconds)
+        self._stretch_waited = self._stretch_seconds = 0.0
+        # One stretch may be the start of workers or of an epoch.
+        self._slow_stretches = self._slow_stretches + 1 if part > MOST_WAITING else 0
+        if self._slow_stretches == STRETCHES_TO_WARN:
             logger.warning("%s", _bottleneck(part, run.feed.source.workers))
 
 

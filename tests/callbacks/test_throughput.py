@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,3 +60,25 @@ def test_evaluation_time_is_left_out(fit: Fit, scripted: Any) -> None:
     fit(task, Throughput(), log, evaluate_every="4step", log_every="5step")
 
     assert min(entry["train/steps_per_second"] for entry in log.entries) > 5 / 0.2
+
+
+@pytest.mark.parametrize(("percent", "interval", "warns_at"), [(25, 0.05, 30), (25, 2.0, 3), (15, 0.05, None)])
+def test_waiting_for_more_than_a_fifth_of_the_time_is_told_once_however_short_log_intervals_are(
+    percent: int, interval: float, warns_at: int | None, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    feed = SimpleNamespace(seconds_waited=0.0, source=SimpleNamespace(workers=0))
+    run: Any = SimpleNamespace(feed=feed, state=SimpleNamespace(step=0, samples=0))
+    callback = Throughput()
+    callback.on_fit_start(run)
+    told_at = []
+    for number in range(1, 101):
+        clock[0] += interval
+        feed.seconds_waited += interval * percent / 100
+        run.state.step += 1
+        callback.on_log(run, {})
+        told_at += [number] * len(caplog.records)
+        caplog.clear()
+
+    assert told_at == ([] if warns_at is None else [pytest.approx(warns_at, abs=3)])
