@@ -63,6 +63,14 @@ class Feed(ABC):
         """Return the first `size` samples of this rank; `None` where samples cannot be read one by one."""
         return None
 
+    def check_order(self, strategy: Strategy) -> str | None:
+        """Return what a user's own sampler does not keep; raises UserError if ranks would draw apart. Collective."""
+        sampler = self.source.sampler
+        if sampler is None:
+            return None
+        order = SamplerOrder(sampler, seed=self.seed)
+        return order.complaint(strategy.all_gather_object(order.first()))
+
     def plan_again(self, strategy: Strategy) -> None:
         """Cut global batches from now on as the strategy's settings say now."""
 

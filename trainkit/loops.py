@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,12 @@ from trainkit.evaluation import EvalLoop
 from trainkit.feed import Feed
 from trainkit.left_out import LeftOutSteps
 from trainkit.memory import MemoryFit
+from trainkit.optimization import Optimization
 from trainkit.phases import Phases
 from trainkit.recovery import Recovery
 from trainkit.run import Run
+from trainkit.step_output import StepOutput
+from trainkit.task import TaskModule
 from trainkit.window import Window
 
 
@@ -38,9 +41,10 @@ class FitLoop:
         self.phases = Phases(run, run.optimizations) if phased else None
         """Of a task that has several; `None` for others."""
         self.memory_fit = MemoryFit(run) if run.strategy.fits_memory else None
+        self.forward_backward: Callable[[TaskModule, Window], list[StepOutput]]
         self.forward_backward = (self.memory_fit or run.strategy).forward_backward
         """Leaves the gradients of a window; collective."""
-        self._optimizer_step = run.strategy.optimizer_step
+        self._optimizer_step: Callable[[Optimization], torch.Tensor | None] = run.strategy.optimizer_step
         self._run = run
         self._feed: Feed = run.feed
         self._optimizations = run.optimizations

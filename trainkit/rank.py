@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,6 +36,8 @@ from trainkit.warning_log import warnings_kept
 
 if TYPE_CHECKING:
     from trainkit.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 def fit_on_rank(
@@ -166,6 +169,9 @@ def _prepare_data(trainer: Trainer, run: Run) -> None:
         limit=trainer.overfit_batches or trainer.limits["train"],
         repeat_first=trainer.overfit_batches is not None,
     )
+    complaint = run.feed.check_order(trainer.strategy)
+    if complaint is not None and run.is_main:
+        logger.warning(complaint)
     run.plan = None if source.batch_size is None else trainer.strategy.plan(source.batch_size)
     run.state.epoch_length = run.feed.epoch_length
     run.max_steps = total_steps(

@@ -185,8 +185,8 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def stream(dataset: Iterable[Any], *, workers: int) -> Iterator[Any]:
-    """Yield a stream's samples in order, read ahead by a worker process if there is one."""
+def stream(dataset: Iterable[Any], *, workers: int, seed: int) -> Iterator[Any]:
+    """Yield a stream's samples in order, read ahead by a worker process under a seed if there is one."""
     if workers == 0:
         return iter(dataset)
     loader: DataLoader[Any] = DataLoader(
@@ -194,6 +194,6 @@ def stream(dataset: Iterable[Any], *, workers: int) -> Iterator[Any]:
         batch_size=None,
         num_workers=workers,
         collate_fn=_unchanged,
-        generator=torch.Generator(),
+        generator=torch.Generator().manual_seed(seed),
     )
     return iter(loader)

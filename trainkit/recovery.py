@@ -57,8 +57,8 @@ class Recovery:
         strategy = self._run.strategy
         if self._lacks_folder and self._run.is_main:
             logger.warning(
-                "on_nonfinite=rollback goes back to checkpoints, and this run has no folder for any: a loss that is not "
-                "finite ends it, as with on_nonfinite=raise."
+                "on_nonfinite=rollback goes back to checkpoints, and this run has no folder for any: a loss that is "
+                "not finite ends it, as with on_nonfinite=raise."
             )
         own = untrained_nonfinite_state(self._run.task)
         if strategy.agree(bool(own)):  # stages have parts of the task

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +13,10 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from trainkit.errors import UserError
 from trainkit.order import sample_seed
+from trainkit.rng import rng_untouched, seed_everything
+
+_COMPARED = 1000
+"""Indices of an epoch that are looked at, to know whether a sampler draws the same again."""
 
 
 class Order(Protocol):
@@ -51,8 +57,9 @@ class ShareSampler(DistributedSampler[Any]):
 class SamplerOrder:
     """The order that a user's own sampler gives, drawn anew for each epoch from (seed, epoch).
 
-    It repeats exactly on a resume as long as the sampler's randomness comes from torch's global generator or from
-    its own `generator` attribute; a sampler with another source of randomness only keeps its number of samples.
+    It is the same on every rank and on a resume as long as the sampler's randomness comes from the global generators of
+    torch, python or numpy, or from its own `generator` attribute; one with another source of randomness only keeps its
+    number of samples.
     """
 
     def __init__(self, sampler: Sampler[int], *, seed: int) -> None:
@@ -69,20 +76,48 @@ class SamplerOrder:
             self._epoch = epoch
         return self._indices[start:stop:step]
 
+    def first(self) -> list[int]:
+        """Return the first indices of the first epoch, drawn anew at each call."""
+        with self._drawing(0) as indices:
+            return [int(index) for index in islice(indices, _COMPARED)]
+
+    def complaint(self, first_of_ranks: Sequence[list[int]]) -> str | None:
+        """Return what this sampler does not keep, from what each rank drew first; raises UserError if ranks differ."""
+        name = type(self._sampler).__name__
+        if any(drawn != first_of_ranks[0] for drawn in first_of_ranks):
+            raise UserError(
+                f"the sampler {name} draws another order on each rank, so samples would be repeated and lost; let it "
+                "draw from torch's, python's or numpy's global generator, or from an attribute `generator` of its own "
+                "(torch.Generator), which are seeded alike for each epoch."
+            )
+        if self.first() != first_of_ranks[0]:
+            return (
+                f"the sampler {name} draws from a generator that trainkit cannot seed: a resumed run would go on in "
+                "another order. Let it draw from torch's, python's or numpy's global generator, or from an attribute "
+                "`generator` of its own (torch.Generator)."
+            )
+        return None
+
     def _draw(self, epoch: int) -> Tensor:
-        set_epoch = getattr(self._sampler, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        seed = sample_seed(self._seed, epoch, 0) % 2**63
-        generator = getattr(self._sampler, "generator", None)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            if generator is not None:
-                generator.manual_seed(seed)
-            indices = [int(index) for index in self._sampler]
+        with self._drawing(epoch) as drawn:
+            indices = [int(index) for index in drawn]
         if len(indices) != self.num_samples:
             raise UserError(
                 f"the sampler {type(self._sampler).__name__} gave {len(indices)} indices, but its __len__ says "
                 f"{self.num_samples}; make them agree."
             )
         return torch.tensor(indices, dtype=torch.int64)
+
+    @contextmanager
+    def _drawing(self, epoch: int) -> Iterator[Iterator[int]]:
+        """Give the sampler's iterator of an epoch, under seeds that are the same on every rank."""
+        set_epoch = getattr(self._sampler, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        seed = sample_seed(self._seed, epoch, 0) % 2**63
+        generator = getattr(self._sampler, "generator", None)
+        with rng_untouched():
+            seed_everything(seed)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            yield iter(self._sampler)

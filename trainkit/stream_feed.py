@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
 from trainkit.data import Source
 from trainkit.errors import UserError
 from trainkit.feed import Feed
-from trainkit.reading import stream
+from trainkit.reading import request_seed, stream
 from trainkit.window import MicroBatch, Window
 
 if TYPE_CHECKING:
@@ -47,11 +47,9 @@ class StreamFeed(Feed):
         return most if length is None else min(length, most or length)
 
     def windows(self, epoch: int, position: int) -> Iterator[Window]:
-        set_epoch = getattr(self.source.dataset, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(0 if self._repeat_first else epoch)
-        self._states.clear()
-        samples = self._from(position)
+        epoch = 0 if self._repeat_first else epoch
+        self._states = {0: self._states[0]} if 0 in self._states and position == 0 else {}
+        samples = self._from(epoch, position)
         steps_before = position // self._batch_size
         steps_left = None if self.limit is None else self.limit - steps_before
         following = self._take(samples, position)
@@ -63,11 +61,13 @@ class StreamFeed(Feed):
             # The next window is read before this one is handed out, to know whether this one ends the epoch.
             following = [] if steps_left == 0 else self._take(samples, position)
             self._remember(position, state)
+            if not following and steps_left != 0:  # and so read to its end, from which the next epoch begins
+                self._remember(0, self._dataset_state())
             mine = self._micro_batches(window[self.rank :: self.world_size])
             yield Window(mine, len(window), len(window), not following)
 
     def batches(self) -> Iterator[MicroBatch]:
-        samples = stream(self.source.dataset, workers=self.source.workers)
+        samples = self._stream(0, 0)
         for number in range(self.limit) if self.limit is not None else count():
             window = self._take(samples, number)
             if not window:
@@ -94,24 +94,47 @@ class StreamFeed(Feed):
         """Keep the states of the last windows: windows may be read ahead of the one that is trained on."""
         if self._keeps_position:
             self._states[position] = state
-            for old in sorted(self._states)[:-_STATES_KEPT]:
+            for old in sorted(self._states.keys() - {0})[:-_STATES_KEPT]:
                 del self._states[old]
 
-    def _from(self, position: int) -> Iterator[Any]:
+    def _from(self, epoch: int, position: int) -> Iterator[Any]:
         """Return the stream from item `position` on: by the dataset's own state, else by reading up to it."""
+        dataset = self.source.dataset
         restored, self._restored = self._restored, {}
-        if position and restored.get("position") == position:
-            self.source.dataset.load_state_dict(restored["dataset"])
-            return stream(self.source.dataset, workers=self.source.workers)
-        samples = stream(self.source.dataset, workers=self.source.workers)
-        if position:
-            logger.warning(
-                "the training stream keeps no position of its own (state_dict and load_state_dict): its first %d "
-                "samples are read again and skipped; random numbers that it draws are not restored.",
-                position,
-            )
+        has_state = self._keeps_position and restored.get("position") == position
+        if has_state and position == 0:
+            dataset.load_state_dict(restored["dataset"])  # before it is told of the epoch, as where it was not resumed
+        set_epoch = getattr(dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        if has_state and position:
+            dataset.load_state_dict(restored["dataset"])
+        samples = self._stream(epoch, position if has_state else 0)
+        if has_state and position == 0:
+            return self._begun_anew(samples, epoch)
+        if position and not has_state:
+            logger.warning(self._why_read_again(), position)
             deque(islice(samples, position), maxlen=0)
         return samples
+
+    def _stream(self, epoch: int, position: int) -> Iterator[Any]:
+        seed = request_seed(self.seed, epoch, position)
+        return stream(self.source.dataset, workers=self.source.workers, seed=seed)
+
+    def _begun_anew(self, samples: Iterator[Any], epoch: int) -> Iterator[Any]:
+        """Yield an epoch that begins from the end of the one before, where a dataset may first say that it is at it."""
+        first = list(islice(samples, 1))
+        return chain(first, samples) if first else self._stream(epoch, 0)
+
+    def _why_read_again(self) -> str:
+        if self._keeps_position:
+            why = "was saved without the position of its dataset (state_dict) here"
+        elif hasattr(self.source.dataset, "state_dict"):
+            why = "is read by a worker process, whose position (state_dict) is not known here; workers=0 knows it"
+        else:
+            why = "keeps no position of its own (state_dict and load_state_dict)"
+        drawn = "" if self.source.workers else "; random numbers that it draws are not restored"
+        return f"the training stream {why}: its first %d samples are read again and skipped{drawn}."
 
     def _take(self, samples: Iterator[Any], taken: int) -> list[Any]:
         """Return the samples of the next global batch; raises UserError for a stream from which none was `taken`."""

@@ -1,5 +1,6 @@
 """The windows that one rank reads."""
 
+import random
 from itertools import islice
 
 import pytest
@@ -318,6 +319,81 @@ def test_a_position_is_used_only_for_the_epoch_that_it_was_saved_in():
     again.load_state_dict(saved)
     assert flat(read(again, 0, 4)) == list(range(4, 12))
     assert flat(read(again, 1)) == list(range(12))
+
+
+class Shuffled(Positioned):
+    """Draws from a generator of its own, whose state goes on from one epoch to the next."""
+
+    def __init__(self, num_samples):
+        super().__init__(num_samples)
+        self.generator = torch.Generator().manual_seed(0)
+        self.order = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        if self.position in (0, self.num_samples):
+            self.position = 0
+            self.order = torch.randperm(self.num_samples, generator=self.generator).tolist()
+        while self.position < self.num_samples:
+            self.position += 1
+            yield torch.tensor(self.order[self.position - 1])
+
+    def state_dict(self):
+        return {"position": self.position, "order": list(self.order), "generator": self.generator.get_state()}
+
+    def load_state_dict(self, saved):
+        self.position, self.order = saved["position"], saved["order"]
+        self.generator.set_state(saved["generator"])
+
+
+@pytest.mark.parametrize("position", [0, 4])
+def test_a_stream_goes_on_from_the_end_of_an_epoch_as_from_its_middle(position):
+    feed = feed_of(Data(train=Shuffled(8), batch_size=4))
+    whole = [flat(read(feed, epoch)) for epoch in range(2)]
+
+    feed = feed_of(Data(train=Shuffled(8), batch_size=4))
+    windows = feed.windows(0, 0)
+    for _ in range(2 if position == 0 else 1):
+        next(windows)
+    saved = feed.state_dict(position)
+    again = feed_of(Data(train=Shuffled(8), batch_size=4))
+    again.load_state_dict(saved)
+    if position:
+        assert flat(read(again, 0, position)) == whole[0][position:]
+    assert flat(read(again, 1)) == whole[1] != whole[0]
+
+
+def test_a_dataset_that_is_at_its_end_begins_anew():
+    feed = feed_of(Data(train=Positioned(8), batch_size=4))
+    read(feed, 0)
+    saved = feed.state_dict(0)
+    assert saved["dataset"] == {"position": 8}
+    again = feed_of(Data(train=Positioned(8), batch_size=4))
+    again.load_state_dict(saved)
+    assert flat(read(again, 1)) == list(range(8))
+
+
+class Drawing(IterableDataset):
+    def __iter__(self):
+        return iter([torch.stack([torch.rand(()), torch.tensor(random.random())]) for _ in range(4)])
+
+
+def test_a_worker_draws_other_numbers_in_other_epochs_and_for_other_seeds_and_the_same_again():
+    def drawn(epoch, position=0, seed=0):
+        feed = make_feed(Data(train=Drawing(), batch_size=2, workers=1).source("train"), FakeRank(), seed=seed)
+        return torch.cat([micro.batch for window in feed.windows(epoch, position) for micro in window.micro_batches])
+
+    first = drawn(0)
+    assert torch.equal(drawn(0), first) and torch.equal(drawn(0, position=2), first[2:])
+    assert not torch.equal(drawn(1), first) and not torch.equal(drawn(0, seed=1), first)
+
+
+def test_a_stream_with_a_worker_is_not_said_to_lack_what_it_has(caplog):
+    feed = feed_of(Data(train=Positioned(8), batch_size=4, workers=1))
+    assert flat(read(feed, 0, 4)) == [4, 5, 6, 7]
+    assert "is read by a worker process, whose position (state_dict) is not known here" in caplog.text
 
 
 def test_a_stream_without_a_position_is_read_up_to_it(caplog):

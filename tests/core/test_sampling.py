@@ -1,13 +1,18 @@
 """Which samples of a global batch a rank takes."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
+from tests.tasks import Regression, regression_data
 from trainkit import UserError
 from trainkit.order import GlobalOrder
+from trainkit.rng import seed_everything
 from trainkit.sampling import SamplerOrder, ShareSampler
 
 
@@ -82,6 +87,55 @@ def test_drawing_from_a_users_sampler_leaves_the_global_generator_alone():
     state = torch.get_rng_state()
     SamplerOrder(RandomSampler(range(20)), seed=0).slice(0, 0, 20)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Drawing(Sampler):
+    """Shuffles with the generator that is named."""
+
+    def __init__(self, library):
+        self.library, self.own = library, np.random.default_rng()
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        order = list(range(20))
+        if self.library == "random":
+            random.shuffle(order)
+        elif self.library == "numpy":
+            np.random.shuffle(order)
+        else:
+            self.own.shuffle(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize("library", ["random", "numpy"])
+def test_ranks_draw_alike_from_a_sampler_that_uses_python_or_numpy(library):
+    def drawn(rank, epoch=0):
+        seed_everything(rank)  # as ranks are
+        order = SamplerOrder(Drawing(library), seed=0).slice(epoch, 0, 20).tolist()
+        return order, random.random(), np.random.rand(), float(torch.rand(()))
+
+    (first, *after), (second, *_) = drawn(0), drawn(1)
+    assert first == second != drawn(0, epoch=1)[0]
+    seed_everything(0)
+    assert after == [random.random(), np.random.rand(), float(torch.rand(()))]  # what the run draws is untouched
+
+
+def test_ranks_that_would_draw_apart_are_refused_and_one_that_cannot_repeat_is_told():
+    orders = [SamplerOrder(Drawing("own"), seed=0) for _ in range(2)]
+    with pytest.raises(UserError, match="Drawing draws another order on each rank"):
+        orders[0].complaint([order.first() for order in orders])
+    assert "cannot seed" in orders[0].complaint([orders[0].first()])
+    for library in ("random", "numpy"):
+        order = SamplerOrder(Drawing(library), seed=0)
+        assert order.complaint([order.first(), order.first()]) is None
+
+
+def test_a_run_says_at_its_start_what_a_sampler_does_not_keep(make_trainer, caplog):
+    loader = DataLoader(regression_data(20), batch_size=4, sampler=Drawing("own"))
+    make_trainer(max_duration="1step").fit(Regression(), loader)
+    assert "a resumed run would go on in another order" in caplog.text
 
 
 def test_a_users_sampler_is_told_the_epoch():
