@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from trainkit.batches import to_device
 from trainkit.callback import Callback
 from trainkit.model_graph import record_graph
+from trainkit.step_cost import steps_of
 
 if TYPE_CHECKING:
     from trainkit.run import Run
 
 
 class ModelGraph(Callback):
-    """Runs the training step once on the main rank when training begins, in evaluation mode, and writes its graph.
+    """Runs the training step, or that of each phase, once on the main rank, and writes the graph of it.
 
+    That is when training begins, and in evaluation mode.
     Streams are not read for it, and a pipeline's stage shows no graph, as it holds a part of the task only.
     """
 
@@ -22,10 +24,11 @@ class ModelGraph(Callback):
         whole = [*run.task.named_parameters(), *run.task.named_buffers()]
         if not run.loggers or run.feed is None or len(run.strategy.held(run.task)) < len(whole):
             return
-        batch = run.feed.example()
-        if batch is not None:
+        steps, batch = steps_of(run.task, run.optimizations), run.feed.example()
+        if batch is not None and steps:
             device, dtype = run.strategy.device, run.precision.batch_type
             with run.precision.forward():
-                graph = record_graph(run.task, to_device(batch.batch, device, dtype=dtype))
+                moved = to_device(batch.batch, device, dtype=dtype)
+                graph = record_graph(run.task, moved, steps=steps)
             for destination in run.loggers:
                 destination.write_graph(graph)

@@ -13,7 +13,7 @@ from trainkit.callback import Callback
 from trainkit.console import Table, say, show
 from trainkit.errors import UserError
 from trainkit.linear_scaling import linear_scaling
-from trainkit.step_cost import StepCost, cost_of_step
+from trainkit.step_cost import StepCost, cost_of_step, steps_of
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -24,9 +24,9 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 class ModelSummary(Callback):
     """Shows the run's strategy, device, precision and batch plan, and the size of the task's sub-modules.
 
-    With `costs` the training step runs once on the main rank, in evaluation mode, before training begins: the table
-    then has each module's floating-point operations of a forward, and the memory that it keeps for backward, for the
-    samples of one micro-batch. Streams are not read for it.
+    With `costs` the training step, or that of each phase, runs once on the main rank, in evaluation mode, before
+    training begins: the table then has each module's floating-point operations of a forward, and the memory that it
+    keeps for backward, for the samples of one micro-batch. Streams are not read for it.
 
     Args:
         max_rows: Sub-modules to list, at most.
@@ -52,17 +52,17 @@ class ModelSummary(Callback):
         whole = [*run.task.named_parameters(), *run.task.named_buffers()]
         if not self.costs or run.feed is None or len(run.strategy.held(run.task)) < len(whole):
             return None
-        example = run.feed.example()
-        if example is None:
+        steps, example = steps_of(run.task, run.optimizations), run.feed.example()
+        if example is None or not steps:
             return None
         batch = to_device(example.batch, run.strategy.device, dtype=run.precision.batch_type)
         with run.precision.forward():
-            return cost_of_step(run.task, batch)
+            return cost_of_step(run.task, batch, steps=steps)
 
 
 def summary(task: nn.Module, *, max_rows: int, depth: int = 1, cost: StepCost | None = None) -> Table:
     """Return one row for each sub-module, and the sum; what several share counts once in the sum."""
-    columns = ["module", "type", "parameters", "trainable", "size"]
+    columns = ["module", "type", "parameters", "trainable", "buffers", "size"]
     table = Table(type(task).__name__, columns if cost is None else [*columns, "operations", "kept for backward"])
     modules = [(name, module) for name, module in task.named_modules() if name and name.count(".") < depth]
     for name, module in modules[:max_rows]:
@@ -112,8 +112,9 @@ def _header(run: Run) -> list[tuple[str, str]]:
 def _sizes(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor]) -> Sequence[str]:
     known = [parameter for parameter in parameters if not is_lazy(parameter)]
     trainable = sum(parameter.numel() for parameter in known if parameter.requires_grad)
-    size = sum(tensor.nbytes for tensor in [*known, *(buffer for buffer in buffers if not is_lazy(buffer))])
-    return [f"{sum(parameter.numel() for parameter in known):,}", f"{trainable:,}", in_bytes(size)]
+    kept = [buffer for buffer in buffers if not is_lazy(buffer)]
+    counts = (sum(parameter.numel() for parameter in known), trainable, sum(buffer.numel() for buffer in kept))
+    return [*(f"{count:,}" for count in counts), in_bytes(sum(tensor.nbytes for tensor in [*known, *kept]))]
 
 
 def in_bytes(size: float) -> str:

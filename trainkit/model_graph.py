@@ -40,17 +40,19 @@ class ModelGraph:
     operations: list[Operation] = field(default_factory=list)
 
 
-def record_graph(task: TaskModule, batch: Any) -> ModelGraph:
-    """Return the graph of `task.training_step(batch)`, which runs once in evaluation mode and without gradients.
+def record_graph(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("training_step",)) -> ModelGraph:
+    """Return the graph of a task's step, or of those of its phases, one after the other.
 
-    Neither random generators nor the modes of modules are changed.
+    The methods in `steps` are called with the batch once each, in evaluation mode and without gradients. Neither
+    random generators nor the modes of modules are changed.
     """
     modes = {module: module.training for module in task.modules()}
     recorder = _Recorder(task, batch)
     task.eval()
     try:
         with rng_untouched(), torch.no_grad(), module_scopes(task) as scopes, recorder.inside(scopes):
-            task.training_step(batch)
+            for name in steps:
+                getattr(task, name)(batch)
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -16,6 +16,7 @@ from trainkit.module_scopes import module_scopes
 from trainkit.rng import rng_untouched
 
 if TYPE_CHECKING:
+    from trainkit.optimization import Optimization
     from trainkit.task import TaskModule
 
 
@@ -24,28 +25,39 @@ class StepCost:
     """Sums for each module with all that it calls; the task itself is `""`."""
 
     flops: Counter[str] = field(default_factory=Counter)
-    """Floating-point operations of one forward: a multiplication and an addition are two."""
+    """Floating-point operations of one forward of each step: a multiplication and an addition are two."""
     saved_bytes: Counter[str] = field(default_factory=Counter)
-    """What a forward keeps for backward, parameters left out."""
+    """What a forward keeps for backward, parameters left out; the most that one of several phases keeps."""
 
 
-def cost_of_step(task: TaskModule, batch: Any) -> StepCost:
-    """Return the cost of `task.training_step(batch)`, which runs once in evaluation mode; nothing of the task changes.
+def cost_of_step(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("training_step",)) -> StepCost:
+    """Return the cost of a task's step, or of those of its phases; nothing of the task changes.
 
-    Attention, matrix products and convolutions are counted, as by torch's own counter; elementwise operations are not.
+    The methods in `steps` are called with the batch once each, in evaluation mode. Attention, matrix products and
+    convolutions are counted, as by torch's own counter; elementwise operations are not.
     """
     cost = StepCost()
     modes = {module: module.training for module in task.modules()}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in task.parameters()}
     task.eval()
     try:
         with rng_untouched(), torch.enable_grad(), module_scopes(task) as scopes:
-            kept = _Kept(cost, scopes, {parameter.untyped_storage().data_ptr() for parameter in task.parameters()})
-            with saved_tensors_hooks(kept.pack, lambda tensor: tensor), _Counting(cost, scopes):
-                task.training_step(batch)
+            for name in steps:
+                own = StepCost()
+                kept = _Kept(own, scopes, set(parameters))
+                with saved_tensors_hooks(kept.pack, lambda tensor: tensor), _Counting(own, scopes):
+                    getattr(task, name)(batch)
+                cost.flops += own.flops
+                cost.saved_bytes |= own.saved_bytes
     finally:
         for module, mode in modes.items():
             module.training = mode
     return cost
+
+
+def steps_of(task: TaskModule, optimizations: Sequence[Optimization]) -> list[str]:
+    """Return the methods that a step of training calls; those of a manual task only as far as they are known."""
+    return [part.step_name for part in optimizations if callable(getattr(task, part.step_name, None))]
 
 
 class _Kept:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.callbacks.model_graph import ModelGraph
 from trainkit.callbacks.model_summary import ModelSummary, summary
 
-from tests.tasks import Regression, regression_data
-from trainkit import Data
+from tests.tasks import MemoryLogger, Regression, regression_data
+from trainkit import Data, Phase, TaskModule
 from trainkit.step_cost import cost_of_step
 from trainkit.trainer import FitResult
 
@@ -33,12 +35,12 @@ class Model(nn.Module):
 
 def test_every_direct_sub_module_has_a_row_and_shared_weights_count_once_in_the_sum() -> None:
     assert summary(Model(), max_rows=20).rows == [
-        ["embedding", "Embedding", "40", "40", "160 B"],
-        ["head", "Linear", "40", "40", "160 B"],
-        ["frozen", "Linear", "20", "0", "80 B"],
-        ["norm", "BatchNorm1d", "8", "8", "72 B"],
-        ["(its own)", "", "1", "1", "4 B"],
-        ["total", "", "69", "49", "316 B"],
+        ["embedding", "Embedding", "40", "40", "0", "160 B"],
+        ["head", "Linear", "40", "40", "0", "160 B"],
+        ["frozen", "Linear", "20", "0", "0", "80 B"],
+        ["norm", "BatchNorm1d", "8", "8", "9", "72 B"],
+        ["(its own)", "", "1", "1", "0", "4 B"],
+        ["total", "", "69", "49", "9", "316 B"],
     ]
 
 
@@ -88,7 +90,7 @@ def test_costs_are_those_of_one_forward_by_module() -> None:
     assert cost.flops[""] == cost.flops["network"] == 2 * (4 * 3 + 3 * 1) * 8
     assert cost.saved_bytes["network.0"] == 4 * 8 * 4
     assert cost.saved_bytes["network.1"] == 4 * 8 * 3
-    assert rows[1] == ["network.0", "Linear", "15", "15", "60 B", "192", "128 B"]
+    assert rows[1] == ["network.0", "Linear", "15", "15", "0", "60 B", "192", "128 B"]
     assert [row[0] for row in rows] == ["network", *(f"network.{index}" for index in range(4)), "total"]
     assert task.training
 
@@ -103,3 +105,57 @@ def test_costs_are_shown_if_asked_for_and_training_does_not_notice(
 
     assert capsys.readouterr().out.count("kept for backward") == 1
     assert torch.equal(task.network[0].weight, plain.network[0].weight)
+
+
+class InPhases(TaskModule):
+    """Two phases that share no layer; the first runs its layer twice as often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 2)
+
+    def first_step(self, batch: Any) -> Any:
+        return self.first(batch[0]).mean() + self.first(2 * batch[0]).mean()
+
+    def second_step(self, batch: Any) -> Any:
+        return self.second(batch[0]).mean()
+
+    def configure_phases(self) -> Any:
+        parts = {"first": self.first, "second": self.second}
+        return [Phase(name, torch.optim.SGD(part.parameters(), lr=0.1)) for name, part in parts.items()]
+
+
+class DrivenByHand(InPhases):
+    manual = True
+
+    def configure_phases(self) -> Any:
+        return [replace(phase, step=f"{phase.name}_loss") for phase in super().configure_phases()]
+
+    def manual_step(self, control: Any) -> None:
+        control.backward("first", step="first_step")
+        control.step("first")
+
+
+def test_costs_and_graph_of_a_task_with_phases_are_those_of_all_its_steps(
+    make_trainer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, graphs = Data(train=regression_data(16), batch_size=8), Graphs()
+    trainer = make_trainer(callbacks=[ModelSummary(costs=True), ModelGraph()], loggers=[graphs])
+    trainer.fit(InPhases(), data)
+
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert " 128 " in rows["first"] and " 128 " in rows["second"] and " 256 " in rows["total"]
+    assert {"first/linear", "first/linear_2", "second/linear"} <= {one.name for one in graphs.written[0].operations}
+
+    make_trainer(callbacks=[ModelSummary(costs=True), ModelGraph()], loggers=[graphs]).fit(DrivenByHand(), data)
+    assert "kept for backward" not in capsys.readouterr().out
+    assert len(graphs.written) == 1
+
+
+class Graphs(MemoryLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[Any] = []
+
+    def write_graph(self, graph: Any) -> None:
+        self.written.append(graph)
