@@ -280,7 +280,7 @@ class ProcessGroupStrategy(Strategy):
             self._whereabouts.close()
             self._whereabouts = None
         failing = sys.exc_info()[1]
-        if failing is not None and self.world_size > 1:
+        if failing is not None and self.num_processes > 1:
             # Others may wait for this rank: leaving now would give them a broken connection in place of the reason,
             # and might wait for them. The process is about to end.
             self.tell_failure(f"{type(failing).__name__}: {failing}")

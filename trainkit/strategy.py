@@ -239,12 +239,15 @@ class Strategy:
         """Add this micro-batch's part to the gradients and free its graph."""
         loss = output.loss
         assert loss is not None
-        if micro_batch.num_samples != window.num_samples:
-            share = output.weight / window.num_samples
-        else:
-            share = 1.0 if not output.own_weight else _one_unless_zero(output.weight)
+        share = self.share_of(output, micro_batch, window)
         self.precision.scale(loss if isinstance(share, float) and share == 1.0 else loss * share).backward()
         output.loss = loss.detach()
+
+    def share_of(self, output: StepOutput, micro_batch: MicroBatch, window: Window) -> float | Tensor:
+        """Return what a micro-batch's loss is multiplied by in the sum that backward starts from."""
+        if micro_batch.num_samples != window.num_samples:
+            return output.weight / window.num_samples
+        return 1.0 if not output.own_weight else _one_unless_zero(output.weight)
 
     def finish_gradients(self, outputs: Sequence[StepOutput], window: Window) -> None:
         """Divide by the window's sum of weights where the task gave weights of its own; collective."""

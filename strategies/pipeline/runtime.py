@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .failures import Failures
 from .messages import Messages
 from .recording import Step
 from .schedules import Action, Span
@@ -25,13 +26,14 @@ Around = Callable[[int], AbstractContextManager[Any]]
 class Runtime:
     """Carries out the actions of one rank."""
 
-    def __init__(self, messages: Messages, *, device: torch.device):
+    def __init__(self, messages: Messages, *, device: torch.device, failures: Failures):
         self.spans: list[Span] = []
         self.waited_seconds = 0.0  # for other stages, in all windows of training
         """When each action of the last window ran, in seconds from its start; waiting is not part of it."""
         self.began = 0.0
         """When the last window began, by the machine's clock."""
         self._messages = messages
+        self._failures = failures
         self._device = device
 
     def train(
@@ -77,7 +79,11 @@ class Runtime:
                     if not run.post(later):
                         break  # or a later message would be received in place of an earlier one
                 with around(index) if around is not None else nullcontext():
-                    start = run.carry_out(action)
+                    try:  # inside of `around`, which would tell the others less
+                        start = run.carry_out(action)
+                    except Exception as error:
+                        self._failures.explain(error, where=action.place())
+                        raise
                 self.spans.append(Span(action, start - begin, perf_counter() - begin))
         self._messages.finish()
 

@@ -20,6 +20,11 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
+    def place(self) -> str:
+        """Return what to call it in messages."""
+        work = "forward" if self.kind == FORWARD else "backward"
+        return f"{work} of micro-batch {self.micro_batch} in stage {self.stage}"
+
 
 SCHEDULES = ("simple", "interleaved", "interleaved_virtual")
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..ddp.clipping import total_norm
+from ..ddp.failure import StoreBoard
 from ..ddp.reducer import Reducer, ReducerSettings
 from .grid import Grid
 from .placement import Placement
@@ -21,7 +22,9 @@ from .schedules import FORWARD, Action
 class StageGradients:
     """Makes the gradients of this rank's parameters those of the whole step. To be made by all ranks at once."""
 
-    def __init__(self, task: nn.Module, placement: Placement, grid: Grid, *, limit: timedelta):
+    def __init__(
+        self, task: nn.Module, placement: Placement, grid: Grid, *, limit: timedelta, board: StoreBoard | None
+    ):
         named = dict(task.named_parameters())
         used = [(name, parameter) for name, parameter in named.items() if name in placement.used]
         mine = [
@@ -39,7 +42,8 @@ class StageGradients:
         ]
         self._reducer: Reducer | None = None
         if grid.replicas > 1 and mine:
-            self._reducer = Reducer(mine, group=grid.copies, settings=ReducerSettings(average=False))
+            settings = ReducerSettings(average=False, timeout_seconds=limit.total_seconds())
+            self._reducer = Reducer(mine, group=grid.copies, settings=settings, board=board)
 
     def session_around(self, actions: Sequence[Action]) -> Callable[[int], AbstractContextManager[Any]] | None:
         """Return what gives the context of each action: backwards reduce over replicas, the last one for all."""

@@ -27,6 +27,7 @@ from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
 from ..ddp.agreement import broadcast, gather
+from ..ddp.failure import StoreBoard
 from ..process_group import ProcessGroupStrategy
 from ..shared_buffers import SharedBuffers
 from .arguments import checked_balance, checked_count, checked_name, refuse_compiled
@@ -187,7 +188,6 @@ class Pipeline(ProcessGroupStrategy):
         self._grid, self.rank, self.stage, self.world_size = grid, grid.replica, grid.stage, self.replicas
         self._optimization = self._gradients = self._begun = None
         self._state = WholeState()
-        self._runtime = Runtime(Messages(grid.pipeline, rank=self.stage, device=self.device), device=self.device)
         self._staging = Staging(
             num_ranks=self.stages,
             stages_per_rank=self.stages_per_rank,
@@ -198,7 +198,14 @@ class Pipeline(ProcessGroupStrategy):
             record=self.record,
             device=self.device,
         )
-        self._failures = Failures(super().group, name=f"stage {self.stage} of replica {self.rank}")
+        self._failures = Failures(
+            self._board or StoreBoard(grid.pipeline, token="pipeline"),
+            name=f"stage {self.stage} of replica {self.rank}",
+            step=lambda: max(self._steps - 1, 0),
+        )
+        self._runtime = Runtime(
+            Messages(grid.pipeline, rank=self.stage, device=self.device), device=self.device, failures=self._failures
+        )
         self._sharing = OutputSharing(grid.pipeline, rank=self.stage, device=self.device)
 
     @property
@@ -293,6 +300,7 @@ class Pipeline(ProcessGroupStrategy):
 
         Returns the outputs of this replica's micro-batches, on every stage. Collective.
         """
+        self._steps += 1
         with self._told():
             return self._forward_backward(task, window)
 
@@ -309,8 +317,7 @@ class Pipeline(ProcessGroupStrategy):
             assert loss is not None
             output.loss = loss.detach()
             outputs[index] = output
-            undivided = self._is_undivided(window.micro_batches, window)
-            return self.precision.scale(loss if undivided else loss * (output.weight / window.num_samples))
+            return self.precision.scale(loss * self.share_of(output, micro_batch, window))
 
         self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss, on every stage
         gradients = self._gradients
@@ -367,7 +374,8 @@ class Pipeline(ProcessGroupStrategy):
     def stop_evaluating(self, requested: bool) -> bool:
         """Return whether a stage of this replica was asked to stop, so that none leaves the others in a batch."""
         found = torch.tensor([int(requested)])
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._stage_group)
+        with self._waiting(self._after("the agreement whether to go on evaluating")):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._stage_group)
         return bool(found.item())
 
     def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
@@ -430,7 +438,7 @@ class Pipeline(ProcessGroupStrategy):
         dist.broadcast(state, group=self._stage_group, group_src=0)
         torch.set_rng_state(state)
         if trains:
-            self._gradients = StageGradients(task, placement, self._grid, limit=self._limit)
+            self._gradients = StageGradients(task, placement, self._grid, limit=self._limit, board=self._board)
             if self.broadcast_buffers:
                 self._buffers = SharedBuffers(task, is_shared=lambda name: placement.is_held(name, self.stage))
         share = self._schedule.bubble(num_micro_batches)
@@ -469,23 +477,27 @@ class Pipeline(ProcessGroupStrategy):
 
     def all_gather_object(self, value: T) -> list[T]:
         """Return the value of each process, of any stage and replica; collective."""
-        return gather(value, super().group)
+        with self._waiting(self._after("an all_gather")):
+            return gather(value, super().group)
 
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's value, on every stage of every replica; collective."""
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0)
+        with self._waiting(self._after("a broadcast")):
+            dist.broadcast_object_list(box, src=0)
         received: T = box[0]
         return received
 
     def barrier(self) -> None:
         """Return when every rank, of any stage and replica, has come here; collective."""
-        dist.barrier()
+        with self._waiting(self._after("a barrier")):
+            dist.barrier()
 
     def agree(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank, of any stage and replica; collective."""
         found = torch.tensor([int(flag)], device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        with self._waiting(self._after("an agreement")):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found.item())
 
     def _agree_on_overflow(self, found: Tensor) -> Tensor:

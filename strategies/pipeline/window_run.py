@@ -73,8 +73,7 @@ class WindowRun:
         try:
             return self._forward(action) if action.kind == FORWARD else self._backward(action)
         except Departure as error:
-            where = f"micro-batch {action.micro_batch} in stage {action.stage}"
-            raise Departure(f"{where}: {error}") from None
+            raise Departure(f"{action.place()}: {error}") from None
 
     def _expect(self, transfer: Transfer, kind: str, shapes: Shapes) -> Parcel:
         other = transfer.source if kind == FORWARD else transfer.destination

@@ -28,8 +28,17 @@ def _assert_equal(num_ranks, cases, *, tolerance):
     assert {name: value for name, value in differences.items() if not value <= tolerance} == {}
 
 
+class _Weightless(Mlp):
+    """Says of its samples that they do not count."""
+
+    def training_step(self, batch):
+        return {**super().training_step(batch), "weight": 0.0}
+
+
 def test_every_kind_of_task_in_two_stages_has_the_weights_of_one_process():
-    _assert_equal(2, [_case(model) for model in OWN.values()], tolerance=DOUBLE)
+    cases = [_case(model) for model in OWN.values()]
+    cases += [_case(_Weightless, sizes=[4], num_steps=2)]
+    _assert_equal(2, cases, tolerance=DOUBLE)
 
 
 def test_a_value_that_several_stages_use_gets_the_gradients_of_all_of_them():

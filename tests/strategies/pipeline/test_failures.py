@@ -1,8 +1,12 @@
 """What each rank says when one of them cannot go on, or does not answer."""
 
+import functools
 import os
+import re
 import signal
+import sys
 import time
+import traceback
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from trainkit.strategies.pipeline.strategy import Pipeline
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.training import Training, make, windows
-from trainkit.testing import rank_outcomes
+from trainkit.testing import rank_outcomes, run_ranks
 
 
 class _Departs(Mlp):
@@ -25,9 +29,14 @@ class _Departs(Mlp):
 
 
 class _Pause(nn.Module):
+    """Hangs in the second step."""
+
+    num_calls = 0
+
     def forward(self, inputs):
-        if dist.get_rank() == 1:
-            time.sleep(9)
+        self.num_calls += 1
+        if dist.get_rank() == 1 and self.num_calls > 3:
+            time.sleep(7)
         return inputs
 
 
@@ -41,7 +50,7 @@ def _train(model, timeout):
     strategy = Pipeline(stages=dist.get_world_size(), device="cpu", cuts=["net.8"], timeout=timeout)
     training = Training(make(model), strategy)
     torch.manual_seed(0)
-    training.run(windows(model, sizes=[5, 3, 2], num_steps=1))
+    training.run(windows(model, sizes=[5, 3, 2], num_steps=2))
 
 
 def test_a_departure_from_the_recording_is_named_on_every_rank():
@@ -53,11 +62,75 @@ def test_a_departure_from_the_recording_is_named_on_every_rank():
 
 
 def test_a_rank_that_does_not_answer_is_named_with_its_stage_and_micro_batch():
-    outcomes = rank_outcomes(_train, 2, _Hangs, 4.0, timeout=60)
+    outcomes = rank_outcomes(_train, 2, _Hangs, 2.5, timeout=60)
 
     waiting = next(outcome for outcome in outcomes if outcome.rank == 0)
     assert "waited in vain for stage 1's part of micro-batch 0, for the backward of stage 0" in waiting.failure
+    assert re.search(r"rank 1: has not come; it is in step 1, .*test_failures.py:\d+", waiting.failure)
     assert waiting.seconds < 30
+
+
+class _Breaks(torch.autograd.Function):
+    """Fails in the backward of the second step's second micro-batch."""
+
+    @staticmethod
+    def forward(ctx, inputs, calls):
+        ctx.call = calls
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.call == 5:
+            raise ValueError("no way back")
+        return gradient, None
+
+
+class _Breaking(nn.Module):
+    num_calls = 0
+
+    def forward(self, inputs):
+        self.num_calls += dist.get_rank() == 1
+        return _Breaks.apply(inputs, self.num_calls)
+
+
+class _BreaksInBackward(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.net[9] = _Breaking()
+
+
+def _fail_between_steps():
+    strategy = Pipeline(stages=2, device="cpu", cuts=["net.8"], timeout=4.0)
+    training = Training(make(Mlp), strategy)
+    first, second = windows(Mlp, sizes=[5, 3, 2], num_steps=2)
+    try:
+        training.step(first)
+        if dist.get_rank() == 1:
+            raise ValueError("a callback's mistake")
+        training.step(second)
+    finally:
+        strategy.teardown()
+
+
+def _reasons():
+    reasons = []
+    for train in (_fail_between_steps, functools.partial(_train, _BreaksInBackward, 4.0)):
+        try:
+            train()
+        except Exception as error:
+            reasons.append("".join(traceback.format_exception(error)))
+    return reasons
+
+
+def test_every_stage_is_told_which_one_stopped_and_where():
+    (told, told_of_backward), (_, own) = run_ranks(_reasons, 2, timeout=60)
+
+    assert "stage 1 of replica 0 stopped in step 0: ValueError: a callback's mistake" in told
+    place = "backward of micro-batch 1 in stage 1"
+    assert f"stage 1 of replica 0 stopped in step 1, {place}: ValueError: no way back" in told_of_backward
+    assert "ValueError: no way back" in own
+    if sys.version_info >= (3, 11):
+        assert place in own
 
 
 def _die_on_the_last_rank():

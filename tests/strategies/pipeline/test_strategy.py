@@ -192,12 +192,13 @@ def _timeline():
 
 def _replicas():
     """Two copies of one stage: each sees other samples, and buffers are the first one's."""
-    strategy = Pipeline(stages=1, replicas=2, device="cpu")
+    strategy = Pipeline(stages=1, replicas=2, device="cpu", timeout=77.0)
     training = Training(make(ResNet), strategy)
     training.run(windows(ResNet, sizes=[3, 3, 2, 2], num_steps=2, replica=strategy.rank, num_replicas=2))
     means = [None, None]
     dist.all_gather_object(means, training.task.stem[1].running_mean)
-    return {"running means": means, "reductions": strategy._gradients._reducer.step}
+    reducer = strategy._gradients._reducer
+    return {"running means": means, "reductions": reducer.step, "patience": reducer.settings.timeout_seconds}
 
 
 class _Masked(Mlp):
@@ -292,6 +293,10 @@ def test_buffers_are_those_of_the_first_replica():
 
 def test_replicas_reduce_once_for_all_micro_batches_of_a_step():
     assert _found()["reductions"] == 2
+
+
+def test_replicas_wait_for_each_other_as_long_as_stages_do():
+    assert _found()["patience"] == 77.0
 
 
 def test_stages_stay_in_step_with_their_generators_whatever_each_draws():
