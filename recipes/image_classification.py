@@ -138,7 +138,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, pixels: Any, classes: list[int], *, side: int) -> None:
         self.pixels = pixels
-        self.classes = classes
+        self.classes = self.targets = classes  # `targets` is what balance_classes looks for
         self.side = side
 
     def __len__(self) -> int:
@@ -181,6 +181,7 @@ class ImageData(Data):
         batch_size: Images of one optimizer step, over all ranks.
         evaluation_batch_size: Images of one evaluation batch, over all ranks.
         workers: Processes that read; 0: the training process.
+        balance_classes: Whether all classes are drawn alike in training, however many images they have.
 
     """
 
@@ -194,8 +195,14 @@ class ImageData(Data):
         batch_size: int = 128,
         evaluation_batch_size: int = 500,
         workers: int = 2,
+        balance_classes: bool = False,
     ) -> None:
-        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, workers=workers)
+        super().__init__(
+            batch_size=batch_size,
+            evaluation_batch_size=evaluation_batch_size,
+            workers=workers,
+            balance_classes=balance_classes,
+        )
         if side < 8:
             raise UserError(f"data.side must be at least 8 pixels, got {side}.")
         self.folder = folder

@@ -6,6 +6,7 @@ from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,6 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from trainkit.class_balance import balanced_weights, labels_of, sample_weights
 from trainkit.errors import UserError
 from trainkit.reading import Collate
 
@@ -41,6 +43,8 @@ class Source:
     keep_workers: bool = True
     lengths: Sequence[int] | None = None
     """Of the samples, where batches are to be of samples that are about equally long."""
+    weights: Tensor | None = None
+    """Of the samples, where an epoch is as many draws by weight."""
 
     @property
     def is_stream(self) -> bool:
@@ -82,6 +86,11 @@ class Data:
     `validation` and `test` may also be several datasets by name, whose metrics then are `validation/<name>/loss`. For
     training, `Mixture` and `InSequence` make one dataset of several, and `Packed` makes rows of short sequences. With
     `lengths`, one number for each sample, the samples of a global batch are about equally long.
+
+    With `weights`, one number for each sample of training, an epoch of n samples is n draws with replacement, each
+    sample as often as its weight says; `balance_classes` draws all classes alike. It is `True` for a dataset with
+    `targets` or `labels` (or a `TensorDataset` whose last tensor is one whole number a sample), or the class of each
+    sample. What is drawn is a function of the seed, the epoch and the position, like any other order.
     """
 
     def __init__(
@@ -100,6 +109,8 @@ class Data:
         keep_workers: bool = True,
         pin_memory: bool = True,
         lengths: Sequence[int] | None = None,
+        weights: Sequence[float] | Tensor | None = None,
+        balance_classes: bool | Sequence[Any] | Tensor = False,
         seed: int | None = None,
     ) -> None:
         for name, size in (("batch_size", batch_size), ("evaluation_batch_size", evaluation_batch_size)):
@@ -115,8 +126,13 @@ class Data:
         self.workers = workers
         self.keep_workers = keep_workers
         self.pin_memory = pin_memory
+        if weights is not None and balance_classes is not False:
+            raise UserError("weights and balance_classes both say how often a sample is drawn; give one of them.")
         self.lengths = lengths
+        self.weights = None if weights is None else sample_weights(weights)
+        self.balance_classes = balance_classes
         self.seed = seed
+        self._balanced: Tensor | None = None  # weights by class, once they are known
         self._datasets = {"train": train, "validation": validation, "test": test, "predict": predict}
 
     def dataset(self, stage: str) -> Any:
@@ -155,6 +171,7 @@ class Data:
             pin_memory=self.pin_memory,
             keep_workers=self.keep_workers,
             lengths=self.lengths if stage == "train" else None,
+            weights=self._weights_of(dataset) if stage == "train" else None,
         )
 
     def _from_loader(self, stage: str, loader: DataLoader[Any]) -> Source:
@@ -172,7 +189,16 @@ class Data:
             sampler=None if stream else _own_sampler(stage, sampling.sampler),
             keep_workers=self.keep_workers,
             lengths=self.lengths if stage == "train" else None,
+            weights=self._weights_of(loader.dataset) if stage == "train" else None,
         )
+
+    def _weights_of(self, dataset: Any) -> Tensor | None:
+        if self.balance_classes is False or self.weights is not None:
+            return self.weights
+        if self._balanced is None:
+            labels = labels_of(dataset) if isinstance(self.balance_classes, bool) else self.balance_classes
+            self._balanced = balanced_weights(labels)
+        return self._balanced
 
     def _batch_size(self, stage: str, of_loader: int | None) -> int | None:
         if stage != "train" and self.evaluation_batch_size is not None:
@@ -226,6 +252,8 @@ def _check(source: Source) -> None:
         raise UserError(
             f"there are {len(source.lengths)} lengths for {length} samples of {stage} data; give one for each."
         )
+    if source.weights is not None:
+        _check_weights(source)
     if source.is_stream:
         if source.workers > 1:
             raise UserError(
@@ -248,4 +276,28 @@ def _check(source: Source) -> None:
         raise UserError(
             f"batch_size={size} is larger than the training data, which has {length} samples; "
             f"set batch_size={length} or less."
+        )
+
+
+def _check_weights(source: Source) -> None:
+    assert source.weights is not None
+    what = None
+    if source.is_stream:
+        what = "an IterableDataset, whose samples come in its own order"
+    elif source.batch_size is None:
+        what = "ready-made batches; set batch_size and give single samples"
+    elif source.sampler is not None:
+        what = f"the sampler {type(source.sampler).__name__}, which says what is drawn; leave one of them out"
+    elif source.lengths is not None:
+        what = "lengths, which put each sample once into an epoch; leave one of them out"
+    elif hasattr(source.dataset, "order"):
+        what = f"{type(source.dataset).__name__}, which has an order of its own"
+    elif not source.shuffle:
+        what = "shuffle=False: draws are random; set shuffle=True"
+    if what is not None:
+        raise UserError(f"weights and balance_classes do not go with {what}.")
+    if len(source.weights) != source.num_items:
+        raise UserError(
+            f"there are weights or classes of {len(source.weights)} samples for {source.num_items} samples of "
+            f"{source.stage} data; give one for each."
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.data import Source
 from trainkit.length_groups import LengthGroupedOrder
-from trainkit.order import GlobalOrder
+from trainkit.order import GlobalOrder, WeightedOrder
 from trainkit.rng import rng_untouched
 from trainkit.sampling import Order, SamplerOrder
 from trainkit.window import MicroBatch, Window
@@ -131,6 +131,8 @@ def order_of(source: Source, *, seed: int) -> Order:
     assert source.num_items is not None
     if source.lengths is not None and source.batch_size is not None:
         return LengthGroupedOrder(source.lengths, batch_size=source.batch_size, seed=seed, shuffle=source.shuffle)
+    if source.weights is not None:
+        return WeightedOrder(source.weights, source.num_items, seed=seed)
     own = getattr(source.dataset, "order", None)
     if own is not None and source.stage == "train":
         order: Order = own(seed=seed, shuffle=source.shuffle)

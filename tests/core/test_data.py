@@ -10,6 +10,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -17,7 +18,8 @@ from torch.utils.data import (
 )
 
 from tests.tasks import NumberStream, Regression, regression_data
-from trainkit import Data, UserError
+from trainkit import Data, Mixture, UserError
+from trainkit.feed import order_of
 
 
 def numbers(num_samples=12):
@@ -246,3 +248,66 @@ def test_a_sampler_without_a_length_is_refused_by_name():
 def test_data_of_another_kind_is_refused_with_what_to_write(make_trainer, wrong):
     with pytest.raises(UserError, match=r"pass Data\(train=dataset, batch_size=32\), or a torch DataLoader"):
         make_trainer().fit(Regression(), wrong)
+
+
+# ---- Weights
+
+
+def labelled(*labels):
+    return TensorDataset(torch.arange(len(labels)), torch.tensor(labels))
+
+
+def drawn(data, epochs=50):
+    order = order_of(data.source("train"), seed=0)
+    return torch.cat([order.slice(epoch, 0, order.num_samples) for epoch in range(epochs)])
+
+
+def test_samples_are_drawn_as_often_as_their_weights_say():
+    counts = drawn(Data(train=numbers(4), batch_size=2, weights=[0, 1, 1, 2]), epochs=500).bincount(minlength=4)
+    assert counts[0] == 0 and counts.sum() == 2000
+    torch.testing.assert_close(counts / 2000, torch.tensor([0, 0.25, 0.25, 0.5]), rtol=0, atol=0.04)
+
+
+class Targets(Dataset):
+    targets = ("a", "a", "a", "b")
+
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.parametrize(
+    ("dataset", "balance"),
+    [
+        (labelled(0, 0, 0, 1), True),
+        (Subset(labelled(7, 0, 0, 0, 1), [1, 2, 3, 4]), True),
+        (Targets(), True),
+        (numbers(4), [5, 5, 5, 3]),
+    ],
+)
+def test_balanced_classes_are_drawn_alike_wherever_they_are_known_from(dataset, balance):
+    share = (drawn(Data(train=dataset, batch_size=2, balance_classes=balance), epochs=500) == 3).float().mean()
+    assert abs(float(share) - 0.5) < 0.04
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": [1, 2]}, "of 2 samples for 12 samples"),
+        ({"weights": [1, -1]}, "that of sample 1 is -1"),
+        ({"weights": [0, 0]}, "all 0"),
+        ({"weights": [[1, 2]]}, "shape"),
+        ({"weights": "abc"}, "no list of numbers"),
+        ({"weights": 3}, "no list of numbers"),
+        ({"balance_classes": True}, "TensorDataset.* does not tell|of 12 samples"),
+        ({"balance_classes": torch.rand(12)}, "whole numbers"),
+        ({"weights": [1] * 12, "balance_classes": True}, "give one of them"),
+        ({"weights": [1] * 12, "lengths": [1] * 12}, "do not go with lengths"),
+        ({"weights": [1] * 12, "shuffle": False}, "shuffle=False"),
+        ({"weights": [1] * 12, "train": NumberStream(12)}, "IterableDataset"),
+        ({"weights": [1] * 12, "train": Mixture([numbers(6), numbers(6)])}, "an order of its own"),
+    ],
+)
+def test_weights_that_cannot_be_drawn_by_are_refused(settings, message):
+    floats = TensorDataset(torch.rand(12))
+    with pytest.raises(UserError, match=message):
+        Data(**{"train": floats, "batch_size": 2, **settings}).source("train")
