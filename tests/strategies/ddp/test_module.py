@@ -6,7 +6,9 @@ import copy
 import gc
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.utils.checkpoint import checkpoint
 from trainkit.strategies.ddp import DistributedDataParallel
+from trainkit.strategies.ddp.communication_hooks import fp16_hook
 
 from trainkit.testing import run_ranks
 
@@ -303,14 +306,20 @@ def a_backward_in_no_sync_is_not_reduced_though_its_forward_came_before(views: b
 
 def gradients_of_inputs_alone_are_not_reduced(views: bool) -> float:
     torch.manual_seed(0)
-    wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True, gradient_as_bucket_view=views)
-    x = torch.full((4, 8), 0.05)
-    for step in range(2):
-        wrapped(x).sum().backward()
-        inputs = x.clone().requires_grad_()
+    # One bucket for each parameter: the first is complete before any gradient, where its branch is left out.
+    wrapped = DistributedDataParallel(
+        Branches(), find_unused_parameters=True, gradient_as_bucket_view=views, bucket_cap_mb=0.0001
+    )
+    error = 0.0
+    for step in range(3):
+        wrapped(torch.full((4, 8), 0.15)).sum().backward()
+        before = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
+        inputs = torch.full((4, 8), 0.05).requires_grad_()  # through another branch
         torch.autograd.grad(wrapped(inputs).sum(), inputs)
         assert wrapped.reducer.step == step + 1
-    return 0.0
+        after = [p.grad for p in wrapped.parameters() if p.grad is not None]
+        error = max(error, *((a - b).abs().max().item() for a, b in zip(after, before, strict=True)))
+    return error
 
 
 def an_exception_ends_no_sync(views: bool) -> float:
@@ -423,6 +432,109 @@ def test_ranks_with_fewer_batches_join_as_in_stock_ddp(divide_by_initial):
     for to_stock, between in run_ranks(joined, 2, divide_by_initial):
         assert to_stock < 1e-6
         assert between == 0.0
+
+
+def with_hooks(name: str) -> tuple[float, float]:
+    """Train with an all_reduce as the hook, and with none; return the differences of weights to stock."""
+    torch.manual_seed(0)
+    rank, found = dist.get_rank(), []
+    for hook in (None, default_hooks.allreduce_hook):
+        start = SparseEmbedding() if name == "sparse" else Mlp()
+        ours, stock = copy.deepcopy(start), copy.deepcopy(start)
+        for wrapped in (DistributedDataParallel(ours), StockDDP(stock)):
+            if hook is not None:
+                wrapped.register_comm_hook(dist.group.WORLD, hook)
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+            with wrapped.join(enable=name == "join"):
+                for index in range(3 + (rank if name == "join" else 0)):
+                    optimizer.zero_grad()
+                    wrapped(batch(10 * rank + index)).square().mean().backward()
+                    optimizer.step()
+        pairs = zip(ours.parameters(), stock.parameters(), strict=True)
+        found.append(max((a - b).abs().max().item() for a, b in pairs))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("name", ["sparse", "join"])
+def test_gradients_are_divided_once_where_a_hook_is_registered(name):
+    for without, with_hook in run_ranks(with_hooks, 2, name):
+        assert without < 1e-6
+        assert with_hook < 1e-6
+
+
+def annotated(**annotations: Any) -> Callable[..., Any]:
+    def hook(state, bucket):
+        raise NotImplementedError
+
+    hook.__annotations__ = annotations  # not as text, which stock DDP does not read
+    return hook
+
+
+def errors_of_hooks_and_time_limits() -> tuple[list[tuple[str, str]], list[float]]:
+    kinds = []
+    for hook in (annotated(bucket=Tensor), annotated(**{"return": Tensor}), annotated(), fp16_hook):
+        found = []
+        for wrapped in (DistributedDataParallel(Mlp()), StockDDP(Mlp())):
+            try:
+                wrapped.register_comm_hook(dist.group.WORLD, hook)
+            except (ValueError, TypeError) as error:
+                found.append(f"{type(error).__name__}: {str(error).split(',')[0].rstrip('.')}")
+            else:
+                found.append("accepted")
+        kinds.append(tuple(found))
+    quick = dist.new_group(timeout=timedelta(seconds=33))
+    limits = [DistributedDataParallel(Mlp(), process_group=g).reducer.settings.timeout_seconds for g in (None, quick)]
+    return kinds, limits
+
+
+def test_wrong_hooks_are_refused_as_by_stock_ddp_and_the_groups_time_limit_holds():
+    ((wrong, result, bare, own), limits) = run_ranks(errors_of_hooks_and_time_limits, 1, timeout=50)[0]
+    assert wrong[0].startswith("ValueError: Communication hook: bucket annotation") and wrong[0] == wrong[1]
+    assert result[0].startswith("ValueError: Communication hook: return annotation") and result[0] == result[1]
+    assert bare == ("accepted", "accepted")
+    assert own[0] == "accepted", "our own hooks are generators over a bucket of our own"
+    assert limits == [50, 33]
+
+
+def buffers_in_each_forward(forwards: str) -> list[list[float]]:
+    """Return the buffer after forwards in training (t), evaluation (e) or no_sync (n), before which it was changed."""
+    found = []
+    for wrap in (DistributedDataParallel, StockDDP):
+        model = nn.Linear(4, 4)
+        model.register_buffer("scale", torch.zeros(()))
+        wrapped, seen = wrap(model), []
+        for index, forward in enumerate(forwards):
+            model.scale.fill_(10.0 * index + dist.get_rank())
+            with torch.set_grad_enabled(forward != "e"), wrapped.no_sync() if forward == "n" else nullcontext():
+                output = wrapped(torch.ones(1, 4))
+                if forward != "e":
+                    output.sum().backward()
+            seen.append(model.scale.item())
+        found.append(seen)
+    return found
+
+
+def test_buffers_are_shared_in_the_forwards_in_which_stock_ddp_shares_them():
+    for ours, stock in run_ranks(buffers_in_each_forward, 2, "tteetnnteet"):
+        assert ours == stock
+
+
+def untrained_differences() -> list[str]:
+    messages = []
+    for what in ("frozen", "buffer"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + (what == "frozen") * dist.get_rank()))
+        model[1].requires_grad_(False)
+        model.register_buffer("scale", torch.ones(1 + (what == "buffer") * dist.get_rank()))
+        with pytest.raises(RuntimeError) as raised:
+            DistributedDataParallel(model)
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_frozen_parameters_and_buffers_are_compared_before_they_are_sent():
+    for frozen, buffer in run_ranks(untrained_differences, 2):
+        assert "frozen parameter 0 is 1.weight (4, 4) torch.float32, frozen on rank 0, but 1.weight (5, 4)" in frozen
+        assert "buffer 0 is scale (1,) torch.float32 on rank 0, but scale (2,)" in buffer
 
 
 def interface() -> None:

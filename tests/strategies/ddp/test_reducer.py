@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -194,6 +195,54 @@ def a_static_graph_learns_what_is_used() -> None:
     reducer.close()
 
 
+def a_static_graph_may_differ_by_rank() -> None:
+    model, reference, reducer = make(static_graph=True)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for _ in range(3):
+        model.zero_grad()
+        with reducer.session():
+            model(batch(rank), rank % 2).sum().backward()
+    for other in range(world_size):
+        reference(batch(other), other % 2).sum().backward()
+    assert gap(model, reference) < 1e-5
+    assert model.branches[2].weight.grad is None
+    used = ("stem", *(f"branches.{other % 2}" for other in range(world_size)))
+    sent = [bucket.launched_at > reducer.began_at for bucket in reducer.buckets]
+    assert sent == [bucket.slots[0].name.startswith(used) for bucket in reducer.buckets], "nothing else is sent"
+    reducer.close()
+
+
+def buckets_are_gone_on_with_while_backward_runs(transport: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    settings = ReducerSettings(average=False, bucket_mb=200 / MIB, transport=transport)  # one for each layer
+    reducer = Reducer(list(layers.named_parameters()), group=dist.group.WORLD, settings=settings)
+    completed: list[int] = []
+    in_backward: list[int] = []
+    reducer.after_bucket = lambda bucket: completed.append(bucket.index)
+
+    def wait_for_launched(gradient: Tensor) -> None:
+        in_backward.append(len(completed))
+        for bucket in reducer.buckets:
+            while bucket.reduction is not None and not bucket.is_done():
+                reducer.transport.progress()
+                time.sleep(1e-3)
+
+    for _ in range(2):
+        completed.clear()
+        with reducer.session():
+            x = batch(dist.get_rank())
+            for layer in layers:
+                x = layer(x)
+                x.register_hook(wait_for_launched)
+            x.sum().backward()
+        assert completed == list(range(len(reducer.buckets))), "each once, in their order"
+    assert len(reducer.buckets) == 4
+    assert in_backward[:4] == [0] * 4, "the first backward is reduced at its end"
+    assert in_backward[-1] >= 2, "before the gradients of the first layer are computed"
+    reducer.close()
+
+
 def the_norm_is_that_of_all_gradients() -> None:
     model, _, reducer = make()
     for _ in range(2):
@@ -231,6 +280,7 @@ FACTS = [
     the_norm_is_that_of_all_gradients,
     an_exception_before_any_reduction_leaves_no_session,
     a_static_graph_learns_what_is_used,
+    a_static_graph_may_differ_by_rank,
 ]
 
 
@@ -241,6 +291,8 @@ def all_facts() -> None:
         a_gradient_that_nobody_adds_to_stays_as_it_is(average)
     for unused in ("auto", "find"):
         ranks_with_different_unused_parameters_agree(unused)
+    for transport in ("auto", "group"):
+        buckets_are_gone_on_with_while_backward_runs(transport)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
