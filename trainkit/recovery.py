@@ -144,7 +144,8 @@ class Recovery:
             if run.is_main:
                 logger.warning("%s: step %d is left out.%s", said, step, seen)
         for optimization in run.optimizations:
-            optimization.after_step()
+            if run.state.step % optimization.every == 0:
+                optimization.after_step()
         return []
 
     def tell_left_out(self, steps: Sequence[int], bad: Sequence[int]) -> None:

@@ -250,6 +250,20 @@ def test_phases_that_cannot_be_trained_are_refused_by_name(declared, message, tm
         fit(task, tmp_path)
 
 
+class LeavesOut(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_fit_start(self, run):
+        run.state.left_out.add(self.step)
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_step_that_is_left_out_steps_the_schedules_of_phases_that_were_due(step, tmp_path):
+    result = fit(made(every=2), tmp_path, duration="4step", callbacks=["learning_rate", LeavesOut(step)])
+    assert result.metrics["train/generator/learning_rate"] == pytest.approx(0.05 * 0.9**2)
+
+
 def test_a_manual_step_that_names_no_phase_is_told_the_nearest(tmp_path):
     class Typo(Manual):
         def manual_step(self, control):
