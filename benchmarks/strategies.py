@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
-from trainkit.strategies.fusion.parts import cut_windows, imbalance, server_loads, whole_variable_loads
+from trainkit.strategies.fusion.parts import imbalance, whole_variable_loads
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleDevice
 from trainkit.strategies.torch_ddp import TorchDDP
@@ -199,13 +199,43 @@ def compare(names: list[str], model: str, *, ranks: int, rounds: int) -> dict[st
     }
 
 
+class Lopsided(TaskModule):
+    """A model with one huge and many tiny parameters."""
+
+    sizes = (4_000_000, *[1000] * 500)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variables = nn.ParameterList([nn.Parameter(torch.ones(size)) for size in self.sizes])
+
+    def training_step(self, batch: Any) -> Tensor:
+        return torch.stack([variable.square().mean() for variable in self.variables]).sum() * batch.mean()
+
+    def batch(self, num_samples: int) -> Tensor:
+        return torch.ones(num_samples, 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def bytes_of_a_step() -> list[int]:
+    """Return what this rank moves in a step of the lopsided model, by each transport of fusion."""
+    found = []
+    for transport in ("shared_memory", "exchange"):
+        runner = Runner(FusionStrategy(device="cpu", transport=transport), Lopsided(), num_samples=8)
+        runner.seconds_a_step()
+        found.append(runner.strategy.bytes_a_step)
+        runner.strategy.teardown()
+    return found
+
+
 def server_balance(ranks: int) -> dict[str, float]:
-    """Return the busiest server's load relative to the mean, in a model with one huge and many tiny parameters."""
-    variables = [4_000_000] + [1000] * 500
-    windows = [stop - start for start, stop in cut_windows(sum(variables), 1024 * 1024)]
+    """Return the busiest server's load relative to the mean: as transports count bytes, and with whole variables."""
+    shared_memory, exchange = zip(*run_ranks(bytes_of_a_step, ranks), strict=True)
     return {
-        "balanced parts": imbalance(server_loads(windows, ranks)),
-        "whole variables": imbalance(whole_variable_loads(variables, ranks)),
+        "parts in shared memory": imbalance(shared_memory),
+        "parts through gloo": imbalance(exchange),
+        "whole variables": imbalance(whole_variable_loads(Lopsided.sizes, ranks)),
     }
 
 

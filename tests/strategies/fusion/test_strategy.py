@@ -15,6 +15,7 @@ from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.channels import open_channels
 from trainkit.strategies.fusion.exchange import Exchange
 from trainkit.strategies.fusion.part_transport import BufferSettings
+from trainkit.strategies.fusion.parts import imbalance, whole_variable_loads
 from trainkit.strategies.fusion.staging import Staging
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleDevice
@@ -360,12 +361,22 @@ def test_parameters_that_some_ranks_or_all_do_not_use_are_trained_as_on_one_devi
         assert max(differences) < 1e-6
 
 
-def bytes_on_this_rank(run_dir):
+class Lopsided(Perceptron):
+    """Has one huge and many tiny parameters."""
+
+    def build(self):
+        self.variables = nn.ParameterList([nn.Parameter(torch.ones(size)) for size in (300_000, *[100] * 200)])
+
+    def training_step(self, batch):
+        return torch.stack([variable.square().mean() for variable in self.variables]).sum() * batch[0].mean()
+
+
+def bytes_on_this_rank(task, transports, run_dir):
     found = {}
-    for transport, shard in itertools.product(("shared_memory", "exchange"), (False, True)):
+    for transport, shard in itertools.product(transports, (False, True)):
         counted = CountedBytes()
-        strategy = FusionStrategy(device="cpu", transport=transport, shard_optimizer=shard)
-        train(strategy, Wide(), Data(train=numbers(12), batch_size=6), counted, run_dir=run_dir, steps=2)
+        strategy = FusionStrategy(device="cpu", transport=transport, shard_optimizer=shard, buffer_mb=0.5)
+        train(strategy, task(), Data(train=numbers(12), batch_size=6), counted, run_dir=run_dir, steps=2)
         found[transport, shard] = counted.num_bytes
     return found
 
@@ -379,10 +390,19 @@ class CountedBytes(Recorder):
 
 def test_every_rank_moves_about_the_same_number_of_bytes(tmp_path):
     numel = sum(parameter.numel() for parameter in Wide().parameters())
-    for found in run_ranks(bytes_on_this_rank, 3, tmp_path):
+    for found in run_ranks(bytes_on_this_rank, 3, Wide, ("shared_memory", "exchange"), tmp_path):
         for moved in found.values():
             # Two thirds of all gradients to the servers, and as much back; flags and cache lines besides.
             assert moved == pytest.approx(2 * 2 / 3 * 4 * numel, rel=0.02)
+
+
+def test_the_busiest_server_moves_hardly_more_than_the_mean_whatever_the_sizes_of_parameters(tmp_path):
+    of_ranks = run_ranks(bytes_on_this_rank, 4, Lopsided, ("auto",), tmp_path)
+    for shard in (False, True):
+        moved = [found["auto", shard] for found in of_ranks]
+        assert sum(moved) == pytest.approx(2 * 3 * 4 * 320_000, rel=0.02)
+        assert imbalance(moved) <= 1.02
+    assert imbalance(whole_variable_loads([300_000] + [100] * 200, 4)) > 3.5
 
 
 def train_with_timeline(thread, run_dir):
