@@ -6,7 +6,8 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from trainkit.callback import Callback
 from trainkit.console import Table, show
 from trainkit.errors import UserError
+from trainkit.step_cost import FlopCount
 
 from .device_peaks import peak_of
 
@@ -64,7 +66,8 @@ class Profiler(Callback):
         self.memory, self.stacks = memory, stacks
         self.peak_tflops = peak_tflops
         self._began = 0
-        self._counter: Any = None
+        self._counting: ExitStack | None = None
+        self._counted: list[int] = []
         self._profile: Any = None
         self._own_flops: float | None = None
         self._flops: float | None = None  # of one step, on all ranks
@@ -83,7 +86,7 @@ class Profiler(Callback):
         if step > self.last:
             return
         if step == self.first - 2:
-            self._start_counting()
+            self._start_counting(run)
         elif step == self.first - 1:
             self._stop_counting()
             if run.is_main and run.run_dir is not None:
@@ -92,6 +95,7 @@ class Profiler(Callback):
             self._stop_recording(run)
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
+        self._stop_counting()  # the step has been made
         self._evaluating_since = time.perf_counter()
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
@@ -124,23 +128,28 @@ class Profiler(Callback):
 
     # ---- Arithmetic
 
-    def _start_counting(self) -> None:
-        from torch.utils.flop_counter import FlopCounterMode
+    def _start_counting(self, run: Run) -> None:
+        counted, thread = self._counted, get_ident()
+        counted.clear()
 
-        self._counter = FlopCounterMode(display=False)
-        self._counter.__enter__()
+        def in_a_replicas_thread() -> FlopCount | None:
+            return None if get_ident() == thread else FlopCount(counted.append)
+
+        self._counting = ExitStack()
+        self._counting.enter_context(FlopCount(counted.append))
+        self._counting.callback(run.precision.surround(in_a_replicas_thread))
 
     def _stop_counting(self) -> None:
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)
-            self._own_flops = float(self._counter.get_total_flops())
-            self._counter = None
+        if self._counting is not None:
+            self._counting.close()
+            self._own_flops = float(sum(self._counted))
+            self._counting = None
 
     def _measure(self, run: Run, metrics: dict[str, float], flops_per_second: float) -> None:
         metrics["train/flops_per_second"] = self._record["flops_per_second"] = flops_per_second
         peak, note = self._peak(run)
         if peak is not None:
-            metrics["train/mfu"] = self._record["mfu"] = flops_per_second / (peak * run.strategy.num_processes)
+            metrics["train/mfu"] = self._record["mfu"] = flops_per_second / (peak * run.strategy.num_devices)
             self._record["peak_note"] = note
 
     def _peak(self, run: Run) -> tuple[float | None, str]:

@@ -45,7 +45,7 @@ def cost_of_step(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
             for name in steps:
                 own = StepCost()
                 kept = _Kept(own, scopes, set(parameters))
-                with saved_tensors_hooks(kept.pack, lambda tensor: tensor), _Counting(own, scopes):
+                with saved_tensors_hooks(kept.pack, lambda tensor: tensor), FlopCount(_adding_to(own, scopes)):
                     getattr(task, name)(batch)
                 cost.flops += own.flops
                 cost.saved_bytes |= own.saved_bytes
@@ -76,12 +76,14 @@ class _Kept:
         return tensor
 
 
-class _Counting(TorchDispatchMode):
-    def __init__(self, cost: StepCost, scopes: list[str]) -> None:
+class FlopCount(TorchDispatchMode):
+    """While open, calls `add` with the floating-point operations of each call that this thread makes, backwards too."""
+
+    def __init__(self, add: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's constructor is not annotated
         from torch.utils.flop_counter import flop_registry
 
-        self._cost, self._scopes, self._registry = cost, scopes, flop_registry
+        self._add, self._registry = add, flop_registry
 
     def __torch_dispatch__(
         self,
@@ -93,8 +95,12 @@ class _Counting(TorchDispatchMode):
         returned = func(*args, **(kwargs or {}))
         formula: Callable[..., Any] | None = self._registry.get(func._overloadpacket)
         if formula is not None:
-            _count(self._cost.flops, self._scopes, int(formula(*args, **(kwargs or {}), out_val=returned)))
+            self._add(int(formula(*args, **(kwargs or {}), out_val=returned)))
         return returned
+
+
+def _adding_to(cost: StepCost, scopes: list[str]) -> Callable[[int], None]:
+    return lambda amount: _count(cost.flops, scopes, amount)
 
 
 def _count(sums: Counter[str], scopes: list[str], amount: int) -> None:

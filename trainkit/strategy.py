@@ -123,6 +123,11 @@ class Strategy:
         return self.world_size
 
     @property
+    def num_devices(self) -> int:
+        """Different devices that take part, over all processes."""
+        return self.num_processes
+
+    @property
     def is_main(self) -> bool:
         """Whether this process writes files and talks to the user."""
         return self.process == 0
@@ -396,6 +401,13 @@ class Strategy:
         # Which kernels are used is this run's own choice, not the one that was saved.
         groups = [{**old, **{key: new[key] for key in ("fused", "foreach") if key in new}} for old, new in pairs]
         optimization.optimizer.load_state_dict({**saved, "param_groups": groups})
+
+    def choices(self) -> dict[str, Any]:
+        """Return what this strategy has found out for itself and a resumed run must not find otherwise."""
+        return {}
+
+    def take_choices(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `choices` returned in the run that is resumed, on whatever strategy."""
 
 
 def _one_unless_zero(weight: float | Tensor) -> float | Tensor:

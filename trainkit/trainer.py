@@ -167,7 +167,9 @@ class Trainer:
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.callbacks = made_callbacks(callbacks)
         if profile:
-            self.callbacks.append(registry.make("callbacks", "profiler"))
+            made = registry.make("callbacks", "profiler")
+            if not any(type(callback) is type(made) for callback in self.callbacks):  # or its own settings count
+                self.callbacks.append(made)
         self.loggers = made_loggers(loggers)
         self.config = config
         self.usual_batch: UsualBatch | None = None

@@ -96,6 +96,11 @@ class DataParallel(Strategy):
             )
         return devices
 
+    @property
+    def num_devices(self) -> int:
+        """Different devices that take part."""
+        return len(set(self.devices))
+
     def validate(self) -> None:
         """Raise UserError for devices that are not there."""
         assert self.devices

@@ -8,9 +8,11 @@ import torch
 from trainkit.callbacks.device_peaks import peak_of_model
 from trainkit.callbacks.profiler import Profiler
 from trainkit.callbacks.step_times import StepTimes
+from trainkit.strategies.dp.strategy import DataParallel
 
 from tests.tasks import FakeRank, Regression, regression_data
 from trainkit import Data, UserError
+from trainkit.command_line.cli import main
 from trainkit.feed import make_feed
 from trainkit.precision import Precision
 from trainkit.step_watch import PARTS, StepWatch
@@ -36,6 +38,39 @@ def test_a_window_is_recorded_and_its_arithmetic_counted(make_trainer):
     assert result.metrics["train/mfu"] == pytest.approx(result.metrics["train/flops_per_second"] / 1e12)
     text = (trainer.run_dir / "report.html").read_text()
     assert "Operations of steps 4 to 6" in text and "128 FLOP" in text
+
+
+def test_the_arithmetic_of_replicas_counts_and_that_of_an_evaluation_does_not(make_trainer):
+    """As many operations as on one device; the peak is that of one device, which both replicas share."""
+    trainer = make_trainer(
+        DataParallel(devices=["cpu", "cpu"]),
+        max_duration="9step",
+        log_every="3step",
+        evaluate_every="3step",
+        callbacks=[Profiler(first=4, last=6, peak_tflops=1.0)],
+    )
+    data = Data(train=regression_data(96), validation=regression_data(8), batch_size=8)
+    result = trainer.fit(Regression(), data)
+    record = json.loads((trainer.run_dir / "profile.json").read_text())
+    assert record["flops_per_step"] == 2 * (2 * 8 * 4)
+    assert result.metrics["train/mfu"] == pytest.approx(result.metrics["train/flops_per_second"] / 1e12)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_profiling_is_one_word_and_settings_of_ones_own_stay(own, make_trainer):
+    callbacks = [Profiler(first=4, last=6)] if own else []
+    trainer = make_trainer(profile=True, max_duration="20step", callbacks=callbacks)
+    trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8))
+    record = json.loads((trainer.run_dir / "profile.json").read_text())
+    assert (record["first_step"], record["last_step"]) == ((4, 6) if own else (10, 15))
+    assert [type(callback) for callback in trainer.callbacks] == [Profiler]
+
+
+def test_profile_true_on_the_command_line_records_steps(tmp_path):
+    settings = ["recipe=digits", "task.width=4", "data.num_train=256", "data.batch_size=16", "profile=true"]
+    assert main(["fit", *settings, "trainer.max_duration=16step", f"run_dir={tmp_path / 'run'}"]) == 0
+    record = json.loads((tmp_path / "run" / "profile.json").read_text())
+    assert (record["first_step"], record["last_step"]) == (10, 15)
 
 
 def test_a_run_that_ends_before_its_window_leaves_no_profiler_on(make_trainer):
