@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -18,7 +13,6 @@ from trainkit.strategies.single import SingleDevice
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorial_equal_weights.md"
 NUM_SAMPLES = 48
 BATCH_SIZE = 4  # of one micro-batch
 
@@ -98,12 +92,3 @@ def test_each_rank_of_ddp_prints_the_weights_of_accumulation(parts, tmp_path):
     for weights in run_ranks(trained_on_this_rank, parts, tmp_path / "ddp", timeout=120):
         assert_printed_equal(weights, expected)
 
-
-@pytest.mark.slow
-def test_the_page_prints_what_it_says(tmp_path):
-    program, printed = re.findall(r"```(?:python|text)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    (tmp_path / "page.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False
-    )
-    assert done.stdout == printed, done.stderr

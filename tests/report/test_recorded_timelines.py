@@ -12,6 +12,7 @@ from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 
 from trainkit import Data, TaskModule, Trainer
+from trainkit.testing import run_ranks
 from trainkit.timeline import read_timeline
 
 MS = 1e-3
@@ -50,25 +51,33 @@ class SlowLayers(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def ddp(transport):
-    return DDPStrategy(devices=2, device="cpu", bucket_mb=0.015, timeline=True, transport=transport)
+STRATEGIES = {
+    "shared_memory": partial(DDPStrategy, bucket_mb=0.015, transport="shared_memory"),
+    "group": partial(DDPStrategy, bucket_mb=0.015, transport="group"),
+    "fusion": partial(FusionStrategy, buffer_mb=0.015),
+}
 
 
-def fusion():
-    return FusionStrategy(devices=2, device="cpu", buffer_mb=0.015, timeline=True)
+def train_under_each(folder):
+    for name, strategy in STRATEGIES.items():
+        run_dir = folder / name
+        trainer = Trainer(
+            strategy(device="cpu", timeline=True), max_duration="4step", run_dir=run_dir, callbacks=[], loggers=[]
+        )
+        trainer.fit(SlowLayers(), Data(train=TensorDataset(torch.randn(32, 64)), batch_size=8))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(train_under_each, 2, folder)
+    return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "word"),
-    [(partial(ddp, "shared_memory"), "bucket"), (partial(ddp, "group"), "bucket"), (fusion, "buffer")],
-    ids=["shared_memory", "group", "fusion"],
-)
-def test_the_picture_of_buckets_shows_what_happened(tmp_path, strategy, word):
-    trainer = Trainer(strategy(), max_duration="4step", run_dir=tmp_path, callbacks=[], loggers=[])
-    trainer.fit(SlowLayers(), Data(train=TensorDataset(torch.randn(32, 64)), batch_size=8))
-
-    timeline = read_timeline(tmp_path)
+@pytest.mark.parametrize(("name", "word"), [("shared_memory", "bucket"), ("group", "bucket"), ("fusion", "buffer")])
+def test_the_picture_of_buckets_shows_what_happened(runs, name, word):
+    timeline = read_timeline(runs / name)
     forward, backward, wait = timeline.lanes[0].spans
     buckets = [lane.spans[-1] for lane in timeline.lanes[1:]]
     assert [lane.name for lane in timeline.lanes] == ["compute", *(f"{word} {number}" for number in range(3))]
@@ -87,4 +96,4 @@ def test_the_picture_of_buckets_shows_what_happened(tmp_path, strategy, word):
     assert wait.end - wait.start == pytest.approx(sum(other) - sum(own), **near)
     hidden = next(figure for figure in timeline.figures if "hidden" in figure.name)
     assert hidden.value == pytest.approx(1 - (sum(other) - sum(own)) / (sum(other) - own[0]), abs=0.2)
-    assert json.loads((tmp_path / "timeline_rank_1.json").read_text())["traceEvents"]
+    assert json.loads((runs / name / "timeline_rank_1.json").read_text())["traceEvents"]
