@@ -48,9 +48,8 @@ class DeviceStats(Callback):
         device = run.strategy.device
         if device.type == "cuda":
             known["device/memory_mib"] = torch.cuda.memory_allocated(device) / MIB
-            known["device/peak_memory_mib"] = torch.cuda.max_memory_allocated(device) / MIB
+            known["device/peak_memory_mib"] = run.peak_memory.between_logs(run.state.step) / MIB
             known["device/reserved_mib"] = torch.cuda.memory_reserved(device) / MIB
-            torch.cuda.reset_peak_memory_stats(device)
         resident = resident_bytes()
         if resident is not None:
             known["host/memory_mib"] = resident / MIB

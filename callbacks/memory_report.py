@@ -80,7 +80,7 @@ def memory_table(run: Run) -> Table:
         ["optimizer", in_bytes(_size(_optimizer_tensors(run)))],
     ]
     if run.strategy.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(run.strategy.device)
+        peak = run.peak_memory.of_run()
         table.rows.append(["peak of the device", in_bytes(peak)])
         rest = peak - _size(parameters) - _size(buffers) - gradients - _size(_optimizer_tensors(run))
         table.rows.append(["activations and others, at the peak", in_bytes(max(0, rest))])

@@ -188,7 +188,7 @@ class Profiler(Callback):
             last_step=min(run.state.step, self._began + self.last),
             on_device=on_device,
             operations=operations,
-            peak_bytes=torch.cuda.max_memory_allocated(run.strategy.device) if on_device else None,
+            peak_bytes=run.peak_memory.of_run() if on_device else None,
         )
         self._write(run)
         logger.info("the trace of steps %d to %d is in %s", self._began + self.first, self._began + self.last, trace)

@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from trainkit.callback import Callback
 from trainkit.step_watch import StepWatch
 
@@ -78,18 +76,18 @@ class StepTimes(Callback):
             "step": run.state.step,
             "steps": steps,
             "seconds": {part: round(value, 7) for part, value in seconds.items()},
-            "memory": _memory(run.strategy.device),
+            "memory": _memory(run),
         }
         if self._evaluating:
             line["evaluation"] = round(self._evaluating, 7)
         os.write(self._file, f"{json.dumps(line)}\n".encode())
 
 
-def _memory(device: torch.device) -> dict[str, int]:
-    """Return the bytes of this process that are in memory, and the most that tensors have taken on a CUDA device."""
+def _memory(run: Run) -> dict[str, int]:
+    """Return the bytes of this process in memory, and the most of a CUDA device between log points."""
     memory = {}
     with suppress(OSError, ValueError, IndexError):  # a system that does not tell
         memory["host"] = int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if device.type == "cuda":
-        memory["device"] = torch.cuda.max_memory_allocated(device)
+    if run.strategy.device.type == "cuda":
+        memory["device"] = run.peak_memory.between_logs(run.state.step)
     return memory

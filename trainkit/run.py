@@ -26,6 +26,7 @@ from trainkit.logger import Logger
 from trainkit.loggers.guarded import GuardedLogger
 from trainkit.metrics import WeightedMeans
 from trainkit.optimization import Optimization
+from trainkit.peak_memory import PeakMemory
 from trainkit.phases import by_phase, saved_by_phase
 from trainkit.picture import as_picture
 from trainkit.precision import Precision
@@ -88,6 +89,7 @@ class Run:
     def __post_init__(self) -> None:
         self.loggers = [GuardedLogger(destination) for destination in self.loggers]
         self.feeds: list[Feed] = []  # of evaluations
+        self.peak_memory = PeakMemory(self.strategy.device)
         self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
         self._hooks = {moment: _overridden(self.callbacks, moment) for moment in MOMENTS}
         self.checkpoints = None if self.run_dir is None else CheckpointStore(self.run_dir / "checkpoints")
@@ -235,6 +237,7 @@ class Run:
         for optimization, spikes in zip(self.optimizations, payload.get("spikes", []), strict=False):
             if optimization.spikes is not None:
                 optimization.spikes.load_state_dict(spikes)
+        self.strategy.take_choices(payload.get("strategy", {}))
         self.precision.load_state_dict(payload["scaler"])
         self.state.load_state_dict(payload["state"])
         self.feed.load_state_dict(payload["feed"])
@@ -307,6 +310,7 @@ class Run:
             **self._state(shards),
             "schedules": by_phase([part.schedule_state() for part in self.optimizations], self.optimizations),
             "spikes": [{} if part.spikes is None else part.spikes.state_dict() for part in self.optimizations],
+            "strategy": self.strategy.choices(),
             "scaler": self.precision.state_dict(),
             "state": self.state.state_dict(),
             "feed": self.feed.state_dict(self.state.position),

@@ -16,6 +16,7 @@ from trainkit.callbacks.timer import Timer
 
 from tests.tasks import Recorder, Regression, StopAt, regression_data
 from trainkit import Callback, Data
+from trainkit.peak_memory import PeakMemory
 
 
 def data() -> Data:
@@ -110,3 +111,29 @@ def test_the_memory_table_adds_up(make_trainer: Any, capsys: pytest.CaptureFixtu
     assert rows["parameters"] == ["76", "B"]
     assert rows["gradients, in a step"] == ["76", "B"]
     assert rows["optimizer"] == [str(2 * 76 + 4 * 4), "B"]
+
+
+class Allocator:
+    """Torch's counter of a CUDA device, in place of a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = 0
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.now))
+
+    def use(self, size: int) -> None:
+        self.peak = max(self.peak, self.now + size)
+
+
+def test_peaks_between_log_points_are_the_same_for_all_who_ask_and_that_of_the_run_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter, peaks = Allocator(monkeypatch), PeakMemory(torch.device("cuda"))
+    seen = []
+    for step, size in ((10, 500), (20, 900), (30, 200)):
+        counter.use(size)
+        seen.append((peaks.between_logs(step), peaks.between_logs(step), peaks.of_run()))
+    counter.use(300)
+
+    assert seen == [(500, 500, 500), (900, 900, 900), (200, 200, 900)]
+    assert peaks.of_run() == 900
