@@ -37,7 +37,7 @@ from trainkit.errors import Stopped, UserError
 from trainkit.signals import ALWAYS
 
 from .ddp.failure import RankError
-from .rank_log import keep_log
+from .rank_log import keep_log, last_words
 
 T = TypeVar("T")
 
@@ -208,8 +208,7 @@ def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if log is not None:
-            expected = isinstance(error, UserError | Stopped)
-            log.write("".join((traceback.format_exception_only if expected else traceback.format_exception)(error)))
+            log.write(last_words(error))
             log.close()
         # At once: with a peer gone, taking down the process group may wait or abort.
         os._exit(1)

@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +31,7 @@ from .ddp.agreement import broadcast, check_same_model, gather, tensors_of
 from .ddp.failure import RankError, StoreBoard, is_lost, timed_out
 from .ddp.whereabouts import Whereabouts
 from .launcher import RankEnvironment, environment_of_caller, launch_ranks
+from .rank_log import log_copied
 from .rendezvous import fresh_store
 from .shared_buffers import SharedBuffers
 from .slurm_ranks import variables_of_task
@@ -94,8 +95,9 @@ class ProcessGroupStrategy(Strategy):
         self.process_group = process_group
         self.broadcast_buffers = broadcast_buffers
         self.timeout_seconds = float(timeout)
-        self.log_dir: Path | None = None  # where ranks other than 0 write what they print
+        self.log_dir: Path | None = None  # the run's folder, where ranks log what they print
         self._environment: RankEnvironment | None = None  # of a rank that was started here
+        self._while_joined: ExitStack | None = None  # what ends with the run of ranks that were started by others
         self._owns_group = False
         self._names: list[str] = []  # of metrics, agreed by all ranks
         self._buffers: SharedBuffers | None = None  # to be sent after every step
@@ -147,7 +149,7 @@ class ProcessGroupStrategy(Strategy):
     def launch(self, run: Callable[[], T]) -> T:
         """Call `run` on every rank and return what it returned on rank 0 (under torchrun: on this rank)."""
         if _is_joining():
-            return self._run_or_tell(run)
+            return self._run_joined(run)
         started = _Started(self, run)
         value: T = self._launch_on_ray(started) if self.launched_by == "ray" else self._launch_here(started)
         return value
@@ -173,6 +175,14 @@ class ProcessGroupStrategy(Strategy):
             signals=self.stop_signals,
             on_gpus=pick_device(self._requested_device).type == "cuda",
         )
+
+    def _run_joined(self, run: Callable[[], T]) -> T:
+        with ExitStack() as stack:
+            self._while_joined = stack
+            try:
+                return self._run_or_tell(run)
+            finally:
+                self._while_joined = None
 
     def _run_or_tell(self, run: Callable[[], T]) -> T:
         """Run, and if that fails let ranks that wait for this one know why."""
@@ -220,6 +230,8 @@ class ProcessGroupStrategy(Strategy):
             local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
             self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
+        if self._environment is None:
+            self._keep_log()
         self.precision = precision
         precision.setup(self.device)
         self._names, self._weighted_by = [], {}
@@ -229,6 +241,12 @@ class ProcessGroupStrategy(Strategy):
             self._stop = StopAgreement(self.group, device=torch.device("cpu") if on_host else self.device)
             self._board = StoreBoard(self.group, token=gather(secrets.token_hex(8), self.group)[0])
             self._whereabouts = Whereabouts(self._board, step=lambda: max(self._steps - 1, 0))
+
+    def _keep_log(self) -> None:
+        """Copy what a rank that was started by others prints to its log, in the folder that rank 0 has chosen."""
+        self.log_dir = gather(self.log_dir, self._ranks)[0]
+        if self.log_dir is not None and self._while_joined is not None:
+            self._while_joined.enter_context(log_copied(self.log_dir, rank=self.rank))
 
     def _join_group(self, kind: str) -> None:
         backend = self.backend

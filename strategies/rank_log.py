@@ -3,16 +3,24 @@
     rank 0     terminal <── what it prints ──> rank_0.log     the caller's terminal is its own; the log gets a copy
     rank k                  what it prints ──> rank_k.log
 
+    torchrun   terminal <── what it prints ──> rank_k.log     who has started the ranks expects their output
+
 A display that is drawn again and again on the terminal is in the log once, as it was when other text came.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+from trainkit.errors import Stopped, UserError
 
 MAX_OPEN_ROWS = 12  # which a display may still change; earlier ones are written
 _TOKENS = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\n)|(\r)|([^\x1b\n\r]+)|\x1b")
@@ -33,6 +41,35 @@ def keep_log(folder: Path, *, rank: int) -> Page:
     os.dup2(fd, 2)
     os.close(fd)
     return Page(path)
+
+
+@contextmanager
+def log_copied(folder: Path, *, rank: int) -> Iterator[None]:
+    """Enter with a log that gets a copy of what this process prints, and the traceback that ends it.
+
+    Without a log where the folder cannot be written to: whoever needs it says so.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank_{rank}.log").open("a").close()
+    except OSError:
+        yield
+        return
+    page = Page(folder / f"rank_{rank}.log")
+    with _copied_to(page):
+        try:
+            yield
+        except BaseException as error:
+            page.write(last_words(error))
+            raise
+        finally:
+            page.close()
+
+
+def last_words(error: BaseException) -> str:
+    """Return what a log ends with: the traceback, or of an error that explains itself the message."""
+    explains_itself = isinstance(error, UserError | Stopped)
+    return "".join((traceback.format_exception_only if explains_itself else traceback.format_exception)(error))
 
 
 class Page:
@@ -83,6 +120,23 @@ class Page:
             file.writelines(f"{row.rstrip()}\n" for row in self._rows[:count])
         self._rows = self._rows[count:]
         self._row = max(0, self._row - count)
+
+
+@contextmanager
+def _copied_to(page: Page) -> Iterator[None]:
+    """Enter with streams, those of loggers included, whose text also goes to the page."""
+    streams = sys.stdout, sys.stderr
+    copies = {id(stream): _Copying(stream, page) for stream in streams}
+    handlers = [*logging.getLogger().handlers, *logging.getLogger("trainkit").handlers]
+    logging_to = [h for h in handlers if isinstance(h, logging.StreamHandler) and id(h.stream) in copies]
+    sys.stdout, sys.stderr = (copies[id(stream)] for stream in streams)
+    before = [handler.setStream(copies[id(handler.stream)]) for handler in logging_to]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        for handler, stream in zip(logging_to, before, strict=True):
+            handler.setStream(stream)
 
 
 class _Copying:

@@ -17,6 +17,13 @@ class NonFiniteLoss(UserError):
     """The loss became NaN or infinite."""
 
 
+class FailedElsewhere(RuntimeError):
+    """Another process failed, died or did not come; the message names it, and says why where that is known.
+
+    The command line prints the message without a traceback, which that other process has, and ends with exit code 1.
+    """
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` with the valid name nearest to `name`, or nothing where none is near."""
     matches = get_close_matches(name, list(valid), n=1, cutoff=0.5)

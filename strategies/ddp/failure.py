@@ -9,6 +9,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from trainkit.errors import FailedElsewhere
+
 FAILURE_KEY = "failure"
 WAITING_KEY = "waiting"
 QUESTION_KEY = "where are you"
@@ -17,7 +19,7 @@ ANSWER_SECONDS = 3.0  # for which the answers to a question are waited for
 _LOST = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "Timed out waiting", "wait timeout")
 
 
-class RankError(RuntimeError):
+class RankError(FailedElsewhere):
     """Another rank failed, died or did not come; the message names it."""
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import io
+import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.rank_log import Page
+
+from trainkit.precision import Precision
+from trainkit.testing import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,42 @@ def test_a_page_holds_what_stays_on_a_terminal(tmp_path, written, lines):
     page.close()
     page.close()
     assert (tmp_path / "log").read_text().splitlines() == lines
+
+
+def printed_and_raised(folder: str) -> tuple[str, bool]:
+    terminal, rank = io.StringIO(), dist.get_rank()
+    before = sys.stdout, sys.stderr
+    sys.stdout = sys.stderr = terminal
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+
+    def run() -> None:
+        strategy.setup(Precision())
+        print("printed")
+        logging.getLogger("trainkit").warning("logged")
+        if rank == 1:
+            raise ArithmeticError("of rank 1")
+
+    strategy = DDPStrategy(device="cpu")
+    strategy.log_dir = Path(folder if rank == 0 else "/elsewhere")  # each rank has looked at the clock
+    try:
+        strategy.launch(run)
+    except ArithmeticError:
+        pass
+    finally:
+        is_as_before = sys.stdout is sys.stderr is handler.stream is terminal
+        sys.stdout, sys.stderr = before
+        logging.getLogger().removeHandler(handler)
+    return terminal.getvalue(), is_as_before
+
+
+def test_ranks_that_others_have_started_have_logs_and_their_terminals(tmp_path):
+    for rank, (shown, is_as_before) in enumerate(run_ranks(printed_and_raised, 2, str(tmp_path / "run"))):
+        log = (tmp_path / "run" / f"rank_{rank}.log").read_text()
+        assert shown == "printed\nlogged\n"
+        assert log.startswith(shown)
+        assert ("ArithmeticError: of rank 1" in log) == (rank == 1)
+        assert is_as_before
 
 
 def test_ended_lines_are_in_the_file_at_once(tmp_path):

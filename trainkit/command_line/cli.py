@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NoReturn
 
-from trainkit.errors import UserError, nearest
+from trainkit.errors import FailedElsewhere, UserError, nearest
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         return _fail(str(error))
+    except FailedElsewhere as error:
+        return _fail(str(error), code=1)
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)
     except BrokenPipeError:  # `trainkit recipes | head`

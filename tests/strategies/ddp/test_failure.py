@@ -15,6 +15,7 @@ from trainkit.strategies.ddp.collective import PatientWork
 from trainkit.strategies.ddp.failure import RankError
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
 
+from trainkit.command_line import cli
 from trainkit.testing import RankFailure, rank_outcomes, run_ranks
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["group", "shared_memory"])
@@ -125,6 +126,17 @@ def test_run_ranks_keeps_its_time_limit():
     with pytest.raises(RankFailure, match="had not ended"):
         run_ranks(sleep_for_long, 2, timeout=1.5)
     assert time.monotonic() - start < 10
+
+
+def test_the_command_line_shows_a_failure_of_another_rank_without_a_traceback(monkeypatch, capsys):
+    message = "stopped while waiting in step 3, because rank 1 failed in step 3: ValueError: bad batch"
+
+    def wait(argv: list[str]) -> int:
+        raise RankError(message)
+
+    monkeypatch.setattr(cli, "_run", wait)
+    assert cli.main([]) == 1
+    assert capsys.readouterr().err == f"{message}\n"
 
 
 class EndsBetween:

@@ -1,0 +1,54 @@
+"""Ranks that this process has started, and what is left of them when one hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.ddp.failure import RankError
+
+from trainkit import Data, TaskModule, Trainer
+
+
+class Hanging(TaskModule):
+    """Leaves each rank's process id in `folder`; rank 1 never returns from its third step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.folder, self.steps = folder, 0
+
+    def training_step(self, batch: Any) -> Any:
+        rank = os.environ["RANK"]
+        (self.folder / f"rank_{rank}.pid").write_text(str(os.getpid()))
+        self.steps += 1
+        if self.steps == 3 and rank == "1":
+            time.sleep(600)
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_with_its_line_and_all_are_ended(tmp_path):
+    strategy = DDPStrategy(devices=2, device="cpu", timeout=5.0)
+    trainer = Trainer(strategy, max_duration="10step", callbacks=[], loggers=[], run_dir=tmp_path / "run")
+    data = Data(train=TensorDataset(torch.randn(64, 4)), batch_size=4)
+    start = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        trainer.fit(Hanging(tmp_path), data)
+    assert time.monotonic() - start < 60
+    message = str(raised.value)
+    assert "rank 0 waited 5 s in backward of step 2, bucket 0 of 1; who is where:" in message
+    assert "rank 1: has not come; it is in step 2, Hanging.training_step, " in message
+    assert "test_launcher.py:" in message
+    pids = [int((tmp_path / f"rank_{rank}.pid").read_text()) for rank in range(2)]
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
