@@ -16,12 +16,13 @@ from torch._subclasses.fake_tensor import (
 
 from trainkit.errors import UserError
 
+from .choice import Choice
 from .costs import estimated_seconds
 from .events import Event, Recording
 from .manual_cuts import manual_cuts
 from .measuring import Unrepeatable, estimate, measure
 from .observation import Observation
-from .partition import Partition, Shared, StageCosts, dearest, partition
+from .partition import Partition, Shared, StageCosts, dearest, partition, with_replicas
 from .recording import Step, observe
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,18 @@ def plan(
         assert refusal is not None
         raise refusal
     return best
+
+
+def plan_again(
+    task: nn.Module, step: Step, batch: Any, choice: Choice, *, costs: Costs = "measured"
+) -> tuple[Recording, Partition] | None:
+    """Return a recording cut as it was when `choice` was made, or nothing if the step makes other calls by now."""
+    rehearsal = Rehearsal(task, step, batch, costs)
+    recording = rehearsal.observe(frozenset(choice.units)).recording
+    if not choice.fits(recording):
+        return None
+    rehearsal.set_costs(recording)
+    return recording, with_replicas(recording, choice.cuts)
 
 
 def _manual(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,16 +14,19 @@ from trainkit.batches import to_device
 from trainkit.errors import UserError
 from trainkit.metric_states import metrics_in, set_aside
 
+from .choice import Choice
 from .events import Recording
 from .materializing import has_meta
 from .partition import Partition, Shared
 from .placement import Placement, owned_bounds, place
-from .planning import Costs, Cuts, plan
+from .planning import Costs, Cuts, plan, plan_again
 from .recording import Step, observe
 from .replay import Player
 from .segments import segments
 from .staged_step import StagedStep
 from .structures import Signature, signature
+
+logger = logging.getLogger(__name__)
 
 Answer = tuple[Recording, Partition | None, Signature]
 
@@ -56,6 +61,8 @@ class Staging:
         self.steps: dict[str, StagedStep] = {}
         self.placement: Placement | None = None
         self.partition: Partition | None = None
+        self.known: Choice | None = None
+        """How the task was cut in the run that this one resumes."""
         self._num_ranks = num_ranks
         self._stages_per_rank = stages_per_rank
         self._group = group
@@ -64,6 +71,18 @@ class Staging:
         self._balance = balance
         self._record_how = record
         self._device = device
+
+    @property
+    def choice(self) -> Choice | None:
+        """How the task was cut, or will be if that still fits."""
+        if self.partition is None:
+            return self.known
+        return Choice.of(self._wish, self.first.recording, self.partition)
+
+    @property
+    def _wish(self) -> str:
+        cuts = dict(self._cuts) if isinstance(self._cuts, Mapping) else self._cuts and list(self._cuts)
+        return f"{self._num_ranks} x {self._stages_per_rank} stages, {cuts}, {self._shared}, {self._balance}"
 
     @property
     def first(self) -> StagedStep:
@@ -98,17 +117,26 @@ class Staging:
             fake = self._record_how == "fake"
             return observe(task, step, batch, units=units, fake=fake).recording, None, signature(batch)
         on_host = batch if self._device.type == "cpu" else to_device(batch, torch.device("cpu"))
-        recording, partition = plan(
+        recording, partition = self._plan(task, step, on_host)
+        return recording, partition, signature(batch)
+
+    def _plan(self, task: nn.Module, step: Step, batch: Any) -> tuple[Recording, Partition]:
+        costs = costs_of(self._record_how, task, self._device)
+        if self.known is not None and self.known.wish == self._wish:
+            again = plan_again(task, step, batch, self.known, costs=costs)
+            if again is not None:
+                return again
+            logger.info("the step makes other calls than in the run that is resumed, and is cut anew")
+        return plan(
             task,
             step,
-            on_host,
+            batch,
             num_stages=self._num_ranks * self._stages_per_rank,
             balance=self._balance,
             cuts=self._cuts,
             shared=self._shared,
-            costs=costs_of(self._record_how, task, self._device),
+            costs=costs,
         )
-        return recording, partition, signature(batch)
 
     def _tell(self, answer: Any, source: int, *, everywhere: bool) -> Any:
         box = [answer]

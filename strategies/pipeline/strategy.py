@@ -31,6 +31,7 @@ from ..ddp.failure import StoreBoard
 from ..process_group import ProcessGroupStrategy
 from ..shared_buffers import SharedBuffers
 from .arguments import checked_balance, checked_count, checked_name, refuse_compiled
+from .choice import Choice
 from .failures import Failures
 from .grid import Grid
 from .messages import Messages
@@ -537,6 +538,16 @@ class Pipeline(ProcessGroupStrategy):
     def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
         """Give this stage's optimizer the state of its own parameters in `saved`."""
         self._state.load_optimizer(task, optimization.optimizer, saved)
+
+    def choices(self) -> dict[str, Any]:
+        """Return how the task is cut, so that a resumed run is cut the same way."""
+        choice = None if self._staging is None else self._staging.choice
+        return {} if choice is None else {"pipeline": choice.saved()}
+
+    def take_choices(self, saved: Mapping[str, Any]) -> None:
+        """Cut the task as in the run that is resumed, if it has as many stages."""
+        if "pipeline" in saved and self._staging is not None and not self._is_placed:
+            self._staging.known = Choice.loaded(saved["pipeline"])
 
     # ---- What happened when
 

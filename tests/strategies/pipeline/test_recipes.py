@@ -2,9 +2,11 @@
 
 import functools
 import json
+from itertools import chain
 
 import pytest
 import torch
+from torch import nn
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.recipes.char_lm import CharLM, SourceFiles
 from trainkit.recipes.digits import DigitsData, DigitsTask
@@ -13,13 +15,25 @@ from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
 
 from trainkit.callback import Callback
+from trainkit.checkpoints.store import load_from
 from trainkit.trainer import Trainer
+
+
+class _Forgetful(DigitsMLP):
+    """Has dropout between its layers."""
+
+    def __init__(self):
+        super().__init__(width=16, depth=4)
+        layers = [(layer, nn.Dropout(0.3)) if isinstance(layer, nn.ReLU) else (layer,) for layer in self.network]
+        self.network = nn.Sequential(*chain.from_iterable(layers))
+
 
 DIGITS = {"num_train": 74, "batch_size": 16, "evaluation_batch_size": 100}
 TEXT = {"context": 12, "max_bytes": 100000, "batch_size": 10, "evaluation_batch_size": 16}
 RECIPES = {
     "digits": (functools.partial(DigitsTask, width=4), functools.partial(DigitsData, **DIGITS)),
     "digits_mlp": (functools.partial(DigitsMLP, width=16), functools.partial(DigitsData, **DIGITS)),
+    "digits with dropout": (_Forgetful, functools.partial(DigitsData, **DIGITS)),
     "char_lm": (
         functools.partial(CharLM, context=12, width=16, layers=2, heads=2),
         functools.partial(SourceFiles, **TEXT),
@@ -120,6 +134,18 @@ def test_two_stages_and_two_replicas_have_the_weights_of_one_process(tmp_path):
     assert _difference(task, expected) <= 1e-10
     assert _same(result.metrics, single.metrics)
     assert torch.equal(trainer.predict(task, data), wanted)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_with_dropout_is_equal_to_the_bit(tmp_path):
+    settings = {"callbacks": [Checkpoint(every="3step", keep_last=5)]}
+    whole, *_ = _fit("digits with dropout", Pipeline(stages=2, device="cpu"), tmp_path / "whole", **settings)
+    half = tmp_path / "whole" / "checkpoints" / "step_00000003.pt"
+
+    resumed, *_ = _fit("digits with dropout", Pipeline(stages=2, device="cpu"), tmp_path / "resumed", resume=half)
+
+    assert load_from(half).payload["strategy"]["pipeline"]["wish"].startswith("2 x 1 stages")
+    assert _difference(resumed, whole) == 0.0
 
 
 class _StopAfter(Callback):

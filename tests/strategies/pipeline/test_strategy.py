@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import time
 
 import pytest
 import torch
@@ -19,7 +20,19 @@ SIZES = [3, 3, 2]
 
 def _facts():
     facts = {}
-    for fact in (_ownership, _saving, _evaluation, _norm, _scaler, _memory, _new_shapes, _timeline, _replicas, _masks):
+    for fact in (
+        _ownership,
+        _saving,
+        _resuming,
+        _evaluation,
+        _norm,
+        _scaler,
+        _memory,
+        _new_shapes,
+        _timeline,
+        _replicas,
+        _masks,
+    ):
         facts.update(fact())
     return facts
 
@@ -76,6 +89,50 @@ def _saving():
         "pipeline to pipeline": largest_difference(final, fresh),
         "pipeline to running pipeline": largest_difference(final, again),
         "pipeline to single": largest_difference(final, single),
+    }
+
+
+class _Uneven(Mlp):
+    """Is slow in one place, which another run may find elsewhere."""
+
+    slow = "0"
+
+    def __init__(self):
+        super().__init__(dropout=0.4)
+        for name, layer in self.net.named_children():
+            layer.register_forward_hook(lambda *_, name=name: time.sleep(0.02 * (name == self.slow)))
+
+
+class _SlowElsewhere(_Uneven):
+    slow = "19"
+
+
+def _resuming():
+    """Go on with a run whose cuts followed from times that are measured otherwise by now."""
+    steps = windows(_Uneven, sizes=SIZES, num_steps=4)
+    first = _pipeline(_Uneven).run(steps[:2])
+    weights, optimizer = first.weights(), first.strategy.optimizer_state_dict(first.task, first.optimization)
+    weights, optimizer, choices = _shared((weights, copy.deepcopy(optimizer), first.strategy.choices()))
+    generator = torch.get_rng_state()
+    final = first.run(steps[2:]).weights()
+
+    def resumed(choices):
+        training = _pipeline(_SlowElsewhere)
+        training.strategy.load_state_dict(training.task, weights)
+        training.strategy.load_optimizer_state_dict(training.task, training.optimization, copy.deepcopy(optimizer))
+        training.strategy.take_choices(choices)
+        torch.set_rng_state(generator)
+        training.run(steps[2:])
+        return training.weights(), training.strategy.choices()
+
+    again, kept = resumed(choices)
+    _, without = resumed({})
+    _, of_other = resumed({"pipeline": {**choices["pipeline"], "wish": "3 stages"}})
+    _, of_changed = resumed({"pipeline": {**choices["pipeline"], "digest": 0}})
+    return {
+        "resumed to the bit": all(torch.equal(again[name], final[name]) for name in final),
+        "cut as before": kept == choices,
+        "cut anew": choices not in (without, of_other, of_changed),
     }
 
 
@@ -225,6 +282,21 @@ def _masks():
     }
 
 
+FACTS = (
+    _ownership,
+    _saving,
+    _resuming,
+    _evaluation,
+    _norm,
+    _scaler,
+    _memory,
+    _new_shapes,
+    _timeline,
+    _replicas,
+    _masks,
+)
+
+
 @functools.cache
 def _found():
     return run_ranks(_facts, 2, timeout=120)[0]
@@ -249,6 +321,15 @@ def test_a_saved_run_goes_on_under_other_strategies():
     assert found["pipeline to pipeline"] <= 1e-10
     assert found["pipeline to running pipeline"] <= 1e-10
     assert found["pipeline to single"] <= 1e-10
+
+
+def test_a_resumed_run_is_cut_as_before_and_equal_to_the_bit_with_dropout():
+    assert _found()["cut as before"]
+    assert _found()["resumed to the bit"]
+
+
+def test_a_resumed_run_with_other_stages_or_another_step_is_cut_anew():
+    assert _found()["cut anew"]
 
 
 def test_evaluation_and_prediction_are_those_of_the_whole_task():
