@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,11 +18,15 @@ from trainkit.callbacks.chart import chart
 from trainkit.callbacks.learning_rate_finder import LearningRateFinder, suggest
 from trainkit.callbacks.micro_batch_finder import MicroBatchFinder
 from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.torch_ddp import TorchDDP
 
-from tests.tasks import Recorder, Regression, assert_same_bits, regression_data
-from trainkit import Callback, Data, UserError
+from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
+from trainkit import Callback, Data, Phase, Strategy, Trainer, UserError
+from trainkit.testing import run_ranks
 
 
 def adamw(task: nn.Module) -> Any:
@@ -64,25 +70,51 @@ def test_training_after_a_look_is_training_without_one_to_the_bit(
     assert_same_bits(looked, plain)
 
 
-STRATEGIES = {
-    "ddp": lambda: DDPStrategy(devices=2, device="cpu"),
+def test_a_look_leaves_nothing_behind_on_several_devices_of_one_process(make_trainer: Any, tmp_path: Path) -> None:
+    looked, plain = Model(), Model()
+    finder = MicroBatchFinder(then="continue")
+    finders = [LearningRateFinder(steps=10, then="continue"), finder]
+
+    trainer = make_trainer(DataParallel(devices=["cpu", "cpu"]), callbacks=finders, max_duration="3step")
+    trainer.fit(looked, data())
+    make_trainer(DataParallel(devices=["cpu", "cpu"]), max_duration="3step").fit(plain, data())
+
+    assert_same_bits(looked, plain)
+    assert finder.suggestion in (2, 4, 8)
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "ddp": lambda: DDPStrategy(device="cpu"),
+    "torch_ddp": lambda: TorchDDP(device="cpu"),
+    "fusion": lambda: FusionStrategy(device="cpu"),
     "pipeline": lambda: Pipeline(stages=2, device="cpu"),
 }
 
 
+def look_on_two_ranks(folder: Path) -> dict[str, Any]:
+    """Return for each strategy the weights with and without a look, and what was suggested."""
+    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {"max_duration": "3step", "loggers": [], "sanity_batches": 0}
+    for name, strategy in STRATEGIES.items():
+        looked, plain, by_size = Model(), Model(), MicroBatchFinder(then="continue")
+        finders: list[Callback] = [LearningRateFinder(steps=10, then="continue")]
+        finders += [by_size] * (name != "pipeline")
+        Trainer(strategy(), callbacks=finders, run_dir=folder / name, **settings).fit(looked, data())
+        Trainer(strategy(), callbacks=[], run_dir=folder / f"{name}_plain", **settings).fit(plain, data())
+        found[name] = weights(looked), weights(plain), by_size.suggestion
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_look_leaves_nothing_behind_on_several_ranks(make_trainer: Any, tmp_path: Path, name: str) -> None:
-    looked, plain = Model(), Model()
-    finders: list[Callback] = [LearningRateFinder(steps=10, then="continue")]
-    if name != "pipeline":
-        finders.append(MicroBatchFinder(then="continue"))
+def test_a_look_leaves_nothing_behind_on_several_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(look_on_two_ranks, 2, tmp_path)
 
-    make_trainer(STRATEGIES[name](), callbacks=finders, max_duration="3step", run_dir=tmp_path).fit(looked, data())
-    make_trainer(STRATEGIES[name](), max_duration="3step").fit(plain, data())
-
-    assert_same_bits(looked, plain)
-    assert len(json.loads((tmp_path / "learning_rates.json").read_text())["losses"]) == 10
+    for name in STRATEGIES:
+        for looked, plain, _ in (first[name], second[name]):
+            assert_same_bits(looked, plain)
+        assert len(json.loads((tmp_path / name / "learning_rates.json").read_text())["losses"]) == 10
+        assert first[name][2] == second[name][2]
+        assert first[name][2] in ((2, 4) if name != "pipeline" else (None,))
 
 
 # ---- Learning rates
@@ -222,14 +254,44 @@ def test_a_model_that_takes_no_single_sample_is_told(make_trainer: Any) -> None:
         make_trainer(callbacks=[MicroBatchFinder()]).fit(Model(most=0), data())
 
 
-def test_a_pipeline_and_parts_of_optimizers_are_refused(make_trainer: Any) -> None:
-    class Sharding(SingleDevice):
-        shard_optimizer = True
+@pytest.mark.parametrize("finder", FINDERS)
+@pytest.mark.parametrize("setting", ["shard_optimizer", "overlap_optimizer"])
+def test_an_optimizer_that_is_kept_in_parts_is_refused_with_what_to_set(
+    make_trainer: Any, finder: str, setting: str
+) -> None:
+    class InParts(SingleDevice):
+        pass
 
-    with pytest.raises(
-        UserError, match=r"learning_rate_finder puts the optimizer back.*strategy\.shard_optimizer=true"
-    ):
-        make_trainer(Sharding(device="cpu"), callbacks=[LearningRateFinder()]).fit(Model(), data())
+    setattr(InParts, setting, True)
+    message = rf"finder puts the optimizer back.*strategy\.{setting}=true"
+    with pytest.raises(UserError, match=message):
+        make_trainer(InParts(device="cpu"), callbacks=[FINDERS[finder]()]).fit(Model(), data())
+
+
+def test_a_pipeline_is_told_to_set_its_number_of_micro_batches(make_trainer: Any) -> None:
+    """Refused before the first step; the strategy itself, as a run of one process holds it."""
+    finder, strategy = MicroBatchFinder(), Pipeline(stages=2, device="cpu")
+    strategy.rank, strategy.world_size = 0, 1
+    run = SimpleNamespace(strategy=strategy, resumed_from=None)
+    with pytest.raises(UserError, match=r"in a pipeline stages need each other; set strategy\.accumulate"):
+        finder.on_fit_start(run)  # type: ignore[arg-type] # the smallest fake
+
+
+class InPhases(Model):
+    def first_step(self, batch: Any) -> Any:
+        return self.training_step(batch)
+
+    def configure_phases(self) -> Any:
+        return [
+            Phase("first", adamw(self.network)),
+            Phase("second", adamw(self.norm), step="first_step"),
+        ]
+
+
+@pytest.mark.parametrize("finder", FINDERS)
+def test_a_task_with_phases_is_told_that_one_optimizer_is_needed(make_trainer: Any, finder: str) -> None:
+    with pytest.raises(UserError, match="one optimizer"):
+        make_trainer(callbacks=[FINDERS[finder]()]).fit(InPhases(), data())
 
 
 def test_a_chart_of_nothing_is_still_a_chart() -> None:
