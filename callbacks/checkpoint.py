@@ -15,6 +15,8 @@ from trainkit.optimization import Optimization
 from trainkit.state import TrainState
 from trainkit.strategy import Strategy
 
+from .save_retries import SaveRetries
+
 if TYPE_CHECKING:
     from trainkit.run import Run
 
@@ -43,10 +45,13 @@ class Checkpoint(Callback):
         save_at_end: Whether the end of training is saved; a run that a signal ends is always saved.
         save_on_exception: Whether the last complete step is saved when an exception ends a run of one process.
         background: Whether training goes on while a checkpoint is written: it waits for a copy of the state in host
-            memory only. An error of the writer is raised after the next step. (Elsewhere this is called `async`,
+            memory only. An error of the writer is noticed after the next step. (Elsewhere this is called `async`,
             which Python does not allow as a name.)
         sharded: Whether each rank writes what it holds, where the strategy shards the state (`fusion` with
             `shard_optimizer`, `pipeline`): no rank gathers all of it. Every machine must see the run's folder.
+        retries: How many saves in a row may fail, of a full disk for example, while training goes on; the next ends the
+            run, and so does the save at the end. 0: the first ends it.
+        retry_after: How much is trained before a save is tried again.
 
     """
 
@@ -62,6 +67,8 @@ class Checkpoint(Callback):
         save_on_exception: bool = True,
         background: bool = False,
         sharded: bool = False,
+        retries: int = 10,
+        retry_after: str | Duration = "1min",
     ) -> None:
         if sharded and background:
             raise UserError(
@@ -81,6 +88,7 @@ class Checkpoint(Callback):
         self.save_on_exception = save_on_exception
         self.background = background
         self.sharded = sharded
+        self._retries = SaveRetries(retries, Duration.parse(retry_after, where="checkpoint.retry_after"))
         self._by_clock = self.every is not None and self.every.unit in ("second", "minute", "hour")
         self._interval = Interval(self.every)
         self._reason: str | None = None
@@ -98,6 +106,7 @@ class Checkpoint(Callback):
         self._interval.start(run.state)
         self._reason = None
         self._is_prepared = False
+        self._retries.start()
         self._saved_step = run.strategy.broadcast_object(_step_saved_last(run)) if run.resumed_from else None
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
@@ -113,27 +122,37 @@ class Checkpoint(Callback):
                 f"{nearest(self.monitor.metric, metrics)} There are: {', '.join(sorted(metrics)) or 'none'}."
             )
         value = metrics[self.monitor.metric]
-        run.finish_saving()  # what is being written may be one of the best
+        self._settle(run)  # what is being written may be one of the best
         if run.strategy.broadcast_object(run.is_main and self._is_among_best(run.checkpoints, value)):
             self._reason = BEST
 
     def on_step_end(self, run: Run) -> None:
-        run.check_saving()
+        try:  # costs next to nothing, and never waits
+            run.check_saving()
+        except CheckpointError as error:
+            if not self.background:  # another callback's save
+                raise
+            self._retries.failed_in_background(error)
         if self.background and not self._is_prepared:  # the optimizer has its state by now
             run.prepare_saving()
             self._is_prepared = True
         # Saved here and not where it was decided, so that what other callbacks make of an evaluation is saved too.
         if not self._by_clock and self._interval.due(run.state):
             self._reason = self._reason or "interval"
+        if self._retries.step is not None:
+            self._reason = None if run.state.step < self._retries.step else self._reason or "retry"
         if self._reason is not None:
             self._save(run, self._reason)
 
     def on_fit_end(self, run: Run) -> None:
+        # What was written in the background may be of this very step, and only the main rank knows that it failed.
+        if self.background and run.strategy.broadcast_object(self._settle(run)):
+            self._saved_step = None
         # Not what this rank received: a signal that comes now is for none or for all of those that save.
         if run.stopped_by is not None:
-            self._save(run, run.stopped_by.name)
+            self._save(run, run.stopped_by.name, is_last=True)
         elif self.save_at_end:
-            self._save(run, "end")
+            self._save(run, "end", is_last=True)
         run.finish_saving()
 
     def on_exception(self, run: Run, error: BaseException) -> None:
@@ -142,14 +161,17 @@ class Checkpoint(Callback):
         if run.state.step == 0 or _has_other_ranks(run.strategy) or _was_updating(error, run.strategy):
             return
         try:
-            self._save(run, "exception")
+            self._save(run, "exception", is_last=True)
             run.finish_saving()
         except Exception as failure:
             # The run ends with the first error, which says more than that saving failed on top of it.
             logger.error("step %d could not be saved after the exception: %s", run.state.step, failure)
 
-    def _save(self, run: Run, reason: str) -> None:
-        """Save this step unless that has been done, and remove the checkpoints that are not kept; collective."""
+    def _save(self, run: Run, reason: str, *, is_last: bool = False) -> None:
+        """Save this step unless that has been done, and remove the checkpoints that are not kept; collective.
+
+        Raises CheckpointError if that fails and there is no later step to try it after, or it has failed too often.
+        """
         self._reason = None
         if self._saved_step == run.state.step:
             return
@@ -159,9 +181,29 @@ class Checkpoint(Callback):
             assert store is not None
             logger.info("saved %s (%s)", entry.path, reason)
             self._remove_others(store)
+            self._retries.succeeded()
 
-        run.save(reason=reason, background=self.background, sharded=self.sharded, then=say_and_remove_others)
+        if self.background:
+            self._settle(run)
+        try:
+            run.save(reason=reason, background=self.background, sharded=self.sharded, then=say_and_remove_others)
+        except CheckpointError as error:
+            if is_last:
+                raise
+            self._retries.failed(error, run)
+            return
+        if not self.background:
+            self._retries.succeeded()
         self._saved_step = run.state.step
+
+    def _settle(self, run: Run) -> bool:
+        """Return whether the save in the background failed, once it is done; raises its error if too many have."""
+        try:
+            run.finish_saving()
+        except CheckpointError as error:
+            self._retries.failed_in_background(error)
+            return True
+        return False
 
     def _remove_others(self, store: CheckpointStore) -> None:
         if self.keep_last is None:

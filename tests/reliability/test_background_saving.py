@@ -120,7 +120,7 @@ def test_an_error_of_the_writer_is_raised_after_the_next_step(make_trainer, monk
 
     slowly(monkeypatch, full)
     weights = Weights()
-    callbacks = [weights, At(5, wait_for_writer), Checkpoint(every="2step", background=True)]
+    callbacks = [weights, At(5, wait_for_writer), Checkpoint(every="2step", background=True, retries=0)]
     trainer = make_trainer(callbacks=callbacks, max_duration="20step")
     with pytest.raises(CheckpointError, match="the disk is full"):
         trainer.fit(Regression(momentum), data())

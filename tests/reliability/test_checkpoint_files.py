@@ -267,20 +267,6 @@ def is_same_or_refused(store: CheckpointStore, path: Path) -> bool:
     return True
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 9 MiB of memory."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting a small disk is not permitted here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
 def serve() -> None:
     """Fork a saver for each line read, see to it that it is killed, and print the last step that it saw saved."""
     for line in sys.stdin:

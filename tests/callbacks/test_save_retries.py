@@ -1,0 +1,113 @@
+"""A save that the disk refuses is tried again while training goes on."""
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.ddp import DDPStrategy
+
+from tests.tasks import Regression, regression_data
+from trainkit import Data, Trainer, UserError
+from trainkit.checkpoints.store import CheckpointError, CheckpointStore
+from trainkit.testing import run_ranks
+
+Fit = Callable[..., Any]
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The steps whose checkpoints the disk has no room for."""
+    steps: set[int] = set()
+    fill(monkeypatch, steps)
+    return steps
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    from trainkit.checkpoints import store
+
+    written = store.write_payload
+
+    def write(path: Path, content: Any) -> Any:
+        if content["state"]["step"] in steps:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(path, content)
+
+    monkeypatch.setattr(store, "write_payload", write)
+
+
+def saved(folder: Path) -> list[int]:
+    return [entry.step for entry in CheckpointStore(folder / "checkpoints").entries()]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_training_goes_on_and_a_later_step_is_saved(
+    fit: Fit, scripted: Any, full_disk: set[int], caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    full_disk |= {8}
+    with caplog.at_level(logging.WARNING):
+        result = fit(scripted(), Checkpoint(every="4step", keep_last=None, retry_after="3step", background=background))
+    assert result.steps == 20
+    assert saved(result.run_dir) == ([4, 12, 16, 20] if background else [4, 11, 12, 16, 20])
+    for part in ("No space left on device", "are free there", "run_dir=", "tried again"):
+        assert part in caplog.text
+
+
+def test_too_many_failures_in_a_row_end_the_run_with_the_earlier_checkpoint(
+    fit: Fit, scripted: Any, full_disk: set[int], tmp_path: Path
+) -> None:
+    full_disk |= set(range(8, 21))
+    task = scripted()
+    with pytest.raises(CheckpointError, match="No space left"):
+        fit(task, Checkpoint(every="4step", retries=2, retry_after="1step"))
+    assert task.steps == 10  # 8, 9, 10
+    assert saved(tmp_path / "run") == [4]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_end_of_training_is_not_lost_in_silence(
+    fit: Fit, scripted: Any, full_disk: set[int], tmp_path: Path, background: bool
+) -> None:
+    full_disk |= {20}
+    with pytest.raises(CheckpointError, match="No space left"):
+        fit(scripted(), Checkpoint(every="4step", background=background))
+    assert saved(tmp_path / "run") == [16]
+
+
+def test_no_retries_end_the_run_at_once(fit: Fit, scripted: Any, full_disk: set[int]) -> None:
+    full_disk |= {4}
+    with pytest.raises(CheckpointError, match="No space left"):
+        fit(scripted(), Checkpoint(every="4step", retries=0))
+
+
+def test_the_wait_is_counted_in_steps_from_the_time_that_they_have_taken(
+    fit: Fit, scripted: Any, full_disk: set[int], tmp_path: Path
+) -> None:
+    full_disk |= {4}
+    fit(scripted(), Checkpoint(every="4step", keep_last=None, retry_after="1h"))
+    assert saved(tmp_path / "run") == [20]  # the hour is not over, but training is
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"retries": -1}, "checkpoint.retries"), ({"retry_after": "soon"}, "checkpoint.retry_after")],
+)
+def test_a_wrong_number_of_retries_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Checkpoint(**settings)
+
+
+def on_two_ranks(run_dir: Path) -> int:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fill(monkeypatch, {2})
+        callbacks = [Checkpoint(every="2step", keep_last=None, retry_after="1step")]
+        trainer = Trainer(DDPStrategy(device="cpu"), callbacks=callbacks, loggers=[], run_dir=run_dir)
+        return trainer.fit(Regression(), Data(train=regression_data(20), batch_size=4)).steps
+
+
+def test_ranks_try_again_together(tmp_path: Path) -> None:
+    assert run_ranks(on_two_ranks, 2, tmp_path) == [5, 5]
+    assert saved(tmp_path) == [3, 4, 5]
