@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
@@ -10,11 +11,15 @@ from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
+    from trainkit.optimization import Optimization
     from trainkit.run import Run
 
 
 class Histograms(Callback):
-    """Writes a histogram of each parameter to the loggers that take them (TensorBoard, W&B); waits for the device then.
+    """Writes a histogram of each parameter to the loggers that take them (TensorBoard, W&B), and one of its gradient.
+
+    Gradients are those of the step after, taken at the weights that were written and before they are clipped; there are
+    none where a sharded optimizer leaves no rank with whole gradients. Writing waits for the device.
 
     Args:
         every: From one time to the next.
@@ -26,17 +31,32 @@ class Histograms(Callback):
         self.every = Duration.parse(every, where="histograms.every")
         self.pattern = pattern
         self._interval = Interval(self.every)
+        self._wanted: set[str] = set()  # phases whose next gradients are written
 
     def on_fit_start(self, run: Run) -> None:
         self._interval.start(run.state)
-        names = [name for name, _ in run.task.named_parameters()]
-        if not any(fnmatchcase(name, self.pattern) for name in names):
+        names = {id(parameter): name for name, parameter in run.task.named_parameters()}
+        if not any(fnmatchcase(name, self.pattern) for name in names.values()):
             raise UserError(
-                f"histograms.pattern={self.pattern!r} fits no parameter; there are {', '.join(names[:20])}."
+                f"histograms.pattern={self.pattern!r} fits no parameter; there are "
+                f"{', '.join(list(names.values())[:20])}."
             )
+        in_parts = any(getattr(run.strategy, name, False) for name in ("shard_optimizer", "overlap_optimizer"))
+        for optimization in [] if in_parts else run.optimizations:
+            optimization.looks.append(partial(self._look, run, optimization, names))
 
     def on_step_end(self, run: Run) -> None:
         if self._interval.due(run.state) and run.loggers:
             for name, tensor in run.strategy.held(run.task).items():
                 if fnmatchcase(name, self.pattern) and tensor.is_floating_point():
                     run.log_histogram(f"weights/{name}", tensor)
+            self._wanted = {optimization.phase for optimization in run.optimizations}
+
+    def _look(self, run: Run, optimization: Optimization, names: dict[int, str]) -> None:
+        if optimization.phase not in self._wanted:
+            return
+        self._wanted.remove(optimization.phase)
+        for parameter in optimization.parameters:
+            name = names.get(id(parameter), "")
+            if parameter.grad is not None and fnmatchcase(name, self.pattern):
+                run.log_histogram(f"gradients/{name}", parameter.grad)

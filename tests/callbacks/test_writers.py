@@ -73,9 +73,12 @@ def test_histograms_are_of_the_parameters_that_fit_at_their_times(make_trainer: 
 
     make_trainer(callbacks=callbacks, loggers=[keeps]).fit(task, data())
 
-    names = ["weights/network.0.weight", "weights/network.3.weight"]
-    assert [(name, step) for name, _, step in keeps.histograms] == [(name, step) for step in (2, 4) for name in names]
+    names = ["network.0.weight", "network.3.weight"]
+    kinds = [("weights", 2), ("gradients", 2), ("weights", 4)]  # no step has a gradient of the last weights
+    expected = [(f"{kind}/{name}", step) for kind, step in kinds for name in names]
+    assert [(name, step) for name, _, step in keeps.histograms] == expected
     assert keeps.histograms[-2][1].num_elements == 12
+    assert keeps.histograms[2][1].num_elements == 12
     with pytest.raises(UserError, match=r"histograms\.pattern='encoder' fits no parameter"):
         make_trainer(callbacks=[Histograms(pattern="encoder")]).fit(task, data())
 
