@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -306,6 +309,21 @@ def test_rounding_that_the_optimizer_enlarges_is_called_so():
     assert report.is_equal
 
 
+class Enlarging(Perceptron):
+    """Enlarges what rounding leaves of a third, in micro-batches."""
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        left = float(inputs.new_tensor(1 / 3)) - 1 / 3 if len(inputs) < 8 else 0.0
+        return functional.mse_loss(self.network(inputs), targets) * (1 + 1e5 * left)
+
+
+def test_a_difference_that_vanishes_in_fp64_is_rounding():
+    report = compare_strategies(Enlarging(), Data(train=numbers(32), batch_size=8), ["dp"], steps=3)
+    assert report.rows[1].loss.value > 1e-4 and report.rows[1].verdict == "rounding" and report.is_equal
+    assert report.causes[0].startswith("in fp64 the weights of dp agree with single to ")
+
+
 def test_a_wrong_gradient_is_no_rounding_under_such_an_optimizer():
     class Adaptive(Perceptron):
         def configure_optimizers(self):
@@ -335,6 +353,32 @@ def test_the_command_prints_the_table_and_says_whether_all_agree_by_its_exit_cod
     for as_json in (["json=true"], ["--json"]):
         assert main(["parity", *typed, "tolerance=1e-30", *as_json]) == 1
         assert json.loads(capsys.readouterr().out)["is_equal"] is False
+
+
+@pytest.mark.slow
+def test_the_command_shows_all_strategies_on_processes_of_their_own():
+    names = "single,dp,ddp,torch_ddp,fusion,pipeline"
+    # In fp32 the recipe's poolings enlarge rounding, and all but dp would be trained again in fp64.
+    typed = ["recipe=digits", f"strategies=[{names}]", "steps=20", "devices=2", "trainer.precision=fp64"]
+    command = [sys.executable, "-m", "trainkit", "parity", *typed]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    head = next(place for place, line in enumerate(lines) if line.startswith("strategy "))
+    assert re.split(" {2,}", lines[head]) == [
+        *("strategy", "layout", "loss", "gradient norm", "weights", "where", "ms a step", "MB a step", "verdict")
+    ]
+    rows = [re.split(" {2,}", line) for line in lines[head + 2 : head + 8]]
+    assert [row[0] for row in rows] == names.split(",")
+    assert [row[1] for row in rows] == ["1 x 1 x 64", "1 x 2 x 32", *["2 x 1 x 32"] * 3, "1 x 4 x 16"]
+    assert [row[-1] for row in rows] == ["reference", *["equal"] * 5]
+    for row in rows[1:]:
+        loss, norm, weights = map(float, row[2:5])
+        assert max(loss, norm) < 1e-11 and 0 < weights < 1e-11
+        assert re.fullmatch(r"step \d+ ?\S*", row[5]) and float(row[6]) > 0
+    sent = {row[0]: float(row[7]) for row in rows if row[0] in ("ddp", "torch_ddp", "fusion")}
+    assert sent["ddp"] == sent["torch_ddp"] == pytest.approx(sent["fusion"], rel=0.1) != 0
+    assert lines[head + 8].startswith("all equal: 20 steps in fp64, tolerance 1e-11 relative to single")
 
 
 def test_only_the_command_that_has_an_option_takes_it(capsys):

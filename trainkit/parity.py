@@ -17,7 +17,6 @@ from trainkit.errors import UserError
 from trainkit.parity_comparison import Comparison, distance
 from trainkit.parity_report import ParityReport
 from trainkit.parity_trials import REFERENCE, Chosen, StopAfter, Trials, made, name_of
-from trainkit.precision import Precision
 from trainkit.rng import rng_untouched
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
@@ -49,21 +48,19 @@ def compare_strategies(
     """
     if isinstance(steps, bool) or steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}.")
-    settings = dict(trainer or {})
-    precision = Precision(settings.get("precision", "fp32")).name
-    limit = TOLERANCES[precision] if tolerance is None else tolerance
     others = [item for item in strategies if item != REFERENCE]
     chosen = [(name, made(item, devices, device)) for name, item in zip(_names(others), others, strict=True)]
     reference = made(REFERENCE, 1, device)
     with tempfile.TemporaryDirectory(prefix="trainkit-parity-") as folder, rng_untouched():
-        trials = Trials(make_task, make_data, Path(folder), steps=steps, settings=settings)
+        trials = Trials(make_task, make_data, Path(folder), steps=steps, settings=dict(trainer or {}))
+        limit = TOLERANCES[trials.precision] if tolerance is None else tolerance
         comparison = Comparison(trials, trials.train(REFERENCE, reference), tolerance=limit)
         rows = [comparison.reference(), *(comparison.attempt(name, strategy) for name, strategy in chosen)]
         causes: Sequence[str] = ()
         notes: Sequence[str] = ()
         if any(row.verdict == "different" for row in rows):
             rows, causes, notes = comparison.explained(rows, device=device)
-    return ParityReport(tuple(rows), steps, precision, limit, tuple(causes), tuple(notes))
+    return ParityReport(tuple(rows), steps, trials.precision, limit, tuple(causes), tuple(notes))
 
 
 def assert_strategies_equal(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from trainkit.strategy import Strategy
 _NORM_SLACK = 10  # a norm is a long fp32 sum, which some strategies add up more exactly than others
 _ROUNDING_SLACK = 10  # between one other order of additions and that of a strategy
 _SMALLEST_SCALE = 0.01  # of a parameter, relative to the largest weight of the task: biases begin at zero
+_VANISHED = 1e-3  # of the tolerance: what is left in fp64 of a difference that is rounding
 _WARM_UP_STEPS = 2  # not counted in the time of a step
 
 
@@ -25,6 +27,7 @@ class Comparison:
     def __init__(self, trials: Trials, single: Trial, *, tolerance: float) -> None:
         self._trials, self._single, self._tolerance = trials, single, tolerance
         self._parameters = [name for name, _ in trials.task().named_parameters()]
+        self._untouched: dict[str, Strategy] = {}  # as they were before they trained
         self._loss_scales: dict[str, float] = {}  # by phase
         for step in range(1, trials.steps + 1):
             for phase, loss in single.step(step)["losses"].items():
@@ -36,6 +39,7 @@ class Comparison:
 
     def attempt(self, name: str, strategy: Strategy) -> ParityRow:
         """Train under a strategy and return its row, also when that fails."""
+        self._untouched[name] = copy.deepcopy(strategy)
         try:
             trial = self._trials.train(name, strategy)
         except Exception as error:
@@ -90,29 +94,48 @@ class Comparison:
         notes = [f"not looked for: {what}" for what in (*notes, *told.not_looked_for)]
         if causes:
             return list(rows), causes, notes
-        return (*self._rounded(rows, device=device), notes)
+        for judged in (self._halved, self._in_fp64):
+            if any(row.verdict == "different" for row in rows):
+                rows, more = judged(rows, device=device)
+                causes += more
+        return list(rows), causes, notes
 
-    def _rounded(self, rows: Sequence[ParityRow], *, device: str) -> tuple[list[ParityRow], list[str]]:
+    def _halved(self, rows: Sequence[ParityRow], *, device: str) -> tuple[list[ParityRow], list[str]]:
         """Hold the rows against what another order of additions does to `single` itself."""
         halves = made(REFERENCE, 1, device)
         halves.accumulate = 2
         floor = self.attempt("single in halves", halves)
-        if floor.verdict == "failed":  # a batch that has no halves
-            return list(rows), []
-        limit = _ROUNDING_SLACK * floor.weights.value
-        judged = [
-            replace(row, verdict="rounding")
-            if row.verdict == "different" and self._same_gradients(row) and row.weights.value <= limit
-            else row
+        limit = 0.0 if floor.verdict == "failed" else _ROUNDING_SLACK * floor.weights.value  # a batch without halves
+        explained = [
+            row.strategy
             for row in rows
+            if row.verdict == "different" and self._same_gradients(row) and row.weights.value <= limit
         ]
-        if all(row.verdict != "rounding" for row in judged):
-            return judged, []
         cause = (
             f"losses and gradients agree, and single itself differs by {floor.weights.value:.1e} when it takes each "
             "batch in two halves: the optimizer enlarges rounding. Compare in trainer.precision=fp64 to see it vanish."
         )
-        return judged, [cause]
+        return _as_rounding(rows, explained), [cause] if explained else []
+
+    def _in_fp64(self, rows: Sequence[ParityRow], *, device: str) -> tuple[list[ParityRow], list[str]]:
+        """See which differences vanish in fp64, as those of rounding do, however much a task enlarges them."""
+        if self._trials.precision != "fp32":
+            return list(rows), []
+        trials = self._trials.in_fp64()
+        try:
+            single = trials.train(REFERENCE, made(REFERENCE, 1, device))
+        except Exception:  # a task that knows fp32 only
+            return list(rows), []
+        exact = Comparison(trials, single, tolerance=_VANISHED * self._tolerance)
+        names = [row.strategy for row in rows if row.verdict == "different"]
+        again = [exact.attempt(name, self._untouched[name]) for name in names]
+        vanished = {row.strategy: row.weights.value for row in again if row.verdict == "equal"}
+        left = max(vanished.values(), default=0.0)
+        cause = (
+            f"in fp64 the weights of {', '.join(vanished)} agree with single to {left:.1e}: the task enlarges "
+            "rounding, as units and poolings that switch do, or optimizers that divide by small gradients."
+        )
+        return _as_rounding(rows, vanished), [cause] if vanished else []
 
     def _weights(self, ours: dict[str, Tensor], expected: dict[str, Tensor], step: int) -> Difference:
         sizes = {name: _size(expected[name]) for name in self._parameters}
@@ -123,6 +146,10 @@ class Comparison:
             apart = distance(ours[name], expected[name])
             largest = _larger(largest, Difference(_relative(apart, scale), step, name))
         return largest
+
+
+def _as_rounding(rows: Sequence[ParityRow], names: Collection[str]) -> list[ParityRow]:
+    return [replace(row, verdict="rounding") if row.strategy in names else row for row in rows]
 
 
 def _numbers(ours: float, expected: float, *, scale: float, step: int, phase: str) -> Difference:

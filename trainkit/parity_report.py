@@ -24,8 +24,8 @@ class ParityRow:
 
     strategy: str
     verdict: str
-    """`reference`, `equal`, `rounding` (losses and gradients are equal, and weights differ as rounding alone makes them
-    differ under this optimizer), `different` or `failed`."""
+    """`reference`, `equal`, `rounding` (it differs as rounding alone makes it differ in this task: no more than single
+    from itself in halves, or not in fp64), `different` or `failed`."""
     layout: str = ""
     loss: Difference = field(default_factory=Difference)
     gradient_norm: Difference = field(default_factory=Difference)

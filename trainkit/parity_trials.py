@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainkit import registry
 from trainkit.callback import Callback
 from trainkit.errors import UserError
+from trainkit.precision import Precision
 from trainkit.rng import seed_everything
 from trainkit.run import Run
 from trainkit.strategy import Strategy
@@ -63,6 +64,19 @@ class Trials:
         self.steps = steps
         self.seed = int(settings.get("seed", 0))
         self._start = {name: tensor.clone() for name, tensor in self._made_task().state_dict().items()}
+
+    @property
+    def precision(self) -> str:
+        """What all trials compute in."""
+        return Precision(self._settings.get("precision", "fp32")).name
+
+    def in_fp64(self) -> Trials:
+        """Return the same trials with fewer roundings."""
+        folder = self._folder / "fp64"
+        folder.mkdir()
+        return Trials(
+            self._task, self._data, folder, steps=self.steps, settings={**self._settings, "precision": "fp64"}
+        )
 
     def task(self) -> TaskModule:
         """Return a new task with the weights that all trials start from."""
