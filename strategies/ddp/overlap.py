@@ -14,7 +14,7 @@ class BucketwiseOptimizer:
         bucket 0   reduced | step
         bucket 1             reduced | step        the step of one bucket hides behind the next one's reduction
 
-    Hooks on the optimizer's step run once for each bucket.
+    On the CPU this runs inside backward. Hooks on the optimizer's step run once for each bucket.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

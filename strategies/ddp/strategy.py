@@ -59,7 +59,8 @@ class DDPStrategy(ProcessGroupStrategy):
             what `hook_state` makes.
         hook_state: What makes the state of a hook of your own, called with the process group and `hook_options`, or
             its import path; `None`: the state is the process group.
-        overlap_optimizer: Whether parameters are updated bucket by bucket, while others are still reduced.
+        overlap_optimizer: Whether the parameters of a bucket are updated as soon as it is reduced: on the CPU while
+            backward goes on, on CUDA after it.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
         timeline: Whether to record when each bucket was ready, started and done: every rank writes the last 200 steps
             as timeline_rank_<k>.json, to be opened in ui.perfetto.dev; rank 0 logs a picture and what to change.
