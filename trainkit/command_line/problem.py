@@ -18,6 +18,9 @@ _FAMILIAR = {
     **dict.fromkeys(("log_every_n_steps", "log_interval", "logging_steps"), "trainer.log_every"),
     **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "grad_clip", "clip_grad"), "trainer.clip_norm"),
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "strategy.accumulate"),
+    **dict.fromkeys(("async", "async_save", "save_async", "async_checkpoint"), "callbacks.checkpoint.background"),
+    **dict.fromkeys(("save_top_k", "save_total_limit"), "callbacks.checkpoint.keep_best"),
+    **dict.fromkeys(("every_n_train_steps", "save_steps", "save_interval"), "callbacks.checkpoint.every"),
     "num_sanity_val_steps": "trainer.sanity_batches",
     "limit_val_batches": "trainer.limit_validation_batches",
     "dtype": "trainer.precision",
@@ -65,7 +68,8 @@ def unknown_key(path: str, valid: Iterable[str], *, everywhere: Iterable[str]) -
     known = {*paths, *everywhere}
     near = [_FAMILIAR[name]] if _FAMILIAR.get(name) in known else []
     # The same name elsewhere is nearer than another one here.
-    near += [other for other in sorted(known) if other.rpartition(".")[2] == name] or likely(path, paths)
+    named = known | {key.rpartition(".")[0] for key in known}  # and what holds keys
+    near += [other for other in sorted(named) if other.rpartition(".")[2] == name] or likely(path, paths)
     if not near:
         return Problem(path, f"unknown key. {there_are(paths)}")
     return Problem(path, f"unknown key. {did_you_mean(near)}")

@@ -50,6 +50,9 @@ class _Check:
         self._everywhere = [*SECTIONS, *(f"trainer.{name}" for name in self._trainer.parameters)]
         for section in ("task", "data", "strategy"):
             self._everywhere += [f"{section}.{name}" for name in self._known_arguments(settings.get(section))]
+        callbacks = settings.get("callbacks")
+        for callback, node in callbacks.items() if isinstance(callbacks, Mapping) else ():
+            self._everywhere += [f"callbacks.{callback}.{name}" for name in self._known_arguments(node)]
 
     def all(self, *, needs_task: bool) -> Iterator[Problem]:
         for key in self._settings:
