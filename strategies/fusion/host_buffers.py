@@ -105,9 +105,10 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
         return weights
 
     def _span(self, numel: int, element_bytes: int) -> tuple[int, int]:
-        """Return (start, stop) of this rank's part of a buffer; parts begin at lines of the processor's cache."""
-        if self.rank >= self.num_servers:
-            return numel, numel
+        """Return (start, stop) of this rank's part of a buffer; parts begin at lines of the processor's cache.
+
+        That of a rank that is no server is empty.
+        """
         line = LINE_BYTES // element_bytes
         part = -(-numel // self.num_servers // line) * line
         return min(self.rank * part, numel), min((self.rank + 1) * part, numel)

@@ -106,18 +106,33 @@ def partly_used(run_dir):
     alone = SingleDevice(device="cpu", accumulate=dist.get_world_size())
     data = Data(train=numbers(16), batch_size=4)
     train(alone, Partly(), data, single, run_dir=run_dir / f"single_{dist.get_rank()}", steps=8)
-    found = []
+    found, used = [], []
     for servers in ("rank", "host"):
         seen = StepWeights()
-        strategy = Pretended(device="cpu", servers=servers, shard_optimizer=True, buffer_mb=0.0005)
+        strategy = NotingGradients(device="cpu", servers=servers, shard_optimizer=True, buffer_mb=0.0005)
         train(strategy, Partly(), data, seen, run_dir=run_dir / "fusion", steps=8)
         found.append(largest_difference(seen.steps, single.steps))
-    return found
+        used += strategy.used
+    return found, used
 
 
-def test_flags_of_unused_parameters_reach_the_servers_of_all_hosts(tmp_path):
-    for differences in run_ranks(partly_used, 4, tmp_path):
+class NotingGradients(Pretended):
+    """Notes which parameters have a gradient when they are updated."""
+
+    def setup(self, precision):
+        super().setup(precision)
+        self.used = []
+
+    def optimizer_step(self, optimization):
+        self.used.append([parameter.grad is not None for parameter in optimization.parameters])
+        return super().optimizer_step(optimization)
+
+
+def test_flags_of_unused_parameters_reach_all_ranks_of_all_hosts(tmp_path):
+    found = run_ranks(partly_used, 4, tmp_path)
+    for differences, used in found:
         assert max(differences) < 1e-6
+        assert used == found[0][1]  # whether a rank is a server or not
 
 
 def bytes_on_this_rank(run_dir):

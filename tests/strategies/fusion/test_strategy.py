@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from trainkit.strategies.ddp.failure import RankError
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.channels import open_channels
 from trainkit.strategies.fusion.exchange import Exchange
+from trainkit.strategies.fusion.flights import Passage
 from trainkit.strategies.fusion.part_transport import BufferSettings
 from trainkit.strategies.fusion.parts import imbalance, whole_variable_loads
 from trainkit.strategies.fusion.staging import Staging
@@ -303,6 +305,26 @@ def open_exchange(settings):
 
 def test_no_more_windows_travel_at_once_than_may():
     assert max(run_ranks(windows_under_way, 2)) == 2
+
+
+class BrokenFlags:
+    """Flags of used parameters whose collective has ended because another rank is gone."""
+
+    @property
+    def work(self):
+        return self
+
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        raise RankError("a rank is gone")
+
+
+def test_flags_that_have_not_arrived_are_no_flags():
+    passage = Passage(None, 0, "the test", flights=[], flags=BrokenFlags())
+    with pytest.raises(RankError, match="a rank is gone"):
+        passage.advance()
 
 
 def short_formats(transport, run_dir):
