@@ -125,6 +125,8 @@ class Event:
     reads: bool = False
     """Gives Python a number or a truth value taken from its inputs' elements."""
     is_random: bool = False
+    draws_in_python: bool = False
+    """A module that draws from the generators of Python or numpy."""
     checkpoint: int | None = None
     """Which of the step's checkpoints around root-level code makes the call, and makes it again in backward."""
     key: int = 0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainkit.errors import UserError
 
+from . import python_generators
 from .bonds import (
     checkpoint_bonds,
     family_bonds,
@@ -132,7 +133,7 @@ class Recorder(EventMode):
         event.buffers = tuple(self._buffers[id(buffer)] for buffer in buffers if id(buffer) in self._buffers)
         watched = [*given, *buffers]
         versions = [_version(tensor) for tensor in watched]
-        state = self._random_state()
+        state, python_state = self._random_state(), python_generators.state() if is_unit else ()
         mark = self._mark()
         for tensor in given:
             self._use(event, tensor)
@@ -150,6 +151,7 @@ class Recorder(EventMode):
             return result  # such as `torch.is_grad_enabled()`: nothing to do with the flow of values
         self._add_since(mark, event.cost)
         event.is_random = state != self._random_state()
+        event.draws_in_python = is_unit and python_state != python_generators.state()
         written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
         self._complete(event, result, written)
         event.reads = not made and not written and not is_unit and name not in SIDE_EFFECTS and not name.endswith("=")

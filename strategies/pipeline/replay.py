@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from torch.overrides import _get_current_function_mode
 from trainkit.errors import UserError
 from trainkit.metric_states import metrics_in
 
+from . import python_generators
 from .event_mode import EventMode
 from .events import RETURN, Event, Held, Number, Opaque, Recording, Slot
 from .interception import Call, Interception
@@ -76,9 +75,7 @@ class Player:
         makes must have them. Random events draw from generators seeded by `seed` and their own names.
         """
         replay = _Replay(self, segment, received, shapes, seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        python_generators.seed(seed)
         with ExitStack() as stack:
             stack.enter_context(self.interception.session(replay))
             if segment.is_last:
@@ -104,10 +101,14 @@ class Player:
 
     def seed(self, seed: int, event: Event) -> None:
         """Seed torch's generators for one event of one micro-batch."""
-        mixed = (seed * 0x9E3779B97F4A7C15 + event.key * 0xBF58476D1CE4E5B9) % 2**63
+        mixed = _mixed(seed, event)
         torch.default_generator.manual_seed(mixed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(mixed)
+
+
+def _mixed(seed: int, event: Event) -> int:
+    return (seed * 0x9E3779B97F4A7C15 + event.key * 0xBF58476D1CE4E5B9) % 2**63
 
 
 def _checkpoint_starts(events: list[Event]) -> list[bool]:
@@ -235,7 +236,11 @@ class _Replay(EventMode):
             self._player.seed(self._seed, event)
         if event.index in self._segment.given:
             self._check_given(event, tensors((args, kwargs)))
-        result = call(*args, **kwargs)
+        if event.draws_in_python:
+            with python_generators.seeded(_mixed(self._seed, event)):
+                result = call(*args, **kwargs)
+        else:
+            result = call(*args, **kwargs)
         if event.name == "__iter__":
             result = list(result)
         if event.has_plain:

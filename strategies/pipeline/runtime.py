@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
@@ -11,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import python_generators
 from .failures import Failures
 from .messages import Messages
 from .recording import Step
@@ -93,15 +92,11 @@ def generators_kept(device: torch.device) -> Iterator[None]:
     """Put the random generators back at the end: each stage draws differently, and ranks must stay in step."""
     torch_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
+    python_state = python_generators.state()
     try:
         yield
     finally:
         torch.set_rng_state(torch_state)
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state, device)
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+        python_generators.restore(python_state)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import python_generators
 from .structures import rebuild
 
 
@@ -24,17 +23,13 @@ def unchanged(task: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     contents = [buffer.detach().clone() for _, _, buffer in places]
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
+    python_state = python_generators.state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+        python_generators.restore(python_state)
         with torch.no_grad():
             for (module, name, buffer), content in zip(places, contents, strict=True):
                 module._buffers[name] = buffer

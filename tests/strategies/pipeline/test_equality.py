@@ -1,5 +1,8 @@
 """A pipeline trains to the weights of one process, whatever the task is."""
 
+import random
+
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,27 +220,52 @@ def test_models_of_the_transformers_package_agree_in_single_precision():
     _assert_equal(2, [_case(LIBRARY[name], precision="fp32") for name in names], tolerance=SINGLE)
 
 
+class _Draws(nn.Module):
+    def forward(self, x):
+        drawn = random.random() + numpy.random.rand()
+        return x * (1.0 + drawn), drawn
+
+
+class _Drawing(Mlp):
+    """Draws with torch, Python and numpy, in modules and between them."""
+
+    def __init__(self):
+        super().__init__(dropout=0.4)
+        self.early, self.late = _Draws(), _Draws()
+
+    def training_step(self, batch):
+        hidden, first = self.early(self.net[:4](batch[0]))
+        hidden = self.net[4:16](hidden) * random.random()
+        hidden, second = self.late(hidden)
+        loss = F.cross_entropy(self.net[16:](hidden), batch[1])
+        return {"loss": loss, "first": first, "second": second}
+
+
 def _masks(schedule, cut):
-    """Return the weights after training with dropout."""
+    """Return the weights after training with random numbers, and some of these."""
     from trainkit.strategies.pipeline.strategy import Pipeline
 
     from tests.strategies.pipeline.training import Training, make, windows
 
     torch.manual_seed(3)
     strategy = Pipeline(stages=2, schedule=schedule, cuts=[cut], device="cpu")
-    task = make(Mlp, dropout=0.4)
-    training = Training(task, strategy).run(windows(Mlp, sizes=[4, 4, 4], num_steps=3))
+    training = Training(make(_Drawing), strategy)
+    drawn = []
+    for window in windows(_Drawing, sizes=[4, 4, 4], num_steps=3):
+        outputs, _ = training.step(window)
+        drawn += [output.metrics[name] for output in outputs for name in ("first", "second")]
     weights = training.weights()
     strategy.teardown()
-    return weights["net.0.weight"]
+    return weights["net.0.weight"], drawn
 
 
 def _both_masks():
-    return _masks("simple", "net.7"), _masks("interleaved", "net.7"), _masks("interleaved", "net.11")
+    return _masks("simple", "net.7"), _masks("interleaved", "net.7"), _masks("interleaved", "net.18")
 
 
-def test_dropout_draws_the_same_masks_under_every_schedule_and_cut():
-    simple, interleaved, elsewhere = run_ranks(_both_masks, 2, timeout=60)[0]
+def test_the_same_random_numbers_are_drawn_under_every_schedule_and_cut():
+    (simple, drawn), interleaved, (elsewhere, drawn_elsewhere) = run_ranks(_both_masks, 2, timeout=60)[0]
 
-    assert torch.equal(simple, interleaved)
+    assert torch.equal(simple, interleaved[0]) and drawn == interleaved[1] == drawn_elsewhere
     assert torch.allclose(simple, elsewhere, rtol=0.0, atol=1e-12)
+    assert len(drawn) == len(set(drawn)) == 18
