@@ -142,6 +142,23 @@ def test_joblib_runs_jobs_of_ranks_side_by_side_and_one_may_fail(tmp_path):
     assert Path("sweep/report.html").exists()
 
 
+@pytest.mark.slow
+def test_optuna_goes_on_after_a_failed_job_of_ranks(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    searched = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_jobs=1"]
+    argv = [*TINY, *QUIET, *searched, "hydra.sweeper.n_trials=2", "strategy=ddp", "strategy.devices=2"]
+    argv.remove("task.width=8")
+    ran = _trainkit("fit", "-m", *argv, "task.width=choice(0,8)", "run_dir=sweep")
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    failed, trained = sorted(_jobs(tmp_path / "sweep"), key=lambda job: job["value"] is not None)
+    assert (failed["exit_code"], trained["exit_code"]) == (2, 0)
+    assert "task.width: must be at least 1" in failed["error"]
+    assert trained["value"] == trained["metrics"]["validation/loss"]
+    assert json.loads((Path(trained["run_dir"]) / "summary.json").read_text())["steps"] == 2
+    assert f"best_value: {trained['value']}" in Path("sweep/optimization_results.yaml").read_text()
+    assert "<- best" in ran.stdout and "failed: task.width" in ran.stdout
+
+
 def _trainkit(*argv):
     return subprocess.run(
         [sys.executable, "-m", "trainkit", *argv],

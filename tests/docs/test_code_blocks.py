@@ -33,7 +33,12 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 RUN = "runs/digits/2026-01-31_12-00-00"  # the run that pages speak of
-_SMALL = ["trainer.limit_train_batches=2", "trainer.max_duration=1epoch", "trainer.sanity_batches=0"]
+_SMALL = [
+    "trainer.limit_train_batches=2",
+    "trainer.limit_validation_batches=1",
+    "trainer.max_duration=1epoch",
+    "trainer.sanity_batches=0",
+]
 _OTHER_PROGRAMS = {"make", "pip", "tensorboard", "python", "kill"}
 _STARTERS = {"torchrun", "srun"}  # of `trainkit` on several machines
 _RUN = {"python", "shell"}
