@@ -102,6 +102,8 @@ class ProcessGroupStrategy(Strategy):
         self._names: list[str] = []  # of metrics, agreed by all ranks
         self._buffers: SharedBuffers | None = None  # to be sent after every step
         self._weighted_by: dict[str, bool] = {}  # whether a method of the task returns weights of its own
+        self.asks_on_host = False
+        """Whether ranks on GPUs can ask each other through host memory, which waits for no device."""
         self._stop: StopAgreement | None = None
         self._board: StoreBoard | None = None  # where ranks tell each other why they fail and where they are
         self._whereabouts: Whereabouts | None = None
@@ -238,6 +240,7 @@ class ProcessGroupStrategy(Strategy):
         self._steps = 0
         if self.world_size > 1:
             on_host = "cpu" in dist.get_backend_config(self.group)
+            self.asks_on_host = on_host and kind == "cuda"
             self._stop = StopAgreement(self.group, device=torch.device("cpu") if on_host else self.device)
             self._board = StoreBoard(self.group, token=gather(secrets.token_hex(8), self.group)[0])
             self._whereabouts = Whereabouts(self._board, step=lambda: max(self._steps - 1, 0))
@@ -399,6 +402,11 @@ class ProcessGroupStrategy(Strategy):
     def agree(self, flag: bool) -> bool:
         """Return whether `flag` is true on any rank; collective."""
         return bool(self.all_reduce(torch.tensor([int(flag)], device=self.device), "max").item())
+
+    def agree_on_host(self, flag: bool) -> bool:
+        """Return whether `flag` is true on any rank, without waiting for a device; collective."""
+        found = torch.tensor([int(flag)])
+        return bool(self._reduce(found, "max", where="the question whether a rank is out of memory").item())
 
     def agreed_seconds(self, seconds: float) -> float:
         """Return the longest time of any rank, as of the last answer."""

@@ -4,8 +4,10 @@
     rank 1    forward  out of memory   NaN as gradient        | gradients are NaN: ask  | all give up
 
 Gradients are only added up until every micro-batch is done, and then reduced: so no rank is inside a reduction when
-another runs out of memory. That one takes part with gradients of NaN, which is how the others learn of it, without a
-collective in any other step. A loss that is NaN by itself costs one question more.
+another runs out of memory. That one takes part with gradients of NaN, which is how the others learn of it on the CPU,
+without a collective in any other step. A loss that is NaN by itself costs one question more. On GPUs reading a gradient
+would wait for the device: there ranks ask each other in every step through host memory once the reduction is under way,
+since each knows on the host whether it ran out of memory.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def forward_backward_within_memory(
 ) -> list[StepOutput]:
     """Leave the reduced gradients of the window; raises torch.OutOfMemoryError on all ranks if it does on one.
 
-    Collective. Reading whether gradients are NaN waits for the device.
+    Collective. Where ranks cannot ask each other through host memory, reading whether gradients are NaN waits for the
+    device.
     """
     outputs: list[StepOutput] = []
     reason: str | None = None
@@ -51,10 +54,19 @@ def forward_backward_within_memory(
     else:
         strategy.precision.scale(torch.zeros((), device=strategy.device))  # a scaler must have seen a loss
         strategy.contribute_nothing()
-    if _is_spoilt(parameters) and strategy.agree(reason is not None):
+    if _is_given_up(strategy, parameters, reason is not None):
         raise torch.OutOfMemoryError(reason or "on another rank")
     strategy.finish_gradients(outputs, window)
     return outputs
+
+
+def _is_given_up(strategy: ProcessGroupStrategy, parameters: list[torch.nn.Parameter], here: bool) -> bool:
+    """Return whether a rank is out of memory; `here` says whether this one is. Collective."""
+    if strategy.num_processes == 1:
+        return here
+    if strategy.asks_on_host:
+        return strategy.agree_on_host(here)
+    return _is_spoilt(parameters) and strategy.agree(here)
 
 
 def _spoil(strategy: ProcessGroupStrategy, parameters: list[torch.nn.Parameter]) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies import within_memory
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -17,7 +18,7 @@ from trainkit.strategies.single import SingleDevice
 from trainkit.strategies.torch_ddp import TorchDDP
 
 from tests.tasks import Recorder, assert_close, assert_same_bits
-from trainkit import Data, TaskModule, Trainer, UserError
+from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.memory import recut
 from trainkit.metric import Metric
 from trainkit.testing import run_ranks
@@ -144,6 +145,31 @@ def on_two_ranks() -> Any:
             assert found.sizes[0] == 8 and set(found.sizes[-8:]) == {2}
             states.append({name: tensor.tolist() for name, tensor in found.named_parameters()})
     return states
+
+
+class AskOnHost(Callback):
+    """Lets ranks ask as they do on GPUs, where no gradient is to be read."""
+
+    def on_fit_start(self, run: Any) -> None:
+        run.strategy.asks_on_host = True
+
+
+def on_two_ranks_as_on_gpus() -> Any:
+    def read(parameters: Any) -> bool:
+        raise AssertionError("reading a gradient waits for the device")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(within_memory, "_is_spoilt", read)
+        found, given = Large(3, rank=1), Large()
+        fit(DDPStrategy(device="cpu", micro_batch_size="auto"), found, callbacks=[AskOnHost()])
+        fit(DDPStrategy(device="cpu", micro_batch_size=2), given)
+        assert_same_bits(found, given)
+        return {name: tensor.tolist() for name, tensor in found.named_parameters()}
+
+
+def test_ranks_on_gpus_ask_through_host_memory():
+    first, second = run_ranks(on_two_ranks_as_on_gpus, 2)
+    assert first == second
 
 
 def test_ranks_give_up_a_window_together_though_one_alone_runs_out_of_memory():
