@@ -164,6 +164,16 @@ class Phases:
         return control.outputs
 
 
+def check_phases_run(task: TaskModule, strategy: Strategy) -> None:
+    """Raise UserError for a task with phases on a strategy that cannot train these."""
+    if has_phases(task) and not strategy.runs_phases:
+        name = type(strategy).__name__
+        raise UserError(
+            f"{type(task).__name__} has phases, which {name} cannot train: each has a step and an optimizer of its own, and "
+            f"{name} prepares one of each for the whole run. Type strategy=ddp, strategy=dp or strategy=single."
+        )
+
+
 def has_phases(task: TaskModule) -> bool:
     """Return whether a task is trained in phases; raises UserError for `manual` without any."""
     from trainkit.task import TaskModule

@@ -21,7 +21,7 @@ from trainkit.linear_scaling import UsualBatch
 from trainkit.logger import Logger
 from trainkit.model_settings import ModelSettings, check_patterns
 from trainkit.optimization import Clip
-from trainkit.phases import has_phases
+from trainkit.phases import check_phases_run
 from trainkit.precision import Precision
 from trainkit.rank import evaluate_on_rank, fit_on_rank
 from trainkit.recovery import Policy, checked_rollbacks
@@ -251,11 +251,7 @@ class Trainer:
         self.model_settings.check(task)
         source = data.source(stage)
         if stage == "train":
-            if has_phases(task) and not self.strategy.runs_phases:
-                raise UserError(
-                    f"{type(task).__name__} has phases, which {type(self.strategy).__name__} cannot train; use "
-                    "strategy=single, strategy=dp or strategy=ddp."
-                )
+            check_phases_run(task, self.strategy)
             if source.batch_size is not None:
                 self.strategy.plan(source.batch_size)
             if self.validates(data):

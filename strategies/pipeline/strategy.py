@@ -20,6 +20,7 @@ from trainkit.checkpoints.shards import Shards
 from trainkit.data import Source
 from trainkit.feed import make_feed
 from trainkit.optimization import Optimization
+from trainkit.phases import check_phases_run
 from trainkit.precision import Precision
 from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.strategy import BatchPlan
@@ -570,6 +571,7 @@ class Pipeline(ProcessGroupStrategy):
 
     def preview(self, task: TaskModule, source: Source, *, precision: Precision) -> tuple[PartitionPlan, str]:
         """Return the plan for training on `source`, and its drawing; nothing is started, and the task stays whole."""
+        check_phases_run(task, self)
         self.world_size = self.replicas
         self.precision = precision
         precision.setup(self.device)

@@ -21,7 +21,18 @@ def test_the_plan_and_its_drawing_are_printed_and_nothing_is_started_or_written(
     monkeypatch.setattr(subprocess, "Popen", None)
     monkeypatch.setattr(multiprocessing.Process, "start", None)
 
-    assert main(["partition", *SMALL, "strategy.stages=3", "strategy.cuts=[blocks.1,blocks.3]", "strategy.shared=replicated"]) == 0
+    assert (
+        main(
+            [
+                "partition",
+                *SMALL,
+                "strategy.stages=3",
+                "strategy.cuts=[blocks.1,blocks.3]",
+                "strategy.shared=replicated",
+            ]
+        )
+        == 0
+    )
 
     shown = capsys.readouterr().out
     assert "char_lm in 3 stages" in shown
@@ -39,3 +50,10 @@ def test_another_strategy_is_refused(capsys):
 def test_a_cut_that_names_nothing_is_told_with_the_nearest(capsys):
     assert main(["partition", *SMALL, "strategy.cuts=[block.1]"]) == 2
     assert "blocks.1" in capsys.readouterr().err
+
+
+def test_a_task_with_phases_is_refused_with_what_to_type(capsys):
+    assert main(["partition", "recipe=gan"]) == 2
+    told = capsys.readouterr().err
+    assert "DigitsGAN has phases, which Pipeline cannot train: each has a step" in told
+    assert "Type strategy=ddp" in told
