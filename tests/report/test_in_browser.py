@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.report.comparison import comparison_page
+from trainkit.report.record import read_run
+from trainkit.report.writing import write_page, write_report
+from trainkit.timeline import Lane, Timeline, TimelineSpan
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SECONDS = 2.0
 
@@ -24,7 +29,9 @@ addEventListener("load", () => {
   plot.dispatchEvent(new PointerEvent("pointermove", place));
   const tip = plot.querySelector(".tip");
   const wide = document.documentElement.scrollWidth > innerWidth + 1;
-  document.title = JSON.stringify({ laidOut, tip: tip ? tip.innerText : "", failures, wide });
+  const drawn = [...document.querySelectorAll("#timeline rect")].map((bar) => bar.getBoundingClientRect());
+  const bars = drawn.filter((bar) => bar.width > 5 && bar.height > 5).length;
+  document.title = JSON.stringify({ laidOut, bars, tip: tip ? tip.innerText : "", failures, wide });
 });
 </script>
 """
@@ -57,3 +64,19 @@ def test_pages_fit_a_narrow_screen_and_show_values(finished_run, failed_run, tmp
         found = opened(folder / "report.html", tmp_path, width=500)
         assert found["failures"] == [] and not found["wide"]
         assert "loss" in found["tip"] or "train" in found["tip"]
+
+
+def test_a_comparison_and_a_timeline_open_and_show_values(finished_run, failed_run, tmp_path):
+    page = comparison_page([read_run(finished_run), read_run(failed_run)])
+    found = opened(write_page(page, tmp_path / "both.html"), tmp_path)
+    assert found["failures"] == [] and not found["wide"]
+    assert "finished" in found["tip"] and "failed" in found["tip"]
+
+    folder = tmp_path / "drawn"
+    shutil.copytree(finished_run, folder)
+    spans = [TimelineSpan("forward", 0.0, 0.02, label="0"), TimelineSpan("backward", 0.02, 0.06, label="0")]
+    Timeline("ddp", "One step", [Lane("rank 0", spans), Lane("bucket 0", spans[1:])], 7).write(folder)
+    for width in (1200, 500):
+        found = opened(write_report(folder), tmp_path, width=width)
+        assert found["failures"] == [] and not found["wide"]
+        assert found["bars"] == 3

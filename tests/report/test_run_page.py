@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import asdict
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from tests.report.parsed import Page
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
+from trainkit.command_line.cli import main
 from trainkit.failure import FailureRecord
 from trainkit.report.writing import write_report
 from trainkit.timeline import Figure, Lane, Timeline, TimelineSpan
@@ -32,6 +35,35 @@ def test_a_finished_run_has_curves_checkpoints_settings_and_environment(finished
         assert words in page.text, words
     titles = [attributes.get("class") for attributes in page.attributes("figure")]
     assert len(titles) >= 6
+
+
+def committed(folder):
+    """Return the commit of a new repository of one file, which was changed since."""
+    git = ["git", "-C", str(folder), "-c", "user.name=A", "-c", "user.email=a@b.c"]
+    (folder / "notes.txt").write_text("one")
+    for words in (["init", "-q"], ["add", "notes.txt"], ["commit", "-q", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    (folder / "notes.txt").write_text("two")
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_a_run_of_a_recipe_marks_its_best_and_says_what_was_changed_in_settings_and_code(in_folder):
+    commit = committed(in_folder)
+    typed = ["task.width=8", "task.depth=1", "task.lr=0.3", "data.num_train=256"]
+    typed += ["trainer.max_duration=4epoch"]
+    assert main(["fit", "recipe=digits_mlp", *typed, "run_dir=run"]) == 0
+    page = Page.of(in_folder / "run" / "report.html")
+
+    lines = [json.loads(line) for line in (in_folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    accuracies = {line["step"]: line["validation/accuracy"] for line in lines if "validation/accuracy" in line}
+    assert page.text.count("★ best") == 1
+    best = re.search(r"step_0*(\d+) ★ best", page.text)
+    assert accuracies[int(best[1])] == max(accuracies.values()) > min(accuracies.values())
+    assert f"git {commit[:12]}, with changes that are not committed" in page.text
+    assert "Against the recipe digits_mlp:" in page.text
+    assert "task.width 128 8" in page.text and "trainer.max_duration 20epoch 4epoch" in page.text
+    assert "task.weight_decay" not in page.text.split("Against the recipe")[1].split("all settings")[0]
 
 
 def test_training_and_validation_are_in_one_picture(finished_run):
