@@ -463,6 +463,8 @@ class Reducer:
         self.buckets = make_buckets(self.plan, self.slots, self.transport, flags=self.settings.unused != "error")
         self._queue.begin(self.buckets)
         for bucket in self.buckets:
+            if bucket.contents is not None:
+                self.transport.reserve(bucket.index)
             for slot in bucket.slots:
                 slot.touched = slot.touched or slot.arrived > 0
                 self._contribute(slot)

@@ -13,6 +13,7 @@ The counters rely on stores becoming visible in program order: true on x86, so o
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import platform
@@ -40,6 +41,7 @@ SPINS = 2000  # polls before a waiting rank begins to sleep
 NAP_SECONDS = 50e-6
 LOOK_SECONDS = 0.01  # between two looks whether the others live
 BOARD_SECONDS = 0.5  # between two looks at the failure board
+MADV_POPULATE_WRITE = 23  # of Linux 5.14; no name in Python's mmap
 
 T = TypeVar("T")
 
@@ -64,8 +66,13 @@ class SharedMemoryTransport(Transport):
 
     name = "shared_memory"
 
-    def __init__(self, group: dist.ProcessGroup, *, board: FailureBoard, timeout_seconds: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, board: FailureBoard, timeout_seconds: float, takes_all: bool = True
+    ) -> None:
+        """Share nothing yet; with `takes_all` memory is taken when it is allocated, else by `reserve`."""
         self.group, self.board, self.timeout_seconds = group, board, timeout_seconds
+        self.takes_all = takes_all
+        self._extents: list[tuple[int, int]] = []  # of each bucket in the region, in bytes
         self.rank, self.world_size = group.rank(), group.size()
         self.peers: list[_Peer] = []
         self.buckets: list[SharedBucket] = []
@@ -75,16 +82,29 @@ class SharedMemoryTransport(Transport):
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Return one flat tensor of zeros for each (elements, dtype), in memory that all ranks map."""
         self.close()
-        offsets, end = [], _header_bytes(len(sizes))
+        self._extents, end = [], _header_bytes(len(sizes))
         for numel, dtype in sizes:
-            offsets.append(end)
-            end += _round_up(numel * dtype.itemsize, LINE_BYTES)
-        self.peers = [_Peer(rank, *shared) for rank, shared in enumerate(share_regions(self.group, end))]
+            start, end = end, end + _round_up(numel * dtype.itemsize, LINE_BYTES)
+            self._extents.append((start, end))
+        regions = share_regions(self.group, end, takes_all=self.takes_all)
+        self.peers = [_Peer(rank, *shared) for rank, shared in enumerate(regions)]
         self.buckets = []
-        for number, ((numel, dtype), offset) in enumerate(zip(sizes, offsets, strict=True)):
+        for number, ((numel, dtype), (offset, _)) in enumerate(zip(sizes, self._extents, strict=True)):
             flats = [_tensor_in(peer.region, offset, numel, dtype) for peer in self.peers]
             self.buckets.append(self.make_bucket(number, flats))
         return [bucket.flat for bucket in self.buckets]
+
+    def reserve(self, bucket: int) -> None:
+        """Take the memory of this rank's part now: without any left this is an error, and later a SIGBUS."""
+        start, end = self._extents[bucket]
+        start -= start % mmap.PAGESIZE
+        if self.takes_all or end == start:
+            return
+        try:
+            self.peers[self.rank].region.madvise(MADV_POPULATE_WRITE, start, end - start)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # an older kernel takes each page when it is written
+                raise SharedMemoryError(f"no shared memory of {end - start} bytes: {error}") from None
 
     def make_bucket(self, number: int, flats: list[Tensor]) -> SharedBucket:
         """Return bucket `number`, of which each rank holds one of the flat tensors."""
@@ -277,18 +297,19 @@ class _Offer:
     problem: str | None = None
 
 
-def share_regions(group: dist.ProcessGroup, num_bytes: int) -> list[tuple[int, mmap.mmap]]:
+def share_regions(group: dist.ProcessGroup, num_bytes: int, *, takes_all: bool = True) -> list[tuple[int, mmap.mmap]]:
     """Return (pid, memory) of every rank, each `num_bytes` of zeros but for a nonce at its start. Collective.
 
-    The memory has no name in any file system and lives as long as its mappings, so nothing can be left behind.
+    With `takes_all` it is taken at once, else page by page where it is written. It has no name in any file system and
+    lives as long as its mappings, so nothing can be left behind.
     Raises `SharedMemoryError` on every rank, with the first rank's reason, when one of them cannot.
     """
     fd = -1
     try:
-        offer, fd = _make_offer(num_bytes)
+        offer, fd = _make_offer(num_bytes, takes_all)
         offers: list[_Offer] = _gather(group, offer)
         _raise_first_problem([offer.problem for offer in offers])
-        regions, problem = _open_all(offers, num_bytes)
+        regions, problem = _open_all(offers, num_bytes, takes_all)
         # Also the barrier behind which every rank has mapped this one's memory, so the descriptor may go.
         _raise_first_problem(_gather(group, problem))
     finally:
@@ -297,7 +318,7 @@ def share_regions(group: dist.ProcessGroup, num_bytes: int) -> list[tuple[int, m
     return [(offer.pid, region) for offer, region in zip(offers, regions, strict=True)]
 
 
-def _make_offer(num_bytes: int) -> tuple[_Offer, int]:
+def _make_offer(num_bytes: int, takes_all: bool) -> tuple[_Offer, int]:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return _Offer(problem=f"the order of stores is not known on {platform.machine()}"), -1
     if not hasattr(os, "memfd_create"):
@@ -308,7 +329,9 @@ def _make_offer(num_bytes: int) -> tuple[_Offer, int]:
         with open("/proc/sys/kernel/random/boot_id") as file:
             host = file.read().strip()
         fd = os.memfd_create("trainkit-gradients", os.MFD_CLOEXEC)
-        os.posix_fallocate(fd, 0, num_bytes)  # now, with an error, rather than a SIGBUS later
+        os.ftruncate(fd, num_bytes)
+        if takes_all:
+            os.posix_fallocate(fd, 0, num_bytes)  # now, with an error, rather than a SIGBUS later
         os.pwrite(fd, nonce, 0)
     except OSError as error:
         if fd >= 0:
@@ -317,7 +340,7 @@ def _make_offer(num_bytes: int) -> tuple[_Offer, int]:
     return _Offer(host, os.getpid(), fd, nonce), fd
 
 
-def _open_all(offers: list[_Offer], num_bytes: int) -> tuple[list[mmap.mmap], str | None]:
+def _open_all(offers: list[_Offer], num_bytes: int, takes_all: bool) -> tuple[list[mmap.mmap], str | None]:
     regions: list[mmap.mmap] = []
     for rank, offer in enumerate(offers):
         if offer.host != offers[0].host:
@@ -327,7 +350,7 @@ def _open_all(offers: list[_Offer], num_bytes: int) -> tuple[list[mmap.mmap], st
         except OSError as error:
             return [], f"rank {rank}'s memory cannot be opened: {error}"
         try:
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if takes_all else 0)
             regions.append(mmap.mmap(fd, num_bytes, flags=flags))
         except (OSError, ValueError) as error:
             return [], f"rank {rank}'s memory cannot be mapped: {error}"

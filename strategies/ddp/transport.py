@@ -41,6 +41,9 @@ class Transport(ABC):
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Return a flat tensor of any content for each (elements, dtype); earlier ones stay readable. Collective."""
 
+    def reserve(self, bucket: int) -> None:
+        """Take the memory of a bucket, which is about to be filled for the first time, where it is not taken yet."""
+
     @abstractmethod
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Reduction:
         """Start to sum the allocated tensor number `bucket`; `where` names the place in messages.
@@ -76,7 +79,8 @@ def open_transport(
         return through_group
     reason = why_no_shared_memory(group, device)
     if reason is None:
-        return SharedMemoryTransport(group, board=board, timeout_seconds=timeout_seconds)
+        # Bucket by bucket, as gradients move in for the first time and let go of their own: two sets are never there.
+        return SharedMemoryTransport(group, board=board, timeout_seconds=timeout_seconds, takes_all=False)
     if name == "shared_memory":
         raise ValueError(f'transport="shared_memory" cannot work here: {reason}. Use transport="auto".')
     if group.rank() == 0:

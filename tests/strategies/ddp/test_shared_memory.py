@@ -31,6 +31,40 @@ def transport_of_all_ranks() -> SharedMemoryTransport:
     return SharedMemoryTransport(group, board=board, timeout_seconds=20)
 
 
+def resident_bytes() -> int:
+    (line,) = [line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Rss:")]
+    return 1024 * int(line.split()[1])
+
+
+def memory_taken_by_each_bucket() -> list[float]:
+    """Return by how much this rank grows when memory is allocated, and when two buckets of 16 MiB are reserved."""
+    taken, group = [], dist.group.WORLD
+    transport = open_transport(
+        "shared_memory",
+        group=group,
+        board=StoreBoard(group, token="memory"),
+        device=torch.device("cpu"),
+        timeout_seconds=20,
+    )
+    for action in (
+        lambda: transport.allocate([(4 << 20, torch.float32)] * 2),
+        lambda: transport.reserve(0),
+        lambda: transport.reserve(1),
+    ):
+        before = resident_bytes()
+        action()
+        taken.append((resident_bytes() - before) / (16 << 20))
+    return taken
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not say what memory is taken")
+def test_memory_is_taken_bucket_by_bucket():
+    for allocated, first, second in run_ranks(memory_taken_by_each_bucket, 2):
+        assert allocated < 0.1
+        assert first == pytest.approx(1, abs=0.1)
+        assert second == pytest.approx(1, abs=0.1)
+
+
 def open_files() -> set[str]:
     return {
         os.readlink(f"/proc/self/fd/{fd}")
@@ -129,8 +163,8 @@ def test_all_ranks_use_the_group_if_one_cannot_share_memory():
 def other_host() -> str | None:
     make = shared_memory._make_offer
 
-    def pretended(num_bytes: int) -> object:
-        offer, fd = make(num_bytes)
+    def pretended(num_bytes: int, takes_all: bool) -> object:
+        offer, fd = make(num_bytes, takes_all)
         return shared_memory._Offer(f"host {dist.get_rank()}", offer.pid, offer.fd, offer.nonce), fd
 
     shared_memory._make_offer = pretended
