@@ -169,8 +169,8 @@ def check_phases_run(task: TaskModule, strategy: Strategy) -> None:
     if has_phases(task) and not strategy.runs_phases:
         name = type(strategy).__name__
         raise UserError(
-            f"{type(task).__name__} has phases, which {name} cannot train: each has a step and an optimizer of its own, and "
-            f"{name} prepares one of each for the whole run. Type strategy=ddp, strategy=dp or strategy=single."
+            f"{type(task).__name__} has phases, which {name} cannot train: each has a step and optimizer of its own, "
+            f"and {name} prepares one of each. Type strategy=ddp, strategy=dp or strategy=single."
         )
 
 

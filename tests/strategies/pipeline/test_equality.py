@@ -31,6 +31,9 @@ def _assert_equal(num_ranks, cases, *, tolerance):
     assert {name: value for name, value in differences.items() if not value <= tolerance} == {}
 
 
+VIRTUAL = {"schedule": "interleaved_virtual", "num_steps": 3}
+
+
 class _Weightless(Mlp):
     """Says of its samples that they do not count."""
 
@@ -41,6 +44,8 @@ class _Weightless(Mlp):
 def test_every_kind_of_task_in_two_stages_has_the_weights_of_one_process():
     cases = [_case(model) for model in OWN.values()]
     cases += [_case(_Weightless, sizes=[4], num_steps=2)]
+    cases += [_case(Mlp, cuts=["net.8"], name="a stage that begins with a write into what it was sent")]
+    cases += [_case(Mlp, cuts=["net.2", "net.8", "net.14"], name="the same on one rank", **VIRTUAL)]
     _assert_equal(2, cases, tolerance=DOUBLE)
 
 
