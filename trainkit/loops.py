@@ -142,6 +142,8 @@ class FitLoop:
             self._norm = self._optimizer_step(optimization)
             optimization.after_step()
         state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
+        if state.clock_is_watched:  # what ranks have agreed on, which asks nobody
+            state.set_clock(max(state.seconds, run.strategy.agreed_seconds(state.own_seconds)))
         if run.watch is not None:
             run.watch.end_step()
         if window.ends_epoch:
@@ -168,9 +170,7 @@ class FitLoop:
         strategy, state = self._run.strategy, self._run.state
         if not state.clock_is_watched:
             return strategy.agree_to_stop(asked)
-        stop = strategy.agree_to_stop(asked, seconds=state.own_seconds)
-        state.set_clock(max(state.seconds, strategy.agreed_seconds(state.own_seconds)))
-        return stop
+        return strategy.agree_to_stop(asked, seconds=state.own_seconds)
 
     def check_progress(self, first_step: int) -> None:
         """Raise UserError if an epoch that began at `first_step` had no window."""
