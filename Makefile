@@ -37,7 +37,7 @@ bench: $(READY) ## the cost of a step; benchmarks/RESULTS.md says how the other 
 	$(BIN)/python benchmarks/step_overhead.py $(ARGS)
 
 docs: installed ## the user guide, into site/
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 installed: $(READY) # a copy whose folders are where their import names say, which type checking and the API page need
@@ -50,5 +50,5 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@

@@ -36,7 +36,8 @@ def _not_there(path: Path) -> CheckpointError:
     )
     # The first part that is missing is the one to correct.
     wrong = path.absolute().relative_to(parent.absolute()).parts[0]
-    there = f"{parent} holds: {first_names(names)}." if names else f"{parent} is empty."
+    named = "This folder" if parent == Path() else str(parent)
+    there = f"{named} holds: {first_names(names)}." if names else f"{named} is empty."
     return CheckpointError(f"There is no run or checkpoint at {path}.{nearest(wrong, names)} {there}")
 
 
