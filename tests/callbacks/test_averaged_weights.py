@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.ema import EMA
 from trainkit.callbacks.swa import SWA
+from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
 
 from tests.tasks import Regression, StopAt, assert_same_bits, regression_data, weights
-from trainkit import Callback, Data, UserError
+from trainkit import Callback, Data, Trainer, UserError
 from trainkit.checkpoints.store import load_from
+from trainkit.testing import run_ranks
 
 
 def data() -> Data:
@@ -226,3 +228,35 @@ def test_every_strategy_has_the_average_of_single_and_resumes_to_the_bit(
     assert_near(weights(whole), weights(reference))
     assert result.metrics["validation/loss"] == pytest.approx(expected.metrics["validation/loss"], rel=1e-5)
     assert_same_bits(resumed, whole)
+
+
+def average_on_each_rank() -> tuple[dict[str, Tensor], dict[str, float], list[dict[str, Tensor]]]:
+    """Train with an average under ddp; return what the task is left with, the metrics and what evaluations saw."""
+    trace, made = Trace(), task()
+    settings: dict[str, Any] = {
+        "max_duration": "2epoch",
+        "evaluate_every": "3step",
+        "sanity_batches": 0,
+        "loggers": [],
+        "run_dir": "ranks",
+    }
+    callbacks = [EMA(decay=0.9, warm_up=False), trace]
+    result = Trainer(DDPStrategy(device="cpu"), callbacks=callbacks, **settings).fit(made, data())
+    return weights(made), result.metrics, trace.evaluated
+
+
+@pytest.mark.slow
+def test_both_ranks_of_ddp_hold_the_average_of_one_device(
+    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (first, metrics, evaluated), (second, _, _) = run_ranks(average_on_each_rank, 2)
+    trace, alone = Trace(), task()
+    settings = {"max_duration": "2epoch", "evaluate_every": "3step"}
+    result = make_trainer(callbacks=[EMA(decay=0.9, warm_up=False), trace], **settings).fit(alone, data())
+
+    assert_same_bits(first, second)
+    assert_near(first, weights(alone))
+    for of_ranks, of_one in zip(evaluated, trace.evaluated, strict=True):
+        assert_near(of_ranks, of_one)
+    assert metrics["validation/loss"] == pytest.approx(result.metrics["validation/loss"], rel=1e-5)
