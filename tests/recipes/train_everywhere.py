@@ -11,6 +11,7 @@ import torch
 from tests.recipes.tiny import TINY, make_image_folder
 from trainkit.command_line.assembly import assemble
 from trainkit.command_line.composition import composing
+from trainkit.prepared_folder import prepare_folder
 
 STRATEGIES = {
     "single": ["strategy=single", "strategy.device=cpu"],
@@ -46,10 +47,8 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     rank = int(os.environ["RANK"])
-    folder = Path(sys.argv[1]) / str(rank)  # what ranks write beside each other must not meet
-    folder.mkdir()
-    os.chdir(folder)
-    make_image_folder(Path("images"))
+    os.chdir(sys.argv[1])  # of all ranks, which make the tokens of some recipes there
+    prepare_folder(Path("images"), make=make_image_folder)
     losses = {recipe: {name: train(recipe, name) for name in ONLY.get(recipe, USUAL)} for recipe in TINY}
     if rank == 0:
         print("LOSSES", json.dumps(losses))
