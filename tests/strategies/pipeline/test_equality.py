@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.strategies.pipeline.models import OWN, EncoderDecoder, Gpt, ManyInputs, Mlp
+from tests.strategies.pipeline.recipe_models import RECIPES
 from tests.strategies.pipeline.training import compare
 from trainkit.testing import run_ranks
 
@@ -210,9 +211,24 @@ def test_models_of_the_transformers_package_need_no_change(num_ranks):
 
     exact = {name: model for name, model in LIBRARY.items() if name != "Mixtral"}
     cases = [_case(model, schedule=BOTH[index % 2]) for index, model in enumerate(exact.values())]
+    # A pass of each model under the other schedule, on two ranks or on four.
+    others = {2: ("Gpt2", "Bert", "T5"), 4: ("Llama", "Vit", "LibraryResNet")}[num_ranks]
     cases += [
-        _case(exact[name], schedule=BOTH[num_ranks // 4], name=f"{name} again") for name in ("Gpt2", "Llama", "Vit")
+        _case(exact[name], schedule=BOTH[1 - list(exact).index(name) % 2], num_steps=5, name=f"{name} again")
+        for name in others
     ]
+    _assert_equal(num_ranks, cases, tolerance=DOUBLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_recipe_has_the_weights_of_one_process_under_both_schedules(num_ranks):
+    cases = [
+        _case(recipe, schedule=schedule, num_steps=4, name=f"{name} {schedule}")
+        for name, recipe in RECIPES.items()
+        for schedule in BOTH
+    ]
+
     _assert_equal(num_ranks, cases, tolerance=DOUBLE)
 
 

@@ -11,7 +11,7 @@ from trainkit.strategies.pipeline.planning import plan
 from trainkit.strategies.pipeline.recording import observe
 from trainkit.strategies.pipeline.table import PartitionPlan
 
-from tests.strategies.pipeline.models import Gpt, Mlp, UNet
+from tests.strategies.pipeline.models import Gpt, Mlp, ResNet, UNet
 from trainkit.errors import UserError
 
 
@@ -99,7 +99,7 @@ def test_early_stages_hold_the_activations_of_more_micro_batches():
     assert partition(recording, num_stages=2, balance=1.0).cuts == (2,)  # 2 micro-batches x 2 events, 1 x 4
 
 
-@pytest.mark.parametrize("model", [Gpt, UNet])
+@pytest.mark.parametrize("model", [Gpt, ResNet, UNet])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_model_is_cut_within_5_percent_of_the_best_cuts_between_its_events(model, num_stages):
     task = model()

@@ -192,9 +192,10 @@ def _scaler():
 
 def _memory():
     """Count the activations that are alive at once."""
+    cuts = {"simple": ["net.7"], "interleaved": ["net.7"], "interleaved_virtual": ["net.4", "net.8", "net.12"]}
     return {
-        f"micro-batches alive, {schedule}": _most_alive(_pipeline(Mlp, schedule=schedule, cuts=["net.7"]))
-        for schedule in ("simple", "interleaved")
+        f"micro-batches alive, {schedule}": _most_alive(_pipeline(Mlp, schedule=schedule, cuts=names))
+        for schedule, names in cuts.items()
     }
 
 
@@ -364,6 +365,15 @@ def test_interleaved_keeps_fewer_activations_than_simple():
 
     assert (simple, interleaved) == (12, 2)
     assert interleaved_bytes <= simple_bytes * 3 / 12
+
+
+def test_several_stages_a_rank_keep_activations_of_a_bounded_number_of_micro_batches():
+    found = _found()
+    _, simple_bytes = found["micro-batches alive, simple"]
+    virtual, virtual_bytes = found["micro-batches alive, interleaved_virtual"]
+
+    assert virtual == 5  # of 24: two for each rank behind this one, two for its second stage, and the one at work
+    assert virtual_bytes <= simple_bytes * 5 / 12
 
 
 def test_buffers_are_those_of_the_first_replica():

@@ -44,7 +44,7 @@ class Training:
         strategy.setup(self.precision)
         strategy.prepare(task)
         (self.optimization,) = configure(
-            task, clip=Clip(norm=clip), precision=self.precision, total_steps=None, fused=False, skip=False
+            task, clip=Clip(norm=clip), precision=self.precision, total_steps=100, fused=False, skip=False
         )
         strategy.prepare_optimization(task, self.optimization)
         self.losses = []
