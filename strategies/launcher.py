@@ -31,7 +31,7 @@ from typing import TypeVar
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
 from trainkit.errors import Stopped, UserError
 from trainkit.signals import ALWAYS
@@ -45,6 +45,7 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0  # for the other ranks to end by themselves after the first failure
 PR_SET_PDEATHSIG = 1
 VALUE_FILE = "value.pickle"
+STARTED_FILE = "started"  # there once all ranks are
 
 logger = logging.getLogger(__name__)
 
@@ -111,15 +112,19 @@ def launch_ranks(
             for rank in range(num_ranks)
         ]
         with _signals_kept(signals) as received, _quiet_elastic():
-            context = start_processes(
-                name="trainkit",
-                entrypoint=_run_rank,
-                args={rank: (payload, environment) for rank, environment in enumerate(environments)},
-                envs={rank: _variables(environment) for rank, environment in enumerate(environments)},
-                logs_specs=DefaultLogsSpecs(log_dir=folder),
-                start_method="spawn",
-            )
-            _watch(context, Path(folder), received, signals, name_of)
+            try:
+                context = start_processes(
+                    name="trainkit",
+                    entrypoint=_run_rank,
+                    args={rank: (payload, environment) for rank, environment in enumerate(environments)},
+                    envs={rank: _variables(environment) for rank, environment in enumerate(environments)},
+                    logs_specs=DefaultLogsSpecs(log_dir=folder),
+                    start_method="spawn",
+                )
+                (Path(folder) / STARTED_FILE).touch()
+                _watch(context, Path(folder), received, signals, name_of)
+            except SignalException as caught:  # of elastic, while it starts ranks; those that are there find no folder
+                raise Stopped(signal.Signals(caught.sigval).name, 128 + caught.sigval) from None
         value: T = pickle.loads((Path(folder) / VALUE_FILE).read_bytes())
     return value
 
@@ -191,6 +196,7 @@ def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
     """Run one rank and leave its value, or its failure, in the launch's folder."""
     _die_with(environment.caller_pid)
     os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
+    _wait_for_start(Path(environment.folder))
     log = None if environment.log_dir is None else keep_log(Path(environment.log_dir), rank=environment.rank)
     prepare_rank(environment)
     folder = Path(environment.folder)
@@ -212,6 +218,14 @@ def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
             log.close()
         # At once: with a peer gone, taking down the process group may wait or abort.
         os._exit(1)
+
+
+def _wait_for_start(folder: Path) -> None:
+    """Return once the caller has started all ranks; end if it has given up, or it would wait for this one."""
+    while not (folder / STARTED_FILE).exists():
+        if not folder.exists():
+            os._exit(1)
+        time.sleep(POLL_SECONDS)
 
 
 def prepare_rank(environment: RankEnvironment) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +19,27 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.ddp.failure import RankError
+from trainkit.strategies.launcher import launch_ranks
 
 from trainkit import Data, TaskModule, Trainer
+
+
+def stopped_while_starting():
+    """Launch ranks, and send this process SIGTERM once the first of them is there."""
+
+    def send():
+        while not multiprocessing.active_children():
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+    launch_ranks(partial(time.sleep, 120), num_ranks=4, enter=id, log_dir=None)
+
+
+def test_a_signal_while_ranks_are_started_leaves_none_that_is_waited_for():
+    code = "from tests.strategies.test_launcher import stopped_while_starting; stopped_while_starting()"
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 143, ended.stderr
 
 
 class Hanging(TaskModule):
