@@ -25,6 +25,7 @@ from tests.equality import TASKS, ConvNet, Perceptron, images, largest_differenc
 from trainkit import Callback, Data, Phase, Trainer, UserError
 from trainkit.command_line.cli import Arguments, main
 from trainkit.command_line.parity import parity
+from trainkit.errors import Stopped
 from trainkit.parity import assert_resume_exact, assert_strategies_equal, compare_strategies
 from trainkit.parity_trials import made
 from trainkit.testing import run_ranks
@@ -379,6 +380,16 @@ def test_the_command_shows_all_strategies_on_processes_of_their_own():
     sent = {row[0]: float(row[7]) for row in rows if row[0] in ("ddp", "torch_ddp", "fusion")}
     assert sent["ddp"] == sent["torch_ddp"] == pytest.approx(sent["fusion"], rel=0.1) != 0
     assert lines[head + 8].startswith("all equal: 20 steps in fp64, tolerance 1e-11 relative to single")
+
+
+def test_a_command_that_is_stopped_says_so(capsys, monkeypatch):
+    def interrupted(*arguments, **settings):
+        raise Stopped("SIGINT", 130)
+
+    monkeypatch.setattr("trainkit.parity.compare_strategies", interrupted)
+    with pytest.raises(Stopped):
+        main(["parity", "recipe=digits_mlp", "steps=1"])
+    assert "stopped by SIGINT; the comparison is not complete" in capsys.readouterr().err
 
 
 def test_only_the_command_that_has_an_option_takes_it(capsys):

@@ -10,7 +10,7 @@ from trainkit.command_line.cli import Arguments
 from trainkit.command_line.composition import Composer, composing
 from trainkit.command_line.overrides import GROUPS
 from trainkit.command_line.signatures import signature_of
-from trainkit.errors import UserError, nearest
+from trainkit.errors import Stopped, UserError, nearest
 
 T = TypeVar("T")
 _KEYS = ("strategies", "steps", "devices", "device", "tolerance", "json")
@@ -33,16 +33,20 @@ def parity(arguments: Arguments) -> int:
         settings = composer.settings(arguments.overrides)
         chosen = _with_settings(strategies or DEFAULT_STRATEGIES, of_strategies, composer, arguments.overrides)
     assembly = assemble(settings, run_dir=None, loggers=False)
-    report = compare_strategies(
-        assembly.task,
-        assembly.data,
-        chosen,
-        steps=steps,
-        devices=devices,
-        device=device,
-        tolerance=tolerance,
-        trainer=settings.tree["trainer"],
-    )
+    try:
+        report = compare_strategies(
+            assembly.task,
+            assembly.data,
+            chosen,
+            steps=steps,
+            devices=devices,
+            device=device,
+            tolerance=tolerance,
+            trainer=settings.tree["trainer"],
+        )
+    except Stopped as stopped:
+        print(f"stopped by {stopped.signal_name}; the comparison is not complete, and nothing is kept", file=sys.stderr)
+        raise
     print(report.as_json() if as_json else report.as_table())
     sys.stdout.flush()
     return 0 if report.is_equal else 1
