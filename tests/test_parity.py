@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from trainkit.command_line.cli import Arguments, main
 from trainkit.command_line.parity import parity
 from trainkit.errors import Stopped
 from trainkit.parity import assert_resume_exact, assert_strategies_equal, compare_strategies
+from trainkit.parity_comparison import _numbers
+from trainkit.parity_report import Difference, ParityReport, ParityRow
 from trainkit.parity_trials import made
 from trainkit.testing import run_ranks
 
@@ -411,6 +414,16 @@ def test_json_has_null_for_what_is_no_number():
 
     row = json.loads(report.as_json(), parse_constant=refuse)["rows"][1]
     assert row["seconds_a_step"] is None and row["verdict"] == "failed"
+
+
+def test_what_is_no_number_is_the_place_that_is_shown():
+    row = ParityRow("x", "different", loss=Difference(math.nan, 3), weights=Difference(0.1, 5, "w"))
+    assert "step 3" in ParityReport((row,), 6, "fp32", 1e-5).as_table()
+
+
+def test_norms_that_overflow_alike_are_equal():
+    assert _numbers(math.inf, math.inf, scale=math.inf, step=1, phase="").value == 0.0
+    assert _numbers(math.inf, 1.0, scale=1.0, step=1, phase="").value == math.inf
 
 
 def test_two_strategies_of_one_kind_have_a_row_each():
