@@ -27,7 +27,7 @@ from trainkit.strategy import BatchPlan
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
-from ..ddp.agreement import broadcast, gather
+from ..ddp.agreement import broadcast, check_same_model, gather, tensors_of
 from ..ddp.failure import StoreBoard
 from ..process_group import ProcessGroupStrategy
 from ..shared_buffers import SharedBuffers
@@ -220,6 +220,7 @@ class Pipeline(ProcessGroupStrategy):
         What lies on the meta device stays there until then, and is made only where it is needed.
         """
         self.precision.prepare(task)
+        check_same_model(tensors_of(task), super().group)  # or the broadcasts that follow might crash or hang
         everything = [tensor for tensor in (*task.parameters(), *task.buffers()) if not tensor.is_meta]
         for tensor in everything:
             tensor.data = tensor.data.cpu()
