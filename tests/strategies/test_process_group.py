@@ -12,12 +12,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion import FusionStrategy
+from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.torch_ddp import TorchDDP
 
 from trainkit import Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 
 STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDP, "fusion": FusionStrategy}
+ALSO_STAGES = {**STRATEGIES, "pipeline": Pipeline}
 
 
 class Tracking(TaskModule):
@@ -52,7 +54,7 @@ def fit(strategy: Any, task: TaskModule, run_dir: str, **settings: Any) -> None:
 
 def complaints(folder: str) -> list[str]:
     rank, found = dist.get_rank(), []
-    for name, make in STRATEGIES.items():
+    for name, make in ALSO_STAGES.items():
         for number, arguments in enumerate(({"outputs": 4 + rank}, {"freezes": rank == 1}, {"tracked": 1 + rank})):
             with pytest.raises(RuntimeError) as raised:
                 fit(make(device="cpu"), Tracking(**arguments), f"{folder}/{name}/{number}")
@@ -67,7 +69,7 @@ def test_models_that_differ_are_named_before_anything_is_sent(tmp_path):
         f"parameter 1 is net.bias (4,) on rank 0, but net.bias (4,), frozen on rank 1{again}",
         f"buffer 0 is mean (1,) on rank 0, but mean (2,) on rank 1{again}",
     ]
-    assert run_ranks(complaints, 2, str(tmp_path)) == [expected * len(STRATEGIES)] * 2
+    assert run_ranks(complaints, 2, str(tmp_path)) == [expected * len(ALSO_STAGES)] * 2
 
 
 def buffers_after_training(folder: str) -> list[tuple[float, int]]:
