@@ -91,4 +91,3 @@ def test_each_rank_of_ddp_prints_the_weights_of_accumulation(parts, tmp_path):
     expected = trained(SingleDevice(device="cpu", accumulate=parts), parts, tmp_path / "single")
     for weights in run_ranks(trained_on_this_rank, parts, tmp_path / "ddp", timeout=120):
         assert_printed_equal(weights, expected)
-
