@@ -268,7 +268,13 @@ def is_consequence(error: BaseException) -> bool:
     """Whether the error only says that another rank is gone."""
     if isinstance(error, RankError):
         return True
-    lost = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "recvValue failed")
+    lost = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "gloo/transport",
+        "recvValue failed",
+    )
     return isinstance(error, RuntimeError) and any(words in str(error) for words in lost)
 
 

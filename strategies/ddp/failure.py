@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -16,7 +17,14 @@ WAITING_KEY = "waiting"
 QUESTION_KEY = "where are you"
 ANSWER_SECONDS = 3.0  # for which the answers to a question are waited for
 
-_LOST = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "Timed out waiting", "wait timeout")
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "gloo/transport",
+    "Timed out waiting",
+    "wait timeout",
+)
 
 
 class RankError(FailedElsewhere):
@@ -64,12 +72,16 @@ class StoreBoard:
 
     def publish(self, message: str) -> None:
         """Leave `message` as the root cause unless another rank has been first."""
-        if self.store.add(f"{FAILURE_KEY}/count", 1) == 1:
-            self.store.set(FAILURE_KEY, message)
+        with suppress(dist.DistNetworkError):  # then nobody can be told
+            if self.store.add(f"{FAILURE_KEY}/count", 1) == 1:
+                self.store.set(FAILURE_KEY, message)
 
     def root_cause(self) -> str | None:
         """Return what the first failing rank published, or None while all is well."""
-        return self._read(FAILURE_KEY)
+        try:
+            return self._read(FAILURE_KEY)
+        except dist.DistNetworkError:
+            return "the process that kept the ranks' store, rank 0 or the one that started them, is gone"
 
     def note_waiting(self, where: str) -> None:
         """Leave word that this rank has been waiting at `where` for a while, or with "" that it no longer is."""

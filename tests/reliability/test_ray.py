@@ -1,5 +1,6 @@
 """Ranks as Ray actors on a cluster of two nodes: spread, stopped by signals, and going on when a node is lost."""
 
+import json
 import os
 import signal
 import threading
@@ -109,7 +110,7 @@ def test_an_error_of_the_task_is_raised_by_the_caller(head, tmp_path):
 def test_a_signal_to_the_caller_stops_all_ranks_with_a_checkpoint(head, tmp_path):
     def send() -> None:
         deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("starts_*.txt")) and time.monotonic() < deadline:
+        while len(list(tmp_path.glob("starts_*.txt"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -117,7 +118,9 @@ def test_a_signal_to_the_caller_stops_all_ranks_with_a_checkpoint(head, tmp_path
     with pytest.raises(Stopped) as caught:
         trainer(tmp_path, on_ray(), 1_000_000, NoteStart()).fit(Regression(), data())
     assert caught.value.exit_code == 143
-    assert load_from(tmp_path).entry.reason == "SIGTERM"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["exit_reason"] == "SIGTERM"
+    assert load_from(tmp_path).entry.step == summary["steps"]  # of an interval, if that ended there too
 
 
 def test_a_cluster_without_room_is_told(head, tmp_path, monkeypatch):
