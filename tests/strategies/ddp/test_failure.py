@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trainkit.strategies.ddp.collective import PatientWork
-from trainkit.strategies.ddp.failure import RankError
+from trainkit.strategies.ddp.failure import RankError, StoreBoard
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
 
 from trainkit.command_line import cli
@@ -166,3 +166,32 @@ def test_a_collective_that_ends_just_after_a_slice_is_no_failure():
     work = PatientWork(EndsBetween(), where="the test", board=NothingKnown(), timeout_seconds=5.0)
     work.wait()
     assert work.work.waits > 1
+
+
+class _Group:
+    """What a board asks of a process group."""
+
+    group_name = "ranks"
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+    def get_group_store(self) -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", self._port, is_master=False)
+
+
+def test_a_board_whose_store_is_gone_says_so_and_takes_no_more_words(monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = _Group(server.port)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", group.get_group_store)  # before torch 2.9
+    board = StoreBoard(group, token="gone")
+    assert board.root_cause() is None
+    del server
+    board.publish("nobody reads this")
+    assert board.root_cause() == "the process that kept the ranks' store, rank 0 or the one that started them, is gone"
