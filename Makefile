@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 # Most tests wait for processes, so that more workers than cores are quicker. `make test WORKERS=0`: one after the other.
-WORKERS ?= 4
+WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: train test test-slow test-all torture check format bench docs installed clean

@@ -123,9 +123,9 @@ class AveragedWeights(Callback):
         held = self._held_beside_average(run)
         if self._updates == 0:
             self._average = {name: tensor.detach().clone() for name, tensor in held.items()}
-        else:
+        elif held:  # a stage of a pipeline may have no parameters
             _blend(self._average, held, share)
-        if all(isinstance(tensor, nn.Parameter) for tensor in held.values()):
+        if held and all(isinstance(tensor, nn.Parameter) for tensor in held.values()):
             # Buffers may be other tensors after every forward; parameters stay the objects that they are.
             self._lined_up = list(self._average.values()), list(held.values())
 
@@ -135,9 +135,10 @@ class AveragedWeights(Callback):
         What a checkpoint held is whole; a pipeline's stage keeps its part, once the task is cut.
         """
         held = run.strategy.held(run.task)
-        first = next(iter(held.values()))
         average = self._average
-        if self._updates and (average.keys() != held.keys() or average[next(iter(held))].device != first.device):
+        if self._updates and (
+            average.keys() != held.keys() or any(average[name].device != held[name].device for name in held)
+        ):
             known = average or self._saved
             self._average = {name: known[name].to(tensor.device, copy=True) for name, tensor in held.items()}
             self._saved, self._lined_up = {}, None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,3 +261,16 @@ def test_both_ranks_of_ddp_hold_the_average_of_one_device(
     for of_ranks, of_one in zip(evaluated, trace.evaluated, strict=True):
         assert_near(of_ranks, of_one)
     assert metrics["validation/loss"] == pytest.approx(result.metrics["validation/loss"], rel=1e-5)
+
+
+def test_a_stage_without_weights_takes_part_in_every_average() -> None:
+    average, state = EMA(decay=0.9), SimpleNamespace(step=0)
+    run: Any = SimpleNamespace(
+        strategy=SimpleNamespace(held=lambda task: {}), task=None, state=state, resumed_from=None, optimizations=[None]
+    )
+    average.on_fit_start(run)
+    for state.step in (1, 2, 3):
+        average.on_step_end(run)
+    average.on_evaluation_start(run, "validation")
+    average.on_evaluation_end(run, "validation", {})
+    assert average._updates == 3  # as on the stages that have weights: what they send each other must match

@@ -155,7 +155,6 @@ def test_optuna_goes_on_after_a_failed_job_of_ranks(tmp_path):
     assert "task.width: must be at least 1" in failed["error"]
     assert trained["value"] == trained["metrics"]["validation/loss"]
     assert json.loads((Path(trained["run_dir"]) / "summary.json").read_text())["steps"] == 2
-    assert f"best_value: {trained['value']}" in Path("sweep/optimization_results.yaml").read_text()
     assert "<- best" in ran.stdout and "failed: task.width" in ran.stdout
 
 

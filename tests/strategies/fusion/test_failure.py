@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -26,27 +27,30 @@ class FailingOnOne(Perceptron):
     """Its third step fails on rank 1."""
 
     fault = ""
+    until = Path()
 
     def training_step(self, batch):
         self.calls = getattr(self, "calls", 0) + 1
         if self.calls == 3 and dist.get_rank() == 1:
-            _fail(self.fault)
+            _fail(self.fault, self.until)
         return super().training_step(batch)
 
 
-def _fail(fault: str) -> None:
+def _fail(fault: str, until: Path) -> None:
     if fault == "raise":
         raise ZeroDivisionError("rank 1 cannot go on")
     if fault == "die":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(HANG_SECONDS + 2)
+    deadline = time.monotonic() + 10 * HANG_SECONDS
+    while not until.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     os._exit(0)
 
 
 def failing(fault, transport, thread, run_dir):
     """Train; return what this rank learned, and after how many seconds it did."""
     task = FailingOnOne()
-    task.fault = fault
+    task.fault, task.until = fault, Path(run_dir) / "noticed"
     strategy = FusionStrategy(
         device="cpu",
         transport=transport,
@@ -58,7 +62,9 @@ def failing(fault, transport, thread, run_dir):
     try:
         train(strategy, task, Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
     except RankError as error:
-        return str(error), time.monotonic() - start
+        seconds = time.monotonic() - start
+        task.until.touch()
+        return str(error), seconds
     return "no error", 0.0
 
 
