@@ -138,5 +138,5 @@ def test_a_run_that_waits_for_its_data_is_told_once_what_to_change(
         assert len(told) == 1
         assert "the training process reads them itself: set data.workers=2 or more" in told[0]
     else:
-        assert sum(waits) / len(waits) < 60
+        assert max(waits[1:]) < 60
         assert told == []

@@ -36,9 +36,7 @@ def samples(spikes=(SPIKE,)):
     return x, x.sum(dim=1, keepdim=True) + 0.1 * torch.randn(len(x), 1, generator=generator)
 
 
-def fit(
-    task, tmp_path, strategy=None, *, duration=f"{STEPS}step", resume=None, spikes=(SPIKE,), callbacks=(), factor=10
-):
+def fit(task, tmp_path, strategy=None, *, duration=f"{STEPS}step", resume=None, spikes=(SPIKE,), callbacks=()):
     trainer = Trainer(
         strategy or SingleDevice(),
         max_duration=duration,

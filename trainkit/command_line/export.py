@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ def export_weights(run: Path, out: Path, *, which: str = "last") -> str:
     save_file = _save_file()
     from torch import Tensor
 
-    from trainkit.checkpoints.file import move, part_of
     from trainkit.checkpoints.store import load_from
 
     loaded = load_from(run, which)
@@ -54,21 +53,31 @@ def export_weights(run: Path, out: Path, *, which: str = "last") -> str:
     # Copies: the format does not take tensors that share memory or have gaps.
     weights = {name: value.clone().contiguous() for name, value in saved.items() if isinstance(value, Tensor)}
     described = {"format": "pt", "step": str(loaded.entry.step), "task": str(loaded.payload["task_class"])}
+    with whole_file(out) as part:
+        save_file(weights, part, metadata=described)
+    left_out = sorted(set(saved) - set(weights))
+    without = f" without {', '.join(left_out)}, which are no tensors" if left_out else ""
+    return f"{len(weights)} tensors of step {loaded.entry.step} in {out}{without}"
+
+
+@contextmanager
+def whole_file(out: Path) -> Iterator[Path]:
+    """Give a path to write to; what is there after the block is `out`, on the disk. Raises UserError for the disk's."""
+    from trainkit.checkpoints.disk import sync
+    from trainkit.checkpoints.file import move, part_of
+
     part = part_of(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        save_file(weights, part, metadata=described)
+        yield part
         with open(part, "rb") as file:
-            os.fsync(file.fileno())
+            sync(file.fileno())
         move(part, out)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}.") from error
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-    left_out = sorted(set(saved) - set(weights))
-    without = f" without {', '.join(left_out)}, which are no tensors" if left_out else ""
-    return f"{len(weights)} tensors of step {loaded.entry.step} in {out}{without}"
 
 
 def _save_file() -> Any:

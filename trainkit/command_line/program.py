@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.checkpoints.file import move, part_of
 from trainkit.checkpoints.store import load_from
 from trainkit.command_line.assembly import assemble
 from trainkit.command_line.composition import Settings
+from trainkit.command_line.export import whole_file
 from trainkit.data import Data
 from trainkit.errors import UserError
 from trainkit.feed import make_feed
@@ -36,17 +35,8 @@ def export_program(settings: Settings, run: Path, out: Path, *, which: str = "la
     assembly.task.load_state_dict(loaded.payload.get("evaluation_weights", loaded.payload["task"]))
     batch, num_samples = _first_batch(assembly.data)
     program = _recorded(assembly.task, batch, num_samples)
-    part = part_of(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as file:
-            torch.export.save(program, file)
-        move(part, out)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+    with whole_file(out) as part, open(part, "wb") as file:
+        torch.export.save(program, file)
     name = type(assembly.task).__name__
     return f"{name}.predict_step of step {loaded.entry.step} in {out}; torch.export.load('{out}').module() runs it"
 

@@ -20,19 +20,7 @@ SIZES = [3, 3, 2]
 
 def _facts():
     facts = {}
-    for fact in (
-        _ownership,
-        _saving,
-        _resuming,
-        _evaluation,
-        _norm,
-        _scaler,
-        _memory,
-        _new_shapes,
-        _timeline,
-        _replicas,
-        _masks,
-    ):
+    for fact in FACTS:
         facts.update(fact())
     return facts
 
