@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleDevice
 
+from tests.strategies.ddp.models import Checkpointed, SparseEmbedding
 from trainkit import Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 
@@ -40,46 +40,17 @@ class Routed(nn.Module):
         return outputs
 
 
-class Looked(nn.Module):
-    """A table with sparse gradients, of which each sample looks into few rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.EmbeddingBag(50, 6, mode="sum", sparse=True)
-        self.head = nn.Linear(6, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.table((x.abs() * 40).long() % 50))
-
-
-class Recomputed(nn.Module):
-    """A block whose activations are computed again in backward, several times if `repeats` is more than one."""
-
-    def __init__(self, *, reentrant: bool, repeats: int = 1) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        self.head = nn.Linear(8, 1)
-        self.reentrant, self.repeats = reentrant, repeats
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for _ in range(self.repeats):
-            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "unused": (Routed, {}),
     "unused, found": (Routed, {"unused": "find"}),
     "unused, overlapped": (Routed, {"overlap_optimizer": True}),
     "unused, accumulated": (Routed, {"accumulate": 2}),
-    "sparse": (Looked, {}),
-    "sparse, accumulated": (Looked, {"accumulate": 2}),
-    "checkpointed": (lambda: Recomputed(reentrant=False, repeats=2), {}),
-    "checkpointed, overlapped": (lambda: Recomputed(reentrant=False, repeats=2), {"overlap_optimizer": True}),
-    "checkpointed, reentrant": (lambda: Recomputed(reentrant=True), {}),
-    "checkpointed twice, reentrant": (lambda: Recomputed(reentrant=True, repeats=2), {"static_graph": True}),
+    "sparse": (lambda: SparseEmbedding(1), {}),
+    "sparse, accumulated": (lambda: SparseEmbedding(1), {"accumulate": 2}),
+    "checkpointed": (lambda: Checkpointed(1, reentrant=False, repeats=2), {}),
+    "checkpointed, overlapped": (lambda: Checkpointed(1, reentrant=False, repeats=2), {"overlap_optimizer": True}),
+    "checkpointed, reentrant": (lambda: Checkpointed(1, reentrant=True), {}),
+    "checkpointed twice, reentrant": (lambda: Checkpointed(1, reentrant=True, repeats=2), {"static_graph": True}),
 }
 
 
@@ -92,7 +63,7 @@ class Fitting(TaskModule):
         return (self.net(batch[0]).squeeze(1) - batch[1]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        momentum = 0.0 if isinstance(self.net, Looked) else 0.9  # torch's has none for sparse gradients
+        momentum = 0.0 if isinstance(self.net, SparseEmbedding) else 0.9  # torch's has none for sparse gradients
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=momentum)
 
 

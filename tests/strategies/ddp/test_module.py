@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDDP
-from torch.utils.checkpoint import checkpoint
 from trainkit.strategies.ddp import DistributedDataParallel
 from trainkit.strategies.ddp.communication_hooks import fp16_hook
 
+from tests.strategies.ddp.models import Checkpointed, SparseEmbedding
 from trainkit.testing import run_ranks
 
 STEPS = 50
@@ -61,16 +61,6 @@ class TiedGpt(nn.Module):
         return self.head(self.block(self.tokens(ids))).mean(1)
 
 
-class SparseEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.EmbeddingBag(50, 6, mode="sum", sparse=True)
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.table((x.abs() * 40).long() % 50))
-
-
 class Branches(nn.Module):
     """Which branch is used depends on the first element of the input; one is never used."""
 
@@ -81,23 +71,6 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.branches[int(x[0, 0].abs() * 10) % 3](torch.relu(self.stem(x)))
-
-
-class Checkpointed(nn.Module):
-    """The same block twice, recomputed in backward."""
-
-    def __init__(self, *, reentrant: bool, repeats: int = 1) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        self.head = nn.Linear(8, 4)
-        self.reentrant, self.repeats = reentrant, repeats
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for _ in range(self.repeats):
-            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
-        return self.head(x)
 
 
 class TwoTypes(nn.Module):
@@ -128,17 +101,17 @@ CASES: dict[str, Case] = {
     "conv": Case(ConvBatchNorm, {}),
     "gpt": Case(TiedGpt, {}),
     "gpt, views, static": Case(TiedGpt, {"gradient_as_bucket_view": True, "static_graph": True}),
-    "sparse": Case(SparseEmbedding, {}),
+    "sparse": Case(lambda: SparseEmbedding(4), {}),
     "unused": Case(Branches, {"find_unused_parameters": True}),
     "unused, views": Case(Branches, {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
     "unused, no_sync": Case(Branches, {"find_unused_parameters": True}, micro_batches=3),
-    "checkpoint": Case(lambda: Checkpointed(reentrant=False), {}),
-    "checkpoint, reentrant": Case(lambda: Checkpointed(reentrant=True), {}),
-    "checkpoint twice, static": Case(lambda: Checkpointed(reentrant=True, repeats=3), {"static_graph": True}),
+    "checkpoint": Case(lambda: Checkpointed(4, reentrant=False), {}),
+    "checkpoint, reentrant": Case(lambda: Checkpointed(4, reentrant=True), {}),
+    "checkpoint twice, static": Case(lambda: Checkpointed(4, reentrant=True, repeats=3), {"static_graph": True}),
     "two types": Case(TwoTypes, {}),
     "no_sync": Case(Mlp, {"gradient_as_bucket_view": True}, micro_batches=3),
     "no_sync, copies": Case(Mlp, {}, micro_batches=3),
-    "sparse, no_sync": Case(SparseEmbedding, {}, micro_batches=2),
+    "sparse, no_sync": Case(lambda: SparseEmbedding(4), {}, micro_batches=2),
     "mixed precision": Case(Mlp, {}, autocast=True),
 }
 
@@ -439,7 +412,7 @@ def with_hooks(name: str) -> tuple[float, float]:
     torch.manual_seed(0)
     rank, found = dist.get_rank(), []
     for hook in (None, default_hooks.allreduce_hook):
-        start = SparseEmbedding() if name == "sparse" else Mlp()
+        start = SparseEmbedding(4) if name == "sparse" else Mlp()
         ours, stock = copy.deepcopy(start), copy.deepcopy(start)
         for wrapped in (DistributedDataParallel(ours), StockDDP(stock)):
             if hook is not None:
@@ -601,7 +574,7 @@ def mistakes() -> list[str]:
     with pytest.raises(RuntimeError) as raised:
         unused(torch.full((4, 8), 0.05)).sum().backward()
     messages.append(str(raised.value))
-    twice = DistributedDataParallel(Checkpointed(reentrant=True, repeats=2))
+    twice = DistributedDataParallel(Checkpointed(4, reentrant=True, repeats=2))
     with pytest.raises(RuntimeError) as raised:
         twice(batch(dist.get_rank())).sum().backward()
     messages.append(str(raised.value))
