@@ -7,7 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from trainkit.strategies.ddp.buckets import MIB
-from trainkit.strategies.ddp.communication_hooks import AveragePeriod, PowerSGD, local_sgd_hook, power_sgd_hook
+from trainkit.strategies.ddp.communication_hooks import (
+    AveragePeriod,
+    PowerSGD,
+    average_hook,
+    local_sgd_hook,
+    power_sgd_hook,
+)
 from trainkit.strategies.ddp.hook_choice import choose_hook
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
 
@@ -62,6 +68,33 @@ def test_hooks_leave_nearly_the_mean_or_the_sum(average):
         assert rank["power_sgd"][0] < 1e-6, "the first steps are sent whole"
         assert rank["local_sgd"][0] < 1e-6
         assert all(between == 0.0 for _, between in rank.values())
+
+
+class Branches(nn.Module):
+    """Each rank uses a branch of its own, and nobody the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(dist.get_world_size() + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branches[dist.get_rank()](x)
+
+
+def gradients_of_branches() -> list[list[float] | None]:
+    """Return the gradients of each branch's bias."""
+    model = Branches()
+    reducer = Reducer(list(model.named_parameters()), group=dist.group.WORLD)
+    reducer.register_hook(dist.group.WORLD, average_hook)
+    for _ in range(2):
+        model.zero_grad()
+        with reducer.session():
+            model(batch(0)).mean(0).sum().backward()
+    return [None if branch.bias.grad is None else branch.bias.grad.tolist() for branch in model.branches]
+
+
+def test_a_hook_leaves_what_other_ranks_use_and_nothing_that_nobody_does():
+    assert run_ranks(gradients_of_branches, 2) == [[[0.5] * 4, [0.5] * 4, None]] * 2
 
 
 def power_sgd_steps() -> tuple[float, float, float]:

@@ -125,6 +125,8 @@ def ranks_with_different_unused_parameters_agree(unused: str) -> None:
         reference(batch(other), (3 + other) % 2).sum().backward()
     assert gap(model, reference) < 1e-5
     assert model.branches[2].weight.grad is None
+    all_in_backward = all(bucket.launched_at < reducer.backward_ended_at for bucket in reducer.buckets)
+    assert all_in_backward == (unused == "find"), "what is found beforehand holds up no bucket"
     reducer.close()
 
 
