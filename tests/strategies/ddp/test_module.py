@@ -534,6 +534,21 @@ def interface() -> None:
         copied(batch(rank)).sum().backward()
     assert distance(again, [p.grad for p in wrapped.parameters()]) < 1e-6
 
+    settings = {
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": True,
+        "bucket_cap_mb": 3,
+        "transport": "group",
+    }
+    for arguments in (settings, {"static_graph": True, "forward_sync_buffers": False}):
+        unusual = DistributedDataParallel(Mlp(), **arguments)
+        file = io.BytesIO()
+        torch.save(unusual, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+        assert again.reducer.settings == unusual.reducer.settings
+        assert again.forward_sync_buffers == unusual.forward_sync_buffers
+
     half = dist.new_group([rank])  # a process group of one: nothing is averaged with the others
     alone = DistributedDataParallel(Mlp(), process_group=half)
     alone(batch(rank)).sum().backward()

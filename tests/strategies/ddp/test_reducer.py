@@ -246,7 +246,7 @@ def buckets_are_gone_on_with_while_backward_runs(transport: str) -> None:
 
 
 def the_norm_is_that_of_all_gradients() -> None:
-    model, _, reducer = make()
+    model, _, reducer = make(bucket_mb=100 / MIB)
     for _ in range(2):
         model.zero_grad()
         with reducer.session():
@@ -254,6 +254,7 @@ def the_norm_is_that_of_all_gradients() -> None:
     gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
     expected = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm().item()
     assert reducer.gradient_norm().item() == pytest.approx(expected, rel=1e-6)
+    assert len({id(slot.bucket) for slot in reducer.slots if slot.parameter.grad is not None}) > 1
     reducer.close()
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,19 +162,27 @@ def test_all_ranks_use_the_group_if_one_cannot_share_memory():
         assert name == "group"
 
 
-def other_host() -> str | None:
+def with_another_offer(of_rank_1: dict[str, Any]) -> str | None:
+    """Return why no memory is shared if rank 1 offers something else than it has."""
     make = shared_memory._make_offer
 
     def pretended(num_bytes: int, takes_all: bool) -> object:
         offer, fd = make(num_bytes, takes_all)
-        return shared_memory._Offer(f"host {dist.get_rank()}", offer.pid, offer.fd, offer.nonce), fd
+        return (replace(offer, **of_rank_1) if dist.get_rank() == 1 else offer), fd
 
     shared_memory._make_offer = pretended
     return why_no_shared_memory(dist.group.WORLD, torch.device("cpu"))
 
 
-def test_ranks_of_different_hosts_share_no_memory():
-    assert run_ranks(other_host, 2) == ["ranks 0 and 1 are on different hosts"] * 2
+@pytest.mark.parametrize(
+    ("offer", "reason"),
+    [
+        ({"host": "elsewhere"}, "ranks 0 and 1 are on different hosts"),
+        ({"nonce": bytes(16)}, "rank 1's memory is not the one that it offered (another container?)"),
+    ],
+)
+def test_ranks_that_cannot_see_each_others_memory_share_none(offer, reason):
+    assert run_ranks(with_another_offer, 2, offer) == [reason] * 2
 
 
 def processes_of_a_group_of_its_own() -> list[int]:
