@@ -61,6 +61,26 @@ def test_a_departure_from_the_recording_is_named_on_every_rank():
         assert "micro-batch 2 in stage" in outcome.failure and "Move the branch" in outcome.failure
 
 
+def _thaw_between_steps():
+    """Train the first stage from the second step on: the tensor that it sends needs a gradient then."""
+    task = make(Mlp)
+    task.net[:8].requires_grad_(False)
+    training = Training(task, Pipeline(stages=2, device="cpu", cuts=["net.8"]))
+    first, second = windows(Mlp, sizes=[5, 3, 2], num_steps=2)
+    training.step(first)
+    task.net[7].requires_grad_(True)
+    training.step(second)
+
+
+def test_a_crossing_tensor_that_needs_a_gradient_which_none_did_when_recorded_is_refused():
+    sender, receiver = rank_outcomes(_thaw_between_steps, 2, timeout=60)
+
+    made = r"forward of micro-batch 0 in stage 0: module 'net.\d+' .*made a tensor that needs a gradient, and made one"
+    assert re.search(made, sender.failure)
+    assert "train with strategy=ddp" in sender.failure
+    assert "stage 0 of replica 0 stopped in step 1" in receiver.failure
+
+
 def test_a_rank_that_does_not_answer_is_named_with_its_stage_and_micro_batch():
     outcomes = rank_outcomes(_train, 2, _Hangs, 2.5, timeout=60)
 
