@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDDP
+from torch.utils.checkpoint import checkpoint
 from trainkit.strategies.ddp import DistributedDataParallel
 from trainkit.strategies.ddp.communication_hooks import fp16_hook
 
@@ -229,6 +230,31 @@ def two_backwards_of_a_retained_graph(views: bool) -> float:
     return distance(wrapped, one_process_gradient(reference, lambda m, x: 2 * m(x).square().mean()))
 
 
+class EndsInCheckpoint(nn.Module):
+    """The first gradients arrive in the inner backward of a reentrant checkpoint, whose end is not the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, self.stem(x), use_reentrant=True)
+
+
+def two_backwards_of_a_retained_graph_that_ends_in_a_checkpoint(views: bool) -> float:
+    torch.manual_seed(0)
+    model = EndsInCheckpoint()
+    reference = copy.deepcopy(model)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views, bucket_cap_mb=0.0001)
+    for step in range(3):
+        wrapped.zero_grad()
+        loss = wrapped(batch(dist.get_rank())).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert wrapped.reducer.step == 2 * step + 2
+    return distance(wrapped, one_process_gradient(reference, lambda m, x: 2 * m(x).square().mean()))
+
+
 def a_gradient_penalty(views: bool) -> float:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -340,6 +366,7 @@ def an_exception_in_backward_before_any_reduction_is_forgotten(views: bool) -> f
 FACTS = [
     two_forwards_before_two_backwards,
     two_backwards_of_a_retained_graph,
+    two_backwards_of_a_retained_graph_that_ends_in_a_checkpoint,
     a_gradient_penalty,
     gradients_left_in_place_are_added_to,
     zeroed_gradients_are_reduced_in_place,
