@@ -18,6 +18,7 @@ from trainkit.errors import UserError
 from trainkit.step_cost import FlopCount
 
 from .device_peaks import peak_of
+from .overlap_window import OverlapWindow
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -33,8 +34,10 @@ _NAME_LENGTH = 60
 class Profiler(Callback):
     """Profiles some steps, writes a Chrome trace of them, and shows the operations that took most time.
 
-        step    8         9             10 ... 15            16
-                          counts FLOPs  recorded, main rank  trace and table are written
+        step    5 ... 8   9             10 ... 15            16
+                overlap   counts FLOPs  recorded, main rank  trace and table are written
+
+    Overlap is how much of the communication is hidden behind computation, in one line for each strategy.
 
     Adds `train/flops_per_second` to what is logged afterwards, and `train/mfu`, its share of the peak of all devices,
     where that is known. Steps count from where this part of the run began. Recorded steps are slower than others.
@@ -65,6 +68,7 @@ class Profiler(Callback):
         self.first, self.last = first, last
         self.memory, self.stacks = memory, stacks
         self.peak_tflops = peak_tflops
+        self._overlap = OverlapWindow(end=first - 2)
         self._began = 0
         self._counting: ExitStack | None = None
         self._counted: list[int] = []
@@ -77,6 +81,7 @@ class Profiler(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._began = run.state.step
+        self._overlap = OverlapWindow(end=self.first - 2)
         self._own_flops = self._flops = None
         self._record = {}
         self._since, self._since_step = time.perf_counter(), run.state.step
@@ -85,6 +90,7 @@ class Profiler(Callback):
         step = run.state.step - self._began
         if step > self.last:
             return
+        self._overlap.on_step_end(run, step)
         if step == self.first - 2:
             self._start_counting(run)
         elif step == self.first - 1:
@@ -97,9 +103,11 @@ class Profiler(Callback):
     def on_evaluation_start(self, run: Run, stage: str) -> None:
         self._stop_counting()  # the step has been made
         self._evaluating_since = time.perf_counter()
+        self._overlap.on_evaluation_start()
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
         self._evaluating += time.perf_counter() - self._evaluating_since
+        self._overlap.on_evaluation_end()
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         if self._flops is None and run.state.step - self._began >= self.first:
@@ -118,6 +126,8 @@ class Profiler(Callback):
         self._stop_recording(run)
         if self._flops:
             self._record["flops_per_step"] = self._flops
+        if self._overlap.record:
+            self._record["overlap"] = self._overlap.record
         self._write(run)
 
     def close(self) -> None:
@@ -189,6 +199,7 @@ class Profiler(Callback):
             on_device=on_device,
             operations=operations,
             peak_bytes=run.peak_memory.of_run() if on_device else None,
+            overlap=self._overlap.record,
         )
         self._write(run)
         logger.info("the trace of steps %d to %d is in %s", self._began + self.first, self._began + self.last, trace)

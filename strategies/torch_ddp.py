@@ -13,12 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.batches import to_device
 from trainkit.optimization import Optimization
+from trainkit.overlap import Overlap
 from trainkit.step_output import StepOutput, read_training_output
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
 from .ddp.buckets import ring_bytes
 from .process_group import ProcessGroupStrategy
+from .torch_reducer_times import TorchReducerTimes
 
 _ITS_ARGUMENTS = signature(DistributedDataParallel.__init__).parameters
 # Buffers are sent after each step, as under all strategies; what leaves them alone has a newer name.
@@ -83,6 +85,7 @@ class TorchDDP(ProcessGroupStrategy):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self._wrapped: DistributedDataParallel | None = None
         self._through: _Through | None = None
+        self._times: TorchReducerTimes | None = None
         self._last: Any = None  # the batch that this rank had last
         self._has_stepped = False
 
@@ -110,7 +113,10 @@ class TorchDDP(ProcessGroupStrategy):
         self._has_stepped = True
         assert self._through is not None
         with self._waiting(f"forward and backward of step {self._steps}"):
-            return super().forward_backward(self._through, window)
+            outputs = super().forward_backward(self._through, window)
+        if self._times is not None:
+            self._times.look()
+        return outputs
 
     def contribute_nothing(self) -> None:
         """Take part in a reduction with the last batch at weight zero: PyTorch's Reducer needs a backward."""
@@ -135,6 +141,16 @@ class TorchDDP(ProcessGroupStrategy):
         self.precision.scale(loss * (share * self.world_size)).backward()
         output.loss = loss.detach()
 
+    def watch_overlap(self) -> None:
+        """Let PyTorch's Reducer measure every step from now on."""
+        if self._wrapped is not None and self.world_size > 1:
+            self._times = TorchReducerTimes(self._wrapped)
+
+    def take_overlap(self, steps: int) -> Overlap | None:
+        """Return what PyTorch's Reducer measured since `watch_overlap`, which ends."""
+        times, self._times = self._times, None
+        return super().take_overlap(steps) if times is None else times.close()
+
     def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
         """Return the context of one backward: its gradients are reduced over ranks if `sync`."""
         if sync or self._wrapped is None:
@@ -148,7 +164,7 @@ class TorchDDP(ProcessGroupStrategy):
 
     def teardown(self) -> None:
         """Drop the wrapper and leave the group; may be called twice."""
-        self._wrapped = self._through = self._last = None
+        self._wrapped = self._through = self._times = self._last = None
         super().teardown()
 
 

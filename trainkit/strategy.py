@@ -25,6 +25,7 @@ from trainkit.devices import pick_device
 from trainkit.errors import UserError
 from trainkit.metric_states import metrics_in
 from trainkit.optimization import Optimization
+from trainkit.overlap import NO_COMMUNICATION, Overlap
 from trainkit.precision import Precision
 from trainkit.prefetch import prefetched
 from trainkit.sampling import Order, ShareSampler
@@ -141,6 +142,13 @@ class Strategy:
     def waited_seconds(self) -> float | None:
         """Seconds in which this process has done nothing in steps but wait for others; `None` where that is unknown."""
         return None
+
+    def watch_overlap(self) -> None:
+        """Measure from now on what communication computation hides; only the profiler asks for it."""
+
+    def take_overlap(self, steps: int) -> Overlap | None:
+        """Stop measuring, and return what was found in the `steps` since `watch_overlap`; `None` if it is not known."""
+        return NO_COMMUNICATION if self.num_processes == 1 else None
 
     def validate(self) -> None:
         """Raise UserError for what this machine cannot run; called before any process is started."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainkit.errors import UserError, nearest
 from trainkit.optimization import Optimization
+from trainkit.overlap import Overlap
 from trainkit.step_output import StepOutput
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
@@ -26,6 +27,7 @@ from .graph import unreached_parameters
 from .hook_choice import choose_hook
 from .hook_run import CommunicationHook
 from .overlap import BucketwiseOptimizer
+from .overlap_watch import OverlapWatch
 from .reducer import Reducer, ReducerSettings, Unused
 from .timeline import Timeline
 from .transport import TransportName
@@ -131,6 +133,7 @@ class DDPStrategy(ProcessGroupStrategy):
             )
         self.record_timeline = timeline
         self.timeline: Timeline | None = None
+        self._overlap_watch: OverlapWatch | None = None
         self.reducer: Reducer | None = None
         self._period: AveragePeriod | None = None
         self._trains_all = False  # the optimizer has exactly the reduced parameters
@@ -223,6 +226,16 @@ class DDPStrategy(ProcessGroupStrategy):
         """Seconds after backward in which this rank has waited for buckets; a CUDA device may wait unseen."""
         reducers = self._reducers.values()  # one for each phase
         return sum(reducer.waited_seconds for reducer in reducers) if reducers else None
+
+    def watch_overlap(self) -> None:
+        """Measure from now on what of the reductions backward hides."""
+        if self._reducers and self.world_size > 1:
+            self._overlap_watch = OverlapWatch(self._reducers.values(), self._new_timeline())
+
+    def take_overlap(self, steps: int) -> Overlap | None:
+        """Stop measuring, and return what was found; `None` on a CUDA device."""
+        watch, self._overlap_watch = self._overlap_watch, None
+        return super().take_overlap(steps) if watch is None else watch.close(steps)
 
     def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
         """Return the context of one backward: its gradients are added up over ranks if `sync`."""

@@ -25,6 +25,11 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self.total_seconds = 0.0
 
+    @property
+    def measures(self) -> bool:
+        """Whether the present step is measured."""
+        return self._in_step
+
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """Return a context whose time counts for `name` if the present step is measured."""
         return self._measured(name) if self._in_step else _NOTHING

@@ -7,16 +7,22 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import TensorDataset
+from trainkit.callbacks.profiler import Profiler
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.torch_ddp import TorchDDP
 
-from trainkit import Data, TaskModule, Trainer
+from tests.tasks import Regression, regression_data
+from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 from trainkit.timeline import read_timeline
 
 MS = 1e-3
 FORWARD = 30 * MS
+LATE = 60 * MS
 BACKWARD = {0: (40 * MS, 40 * MS, 40 * MS), 1: (60 * MS, 140 * MS, 40 * MS)}  # rank -> each layer's, first done first
 
 
@@ -58,19 +64,61 @@ STRATEGIES = {
 }
 
 
+class HookOfTheUser(Callback):
+    """Reduces gradients under PyTorch's DDP as the user wants it."""
+
+    calls = 0
+
+    def on_fit_start(self, run):
+        def hook(group, bucket):
+            self.calls += 1
+            return allreduce_hook(group, bucket)
+
+        run.strategy._wrapped.register_comm_hook(run.strategy.group, hook)
+
+
+class LateStage(Callback):
+    """The second stage begins each step later than the first."""
+
+    def on_step_end(self, run):
+        if run.strategy.stage == 1:
+            time.sleep(LATE)
+
+
 def train_under_each(folder):
+    settings = {"max_duration": "4step", "loggers": []}
     for name, strategy in STRATEGIES.items():
-        run_dir = folder / name
         trainer = Trainer(
-            strategy(device="cpu", timeline=True), max_duration="4step", run_dir=run_dir, callbacks=[], loggers=[]
+            strategy(device="cpu", timeline=True),
+            run_dir=folder / name,
+            callbacks=[Profiler(first=6, last=6)],  # looks at overlap in steps 3 and 4
+            **settings,
         )
         trainer.fit(SlowLayers(), Data(train=TensorDataset(torch.randn(32, 64)), batch_size=8))
+    hook = HookOfTheUser()
+    for name, callbacks in (("torch_ddp", []), ("torch_ddp_with_a_hook", [hook])):
+        trainer = Trainer(
+            TorchDDP(device="cpu", bucket_mb=0.015),
+            run_dir=folder / name,
+            callbacks=[Profiler(first=6, last=6), *callbacks],
+            **settings,
+        )
+        trainer.fit(SlowLayers(), Data(train=TensorDataset(torch.randn(32, 64)), batch_size=8))
+    trainer = Trainer(
+        Pipeline(stages=2, device="cpu", accumulate=2),
+        run_dir=folder / "pipeline",
+        callbacks=[Profiler(first=6, last=6), LateStage()],
+        **settings,
+    )
+    trainer.fit(Regression(hidden=8), Data(train=regression_data(32), batch_size=8))
+    return hook.calls
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    run_ranks(train_under_each, 2, folder)
+    calls = run_ranks(train_under_each, 2, folder)
+    assert min(calls) >= 4  # the user's hook stayed, also while somebody looked
     return folder
 
 
@@ -97,3 +145,23 @@ def test_the_picture_of_buckets_shows_what_happened(runs, name, word):
     hidden = next(figure for figure in timeline.figures if "hidden" in figure.name)
     assert hidden.value == pytest.approx(1 - (sum(other) - sum(own)) / (sum(other) - own[0]), abs=0.2)
     assert json.loads((runs / name / "timeline_rank_1.json").read_text())["traceEvents"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shared_memory", "group", "fusion", "torch_ddp", "torch_ddp_with_a_hook"])
+def test_the_profiler_says_what_of_the_communication_is_hidden_behind_backward(runs, name):
+    """From the first gradient of this rank to the last of the slower one; backward goes on for two layers of it."""
+    own, other = BACKWARD[0], BACKWARD[1]
+    overlap = json.loads((runs / name / "profile.json").read_text())["overlap"]
+    assert FORWARD + sum(other) - 20 * MS < overlap["step_seconds"] < 2 * (FORWARD + sum(other))
+    assert overlap["exposed_seconds"] == pytest.approx(sum(other) - sum(own), abs=30 * MS)
+    assert overlap["communication_seconds"] == pytest.approx(sum(other) - own[0], abs=40 * MS)
+    assert overlap["hidden_share"] == pytest.approx(1 - (sum(other) - sum(own)) / (sum(other) - own[0]), abs=0.1)
+    assert f"{overlap['hidden_share']:.0%} of it hidden" in overlap["line"]
+
+
+@pytest.mark.slow
+def test_the_profiler_says_how_long_a_stage_waits_for_others(runs):
+    overlap = json.loads((runs / "pipeline" / "profile.json").read_text())["overlap"]
+    assert LATE - 20 * MS < overlap["exposed_seconds"] < overlap["step_seconds"]
+    assert overlap["line"].startswith("overlap: Pipeline waits for others in ")

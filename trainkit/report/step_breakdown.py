@@ -107,6 +107,7 @@ def profile_part(profile: Mapping[str, Any]) -> Markup | None:
         ("arithmetic of a step", _flops(profile.get("flops_per_step")), "operations, counted once"),
         ("achieved", _flops(profile.get("flops_per_second"), per_second=True), "over all devices"),
         ("MFU", share(profile["mfu"]) if profile.get("mfu") is not None else "", str(profile.get("peak_note", ""))),
+        ("communication", *_overlap(profile.get("overlap") or {})),
         ("peak of operations' memory", size(profile["peak_bytes"]) if profile.get("peak_bytes") else "", ""),
     ]
     items = [
@@ -127,6 +128,14 @@ def profile_part(profile: Mapping[str, Any]) -> Markup | None:
             table(["operation", "calls", "own time", "share"], rows),
         )
     return joined(element("dl", *items, class_="figures") if items else None, operations)
+
+
+def _overlap(overlap: Mapping[str, Any]) -> tuple[str, str]:
+    """Return how much of the communication was hidden, and the line that says more."""
+    hidden, line = overlap.get("hidden_share"), str(overlap.get("line", "")).removeprefix("overlap: ")
+    if hidden is None:
+        return ("none" if overlap.get("communication_seconds") == 0 else "see note") if line else "", line
+    return f"{share(hidden)} hidden", line
 
 
 def _flops(value: Any, *, per_second: bool = False) -> str:
