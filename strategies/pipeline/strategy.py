@@ -20,6 +20,7 @@ from trainkit.checkpoints.shards import Shards
 from trainkit.data import Source
 from trainkit.feed import make_feed
 from trainkit.optimization import Optimization
+from trainkit.overlap import Overlap
 from trainkit.phases import check_phases_run
 from trainkit.precision import Precision
 from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
@@ -140,6 +141,7 @@ class Pipeline(ProcessGroupStrategy):
         self.balance = checked_balance(balance)
         self.record = checked_name("record", record, RECORDINGS)
         self.draws_timeline = timeline
+        self._waited_before: float | None = None  # when overlap was asked for
         self.stage = 0
         self.partition_plan: PartitionPlan | None = None
         """The stages, once the first step has been planned."""
@@ -297,6 +299,17 @@ class Pipeline(ProcessGroupStrategy):
     def waited_seconds(self) -> float | None:
         """Seconds in which this stage has waited for others."""
         return None if self._runtime is None else self._runtime.waited_seconds
+
+    def watch_overlap(self) -> None:
+        """Note what has been waited so far."""
+        self._waited_before = self.waited_seconds
+
+    def take_overlap(self, steps: int) -> Overlap | None:
+        """Return what this stage has waited since `watch_overlap`; messages that nobody waits for are hidden."""
+        before, after = self._waited_before, self.waited_seconds
+        if self.num_processes == 1 or before is None or after is None or not steps:
+            return super().take_overlap(steps)
+        return Overlap((after - before) / steps, steps=steps, note="messages and the schedule's bubble, on this stage")
 
     def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
         """Leave in every `.grad` of this stage the gradient of the weighted mean loss over the global batch.
