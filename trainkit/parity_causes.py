@@ -138,7 +138,7 @@ def _causes_in(
         difference = _relative(of_halves[name], gradient) if name in of_halves else 1.0
         if difference > largest:
             worst, largest = name, difference
-    if largest <= _ROUNDING[dtype]:
+    if largest <= _ROUNDING[loss.dtype]:
         return []
     where = f" in {step.name}" if step.phase else ""
     return [
@@ -152,7 +152,7 @@ def _causes_in(
 def _gradients(
     step: _Step, task: TaskModule, micro_batches: Sequence[MicroBatch], dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the gradients and the loss of the weighted mean over micro-batches."""
+    """Return the gradients and the loss of the weighted mean over micro-batches, in what the step computes it in."""
     task.zero_grad()
     outputs = []
     for micro_batch in micro_batches:
@@ -164,7 +164,7 @@ def _gradients(
     loss = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum() / sum(weights)
     loss.backward()
     gradients = {name: p.grad.detach().clone() for name, p in task.named_parameters() if p.grad is not None}
-    return gradients, loss.detach()
+    return gradients, loss.detach().to(losses[0].dtype)
 
 
 def _first_batch(source: Source, parts: int, *, seed: int) -> list[MicroBatch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -15,7 +15,6 @@ from trainkit.parity_trials import REFERENCE, Trial, Trials, made
 from trainkit.strategy import Strategy
 
 _NORM_SLACK = 10  # a norm is a long fp32 sum, which some strategies add up more exactly than others
-_ROUNDING_SLACK = 10  # between one other order of additions and that of a strategy
 _SMALLEST_SCALE = 0.01  # of a parameter, relative to the largest weight of the task: biases begin at zero
 _VANISHED = 1e-3  # of the tolerance: what is left in fp64 of a difference that is rounding
 _WARM_UP_STEPS = 2  # not counted in the time of a step
@@ -49,11 +48,9 @@ class Comparison:
 
     def agrees(self, row: ParityRow) -> bool:
         """Whether the differences are within the tolerance."""
-        return self._same_gradients(row) and row.weights.value <= self._tolerance
-
-    def _same_gradients(self, row: ParityRow) -> bool:
         # A difference that is no number agrees with nothing.
-        return row.loss.value <= self._tolerance and row.gradient_norm.value <= _NORM_SLACK * self._tolerance
+        norms_agree = row.gradient_norm.value <= _NORM_SLACK * self._tolerance
+        return norms_agree and row.loss.value <= self._tolerance and row.weights.value <= self._tolerance
 
     def row(self, name: str, trial: Trial, *, verdict: str) -> ParityRow:
         """Return the largest differences over all steps."""
@@ -72,11 +69,8 @@ class Comparison:
         timed = sorted(seconds[_WARM_UP_STEPS:] or seconds)
         return ParityRow(name, verdict, trial.layout, loss, norm, weights, timed[len(timed) // 2], trial.bytes_a_step)
 
-    def explained(self, rows: Sequence[ParityRow], *, device: str) -> tuple[list[ParityRow], list[str], list[str]]:
-        """Return the rows, with what is rounding called so, why others differ as far as the task tells, and notes.
-
-        Notes say which causes could not be looked for.
-        """
+    def causes(self, rows: Sequence[ParityRow], *, device: str) -> tuple[list[str], list[str]]:
+        """Return why rows differ as far as the task tells, and notes on the causes that could not be looked for."""
         trials = self._trials
         causes, notes = [], []
         again = self.attempt("again", made(REFERENCE, 1, device))
@@ -92,50 +86,28 @@ class Comparison:
         told = find_causes(trials.task(), trials.data(), seed=trials.seed, total_steps=trials.steps)
         causes += told.found
         notes = [f"not looked for: {what}" for what in (*notes, *told.not_looked_for)]
-        if causes:
-            return list(rows), causes, notes
-        for judged in (self._halved, self._in_fp64):
-            if any(row.verdict == "different" for row in rows):
-                rows, more = judged(rows, device=device)
-                causes += more
-        return list(rows), causes, notes
+        return causes or self._rounding(rows, device=device), notes
 
-    def _halved(self, rows: Sequence[ParityRow], *, device: str) -> tuple[list[ParityRow], list[str]]:
-        """Hold the rows against what another order of additions does to `single` itself."""
-        halves = made(REFERENCE, 1, device)
-        halves.accumulate = 2
-        floor = self.attempt("single in halves", halves)
-        limit = 0.0 if floor.verdict == "failed" else _ROUNDING_SLACK * floor.weights.value  # a batch without halves
-        explained = [
-            row.strategy
-            for row in rows
-            if row.verdict == "different" and self._same_gradients(row) and row.weights.value <= limit
-        ]
-        cause = (
-            f"losses and gradients agree, and single itself differs by {floor.weights.value:.1e} when it takes each "
-            "batch in two halves: the optimizer enlarges rounding. Compare in trainer.precision=fp64 to see it vanish."
-        )
-        return _as_rounding(rows, explained), [cause] if explained else []
-
-    def _in_fp64(self, rows: Sequence[ParityRow], *, device: str) -> tuple[list[ParityRow], list[str]]:
-        """See which differences vanish in fp64, as those of rounding do, however much a task enlarges them."""
+    def _rounding(self, rows: Sequence[ParityRow], *, device: str) -> list[str]:
+        """Return that differences are fp32's rounding, enlarged, where they vanish in fp64."""
         if self._trials.precision != "fp32":
-            return list(rows), []
-        trials = self._trials.in_fp64()
+            return []
+        trials = self._trials.in_precision("fp64")
         try:
             single = trials.train(REFERENCE, made(REFERENCE, 1, device))
         except Exception:  # a task that knows fp32 only
-            return list(rows), []
+            return []
         exact = Comparison(trials, single, tolerance=_VANISHED * self._tolerance)
         names = [row.strategy for row in rows if row.verdict == "different"]
         again = [exact.attempt(name, self._untouched[name]) for name in names]
         vanished = {row.strategy: row.weights.value for row in again if row.verdict == "equal"}
-        left = max(vanished.values(), default=0.0)
-        cause = (
-            f"in fp64 the weights of {', '.join(vanished)} agree with single to {left:.1e}: the task enlarges "
-            "rounding, as units and poolings that switch do, or optimizers that divide by small gradients."
-        )
-        return _as_rounding(rows, vanished), [cause] if vanished else []
+        if not vanished:
+            return []
+        return [
+            f"in fp64 the weights of {', '.join(vanished)} agree with single to {max(vanished.values()):.1e}: the task "
+            "enlarges the rounding of fp32, as units and poolings that switch do, or optimizers that divide by small "
+            "gradients. Compare in fp64, which is what happens without trainer.precision."
+        ]
 
     def _weights(self, ours: dict[str, Tensor], expected: dict[str, Tensor], step: int) -> Difference:
         sizes = {name: _size(expected[name]) for name in self._parameters}
@@ -146,10 +118,6 @@ class Comparison:
             apart = distance(ours[name], expected[name])
             largest = _larger(largest, Difference(_relative(apart, scale), step, name))
         return largest
-
-
-def _as_rounding(rows: Sequence[ParityRow], names: Collection[str]) -> list[ParityRow]:
-    return [replace(row, verdict="rounding") if row.strategy in names else row for row in rows]
 
 
 def _numbers(ours: float, expected: float, *, scale: float, step: int, phase: str) -> Difference:

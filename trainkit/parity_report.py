@@ -24,8 +24,7 @@ class ParityRow:
 
     strategy: str
     verdict: str
-    """`reference`, `equal`, `rounding` (it differs as rounding alone makes it differ in this task: no more than single
-    from itself in halves, or not in fp64), `different` or `failed`."""
+    """`reference`, `equal`, `different` or `failed`."""
     layout: str = ""
     loss: Difference = field(default_factory=Difference)
     gradient_norm: Difference = field(default_factory=Difference)
@@ -47,12 +46,12 @@ class ParityReport:
     causes: tuple[str, ...] = ()
     """Why strategies differ, where the task tells."""
     notes: tuple[str, ...] = ()
-    """Causes that could not be looked for."""
+    """Causes that could not be looked for, and whether the task does not compute in fp64."""
 
     @property
     def is_equal(self) -> bool:
         """Whether every strategy agrees with `single` to the tolerance."""
-        return all(row.verdict in ("reference", "equal", "rounding") for row in self.rows)
+        return all(row.verdict in ("reference", "equal") for row in self.rows)
 
     def as_json(self) -> str:
         """Return the report as one JSON object."""
@@ -72,8 +71,7 @@ class ParityReport:
             f"{kind}: {self.steps} steps in {self.precision}, tolerance {self.tolerance:.0e} relative to single"
         )
         lines += [f"{row.strategy} failed: {row.error}" for row in self.rows if row.error]
-        kind = "note" if self.is_equal else "cause"
-        lines += [f"{kind}: {cause}" for cause in self.causes]
+        lines += [f"cause: {cause}" for cause in self.causes]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 

@@ -47,6 +47,13 @@ class Trial:
     folder: Path
     layout: str
     bytes_a_step: int | None
+    num_steps: int
+
+    @property
+    def has_losses_of_fp32(self) -> bool:
+        """Whether every loss is a number of fp32, as those are that a step computes in it whatever it is given."""
+        losses = [loss for step in range(1, self.num_steps + 1) for loss in self.step(step)["losses"].values()]
+        return all(float(torch.tensor(loss, dtype=torch.float32)) == loss for loss in losses if not math.isnan(loss))
 
     def step(self, number: int) -> dict[str, Any]:
         """Return what was seen after a step; 0 is the start."""
@@ -68,15 +75,18 @@ class Trials:
     @property
     def precision(self) -> str:
         """What all trials compute in."""
-        return Precision(self._settings.get("precision", "fp32")).name
+        return Precision(self._settings.get("precision") or "fp32").name
 
-    def in_fp64(self) -> Trials:
-        """Return the same trials with fewer roundings."""
-        folder = self._folder / "fp64"
+    @property
+    def names_precision(self) -> bool:
+        """Whether the settings say what to compute in."""
+        return self._settings.get("precision") is not None
+
+    def in_precision(self, name: str) -> Trials:
+        """Return the same trials in another precision."""
+        folder = self._folder / name
         folder.mkdir()
-        return Trials(
-            self._task, self._data, folder, steps=self.steps, settings={**self._settings, "precision": "fp64"}
-        )
+        return Trials(self._task, self._data, folder, steps=self.steps, settings={**self._settings, "precision": name})
 
     def task(self) -> TaskModule:
         """Return a new task with the weights that all trials start from."""
@@ -94,7 +104,7 @@ class Trials:
         folder.mkdir()
         self.fit(name, strategy, callbacks=[_StepRecorder(folder)], log_every="1step", **self._norm())
         told = json.loads((folder / "told.json").read_text())
-        return Trial(folder, told["layout"], told["bytes_a_step"])
+        return Trial(folder, told["layout"], told["bytes_a_step"], self.steps)
 
     def fit(
         self, name: str, strategy: Strategy, *, callbacks: list[Callback], resume: bool = False, **more: Any

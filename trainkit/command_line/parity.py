@@ -42,7 +42,7 @@ def parity(arguments: Arguments) -> int:
             devices=devices,
             device=device,
             tolerance=tolerance,
-            trainer=settings.tree["trainer"],
+            trainer=_trainer(settings.tree["trainer"], arguments.overrides),
         )
     except Stopped as stopped:
         print(f"stopped by {stopped.signal_name}; the comparison is not complete, and nothing is kept", file=sys.stderr)
@@ -50,6 +50,15 @@ def parity(arguments: Arguments) -> int:
     print(report.as_json() if as_json else report.as_table())
     sys.stdout.flush()
     return 0 if report.is_equal else 1
+
+
+def _trainer(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of the trainer, without the precision where that is only the default of all runs."""
+    from trainkit.precision import Precision
+
+    typed = any(text.partition("=")[0].lstrip("+~") == "trainer.precision" for text in overrides)
+    default = {} if typed else {"precision": Precision().name}
+    return {key: value for key, value in tree.items() if (key, value) not in default.items()}
 
 
 def _check_keys(arguments: Arguments) -> None:
