@@ -95,6 +95,10 @@ class Feed(ABC):
         """Return the indices of the samples that this rank read for a step, where a dataset's order tells."""
         return []
 
+    def window_of(self, step: int, state: TrainState) -> Window | None:
+        """Return this rank's window of an earlier step, read again; `None` for a stream. Draws from the generators."""
+        return None
+
     def cut_anew(self, strategy: Strategy) -> None:
         """Cut windows that are read from now on as the strategy plans it now."""
 

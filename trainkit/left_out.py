@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.left_out_words import Told, what_was_seen, why_left_out
+from trainkit.rng import rng_untouched
+from trainkit.step_replay import Call, Finding, StepReplay, generators_of
+
 if TYPE_CHECKING:
+    from trainkit.feed import Feed
     from trainkit.optimization import Optimization
     from trainkit.run import Run
     from trainkit.step_output import StepOutput
     from trainkit.task import TaskModule
     from trainkit.window import Window
 
+logger = logging.getLogger(__name__)
+
+STEPS_SHOWN = 5
+"""Steps that are looked at and named between two log points."""
+_CALLS_KEPT = 16  # forwards and backwards of one phase before its update
 _FOLD_AT = 512
 """Flags that are kept one by one before the steps among them are picked out, which waits for the device."""
 
@@ -26,14 +39,19 @@ class LeftOutSteps:
     buffers    before ---- forward, backward ---> after
     gradient                                      not finite, or a spike: a flag on the device
     buffers    where(flag, before, after)         batch-norm statistics are as if there had been no such batch
+
+    Where the host knows of the flag at once, the step is looked at then, with the weights as they were: they are what
+    the step left them. Otherwise that is done when training logs, with those of then.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._state = run.state
+    def __init__(self, run: Run, replay: StepReplay) -> None:
+        self._run = run
+        self._replay = replay
         self._before: dict[str, KeptBuffers] = {}  # of each phase that is in its step
-        self._task = run.task
-        self._flags: list[tuple[int, Tensor]] = []
-        self._steps: list[int] = []
+        self._calls: dict[str, deque[Call]] = {}  # likewise
+        self._flags: list[tuple[int, str, Tensor]] = []
+        self._steps: dict[int, str] = {}  # -> the phase
+        self._found: dict[int, Finding] = {}
 
     def forward_backward(
         self, train: Callable[[TaskModule, Window], list[StepOutput]]
@@ -41,7 +59,7 @@ class LeftOutSteps:
         """Return the function with the buffers kept before it."""
 
         def keeping(task: TaskModule, window: Window) -> list[StepOutput]:
-            self.keep("")
+            self.keep("", window, "training_step")
             return train(task, window)
 
         return keeping
@@ -58,34 +76,86 @@ class LeftOutSteps:
 
         return putting_back
 
-    def keep(self, phase: str) -> None:
-        """Remember the buffers, if the step of this phase begins."""
+    def keep(self, phase: str, window: Window, step_name: str) -> None:
+        """Remember the buffers, if the step of this phase begins, and what its gradient is about to come from."""
         if phase not in self._before:
-            self._before[phase] = KeptBuffers(self._task)
+            self._before[phase] = KeptBuffers(self._run.task)
+            self._calls[phase] = deque(maxlen=_CALLS_KEPT)
+        self._calls[phase].append(Call(window, step_name, generators_of(self._run.strategy.device)))
 
     def put_back(self, optimization: Optimization) -> None:
-        """Let buffers be as they were when the step began, if it was left out."""
-        before, flag = self._before.pop(optimization.phase, None), optimization.left_out
+        """Let buffers be as they were when the step began, if it was left out, and look at it; collective."""
+        phase = optimization.phase
+        before, calls, flag = self._before.pop(phase, None), self._calls.pop(phase, None), optimization.left_out
         if flag is None:
             return
         if before is not None:
             before.put_back(flag)
-        self._flags.append((self._state.step + 1, flag))
+        step = self._run.state.step + 1
+        if optimization.left_out_on_host and calls and len(self._found) < STEPS_SHOWN:
+            self._found.setdefault(step, self._replay.look(optimization, calls))
+        self._flags.append((step, phase, flag))
         if len(self._flags) >= _FOLD_AT:
-            self._steps += self._picked()
+            self._fold()
 
-    def take(self) -> list[int]:
-        """Return the steps that were left out since the last call, the same on every rank; waits for the device."""
-        steps = self._steps + self._picked()
-        self._steps = []
-        return list(dict.fromkeys(steps))
+    def tell(self, bad: Sequence[int], feed: Feed) -> None:
+        """Warn of the steps that were left out since the last call, of which `bad` had a bad loss here; collective.
 
-    def _picked(self) -> list[int]:
+        Waits for the device.
+        """
+        self._fold()
+        steps, self._steps = self._steps, {}
+        found, self._found = self._found, {}
+        shown = list(steps)[:STEPS_SHOWN]
+        if not shown:
+            return
+        late = [step for step in shown if step not in found]  # the same on every rank, as the flags are
+        for step in late:
+            found[step] = self._look_late(step, steps[step], feed)
+        run = self._run
+        own = {step: Told(step in bad, feed.samples_of(step, run.state), found[step]) for step in shown}
+        told = run.strategy.all_gather_object((run.strategy.rank, own))
+        if not run.is_main:
+            return
+        told.sort(key=itemgetter(0))
+        said = [why_left_out(step, {rank: known[step] for rank, known in told}) for step in shown]
+        more = f"; and {len(steps) - len(shown)} more" * (len(steps) > len(shown))
+        seen = [
+            what_was_seen(step, [known[step].found for _, known in told], late=run.state.step if step in late else None)
+            for step in shown
+        ]
+        logger.warning("left out since the last log: %s%s.%s", "; ".join(said), more, "".join(seen))
+
+    def _look_late(self, step: int, phase: str, feed: Feed) -> Finding:
+        """Return what is not finite in a step that is read again, with the weights as they are now."""
+        run = self._run
+        if not self._replay.sees_modules:
+            return Finding()
+        with rng_untouched():
+            window = feed.window_of(step, run.state)
+        if window is None:
+            return Finding()
+        optimization = next(part for part in run.optimizations if part.phase == phase)
+        if not hasattr(run.task, optimization.step_name):  # a manual step called others
+            return Finding()
+        try:
+            return self._replay.look(
+                optimization,
+                [Call(moved, optimization.step_name) for moved in run.strategy.windows(iter([window]), feed.source)],
+            )
+        finally:
+            if phase:
+                run.strategy.end_phases()
+
+    def _fold(self) -> None:
+        """Pick out the steps that were left out, which waits for the device."""
         flags, self._flags = self._flags, []
         if not flags:
-            return []
-        left_out = torch.stack([flag for _, flag in flags]).tolist()
-        return [step for (step, _), was_left_out in zip(flags, left_out, strict=True) if was_left_out]
+            return
+        left_out = torch.stack([flag for _, _, flag in flags]).tolist()
+        for (step, phase, _), was_left_out in zip(flags, left_out, strict=True):
+            if was_left_out:
+                self._steps.setdefault(step, phase)
 
 
 class KeptBuffers:

@@ -53,6 +53,7 @@ class FitLoop:
         self._evaluation_interval = Interval(schedule.evaluate_every if validation is not None else None)
         self._validation = validation
         self._recovery = recovery
+        recovery.looking_back.make_step = self.step
         self._means = recovery.means
         self._stop_is_agreed = False  # since an evaluation was broken off on all ranks
         self._left_out: LeftOutSteps | None = None  # where steps may be
@@ -104,7 +105,7 @@ class FitLoop:
         self.start_intervals()
         run.emit("on_fit_start")
         if any(optimization.skip_nonfinite for optimization in self._optimizations):
-            self._surround_steps(LeftOutSteps(run))
+            self._surround_steps(LeftOutSteps(run, self._recovery.looking_back.replay))
         if run.watch is not None:
             self.forward_backward = run.watch.forward_backward(self.forward_backward)
             self._optimizer_step = run.watch.optimizer_step(self._optimizer_step)
@@ -133,6 +134,21 @@ class FitLoop:
         run, state = self._run, self._run.state
         windows = run.strategy.windows(self._feed.timed_windows(state.epoch, state.position), self._feed.source)
         return windows if run.watch is None else run.watch.received(windows)
+
+    def step(self, window: Window) -> list[StepOutput]:
+        """Make one optimizer step and count it; return the outputs of this rank's micro-batches. Collective."""
+        run, phases = self._run, self.phases
+        if run.state.step + 1 in run.state.left_out:
+            outputs = self._recovery.leave_out(window)
+        else:
+            outputs = self.forward_backward(run.task, window) if phases is None else phases.train(window)
+        self.finish_step(window)
+        return outputs
+
+    def tell_left_out(self, bad: Sequence[int] = ()) -> None:
+        """Warn of the steps that were left out since the last call; waits for the device. Collective."""
+        if self._left_out is not None:
+            self._left_out.tell(bad, self._feed)
 
     def finish_step(self, window: Window) -> None:
         """Update the parameters, unless the phases of the step have done so, and count the step; collective."""
@@ -191,9 +207,7 @@ class FitLoop:
             return
         if not self._means.loss_was_finite:
             self._recovery.handle(bad[0] if bad else None)
-        left_out = [] if self._left_out is None else self._left_out.take()
-        if left_out:
-            self._recovery.tell_left_out(left_out, bad)
+        self.tell_left_out(bad)
         metrics = {f"train/{name}": value for name, value in means.items()}
         metrics["train/epoch"] = run.state.epochs
         if self._norm is not None:

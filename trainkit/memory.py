@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.batches import rows
+from trainkit.before_step import BeforeStep
 from trainkit.errors import UserError
-from trainkit.metric_states import put_back, states_of
 from trainkit.run import Run
 from trainkit.step_output import StepOutput
 from trainkit.task import TaskModule
@@ -45,7 +44,7 @@ class MemoryFit:
         strategy = self._run.strategy
         while True:
             window = recut(window, strategy.micro_batch_size)
-            before = _Before(task, strategy.metrics_of(task))
+            before = BeforeStep(task, strategy.metrics_of(task))
             try:
                 return strategy.forward_backward(task, window)
             except torch.OutOfMemoryError as error:
@@ -134,32 +133,6 @@ def _leaves(batch: Any) -> Iterator[Any]:
             yield from _leaves(value)
     else:
         yield batch
-
-
-class _Before:
-    """What a step changes besides gradients: random generators, buffers and the states of metrics."""
-
-    def __init__(self, task: nn.Module, metrics: Sequence[nn.Module]) -> None:
-        import numpy as np
-
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
-        self._metrics = states_of(metrics)
-        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def put_back(self) -> None:
-        """Let everything be as it was."""
-        import numpy as np
-
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
-        put_back(self._metrics)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
 
 
 def _first_line(reason: str) -> str:

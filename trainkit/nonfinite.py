@@ -68,9 +68,13 @@ def untrained_nonfinite_state(task: nn.Module) -> list[str]:
     return [name for name in nonfinite_state(task) if name not in trained]
 
 
-def nonfinite_gradient(task: nn.Module) -> str | None:
-    """Return the name of the first parameter whose gradient is not finite; waits for the device."""
-    named = [(name, parameter.grad) for name, parameter in task.named_parameters()]
+def nonfinite_gradient(task: nn.Module, *, among: Collection[int] | None = None) -> str | None:
+    """Return the name of the first parameter whose gradient is not finite; waits for the device.
+
+    `among` are the identities of the parameters to look at, if not all.
+    """
+    parameters = task.named_parameters()
+    named = [(name, parameter.grad) for name, parameter in parameters if among is None or id(parameter) in among]
     return next((name for name, gradient in named if gradient is not None and not _is_finite(gradient)), None)
 
 

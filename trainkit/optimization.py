@@ -96,6 +96,8 @@ class Optimization:
         self.skipped_steps: Tensor | None = None
         self.left_out: Tensor | None = None
         """Whether the last step changed nothing, a scalar on the device; `None` where every step counts."""
+        self.left_out_on_host: bool | None = None
+        """The same where the host knows it without waiting: on the CPU, or as the optimizer cannot skip by itself."""
         self.spikes: SpikeWatch | None = None
         self.looks: list[Callable[[], None]] = []
         """Called in every step with the whole gradients in place, before they are clipped."""
@@ -140,6 +142,7 @@ class Optimization:
             self._scaler.update()
             if self.skip_nonfinite and norm is not None:
                 self.left_out = ~torch.isfinite(norm)
+                self.left_out_on_host = _if_on_host(self.left_out)
         elif self.skip_nonfinite:
             assert norm is not None
             self._update_if_finite(norm)
@@ -217,7 +220,12 @@ class Optimization:
             # Fused kernels look at the flag on the device and write nothing when it is set.
             self.optimizer.found_inf = found  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif not found:  # waits for the device: an optimizer without a fused kernel cannot skip by itself
+            self.left_out_on_host = _if_on_host(bad)
+            return
+        self.left_out_on_host = bool(
+            found
+        )  # waits for the device: without a fused kernel no optimizer can skip by itself
+        if not self.left_out_on_host:
             self.optimizer.step()
 
 
@@ -251,6 +259,11 @@ def configure(
         )
     check_disjoint(optimizations, task)
     return optimizations
+
+
+def _if_on_host(flag: Tensor) -> bool | None:
+    """Return a flag that lies in the host's memory, where there is no device to wait for; `None` for any other."""
+    return torch.is_nonzero(flag) if flag.device.type == "cpu" else None
 
 
 def _ask(task: TaskModule, method: str, total_steps: int | None) -> Any:

@@ -111,7 +111,7 @@ class PhaseControl:
         optimization = self._find(phase)
         self._strategy.begin_phase(optimization, step_name=step or optimization.step_name)
         if self.left_out is not None:
-            self.left_out.keep(phase)
+            self.left_out.keep(phase, self._window, step or optimization.step_name)
         outputs = self._forward_backward(self._task, self._window)
         self.outputs += [_named(output, phase) for output in outputs]
         last = outputs[-1] if outputs else None

@@ -17,6 +17,7 @@ from trainkit.reading import get_sample_of
 from trainkit.window import MicroBatch, Window
 
 if TYPE_CHECKING:
+    from trainkit.state import TrainState
     from trainkit.strategy import BatchPlan, Strategy
 
 
@@ -59,6 +60,11 @@ class ReadyFeed(Feed):
             count = num_rows(batch)
             yield from self._cut(batch, count, first=self._first_from(position))
             position += count
+
+    def window_of(self, step: int, state: TrainState) -> Window | None:
+        steps = state.epoch * self._length + state.position - (state.step - step) - 1
+        epoch, position = divmod(steps, self._length)
+        return next(self.windows(epoch, position))
 
     def _item(self, index: int, epoch: int) -> Any:
         if self._get_sample is None:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Literal
 
-import torch
-
 from trainkit.errors import NonFiniteLoss, UserError
 from trainkit.feed import Feed
+from trainkit.left_out_words import listed
+from trainkit.looking_back import LookingBack, first_of
 from trainkit.metrics import WeightedMeans
-from trainkit.nonfinite import GoBack, ModuleWatch, nonfinite_gradient, nonfinite_state, untrained_nonfinite_state
+from trainkit.nonfinite import GoBack, untrained_nonfinite_state
 from trainkit.run import Run
 from trainkit.step_output import StepOutput
-from trainkit.way_back import WayBack, drop_gradients
+from trainkit.way_back import WayBack
 from trainkit.window import Window
 
 logger = logging.getLogger(__name__)
 
 Policy = Literal["raise", "skip", "stop", "rollback"]
-_SAMPLES_SHOWN = 20
-_STEPS_SHOWN = 5
-_PATIENCE_SECONDS = 60.0
-"""How long training may be repeated to see a step again that a run will fail of anyway."""
 
 
 class Recovery:
@@ -49,6 +44,7 @@ class Recovery:
         self._rollbacks = 0
         self._way_back = WayBack(run)
         self._suspect: tuple[int, str] | None = None  # the step to look at, and what was said of it
+        self.looking_back = LookingBack(run, self._way_back)
 
     # ---- What the loop calls
 
@@ -100,10 +96,10 @@ class Recovery:
         run = self._run
         if run.state.step == 0:
             return True
-        blamed = self._not_finite()
+        blamed = self.looking_back.not_finite()
         if not run.strategy.agree(blamed is not None):
             return True
-        said = f"step {run.state.step} left {self._first(blamed)} not finite"
+        said = f"step {run.state.step} left {first_of(run.strategy, blamed)} not finite"
         if self._policy == "rollback":
             raise GoBack(run.state.step, said)
         if self._policy == "stop":
@@ -131,7 +127,7 @@ class Recovery:
         raise NonFiniteLoss(
             f"{said}. Lower the learning rate, set trainer.clip_norm=1.0, or look for the operation with "
             "trainer.detect_anomaly=true; trainer.on_nonfinite=skip leaves such steps out, and rollback goes back to "
-            f"before them.{'' if first is None else self._see_again(first)}"
+            f"before them.{'' if first is None else self.looking_back.see_again(first)}"
         )
 
     def leave_out(self, window: Window) -> list[StepOutput]:
@@ -140,25 +136,13 @@ class Recovery:
         if self._suspect is not None and self._suspect[0] == step:
             said = self._suspect[1]
             self._suspect = None
-            seen = self._look_at(window, step, said)
+            seen = self.looking_back.look_at(window, step, said)
             if run.is_main:
                 logger.warning("%s: step %d is left out.%s", said, step, seen)
         for optimization in run.optimizations:
             if run.state.step % optimization.every == 0:
                 optimization.after_step()
         return []
-
-    def tell_left_out(self, steps: Sequence[int], bad: Sequence[int]) -> None:
-        """Say which steps were left out, the same on every rank, of which `bad` had a bad loss here; collective."""
-        run, shown = self._run, steps[:_STEPS_SHOWN]
-        own = {step: (step in bad, self._feed.samples_of(step, run.state)) for step in shown}
-        of_ranks = run.strategy.all_gather_object((run.strategy.rank, own))
-        if not run.is_main:
-            return
-        of_ranks.sort(key=itemgetter(0))
-        said = [_why_left_out(step, {rank: found[step] for rank, found in of_ranks}) for step in shown]
-        more = f"; and {len(steps) - len(shown)} more" * (len(steps) > len(shown))
-        logger.warning("left out since the last log: %s%s.", "; ".join(said), more)
 
     # ---- Going back
 
@@ -190,66 +174,6 @@ class Recovery:
         if run.is_main:
             logger.warning("%s: going back to step %d.", found.place, run.state.step)
 
-    # ---- Looking at a step again
-
-    def _look_at(self, window: Window, step: int, said: str) -> str:
-        """Return in words what is not finite first in a step, computed as it was then; collective.
-
-        Raises GoBack if its parameters were not finite before it, so that the step before is to blame.
-        """
-        run, strategy = self._run, self._run.strategy
-        blamed = self._first(self._not_finite())
-        if blamed is not None:
-            raise GoBack(step - 1, f"{said}, since step {step - 1} left {blamed} not finite")
-        if run.optimizations[0].phase or not strategy.shows_modules:
-            return ""
-        buffers = [buffer.clone() for buffer in run.task.buffers()]
-        with ModuleWatch(run.task).open() as watch:
-            strategy.forward_backward(run.task, window)
-        module = self._first(watch.found)
-        parameter = self._first(nonfinite_gradient(run.task))
-        drop_gradients(run)
-        with torch.no_grad():
-            for buffer, before in zip(run.task.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-        if module is not None:
-            return f" The first output that is not finite is that of {module}."
-        if parameter is not None:
-            return f" Every module's output is finite, but not the gradient of {parameter}."
-        return " Computed again, it is finite."
-
-    def _see_again(self, step: int) -> str:
-        """Return in words what was not finite first in a step that a run fails of, where that is quick; collective."""
-        run, state, strategy = self._run, self._run.state, self._run.strategy
-        checkpoint = self._way_back.checkpoint_before(step)
-        if checkpoint is None or run.optimizations[0].phase:
-            blamed = self._first(self._not_finite())
-            return "" if blamed is None else f" By now {blamed} is not finite."
-        seconds = (step - checkpoint[0]) * state.own_seconds / max(state.step, 1)
-        if not strategy.broadcast_object(seconds < _PATIENCE_SECONDS):
-            return ""
-        self._way_back.restore(checkpoint)
-        try:
-            before = -1
-            while state.step != before:  # or there is nothing to read any more
-                before = state.step
-                for window in strategy.windows(self._feed.windows(state.epoch, state.position), self._feed.source):
-                    if state.step + 1 == step:
-                        return self._look_at(window, step, "")
-                    self._repeat(window)
-        except GoBack as found:
-            return f" The reason lies before it{found.place}."
-        return ""
-
-    def _repeat(self, window: Window) -> None:
-        run, optimization = self._run, self._run.optimizations[0]
-        run.strategy.forward_backward(run.task, window)
-        run.strategy.optimizer_step(optimization)
-        optimization.after_step()
-        run.state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
-        if window.ends_epoch:
-            optimization.after_epoch()
-
     def _remedy(self) -> str:
         """Return what has become of the weights that were not finite, and what to do."""
         kept = "" if self._run.checkpoints is None else "; nothing of it is saved, and earlier checkpoints stay"
@@ -261,15 +185,6 @@ class Recovery:
             "to before them."
         )
 
-    def _not_finite(self) -> str | None:
-        """Return the name of a parameter or buffer here that is to be finite and is not; waits for the device."""
-        never_finite = self._way_back.never_finite
-        return next((name for name in nonfinite_state(self._run.task) if name not in never_finite), None)
-
-    def _first(self, found: str | None) -> str | None:
-        """Return what the first rank has found that found anything; collective."""
-        return next((other for other in self._run.strategy.all_gather_object(found) if other is not None), None)
-
     def _place(self, step: int | None) -> tuple[int | None, str]:
         """Return the first bad step of all ranks, and in words where it was; collective."""
         run = self._run
@@ -280,7 +195,7 @@ class Recovery:
             return None, f"before step {run.state.step}"
         first, rank, samples = min(found)
         on_rank = f" on rank {rank}" if len(places) > 1 else ""
-        return first, f"at step {first}{on_rank}" + (f" (samples {_listed(samples)})" if samples else "")
+        return first, f"at step {first}{on_rank}" + (f" (samples {listed(samples)})" if samples else "")
 
 
 class Attempt:
@@ -308,16 +223,3 @@ def checked_rollbacks(number: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise UserError(f"rollback_limit must be a whole number, at least 1, got {number!r}.")
     return number
-
-
-def _why_left_out(step: int, of_ranks: dict[int, tuple[bool, list[int]]]) -> str:
-    """Return in words what was wrong with a step, from whether each rank's loss was, and its samples."""
-    bad = next((rank for rank, (is_bad, _) in of_ranks.items() if is_bad), None)
-    samples = of_ranks[bad][1] if bad is not None else [index for _, own in of_ranks.values() for index in own]
-    why = "its gradient was not finite, or a spike" if bad is None else "its loss was NaN or infinite"
-    on_rank = f" on rank {bad}" if bad is not None and len(of_ranks) > 1 else ""
-    return f"step {step}, since {why}{on_rank}" + (f" (samples {_listed(samples)})" if samples else "")
-
-
-def _listed(samples: Sequence[int]) -> str:
-    return ", ".join(map(str, samples[:_SAMPLES_SHOWN])) + ", ..." * (len(samples) > _SAMPLES_SHOWN)

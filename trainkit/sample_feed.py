@@ -12,6 +12,7 @@ from torch import Tensor
 from trainkit.data import Source
 from trainkit.feed import Feed, order_of
 from trainkit.reading import Request, WorkerPool, make_reader, request_seed
+from trainkit.rng import seed_everything
 from trainkit.window import MicroBatch, Window
 
 if TYPE_CHECKING:
@@ -68,12 +69,24 @@ class SampleFeed(Feed):
         self._plan = strategy.plan(self._batch_size, even=self.source.stage == "train")
 
     def samples_of(self, step: int, state: TrainState) -> list[int]:
+        samples: list[int] = self._sampler.share(*self._place_of(step, state)).tolist()
+        return samples
+
+    def window_of(self, step: int, state: TrainState) -> Window | None:
+        epoch, start, stop = self._place_of(step, state)
+        micro_batches = []
+        for indices in self._cut(epoch, start, stop):
+            if self.source.workers:
+                seed_everything(request_seed(self.seed, epoch, int(indices[0])))  # as the worker was
+            micro_batches.append(MicroBatch(self._reader.read(indices, epoch), len(indices)))
+        return Window(micro_batches, stop - start, stop - start, stop == self._length)
+
+    def _place_of(self, step: int, state: TrainState) -> tuple[int, int, int]:
+        """Return the epoch of an earlier step's global batch, and its positions there from the first to the last."""
         windows = state.epoch * self.num_steps + -(-state.position // self._batch_size)
         epoch, number = divmod(windows - (state.step - step) - 1, self.num_steps)
         start = number * self._batch_size
-        stop = min(start + self._batch_size, self._length)
-        samples: list[int] = self._sampler.share(0 if self._repeat_first else epoch, start, stop).tolist()
-        return samples
+        return 0 if self._repeat_first else epoch, start, min(start + self._batch_size, self._length)
 
     def _used_length(self, num_samples: int) -> int:
         if self.limit is not None:

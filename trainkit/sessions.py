@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -36,6 +36,8 @@ def session(
     precision: str = "fp32",
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    on_nonfinite: Literal["raise", "skip"] = "raise",
+    spike_factor: float | None = None,
     seed: int = 0,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
@@ -60,17 +62,27 @@ def session(
         precision: As of the Trainer.
         clip_norm: As of the Trainer.
         clip_value: As of the Trainer.
+        on_nonfinite: `skip` leaves out steps whose gradient is not finite, as of the Trainer; `raise` refuses to save
+            weights that are not finite, and leaves it to the loop to look at losses.
+        spike_factor: As of the Trainer.
         seed: As of the Trainer.
         run_dir: Where `save` writes checkpoints.
         resume: A run folder or a checkpoint to go on from.
 
     """
+    if on_nonfinite not in ("raise", "skip"):
+        raise UserError(
+            f"session(on_nonfinite={on_nonfinite!r}): a loop of one's own stops and goes back by itself; "
+            "choose 'raise' or 'skip'."
+        )
     trainer = Trainer(
         strategy,
         max_duration=max_duration,
         precision=precision,
         clip_norm=clip_norm,
         clip_value=clip_value,
+        on_nonfinite=on_nonfinite,
+        spike_factor=spike_factor,
         seed=seed,
         sanity_batches=0,
         callbacks=[],
@@ -138,17 +150,19 @@ class Session:
 
     def step(self, window: Window) -> list[StepOutput]:
         """Make one optimizer step and count it; return the outputs of this rank's micro-batches. Collective."""
-        loop, run = self._loop, self.run
-        phases = loop.phases
-        outputs = loop.forward_backward(run.task, window) if phases is None else phases.train(window)
-        loop.finish_step(window)
-        return outputs
+        return self._loop.step(window)
 
     def mean(self, outputs: Sequence[StepOutput]) -> dict[str, float]:
-        """Return the weighted means of loss and metrics over all ranks; waits for the device. Collective."""
+        """Return the weighted means of loss and metrics over all ranks; waits for the device. Collective.
+
+        Warns of the steps that were left out since the last call, and of what was wrong with them.
+        """
         means = WeightedMeans(self.run.strategy.device)
         means.add(list(outputs), step=self.state.step)
-        return means.reduce(self.run.strategy)
+        bad = means.nonfinite_steps()
+        reduced = means.reduce(self.run.strategy)
+        self._loop.tell_left_out(bad)
+        return reduced
 
     def evaluate(self, stage: str = "validation") -> dict[str, float]:
         """Return the metrics over all samples of a stage, each counted once, by name (`validation/loss`). Collective.

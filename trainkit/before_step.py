@@ -1,0 +1,44 @@
+"""What a step changes besides parameters, so that it can be made as if it had not been."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from trainkit.metric_states import put_back, states_of
+
+
+class BeforeStep:
+    """The random generators, the buffers of a task and the states of its metrics, as they are now."""
+
+    def __init__(self, task: nn.Module, metrics: Sequence[nn.Module]) -> None:
+        import numpy as np
+
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
+        self._metrics = states_of(metrics)
+        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def put_back(self) -> None:
+        """Let everything be as it was."""
+        self.put_back_state()
+        self._put_back_generators()
+
+    def put_back_state(self) -> None:
+        """Let buffers and metrics be as they were; random numbers that were drawn stay drawn."""
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        put_back(self._metrics)
+
+    def _put_back_generators(self) -> None:
+        import numpy as np
+
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
