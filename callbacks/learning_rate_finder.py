@@ -18,7 +18,7 @@ from trainkit.optimization import Optimization
 from trainkit.window import Window
 
 from .chart import chart
-from .trial import trial
+from .trial import TriedPhases, trial
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -38,12 +38,15 @@ class LearningRateFinder(Callback):
     back as it was. The suggestion is where the loss falls most steeply. `learning_rates.svg` and `.json` in the run's
     folder show what was seen. A resumed run does not look again.
 
+    Of a task with phases one phase is swept; the others train along with the rates that were set. Its loss counts.
+
     Args:
         lowest: The first rate.
         highest: The last rate; the trial ends before if the loss explodes.
         steps: How many rates are tried.
         then: `stop` ends the run, `apply` trains with the suggestion (schedules are scaled alike), `continue` trains
             with the rate that was set.
+        phase: Which phase of a task with several is swept.
 
     """
 
@@ -54,6 +57,7 @@ class LearningRateFinder(Callback):
         highest: float = 1.0,
         steps: int = 100,
         then: Literal["stop", "apply", "continue"] = "stop",
+        phase: str | None = None,
     ) -> None:
         if not 0 < lowest < highest:
             raise UserError(f"learning_rate_finder: 0 < lowest < highest must hold, got {lowest} and {highest}.")
@@ -67,17 +71,14 @@ class LearningRateFinder(Callback):
         self.highest = highest
         self.steps = steps
         self.then = then
+        self.phase = phase
         self.suggestion: float | None = None
         """What was found, on every rank."""
 
     def on_fit_start(self, run: Run) -> None:
         if run.resumed_from is not None:
             return
-        if len(run.optimizations) != 1:
-            raise UserError(
-                "learning_rate_finder looks for the rate of one optimizer, and this task has several phases."
-            )
-        optimization = run.optimizations[0]
+        optimization = self._swept(run)
         with trial(run, who="learning_rate_finder"):
             rates, losses = self._sweep(run, optimization)
         self.suggestion = suggest(rates, losses)
@@ -88,23 +89,50 @@ class LearningRateFinder(Callback):
         elif self.then == "apply" and self.suggestion is not None:
             _apply(optimization, self.suggestion)
 
+    def _swept(self, run: Run) -> Optimization:
+        """Return the optimizer whose rate is looked for."""
+        phases = {optimization.phase: optimization for optimization in run.optimizations}
+        if (self.phase or "") in phases:
+            return phases[self.phase or ""]
+        if "" in phases:
+            raise UserError(
+                f"learning_rate_finder.phase={self.phase}: {type(run.task).__name__} has no phases; leave it out."
+            )
+        if self.phase is None:
+            raise UserError(
+                "learning_rate_finder looks for the rate of one optimizer, and "
+                f"{type(run.task).__name__} has the phases {', '.join(phases)}; say which one, as "
+                f"learning_rate_finder.phase={next(iter(phases))}."
+            )
+        raise UserError(
+            f"learning_rate_finder.phase={self.phase} is no phase of {type(run.task).__name__}."
+            f"{nearest(self.phase, list(phases))} Choose {', '.join(phases)}."
+        )
+
     def _sweep(self, run: Run, optimization: Optimization) -> tuple[list[float], list[float]]:
         """Return rates and the losses that were met with them; the same on every rank."""
         rates: list[float] = []
         losses: list[float] = []
         means = WeightedMeans(run.strategy.device)
-        for number, window in zip(range(self.steps), _windows(run), strict=False):
-            rate = self.lowest * (self.highest / self.lowest) ** (number / (self.steps - 1))
+        control = TriedPhases(run.task, run.strategy, run.optimizations) if optimization.phase else None
+        name = f"{optimization.phase}/loss" if optimization.phase else "loss"
+        for number, window in zip(range(self.steps * optimization.every), _windows(run), strict=False):
+            rate = self.lowest * (self.highest / self.lowest) ** (len(rates) / (self.steps - 1))
             _scale(optimization, rate)
-            means.add(run.strategy.forward_backward(run.task, window))
-            run.strategy.optimizer_step(optimization)
-            loss = means.reduce(run.strategy)["loss"]
+            if control is None:
+                means.add(run.strategy.forward_backward(run.task, window))
+                run.strategy.optimizer_step(optimization)
+            else:
+                means.add(control.make_step(run, window, number=number))
+            loss = means.reduce(run.strategy).get(name)
+            if loss is None or number % optimization.every:  # the phase takes no part in this step
+                continue
             rates.append(rate)
             losses.append(loss)
             if not math.isfinite(loss):
                 break
             smooth = _smoothed(losses)
-            if number > self.steps // 10 and smooth[-1] > _DIVERGED * min(smooth) > 0:
+            if len(rates) > self.steps // 10 + 1 and smooth[-1] > _DIVERGED * min(smooth) > 0:
                 break
         return rates, losses
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -32,11 +33,11 @@ class MicroBatchFinder(Callback):
     """Tries micro-batches of 2, 4, 8, ... samples until memory ends or the global batch does, and suggests a size.
 
     The global batch stays the same, and with it what is trained (but for batch norms, whose statistics are those of a
-    micro-batch). Each size makes a forward and a backward on every rank, without communication; a rank that runs out of
-    memory ends the trial for all of them, and everything is put back as it was. Memory that the optimizer will take in
-    its first step is held free meanwhile. The suggestion is the smallest size that is about as quick as the quickest.
-    In a pipeline, whose stages need each other, whole steps are made with the size that was set and its halves, which
-    leave less idle.
+    micro-batch). Each size makes a forward and a backward on every rank, without communication; a rank that runs out
+    of memory ends the trial for all of them, and everything is put back as it was. Memory that the optimizer will
+    take in its first step is held free meanwhile. The suggestion is the smallest size that is about as quick as the
+    quickest. A task with phases makes a forward and a backward of each of them. In a pipeline, whose stages need each
+    other, whole steps are made with the size that was set and its halves, which leave less idle.
 
     `micro_batches.svg` and `.json` in the run's folder show what was seen. A resumed run does not look again: set
     `strategy.micro_batch_size` to what was found, and it goes on to the bit.
@@ -85,15 +86,22 @@ class MicroBatchFinder(Callback):
             self._apply(run, self.suggestion)
 
     def _check(self, run: Run) -> None:
-        if len(run.optimizations) != 1 or run.plan is None or run.feed is None or run.feed.micro_batch(1) is None:
+        if run.plan is None or run.feed is None or run.feed.micro_batch(1) is None:
             raise UserError(
-                "micro_batch_finder needs a task of one optimizer, and training samples that can be read one by one."
+                "micro_batch_finder needs training samples that can be read one by one, and a batch_size; streams and "
+                "ready-made batches have the size that they have."
+            )
+        missing = [one.step_name for one in run.optimizations if not callable(getattr(run.task, one.step_name, None))]
+        if missing:  # of a task that names its methods in manual_step
+            raise UserError(
+                f"micro_batch_finder calls the step of each phase, and {type(run.task).__name__} has no method "
+                f"{missing[0]}; declare it as Phase(..., step='its_method'), or type strategy.micro_batch_size=8."
             )
 
     def _tried(self, run: Run, sizes: list[int]) -> dict[int, float]:
         """Return samples a second on one device for each size that fits on every rank; the same on all of them."""
         speeds: dict[int, float] = {}
-        parameters = sum(p.nbytes for p in run.optimizations[0].parameters)
+        parameters = sum(p.nbytes for one in run.optimizations for p in one.parameters)
         held_free = torch.empty(_OPTIMIZER_COPIES * parameters, dtype=torch.uint8, device=run.strategy.device)
         for size in sizes:
             try:
@@ -101,7 +109,7 @@ class MicroBatchFinder(Callback):
                 is_out = False
             except torch.OutOfMemoryError:
                 seconds, is_out = 0.0, True
-            run.optimizations[0].zero_grad()
+            _drop_gradients(run)
             if run.strategy.device.type == "cuda":
                 torch.cuda.empty_cache()
             if run.strategy.agree(is_out):
@@ -111,7 +119,7 @@ class MicroBatchFinder(Callback):
         return speeds
 
     def _seconds(self, run: Run, size: int) -> float:
-        """Return how long a forward and a backward of `size` samples take on this rank."""
+        """Return how long a forward and a backward of `size` samples take on this rank, of all phases together."""
         strategy, device = run.strategy, run.strategy.device
         assert run.feed is not None and run.plan is not None
         read = run.feed.micro_batch(size)
@@ -120,10 +128,11 @@ class MicroBatchFinder(Callback):
         window = Window([micro_batch], run.plan.batch_size, run.plan.batch_size, False)
         _wait(device)
         began = time.perf_counter()
-        with strategy.gradient_session(sync=False):
-            with strategy.precision.forward():
-                returned = run.task.training_step(micro_batch.batch)
-            strategy.backward(read_training_output(returned, size, run.task), micro_batch, window)
+        for step_name in _phases_in_turn(run):
+            with strategy.gradient_session(sync=False):
+                with strategy.precision.forward():
+                    returned = getattr(run.task, step_name)(micro_batch.batch)
+                strategy.backward(read_training_output(returned, size, run.task, step_name), micro_batch, window)
         _wait(device)
         return time.perf_counter() - began
 
@@ -148,10 +157,11 @@ class MicroBatchFinder(Callback):
     def _seconds_of_step(self, run: Run, window: Window) -> float:
         _wait(run.strategy.device)
         began = time.perf_counter()
-        run.strategy.forward_backward(run.task, window)
+        for _ in _phases_in_turn(run):
+            run.strategy.forward_backward(run.task, window)
         _wait(run.strategy.device)
         seconds = time.perf_counter() - began
-        run.optimizations[0].zero_grad()
+        _drop_gradients(run)
         return seconds
 
     def _apply(self, run: Run, size: int) -> None:
@@ -173,6 +183,19 @@ class MicroBatchFinder(Callback):
             write_text(run.run_dir / "micro_batches.svg", drawn)
             kept = {"suggestion": self.suggestion, "samples_per_second": {str(k): v for k, v in speeds.items()}}
             write_text(run.run_dir / "micro_batches.json", json.dumps({**kept, "out_of_memory": stopped}) + "\n")
+
+
+def _phases_in_turn(run: Run) -> Iterator[str]:
+    """Yield the method of each phase, which the strategy is to train when it is yielded."""
+    for optimization in run.optimizations:
+        if optimization.phase:
+            run.strategy.begin_phase(optimization, step_name=optimization.step_name)
+        yield optimization.step_name
+
+
+def _drop_gradients(run: Run) -> None:
+    for optimization in run.optimizations:
+        optimization.zero_grad()
 
 
 def _sizes(most: int) -> list[int]:

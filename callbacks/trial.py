@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import UserError
+from trainkit.phases import PhaseControl
 from trainkit.rng import rng_untouched
 
 if TYPE_CHECKING:
     from trainkit.run import Run
+    from trainkit.step_output import StepOutput
+    from trainkit.window import Window
 
 
 @contextmanager
@@ -49,6 +52,28 @@ def trial(run: Run, *, who: str) -> Iterator[None]:
             one.zero_grad()
             one.skipped_steps = None
         run.precision.load_state_dict(scaler)
+        if run.optimizations[0].phase:
+            run.strategy.end_phases()
+
+
+class TriedPhases(PhaseControl):
+    """Makes the steps of a task with phases, but leaves schedules where they are."""
+
+    def make_step(self, run: Run, window: Window, *, number: int) -> list[StepOutput]:
+        """Return what the phases returned that take part in the step of this number; collective."""
+        self.begin(window, num_steps=number)
+        if run.task.manual:
+            run.task.manual_step(self)
+        else:
+            for optimization in run.optimizations:
+                if self.due(optimization.phase):
+                    self.backward(optimization.phase)
+                    self.step(optimization.phase)
+        return self.outputs
+
+    def step(self, phase: str) -> None:
+        """Update the phase's parameters alone."""
+        self._optimizer_step(self._find(phase))
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

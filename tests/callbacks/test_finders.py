@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from trainkit.callbacks.chart import chart
 from trainkit.callbacks.learning_rate_finder import LearningRateFinder, suggest
 from trainkit.callbacks.micro_batch_finder import MicroBatchFinder
@@ -101,6 +102,11 @@ def look_on_two_ranks(folder: Path) -> dict[str, Any]:
         Trainer(strategy(), callbacks=finders, run_dir=folder / name, **settings).fit(looked, data())
         Trainer(strategy(), callbacks=[], run_dir=folder / f"{name}_plain", **settings).fit(plain, data())
         found[name] = weights(looked), weights(plain), by_size.suggestion
+    looked, plain, by_size = InPhases(), InPhases(), MicroBatchFinder(then="continue")
+    finders = [LearningRateFinder(steps=10, then="continue", phase="second"), by_size]
+    Trainer(DDPStrategy(device="cpu"), callbacks=finders, run_dir=folder / "phases", **settings).fit(looked, data())
+    Trainer(DDPStrategy(device="cpu"), run_dir=folder / "phases_plain", **settings).fit(plain, data())
+    found["phases"] = weights(looked), weights(plain), by_size.suggestion
     return found
 
 
@@ -108,7 +114,7 @@ def look_on_two_ranks(folder: Path) -> dict[str, Any]:
 def test_a_look_leaves_nothing_behind_on_several_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(look_on_two_ranks, 2, tmp_path)
 
-    for name in STRATEGIES:
+    for name in (*STRATEGIES, "phases"):
         for looked, plain, _ in (first[name], second[name]):
             assert_same_bits(looked, plain)
         assert len(json.loads((tmp_path / name / "learning_rates.json").read_text())["losses"]) == 10
@@ -269,21 +275,113 @@ def test_an_optimizer_that_is_kept_in_parts_is_refused_with_what_to_set(
         make_trainer(InParts(device="cpu"), callbacks=[FINDERS[finder]()]).fit(Model(), data())
 
 
+# ---- Phases
+
+
 class InPhases(Model):
+    """Two phases, of which the first has a schedule and the second takes part in every other step."""
+
     def first_step(self, batch: Any) -> Any:
         return self.training_step(batch)
 
+    def second_step(self, batch: Any) -> Any:
+        return 100.0 + self.training_step(batch)
+
     def configure_phases(self) -> Any:
-        return [
-            Phase("first", adamw(self.network)),
-            Phase("second", adamw(self.norm), step="first_step"),
-        ]
+        first = adamw(self.network)
+        return [Phase("first", (first, StepLR(first, 1, 0.5))), Phase("second", adamw(self.norm), every=2)]
 
 
-@pytest.mark.parametrize("finder", FINDERS)
-def test_a_task_with_phases_is_told_that_one_optimizer_is_needed(make_trainer: Any, finder: str) -> None:
-    with pytest.raises(UserError, match="one optimizer"):
-        make_trainer(callbacks=[FINDERS[finder]()]).fit(InPhases(), data())
+class Manual(InPhases):
+    manual = True
+
+    def manual_step(self, control: Any) -> None:
+        for name in ("second", "first", "first"):
+            control.backward(name)
+            control.step(name)
+
+
+IN_PHASES: dict[str, Callable[[], list[Callback]]] = {
+    "learning rate": lambda: [LearningRateFinder(steps=12, then="continue", phase="second")],
+    "micro-batch": lambda: [MicroBatchFinder(then="continue")],
+}
+
+
+@pytest.mark.parametrize("kind", [InPhases, Manual])
+@pytest.mark.parametrize("finder", IN_PHASES)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_look_at_phases_leaves_nothing_behind(
+    make_trainer: Any, finder: str, kind: type[InPhases], devices: int
+) -> None:
+    looked, plain = kind(), kind()
+    strategy = partial(DataParallel, devices=["cpu"] * devices)
+
+    make_trainer(strategy(), callbacks=IN_PHASES[finder](), max_duration="6step").fit(looked, data())
+    make_trainer(strategy(), max_duration="6step").fit(plain, data())
+
+    assert_same_bits(looked, plain)
+
+
+@pytest.mark.parametrize(("phase", "above"), [("first", 0.0), ("second", 100.0)])
+def test_one_phase_is_swept_and_the_other_keeps_its_rate(
+    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, above: float
+) -> None:
+    finder = LearningRateFinder(steps=10, lowest=1e-4, highest=1e-1, then="apply", phase=phase)
+    recorder, seen = Recorder(), []
+    monkeypatch.setattr("trainkit.callbacks.learning_rate_finder.suggest", lambda rates, losses: 0.02)
+    step = SingleDevice.optimizer_step
+
+    def looked_at(self: Any, optimization: Any) -> Any:
+        seen.append((optimization.phase, optimization.learning_rates()[0]))
+        return step(self, optimization)
+
+    monkeypatch.setattr(SingleDevice, "optimizer_step", looked_at)
+    make_trainer(SingleDevice(device="cpu"), callbacks=[finder, recorder], run_dir=tmp_path, max_duration="1step").fit(
+        InPhases(), data()
+    )
+
+    kept = json.loads((tmp_path / "learning_rates.json").read_text())
+    swept = [rate for name, rate in seen if name == phase][: len(kept["rates"])]
+    tried, trained = seen[: -len(recorder.run.optimizations)], seen[-len(recorder.run.optimizations) :]
+    assert kept["rates"] == pytest.approx([1e-4 * 10 ** (3 * number / 9) for number in range(10)])
+    assert kept["rates"] == pytest.approx(swept)
+    assert min(kept["losses"]) > above
+    assert above or max(kept["losses"]) < 100.0
+    assert {rate for name, rate in tried if name != phase} == {0.01}
+    assert dict(trained) == pytest.approx({"first": 0.01, "second": 0.01, phase: 0.02})
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "message"),
+    [
+        (InPhases, None, r"has the phases first, second; say which one, as learning_rate_finder\.phase=first"),
+        (InPhases, "secnd", r"phase=secnd is no phase of InPhases\..*second.* Choose first, second"),
+        (Model, "first", "Model has no phases; leave it out"),
+    ],
+)
+def test_a_phase_to_sweep_must_be_there(make_trainer: Any, kind: type[Model], phase: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_trainer(callbacks=[LearningRateFinder(phase=phase)]).fit(kind(), data())
+
+
+def test_memory_that_ends_in_one_phase_ends_the_trial(make_trainer: Any) -> None:
+    class Hungry(InPhases):
+        def second_step(self, batch: Any) -> Any:
+            if len(batch[0]) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().second_step(batch)
+
+    finder = MicroBatchFinder(then="stop")
+    make_trainer(callbacks=[finder]).fit(Hungry(), data())
+    assert finder.suggestion in (2, 4)
+
+
+def test_phases_without_methods_of_their_own_are_refused_with_what_to_type(make_trainer: Any) -> None:
+    class Nameless(Manual):
+        second_step = None  # type: ignore[assignment] # as if manual_step named another method
+
+    with pytest.raises(UserError, match=r"no method second_step; .*strategy\.micro_batch_size=8"):
+        make_trainer(callbacks=[MicroBatchFinder()]).fit(Nameless(), data())
 
 
 def test_a_chart_of_nothing_is_still_a_chart() -> None:
