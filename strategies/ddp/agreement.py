@@ -32,6 +32,17 @@ def check_same_model(tensors: Mapping[str, Iterable[tuple[str, Tensor]]], group:
     return answers[0][0]
 
 
+def only_device(parameters: Sequence[nn.Parameter]) -> torch.device:
+    """Return the device of all parameters; raises where there is none, or more than one."""
+    devices = {parameter.device for parameter in parameters}
+    if not devices:
+        raise RuntimeError("there is nothing to reduce: no parameter requires a gradient")
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"all parameters must be on one device to be reduced together, but they are on {names}")
+    return devices.pop()
+
+
 def tensors_of(module: nn.Module) -> dict[str, Iterable[tuple[str, Tensor]]]:
     """Return what must be the same on every rank: all parameters and buffers of a module."""
     return {"parameter": module.named_parameters(), "buffer": module.named_buffers()}

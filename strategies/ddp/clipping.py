@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .gradient_bucket import Bucket
 
 CHUNK_ELEMENTS = 64 * 1024
 
@@ -18,6 +20,22 @@ def total_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if not squares:
         return torch.zeros((), dtype=dtype, device=device)
     return torch.stack([square.to(device) for square in squares]).sum().sqrt().to(dtype)
+
+
+def whole_gradients(buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return tensors that hold all gradients once: the flat bucket where all `.grad` lie in it, else each of them."""
+    if not buckets:
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    whole: list[Tensor] = []
+    for bucket in buckets:
+        gradients = [slot.parameter.grad for slot in bucket.slots]
+        if bucket.contents is not None and all(
+            gradient is slot.view for gradient, slot in zip(gradients, bucket.slots, strict=True)
+        ):
+            whole.append(bucket.flat)
+        else:
+            whole.extend(gradient for gradient in gradients if gradient is not None)
+    return whole
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,9 +10,7 @@ import torch.distributed as dist
 from .agreement import agree_on_arrivals
 from .buckets import DEFAULT_CAP_BYTES, MIB, BucketPlan, GradientSpec, plan_buckets
 from .gradient_bucket import Slot
-
-if TYPE_CHECKING:
-    from .reducer import ReducerSettings
+from .reducer_settings import ReducerSettings
 
 
 class FirstBackward:

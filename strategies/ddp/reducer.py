@@ -20,16 +20,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from .agreement import check_same_model
-from .clipping import total_norm
+from .absences import Absences
+from .agreement import check_same_model, only_device
+from .clipping import total_norm, whole_gradients
 from .failure import StoreBoard
 from .filling import Filling
 from .first_backward import FirstBackward, plan_of
@@ -37,32 +37,11 @@ from .gradient_bucket import Bucket, Slot, make_buckets
 from .hook_run import CommunicationHook
 from .launch_queue import LaunchQueue
 from .mistakes import too_often, without_gradient
+from .reducer_settings import ReducerSettings, Unused
 from .reductions import Reductions
-from .transport import TransportName, open_transport
+from .transport import open_transport
 
-Unused = Literal["auto", "error", "find"]
-
-
-@dataclass(frozen=True, slots=True)
-class ReducerSettings:
-    """How gradients are reduced."""
-
-    average: bool = True
-    """Divide by the number of ranks; else the sum is left."""
-    bucket_mb: float | None = None
-    """Size of a bucket in MiB; by default 25, as in PyTorch's own Reducer."""
-    first_bucket_mb: float = 1.0
-    """Size of the first bucket, whose reduction should start early."""
-    gradient_as_bucket_view: bool = True
-    """Let `.grad` be the part of the bucket: nothing is copied back, and there is one set of gradients."""
-    unused: Unused = "auto"
-    """Parameters without a gradient: "auto" handles them, "error" names them, "find" looks for them beforehand."""
-    static_graph: bool = False
-    """Every step uses the same parameters equally often: those unused in the first hold up nobody later."""
-    transport: TransportName = "auto"
-    """How buckets travel: "shared_memory", "group" (gloo, nccl), or "auto": the first where it works."""
-    timeout_seconds: float = 1800.0
-    """How long to wait for another rank."""
+__all__ = ["Reducer", "ReducerSettings", "Unused"]
 
 
 class Reducer:
@@ -89,7 +68,7 @@ class Reducer:
         self.group, self.world_size = group, group.size()
         self.slots = [Slot(i, name, parameter) for i, (name, parameter) in enumerate(named_parameters)]
         self.parameters = [slot.parameter for slot in self.slots]
-        self.device = _only_device(self.parameters)
+        self.device = only_device(self.parameters)
         token = check_same_model({"parameter": named_parameters, **(untrained or {})}, group)
         self.board = board or StoreBoard(group, token=token)
         self.transport = open_transport(
@@ -116,10 +95,12 @@ class Reducer:
         self._first = FirstBackward(self.slots, settings=self.settings)
         self.began_at = self.backward_ended_at = self.ended_at = 0.0  # seconds of time.perf_counter
         self.waited_seconds = 0.0  # after backward, in all steps
-        self._never: list[int] = []  # parameters that a static graph does not use on this rank
-        self._marked: set[int] = set()  # known not to take part, and not contributed yet
-        self._undivided: dict[int, Tensor] = {}  # earlier sums of parameters by index, see `_share_carried`
-        self._shadow = False  # this rank only takes part in the backward of the others
+        self._absences = Absences(
+            self.slots,
+            filling=self.filling,
+            queue=self._queue,
+            divide_carried_by=1 if self.settings.average else self.world_size,
+        )
         self._broken: str | None = None
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot)) for slot in self.slots
@@ -149,7 +130,7 @@ class Reducer:
     def no_sync(self) -> Iterator[None]:
         """Let gradients only add up on this rank; the next reduction takes the sum along."""
         before, self.sync = self.sync, False
-        self._share_carried()
+        self._absences.share_carried()
         try:
             yield
         finally:
@@ -167,7 +148,7 @@ class Reducer:
         """Expect a backward."""
         if self._broken is not None:
             raise RuntimeError(f"gradients cannot be reduced any more: {self._broken}")
-        self._open, self._marked, self._num_completed = True, set(), 0
+        self._open, self._num_completed = True, 0
         self.began_at = time.perf_counter()
         self._queue.begin(self.buckets)
         if not self.buckets:
@@ -175,16 +156,13 @@ class Reducer:
             return
         for slot in self.slots:
             slot.remaining = slot.expected
-        for index in self._never:
-            self.slots[index].remaining = 1  # until its place is filled with nothing
-        self._marked.update(self._never)
-        self._share_carried()
+        self._absences.begin()
 
     def mark_unused(self, unused: Sequence[int]) -> None:
         """Do not wait for the parameters `unused`: they are known to take no part in the backward that follows."""
-        self._marked.update(unused)
+        self._absences.mark(unused)
         if self._fast:
-            self._contribute_marked()
+            self._absences.fill_marked()
 
     def finish(self) -> None:
         """Leave in every `.grad` the reduction over ranks. Collective; the backward has run.
@@ -196,7 +174,7 @@ class Reducer:
             if not self.buckets:
                 self._settle()
             elif not self._fast:
-                self._contribute_marked()
+                self._absences.fill_marked()
             if not self._queue.is_complete:
                 self._contribute_missing()
             self._wait_for_all()
@@ -205,7 +183,7 @@ class Reducer:
             raise
         finally:
             self._open = self._fast = False
-            self._undivided.clear()
+            self._absences.end()
         self.step += 1
         self.ended_at = time.perf_counter()
         self.waited_seconds += self.ended_at - self.backward_ended_at
@@ -222,12 +200,12 @@ class Reducer:
 
     def reduce_nothing(self) -> None:
         """Take part in a reduction without gradients of its own: this rank adds zeros. Collective."""
-        self._shadow = True
+        self._absences.is_shadow = True
         try:
             self.begin()
             self.finish()
         finally:
-            self._shadow = False
+            self._absences.is_shadow = False
 
     def _finish_armed(self) -> None:
         """Finish at the end of the backward, unless it gave no parameter a gradient (`torch.autograd.grad`)."""
@@ -262,18 +240,7 @@ class Reducer:
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of all gradients, computed on the flat buckets where `.grad` lies in them."""
-        whole: list[Tensor] = []
-        for bucket in self.buckets:
-            gradients = [slot.parameter.grad for slot in bucket.slots]
-            if bucket.contents is not None and all(
-                gradient is slot.view for gradient, slot in zip(gradients, bucket.slots, strict=True)
-            ):
-                whole.append(bucket.flat)
-            else:
-                whole.extend(gradient for gradient in gradients if gradient is not None)
-        if not self.buckets:
-            whole = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return total_norm(whole, self.device)
+        return total_norm(whole_gradients(self.buckets, self.parameters), self.device)
 
     def element_size(self, bucket: Bucket) -> int:
         """Return the bytes of one gradient element in a bucket."""
@@ -341,7 +308,7 @@ class Reducer:
             self.arm()
         if self.buckets:
             self._fast = True
-            self._contribute_marked()
+            self._absences.fill_marked()
             return True
         fires = self._first.note(slot)
         if fires > 1 and self.settings.unused == "error" and not self.settings.static_graph:
@@ -357,59 +324,17 @@ class Reducer:
         bucket.ready_at = time.perf_counter()
         self._launch_ready()
 
-    def _share_carried(self) -> None:
-        """Divide sums of an earlier reduction that are still in `.grad`: they will be added up over ranks again.
-
-        Means need no such care: the mean of equal gradients is that gradient.
-        """
-        if self.settings.average or self.world_size == 1:
-            return
-        for slot in self.slots:
-            if slot.carried:
-                slot.carried = False
-                gradient = slot.parameter.grad
-                if gradient is not None:
-                    self._undivided[slot.index] = gradient.clone()
-                    gradient.mul_(1.0 / self.world_size)
-
     # ---- Parameters without a gradient
-
-    def _contribute_marked(self) -> None:
-        """Fill the places of parameters that are known to take no part."""
-        for index in sorted(self._marked):
-            slot = self.slots[index]
-            if slot.remaining:
-                self._contribute(slot)
-        self._marked.clear()
 
     def _contribute_missing(self) -> None:
         """Fill the places of parameters whose hooks did not fire as often as expected, and launch the rest."""
         missing = [slot for bucket in self.buckets if bucket.pending for slot in bucket.slots if slot.remaining]
         absent = [slot for slot in missing if not slot.touched]
-        if self.settings.unused == "error" and absent and not self._shadow:
+        if self.settings.unused == "error" and absent and not self._absences.is_shadow:
             self._raise_unused(absent)
         for slot in missing:
-            self._contribute(slot)
+            self._absences.fill(slot)
         self._launch_ready()
-
-    def _contribute(self, slot: Slot) -> None:
-        """Add what a parameter has whose hook will not fire: what was accumulated before, or nothing."""
-        bucket = slot.bucket
-        assert bucket is not None
-        slot.remaining = 0
-        if slot.touched:
-            self.filling.fill(slot)
-        else:
-            self._contribute_nothing(slot, bucket)
-        self._queue.count(bucket)
-
-    def _contribute_nothing(self, slot: Slot, bucket: Bucket) -> None:
-        """Let this rank add nothing to the gradient of a parameter; a gradient from before is kept."""
-        gradient, kept = slot.parameter.grad, None
-        if gradient is not None:
-            undivided = self._undivided.get(slot.index)
-            kept = gradient.clone() if undivided is None else undivided
-        self.filling.add_nothing(slot, bucket, kept=kept, zeros=self._shadow)
 
     # ---- Reducing
 
@@ -456,10 +381,10 @@ class Reducer:
     def _settle(self) -> None:
         """Make the buckets in rank 0's order of arrival, and fill them with the first gradients."""
         absent = self._first.absent()
-        if self.settings.unused == "error" and absent and not self._shadow:
+        if self.settings.unused == "error" and absent and not self._absences.is_shadow:
             self._raise_unused(absent)
         self.plan = self._first.agree(self.group, self.device)
-        self._never = self._first.unused_here
+        self._absences.never = self._first.unused_here
         self.buckets = make_buckets(self.plan, self.slots, self.transport, flags=self.settings.unused != "error")
         self._queue.begin(self.buckets)
         for bucket in self.buckets:
@@ -467,7 +392,7 @@ class Reducer:
                 self.transport.reserve(bucket.index)
             for slot in bucket.slots:
                 slot.touched = slot.touched or slot.arrived > 0
-                self._contribute(slot)
+                self._absences.fill(slot)
             self._launch_ready()
 
     # ---- Mistakes
@@ -481,13 +406,3 @@ class Reducer:
     def _raise(self, why: str) -> NoReturn:
         self.fail(why)
         raise RuntimeError(why)
-
-
-def _only_device(parameters: Sequence[nn.Parameter]) -> torch.device:
-    devices = {parameter.device for parameter in parameters}
-    if not devices:
-        raise RuntimeError("there is nothing to reduce: no parameter requires a gradient")
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"all parameters must be on one device to be reduced together, but they are on {names}")
-    return devices.pop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,8 @@ from .collective import ProcessGroupTransport
 from .failure import FailureBoard
 from .gradient_bucket import Bucket, GradientBucket
 from .hook_run import CommunicationHook, HookRun
+from .reducer_settings import ReducerSettings
 from .transport import Transport
-
-if TYPE_CHECKING:
-    from .reducer import ReducerSettings
 
 
 class Reductions:
