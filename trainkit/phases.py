@@ -166,12 +166,15 @@ class Phases:
 
 def check_phases_run(task: TaskModule, strategy: Strategy) -> None:
     """Raise UserError for a task with phases on a strategy that cannot train these."""
-    if has_phases(task) and not strategy.runs_phases:
+    if not has_phases(task):
+        return
+    if not strategy.runs_phases:
         name = type(strategy).__name__
         raise UserError(
             f"{type(task).__name__} has phases, which {name} cannot train: each has a step and optimizer of its own, "
-            f"and {name} prepares one of each. Type strategy=ddp, strategy=dp or strategy=single."
+            f"and {name} prepares one of each. Type strategy=ddp, strategy=dp, strategy=pipeline or strategy=single."
         )
+    strategy.check_phases(task)
 
 
 def has_phases(task: TaskModule) -> bool:

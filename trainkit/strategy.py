@@ -154,6 +154,9 @@ class Strategy:
         """Raise UserError for what this machine cannot run; called before any process is started."""
         pick_device(self._requested_device)
 
+    def check_phases(self, task: TaskModule) -> None:
+        """Raise UserError for a task with phases that could not be trained; called before any process is started."""
+
     def launch(self, run: Callable[[], T]) -> T:
         """Call `run` on every rank and return what it returned on rank 0."""
         return run()

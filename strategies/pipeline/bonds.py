@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from .costs import estimated_seconds
+from .event_mode import GRADIENT
 from .events import RETURN, Bond, Event, Value
 
 CHEAP_SHARE = 0.01
@@ -63,10 +64,26 @@ def family_bonds(events: Sequence[Event], writes: Sequence[tuple[Sequence[int], 
 
 
 def gradient_bonds(events: Sequence[Event]) -> Iterator[Bond]:
-    """Yield bonds around all that a call of `torch.autograd.grad` may look back at."""
+    """Yield bonds around what a call of `torch.autograd.grad` looks back at: from what it differentiates by to it."""
     for event in events:
-        if event.name == "grad" and not event.is_unit:
-            yield Bond(0, event.index, f"{event} asks for gradients of all that is before it")
+        if event.name == GRADIENT and not event.is_unit:
+            first = 0 if event.parameters else _first_touched(events[: event.index], event.inputs)
+            reason = f"{event} differentiates by what {events[first]} is given, and looks back at all in between"
+            yield Bond(first, event.index, reason)
+
+
+def _first_touched(events: Sequence[Event], given: Sequence[int]) -> int:
+    """Return the first event, not made by every stage for itself, that makes or uses what follows from values."""
+    followers = set(given)
+    touching = []
+    for event in events:
+        made = {product.value for product in event.products}
+        if followers & {*event.inputs, *made}:
+            if followers.intersection(event.inputs):
+                followers |= made
+            if not event.is_local:
+                touching.append(event.index)
+    return min(touching, default=len(events))
 
 
 def checkpoint_bonds(events: Sequence[Event]) -> Iterator[Bond]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from .interception import Call
@@ -28,6 +29,10 @@ SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook",
 """Calls without a tensor as result that are made once, in the stage they belong to."""
 
 
+GRADIENT = "autograd.grad"
+"""What `torch.autograd.grad` is called, which is no question about a tensor as its attribute `grad` is."""
+
+
 def function_name(function: Any) -> str:
     """Return the short name of a torch function, method or property."""
     name: str = getattr(function, "__name__", "") or type(function).__name__
@@ -35,7 +40,7 @@ def function_name(function: Any) -> str:
         return str(function.__self__.__name__)
     if name == "__set__":
         return f"{function.__self__.__name__}="
-    return name
+    return GRADIENT if function is torch.autograd.grad else name
 
 
 class EventMode(TorchFunctionMode):

@@ -150,6 +150,8 @@ class Bond:
     first: int
     last: int
     reason: str
+    advice: str = ""
+    """What to do about it, where that is known."""
 
     def forbids(self, cut: int) -> bool:
         """Return whether a stage that begins at event `cut` would tear the bond."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .costs import estimated_seconds
-from .event_mode import EventMode
+from .event_mode import GRADIENT, EventMode
 from .events import Event, Recording
 from .interception import Call, Interception
 from .recorder import CONSTANTS
@@ -23,6 +23,8 @@ from .untouched import copied, unchanged
 WORTH_SECONDS = 50e-6
 """Calls that take less than this are not repeated."""
 BACKWARD_PER_FORWARD = 2.0
+UNREPEATED = frozenset({"__iter__", GRADIENT})
+"""Calls that are timed once: what they are given is used up, or is nothing without the graph behind it."""
 
 
 def measure(recording: Recording, task: nn.Module, step: Step, batch: Any, *, repeats: int = 3) -> None:
@@ -93,7 +95,7 @@ class _Stopwatch(EventMode):
                 seconds = perf_counter() - start
                 self._note(event, seconds)
                 worth = (event.is_unit or seconds > WORTH_SECONDS) and not event.is_local
-                if self._repeats and worth and not event.written and name != "__iter__":
+                if self._repeats and worth and not event.written and name not in UNREPEATED:
                     if all(isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in leaves((args, kwargs))):
                         # A checkpoint around the unit must not see what the repetitions save.
                         with torch.autograd.graph.saved_tensors_hooks(_same, _same):

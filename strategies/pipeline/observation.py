@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from .events import Cost, Event, Recording
 
@@ -28,3 +31,5 @@ class Observation:
     """Opened modules whose own code looks at elements of values that only one stage has."""
     reentrant: list[Event]
     """Calls inside a checkpoint with `use_reentrant=True`, which hides their gradients from the other stages."""
+    made: list[weakref.ref[Tensor]]
+    """What the step made, of which an attribute may keep something for the step of another phase."""

@@ -176,10 +176,7 @@ def too_few_places(recording: Recording, num_stages: int, kept: Mapping[str, Bon
         message += f" The users of {names} are to stay together; strategy.shared=auto lets stages have copies."
     elif recording.bonds:
         widest = max(recording.bonds, key=lambda bond: bond.last - bond.first)
-        message += (
-            f" What holds it together: {widest.reason}. Return that tensor from the module's forward and pass it "
-            "on as an argument, so that it can be sent from stage to stage."
-        )
+        message += f" What holds it together: {widest.reason}.{widest.advice}"
     else:
         dear = max(recording.events, key=lambda event: event.cost.seconds)
         message += f" The dearest piece that cannot be opened is {dear}."

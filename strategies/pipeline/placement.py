@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,7 +22,7 @@ class Placement:
 
     holders: dict[str, tuple[int, ...]]
     used: frozenset[str]
-    """What the step uses at all; the rest is on every rank."""
+    """What training uses at all; the rest is on every rank."""
 
     def is_held(self, name: str, rank: int) -> bool:
         """Return whether a rank holds a parameter or buffer."""
@@ -40,17 +41,19 @@ class Placement:
         return dict(found)
 
 
-def place(task: nn.Module, recording: Recording, partition: Partition, *, num_ranks: int) -> Placement:
-    """Return where the parts of `task` belong; stage `s` is on rank `s % num_ranks`."""
+def place(task: nn.Module, cut: Sequence[tuple[Recording, Partition]], *, num_ranks: int) -> Placement:
+    """Return where the parts of `task` belong, which all these steps use; stage `s` is on rank `s % num_ranks`."""
     everywhere = tuple(range(num_ranks))
     ranks: dict[str, set[int]] = defaultdict(set)
-    for event in recording.events:
-        rank = partition.stage_of(event.index) % num_ranks
-        for name in (*event.parameters, *event.buffers, *event.written_buffers):
-            ranks[name].update(everywhere if event.is_local else (rank,))
+    used: set[str] = set()
+    for recording, partition in cut:
+        for event in recording.events:
+            rank = partition.stage_of(event.index) % num_ranks
+            for name in (*event.parameters, *event.buffers, *event.written_buffers):
+                ranks[name].update(everywhere if event.is_local else (rank,))
+            used.update(event.parameters)
     names = [name for name, _ in (*task.named_parameters(), *task.named_buffers())]
     holders = {name: tuple(sorted(ranks[name])) if name in ranks else everywhere for name in names}
-    used = {name for event in recording.events for name in event.parameters}
     return Placement(holders, frozenset(used))
 
 

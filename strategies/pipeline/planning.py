@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,6 +20,7 @@ from trainkit.errors import UserError
 from .choice import Choice
 from .costs import estimated_seconds
 from .events import Event, Recording
+from .joint import Joint, join
 from .manual_cuts import manual_cuts
 from .measuring import Unrepeatable, estimate, measure
 from .observation import Observation
@@ -39,6 +41,10 @@ FINENESS = (2, 4, 8, 16)
 """A module is opened where it takes more than this part of a stage; tried in turn."""
 
 
+def _nothing() -> None:
+    """A task's only step needs nothing before it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """A task's step with one batch, which can be observed as often as needed."""
@@ -47,13 +53,18 @@ class Rehearsal:
     step: Step
     batch: Any
     costs: Costs
+    begin: Callable[[], None] = _nothing
+    """Called before the step is run: it turns to the phase that the step belongs to."""
+    share: float = 1.0
+    """How often the step is made, for one of the task's."""
 
-    def observe(self, units: frozenset[str]) -> Observation:
+    def observe(self, units: frozenset[str], earlier: Sequence[weakref.ref[Tensor]] = ()) -> Observation:
         """Return what one run shows; raises UserError where only computing could tell what the step does."""
+        self.begin()
         if self.costs != "fake":
-            return observe(self.task, self.step, self.batch, units=units)
+            return observe(self.task, self.step, self.batch, units=units, earlier=earlier)
         try:
-            return observe(self.task, self.step, self.batch, units=units, fake=True)
+            return observe(self.task, self.step, self.batch, units=units, fake=True, earlier=earlier)
         except NEEDS_ELEMENTS as error:
             raise UserError(
                 f"{type(self.task).__name__}'s step looks at elements of a tensor ({error.func}), which are not known "
@@ -63,6 +74,7 @@ class Rehearsal:
 
     def set_costs(self, recording: Recording) -> None:
         """Measure or estimate how long the events take."""
+        self.begin()
         if self.costs == "measured":
             try:
                 measure(recording, self.task, self.step, self.batch)
@@ -70,6 +82,24 @@ class Rehearsal:
             except Unrepeatable as error:
                 logger.info("costs are estimated, not measured: %s", error)
         estimate(recording)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The recorded steps of a task's phases, or its one step, and how they are cut together."""
+
+    steps: tuple[Recording, ...]
+    whole: Recording
+    """All of them in one list, as in `Joint`; of one step that step itself."""
+    partition: Partition
+    """Of the whole."""
+    partitions: tuple[Partition, ...]
+    """Of each step."""
+
+    @classmethod
+    def of(cls, steps: Sequence[Recording], joint: Joint, partition: Partition) -> Planned:
+        """Return the plan with a partition of the joint list."""
+        return cls(tuple(steps), joint.recording, partition, tuple(joint.partitions(partition, steps)))
 
 
 def plan(
@@ -89,32 +119,54 @@ def plan(
     The step runs a few times on a copy of `batch`; the task is left as it was. Unless `costs` are `measured` they
     follow from operations and bytes; `fake` computes nothing at all, and the task may lie on the meta device.
     """
-    rehearsal = Rehearsal(task, step, batch, costs)
-    survey = rehearsal.observe(frozenset())
-    if not survey.recording.parameter_users:
-        raise UserError(f"{type(task).__name__}'s step uses no parameter of the task: there is nothing to cut.")
+    rehearsals = [Rehearsal(task, step, batch, costs)]
+    planned = plan_steps(rehearsals, num_stages=num_stages, balance=balance, cuts=cuts, shared=shared)
+    return planned.whole, planned.partition
+
+
+def plan_steps(
+    rehearsals: Sequence[Rehearsal],
+    *,
+    num_stages: int,
+    balance: float,
+    cuts: Cuts | None,
+    shared: Shared,
+) -> Planned:
+    """Return recordings of all steps of a task, cut such that each parameter is in the same stage in all of them."""
+    surveys: list[Observation] = []
+    for rehearsal in rehearsals:
+        earlier = [tensor for survey in surveys for tensor in survey.made]
+        survey = rehearsal.observe(frozenset(), earlier)
+        surveys.append(survey)
+        if not survey.recording.parameter_users:
+            raise UserError(
+                f"{type(rehearsal.task).__name__}'s step uses no parameter of the task: there is nothing to cut."
+            )
+    together = len(rehearsals) > 1
+    shared = "replicated" if together else shared  # of several steps the joint list has bonds around what is shared
     if cuts is not None:
-        return _manual(rehearsal, survey, cuts, num_stages=num_stages, shared=shared)
-    best: tuple[Recording, Partition] | None = None
+        return _manual(rehearsals, surveys, cuts, num_stages=num_stages, shared=shared)
+    best: Planned | None = None
     best_cost = float("inf")
     refusal: UserError | None = None
-    previous: frozenset[str] | None = None
+    previous: list[frozenset[str]] | None = None
     for fineness in FINENESS:
-        recording = _record(rehearsal, survey, limit=1.0 / (num_stages * fineness), opened=frozenset())
-        units = frozenset(event.name for event in recording.events if event.is_unit)
+        limit = 1.0 / (num_stages * fineness)
+        steps = _record_alike(rehearsals, surveys, limit=limit, opened=frozenset())
+        units = [_units(step) for step in steps]
         if units == previous:
             continue
         previous = units
-        rehearsal.set_costs(recording)
+        joint = _costed(rehearsals, steps)
         try:
-            found = partition(recording, num_stages=num_stages, balance=balance, shared=shared)
+            found = partition(joint.recording, num_stages=num_stages, balance=balance, shared=shared)
         except UserError as error:
             refusal = error
             continue
-        stage_costs = StageCosts.of(recording, num_stages=num_stages, balance=balance)
-        cost = dearest(found.cuts, len(recording.events), stage_costs)
+        stage_costs = StageCosts.of(joint.recording, num_stages=num_stages, balance=balance)
+        cost = dearest(found.cuts, len(joint.recording.events), stage_costs)
         if cost < best_cost * WORTH_OPENING:
-            best, best_cost = (recording, found), cost
+            best, best_cost = Planned.of(steps, joint, found), cost
         if best_cost * num_stages <= GOOD_IMBALANCE:
             break
     if best is None:
@@ -123,23 +175,37 @@ def plan(
     return best
 
 
-def plan_again(
-    task: nn.Module, step: Step, batch: Any, choice: Choice, *, costs: Costs = "measured"
-) -> tuple[Recording, Partition] | None:
-    """Return a recording cut as it was when `choice` was made, or nothing if the step makes other calls by now."""
-    rehearsal = Rehearsal(task, step, batch, costs)
-    recording = rehearsal.observe(frozenset(choice.units)).recording
-    if not choice.fits(recording):
+def plan_again(rehearsals: Sequence[Rehearsal], choice: Choice) -> Planned | None:
+    """Return recordings cut as they were when `choice` was made, or nothing if the steps make other calls by now."""
+    steps = [rehearsal.observe(frozenset(choice.units)).recording for rehearsal in rehearsals]
+    joint = _costed(rehearsals, steps, measure=False)
+    if not choice.fits(joint.recording):
         return None
-    rehearsal.set_costs(recording)
-    return recording, with_replicas(recording, choice.cuts)
+    joint = _costed(rehearsals, steps)
+    return Planned.of(steps, joint, with_replicas(joint.recording, choice.cuts))
+
+
+def _costed(rehearsals: Sequence[Rehearsal], steps: Sequence[Recording], *, measure: bool = True) -> Joint:
+    for rehearsal, step in zip(rehearsals, steps, strict=True):
+        if measure:
+            rehearsal.set_costs(step)
+    return join(steps, [rehearsal.share for rehearsal in rehearsals])
+
+
+def _units(step: Recording) -> frozenset[str]:
+    return frozenset(event.name for event in step.events if event.is_unit)
 
 
 def _manual(
-    rehearsal: Rehearsal, survey: Observation, cuts: Cuts, *, num_stages: int, shared: Shared
-) -> tuple[Recording, Partition]:
+    rehearsals: Sequence[Rehearsal],
+    surveys: Sequence[Observation],
+    cuts: Cuts,
+    *,
+    num_stages: int,
+    shared: Shared,
+) -> Planned:
     wanted = [] if isinstance(cuts, Mapping) else list(cuts)
-    names = [name for name in survey.module_calls if name]
+    names = [name for survey in surveys for name in survey.module_calls if name]
     opened = {
         ancestor
         for name in names
@@ -147,10 +213,27 @@ def _manual(
         for ancestor in _ancestors(name)
     }
     limit = 0.0 if isinstance(cuts, Mapping) else 1.0  # patterns may name any module
-    recording = _record(rehearsal, survey, limit=limit, opened=frozenset(opened))
-    rehearsal.set_costs(recording)
+    steps = _record_alike(rehearsals, surveys, limit=limit, opened=frozenset(opened))
+    joint = _costed(rehearsals, steps)
     asked = dict(cuts) if isinstance(cuts, Mapping) else wanted
-    return recording, manual_cuts(recording, asked, num_stages=num_stages, shared=shared)
+    found = manual_cuts(joint.recording, asked, num_stages=num_stages, shared=shared)
+    return Planned.of(steps, joint, found)
+
+
+def _record_alike(
+    rehearsals: Sequence[Rehearsal], surveys: Sequence[Observation], *, limit: float, opened: frozenset[str]
+) -> list[Recording]:
+    """Return recordings in which a module that one of them opens is opened by all, where it can be."""
+    while True:
+        steps = [
+            _record(rehearsal, survey, limit=limit, opened=opened)
+            for rehearsal, survey in zip(rehearsals, surveys, strict=True)
+        ]
+        units = frozenset().union(*map(_units, steps))
+        nested = units.intersection(ancestor for name in units for ancestor in _ancestors(name))
+        if nested <= opened:
+            return steps
+        opened |= nested
 
 
 def _record(rehearsal: Rehearsal, survey: Observation, *, limit: float, opened: frozenset[str]) -> Recording:

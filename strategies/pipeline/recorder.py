@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -34,6 +35,11 @@ from .structures import leaves, rebuild, tensors
 
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 
+CARRIED = (
+    " Return that tensor from the module's forward and pass it on as an argument, so that it can be sent from stage to "
+    "stage."
+)
+
 
 @dataclass(slots=True)
 class _Mark:
@@ -48,8 +54,17 @@ class _Mark:
 class Recorder(EventMode):
     """Observes one run of a step."""
 
-    def __init__(self, task: nn.Module, batch: Any, units: frozenset[str], *, draws_are_real: bool):
+    def __init__(
+        self,
+        task: nn.Module,
+        batch: Any,
+        units: frozenset[str],
+        *,
+        draws_are_real: bool,
+        earlier: Sequence[weakref.ref[Tensor]] = (),
+    ):
         super().__init__()
+        self._earlier = {id(tensor): tensor for made in earlier if (tensor := made()) is not None}
         self._draws_are_real = draws_are_real
         self.counter = CallCounter()
         self._units = units
@@ -192,7 +207,12 @@ class Recorder(EventMode):
             reference, first = self._made_inside[key]
             if reference() is tensor and first != event.index:
                 reason = f"{event} uses a tensor made inside {self._events[first]}"
-                self._bonds.append(Bond(first, event.index, reason))
+                self._bonds.append(Bond(first, event.index, reason, CARRIED))
+        elif key in self._earlier:
+            raise UserError(
+                f"{event} uses a tensor that the step of another phase has left behind. That is in one stage, and of "
+                "one micro-batch. Compute it again in this step, or type strategy=ddp."
+            )
 
     def _complete(self, event: Event, result: Any, written: list[Tensor]) -> None:
         products: dict[int, bool] = {}
@@ -296,7 +316,12 @@ class Recorder(EventMode):
             numbers,
         )
         reading = reading_modules(self._events) | {event.path for event in self._reentrant if event.path}
-        return Observation(recording, self._module_calls, self._opaque_units, reading, self._reentrant)
+        made = [
+            weakref.ref(self._kept[index])
+            for index, value in enumerate(self._values[: len(self._kept)])
+            if not value.local
+        ]
+        return Observation(recording, self._module_calls, self._opaque_units, reading, self._reentrant, made)
 
     def _replaced_buffers(self) -> dict[int, str]:
         """Return the values that were assigned to buffers in place of the tensors there."""

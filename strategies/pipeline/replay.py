@@ -74,6 +74,8 @@ class Player:
         `shapes` are those of all values for a batch like this, `None` where they are not known yet; what the segment
         makes must have them. Random events draw from generators seeded by `seed` and their own names.
         """
+        if segment.start == segment.stop:  # this phase of the task has nothing to do here, and passes numbers on
+            return StageResult(None, dict(received))
         replay = _Replay(self, segment, received, shapes, seed)
         python_generators.seed(seed)
         with ExitStack() as stack:

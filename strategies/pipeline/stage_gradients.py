@@ -20,12 +20,29 @@ from .schedules import FORWARD, Action
 
 
 class StageGradients:
-    """Makes the gradients of this rank's parameters those of the whole step. To be made by all ranks at once."""
+    """Makes the gradients of this rank's parameters those of the whole step. To be made by all ranks at once.
+
+    Args:
+        task: The task, whose parameters require a gradient as far as they are trained.
+        placement: Where they are.
+        grid: Where this rank is.
+        limit: How long to wait for other ranks.
+        board: Where they say why they stop.
+        phase: The parameters that a phase trains and their names, as far as its step uses them; `None`: all.
+
+    """
 
     def __init__(
-        self, task: nn.Module, placement: Placement, grid: Grid, *, limit: timedelta, board: StoreBoard | None
+        self,
+        task: nn.Module,
+        placement: Placement,
+        grid: Grid,
+        *,
+        limit: timedelta,
+        board: StoreBoard | None,
+        phase: dict[str, nn.Parameter] | None = None,
     ):
-        named = dict(task.named_parameters())
+        named = dict(task.named_parameters()) if phase is None else phase
         used = [(name, parameter) for name, parameter in named.items() if name in placement.used]
         mine = [
             (name, parameter)
@@ -36,7 +53,7 @@ class StageGradients:
         shared = placement.shared_by()
         groups = grid.holder_groups(shared, limit=limit)
         self._shared = [
-            (groups[stages], [named[name] for name in names if named[name].requires_grad])
+            (groups[stages], [named[name] for name in names if name in named and named[name].requires_grad])
             for stages, names in shared.items()
             if grid.stage in stages
         ]

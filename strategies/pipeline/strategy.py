@@ -18,10 +18,11 @@ from torch import Tensor
 from trainkit.batches import to_device
 from trainkit.checkpoints.shards import Shards
 from trainkit.data import Source
+from trainkit.errors import UserError
 from trainkit.feed import make_feed
-from trainkit.optimization import Optimization
+from trainkit.optimization import Clip, Optimization, configure
 from trainkit.overlap import Overlap
-from trainkit.phases import check_phases_run
+from trainkit.phases import check_phases_run, has_phases
 from trainkit.precision import Precision
 from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.strategy import BatchPlan
@@ -38,6 +39,7 @@ from .failures import Failures
 from .grid import Grid
 from .messages import Messages
 from .partition import Shared
+from .planning import Costs
 from .preview import preview
 from .report import write_plan, write_timeline
 from .runtime import Runtime
@@ -46,7 +48,7 @@ from .schedules import SCHEDULES, Schedule, Span, forward_only
 from .sharing import OutputSharing
 from .stage_gradients import StageGradients
 from .staged_step import StagedStep
-from .staging import Staging, costs_of
+from .staging import Act, Staging, act_name, costs_of, only_act, rehearsals
 from .table import PartitionPlan
 from .whole_state import WholeState
 
@@ -97,7 +99,6 @@ class Pipeline(ProcessGroupStrategy):
 
     """
 
-    runs_phases = False
     shows_modules = False
 
     def __init__(
@@ -150,9 +151,10 @@ class Pipeline(ProcessGroupStrategy):
         self._runtime: Runtime | None = None
         self._sharing: OutputSharing | None = None
         self._failures: Failures | None = None
-        self._gradients: StageGradients | None = None
+        self._gradients: dict[str, StageGradients] = {}  # by phase
         self._state = WholeState()
-        self._optimization: Optimization | None = None
+        self._optimizations: dict[str, Optimization] = {}  # by phase
+        self._phase = ""
         self._begun: Iterator[Window] | None = None  # the windows of training, of which the first was looked at
 
     # ---- Where the ranks are
@@ -165,6 +167,14 @@ class Pipeline(ProcessGroupStrategy):
         """Return what to call a process in messages: its stage says more than its rank."""
         replica, stage = divmod(process, self.stages)
         return f"rank {process}, stage {stage} of replica {replica}"
+
+    def check_phases(self, task: TaskModule) -> None:
+        """Raise UserError for copies of parameters in several stages, which phases cannot have."""
+        if self.shared == "replicated":
+            raise UserError(
+                f"{type(task).__name__} has phases, and strategy.shared=replicated would give stages copies of what "
+                "several of them use. Each parameter is in one stage there: type strategy.shared=together."
+            )
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -190,7 +200,7 @@ class Pipeline(ProcessGroupStrategy):
         super().setup(precision)
         grid = Grid.join(stages=self.stages, replicas=self.replicas, limit=self._limit)
         self._grid, self.rank, self.stage, self.world_size = grid, grid.replica, grid.stage, self.replicas
-        self._optimization = self._gradients = self._begun = None
+        self._optimizations, self._gradients, self._phase, self._begun = {}, {}, "", None
         self._state = WholeState()
         self._staging = Staging(
             num_ranks=self.stages,
@@ -227,13 +237,20 @@ class Pipeline(ProcessGroupStrategy):
         for tensor in everything:
             tensor.data = tensor.data.cpu()
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        self._all_trained = self._trained
         if self.stage == 0:
             broadcast(everything, self.group)
         broadcast(everything, self._stage_group)
 
     def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
-        """Remember the optimizer, whose state follows the parameters to their stages."""
-        self._optimization = optimization
+        """Remember an optimizer, whose state follows the parameters to their stages."""
+        if not callable(getattr(task, optimization.step_name, None)):
+            raise UserError(
+                f"{type(task).__name__} has no method {optimization.step_name}, by which a pipeline would cut it for "
+                f"the phase '{optimization.phase}'. Define {optimization.step_name}(self, batch), which returns the "
+                "loss, or type strategy=ddp."
+            )
+        self._optimizations[optimization.phase] = optimization
 
     def prepare_steps(self, task: TaskModule, windows: Iterator[Window]) -> None:
         """Record training's first micro-batch, cut the task by it, and leave each stage its part; collective."""
@@ -244,7 +261,7 @@ class Pipeline(ProcessGroupStrategy):
         task.train()
         batches = [self._move_for_evaluation(micro_batch.batch) for micro_batch in first.micro_batches[:1]]
         with self._told():
-            self._staged(task, TRAINING, partial(self._call, task.training_step), batches, len(first.micro_batches))
+            self._cut(task, batches, len(first.micro_batches))
 
     def windows(self, windows: Iterator[Window], source: Source) -> Iterator[Window]:
         """Return the windows with their micro-batches on the device, those that were begun first."""
@@ -273,9 +290,10 @@ class Pipeline(ProcessGroupStrategy):
 
     def teardown(self) -> None:
         """Leave the other ranks and release what was acquired; may be called twice."""
-        if self._gradients is not None:
-            self._gradients.close()
-        self._gradients = self._staging = self._grid = self._begun = None
+        for gradients in self._gradients.values():
+            gradients.close()
+        self._gradients = {}
+        self._staging = self._grid = self._begun = None
         super().teardown()
 
     # ---- Who reads what
@@ -320,15 +338,25 @@ class Pipeline(ProcessGroupStrategy):
         with self._told():
             return self._forward_backward(task, window)
 
+    def begin_phase(self, optimization: Optimization, *, step_name: str) -> None:
+        """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
+        super().begin_phase(optimization, step_name=step_name)
+        self._phase = optimization.phase
+
+    def end_phases(self) -> None:
+        """Let every parameter require a gradient again that some phase trains."""
+        super().end_phases()
+        self._phase = ""
+
     def _forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
-        step = partial(self._call, task.training_step)
+        step = partial(self._call, getattr(task, self._step_name))
         batches = [micro_batch.batch for micro_batch in window.micro_batches]
-        staged = self._staged(task, TRAINING, step, batches, len(batches))
+        staged = self._staged_training(task, batches)
         outputs: dict[int, StepOutput] = {}
 
         def read_loss(index: int, returned: Any) -> Tensor:
             micro_batch = window.micro_batches[index]
-            output = read_training_output(returned, micro_batch.num_samples, task)
+            output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
             loss = output.loss
             assert loss is not None
             output.loss = loss.detach()
@@ -336,14 +364,16 @@ class Pipeline(ProcessGroupStrategy):
             return self.precision.scale(loss * self.share_of(output, micro_batch, window))
 
         self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss, on every stage
-        gradients = self._gradients
-        assert gradients is not None and self._runtime is not None
+        gradients = self._gradients[self._phase]
+        assert self._runtime is not None
         actions = self._schedule.actions(self.stage, len(batches))
         around, seed = gradients.session_around(actions), _draw_seed()
         self._runtime.train(staged, step, batches, actions=actions, seed=seed, read_loss=read_loss, around=around)
         if not actions:
             gradients.reduce_nothing()
-        shared = self._share([outputs[index] for index in sorted(outputs)], staged, TRAINING)
+        shared = self._share(
+            [outputs[index] for index in sorted(outputs)], staged, act_name(self._phase, self._step_name)
+        )
         gradients.add_up_shared()
         self.finish_gradients(shared, window)
         if self._buffers is not None and self.replicas > 1:
@@ -358,8 +388,8 @@ class Pipeline(ProcessGroupStrategy):
 
     def gradient_norm(self, optimization: Optimization) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
-        assert self._gradients is not None and self._grid is not None
-        return self._gradients.norm(self._grid, self.device)
+        assert self._grid is not None
+        return self._gradients[optimization.phase].norm(self._grid, self.device)
 
     def optimizer_step(self, optimization: Optimization) -> Tensor | None:
         """Update this stage's parameters; a step that fp16 skips on one stage is skipped on all. Collective."""
@@ -407,7 +437,7 @@ class Pipeline(ProcessGroupStrategy):
     @property
     def _must_evaluate_whole(self) -> bool:
         """Whether training will cut the task but has not shown its first step: an evaluation must not cut it."""
-        return self._optimization is not None and not self._is_placed
+        return bool(self._optimizations) and not self._is_placed
 
     def _move_for_evaluation(self, batch: Any) -> Any:
         if self._must_evaluate_whole:
@@ -419,7 +449,7 @@ class Pipeline(ProcessGroupStrategy):
         step = partial(self._call, getattr(task, step_name))
         batch = self._move_for_evaluation(micro_batch.batch)
         name = f"{step_name} in training mode" if task.training else step_name
-        staged = self._staged(task, name, step, [batch], 1)
+        staged = self._staged_evaluation(task, name, step, batch)
         own = [segment.index for segment in staged.segments if segment.rank == self.stage]
         actions = forward_only(own, 1)
         returned = self._runtime.forward(staged, step, [batch], actions=actions, seed=_draw_seed())
@@ -427,43 +457,94 @@ class Pipeline(ProcessGroupStrategy):
 
     # ---- Stages
 
-    def _staged(
-        self, task: TaskModule, name: str, step: Callable[[Any], Any], batches: Sequence[Any], num_micro_batches: int
-    ) -> StagedStep:
-        """Return a step cut into stages; where it is met for the first time, the ranks concerned plan it together."""
+    def _staged_training(self, task: TaskModule, batches: Sequence[Any]) -> StagedStep:
+        """Return the step that is trained by now, cut into stages; all ranks plan it where it is met first."""
+        if not self._is_placed:
+            self._cut(task, batches, len(batches))
+        assert self._staging is not None
+        staged = self._staging.steps.get(act_name(self._phase, self._step_name))
+        if staged is None:
+            own = self._optimizations[self._phase].step_name
+            raise UserError(
+                f"{type(task).__name__} trains the phase '{self._phase}' by {self._step_name}, but a pipeline cuts the "
+                f"task by {own}, the phase's own step. Leave step={self._step_name!r} out of control.backward, or type "
+                "strategy=ddp."
+            )
+        return staged
+
+    def _staged_evaluation(self, task: TaskModule, name: str, step: Callable[[Any], Any], batch: Any) -> StagedStep:
+        """Return a step cut into stages; where it is met first, the stages of this replica do that together."""
         staging = self._staging
         assert staging is not None
-        if name not in staging.steps:
+        if name not in staging.steps:  # replicas each evaluate as many batches as they have
             refuse_compiled(task)
-            is_first = staging.placement is None
-            batch = batches[0] if batches else None
-            # Replicas train together, but each evaluates as many batches as it has.
-            staging.add(name, task, step, batch, everywhere=name == TRAINING)
-            if is_first:
-                self._settle(task, staging.first, num_micro_batches, trains=name == TRAINING)
+            if self._is_placed:
+                staging.add(name, task, step, batch, everywhere=False)
+            else:
+                staging.cut(task, {name: only_act(step)}, batch, everywhere=False)
+                self._settle(task, 1)
         return staging.steps[name]
 
-    def _settle(self, task: TaskModule, staged: StagedStep, num_micro_batches: int, *, trains: bool) -> None:
-        """Keep this stage's part of the task on the device, and arrange for gradients to be reduced; collective."""
-        assert self._staging is not None and self._staging.partition is not None and self._grid is not None
-        placement = self._staging.placement
+    def _cut(self, task: TaskModule, batches: Sequence[Any], num_micro_batches: int) -> None:
+        """Cut what the task is trained by, and leave each stage its part; collective."""
+        assert self._staging is not None
+        refuse_compiled(task)
+        phase, step_name = self._phase, self._step_name
+        self._staging.cut(task, self._acts(task), batches[0] if batches else None, everywhere=True)
+        self.end_phases()
+        self._settle(task, num_micro_batches)
+        self._gradients = {name: self._gradients_of(task, name) for name in self._optimizations or [""]}
+        if self.broadcast_buffers:
+            placement = self._staging.placement
+            assert placement is not None
+            self._buffers = SharedBuffers(task, is_shared=lambda name: placement.is_held(name, self.stage))
+        if phase:
+            self.begin_phase(self._optimizations[phase], step_name=step_name)
+
+    def _acts(self, task: TaskModule) -> dict[str, Act]:
+        """Return what the task is trained by: its step, or those of its phases."""
+        if not any(self._optimizations):
+            return {TRAINING: only_act(partial(self._call, task.training_step))}
+        return {
+            act_name(phase, optimization.step_name): Act(
+                partial(self._call, getattr(task, optimization.step_name)),
+                partial(self.begin_phase, optimization, step_name=optimization.step_name),
+                1.0 / optimization.every,
+            )
+            for phase, optimization in self._optimizations.items()
+        }
+
+    def _gradients_of(self, task: TaskModule, phase: str) -> StageGradients:
+        """Return what reduces the gradients of a phase, or of a task that has none; collective."""
+        assert self._staging is not None and self._staging.placement is not None and self._grid is not None
+        own: dict[str, torch.nn.Parameter] | None = None
+        if phase:
+            optimization = self._optimizations[phase]
+            trained = {id(parameter) for parameter in optimization.parameters}
+            users = self._staging.steps[act_name(phase, optimization.step_name)].recording.parameter_users
+            named = task.named_parameters()
+            own = {name: parameter for name, parameter in named if id(parameter) in trained and name in users}
+        return StageGradients(
+            task, self._staging.placement, self._grid, limit=self._limit, board=self._board, phase=own
+        )
+
+    def _settle(self, task: TaskModule, num_micro_batches: int) -> None:
+        """Keep this stage's part of the task on the device, and tell of the plan; collective."""
+        assert self._staging is not None and self._staging.planned is not None
+        placement, planned = self._staging.placement, self._staging.planned
         assert placement is not None
-        optimizer = None if self._optimization is None else self._optimization.optimizer
-        self._state.settle(task, optimizer, placement, group=self._stage_group, device=self.device)
+        optimizers = [optimization.optimizer for optimization in self._optimizations.values()]
+        self._state.settle(task, optimizers, placement, group=self._stage_group, device=self.device)
         state = torch.get_rng_state()  # all stages of a pipeline draw the same numbers from here on
         dist.broadcast(state, group=self._stage_group, group_src=0)
         torch.set_rng_state(state)
-        if trains:
-            self._gradients = StageGradients(task, placement, self._grid, limit=self._limit, board=self._board)
-            if self.broadcast_buffers:
-                self._buffers = SharedBuffers(task, is_shared=lambda name: placement.is_held(name, self.stage))
         share = self._schedule.bubble(num_micro_batches)
-        self.partition_plan = PartitionPlan.of(staged.recording, self._staging.partition, bubble=share)
+        self.partition_plan = PartitionPlan.of(planned.whole, planned.partition, bubble=share)
         if self.is_main:
             self._report_plan(self.partition_plan)
 
     def _report_plan(self, plan: PartitionPlan) -> None:
-        if self._optimization is None or self.log_dir is None:
+        if not self._optimizations or self.log_dir is None:
             logger.info("pipeline:\n%s", plan)
             return
         print(f"Pipeline of {len(plan.stages)} stages\n{plan}", flush=True)
@@ -590,17 +671,27 @@ class Pipeline(ProcessGroupStrategy):
         self.precision = precision
         precision.setup(self.device)
         precision.prepare(task)
+        self._all_trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        if has_phases(task):
+            clip, steps = Clip(), 1000  # of which no plan depends
+            phases = configure(task, clip=clip, precision=precision, total_steps=steps, fused=False, skip=False)
+            self._optimizations = {optimization.phase: optimization for optimization in phases}
         window = next(self.windows(make_feed(source, self, seed=0).windows(0, 0), source))
-        return preview(
-            task.train(),
-            partial(self._call, task.training_step),
-            window,
-            schedule=self._schedule,
-            balance=self.balance,
-            cuts=self.cuts,
-            shared=self.shared,
-            costs=costs_of(self.record, task, self.device),
-        )
+        try:
+            return preview(
+                rehearsals(self._acts(task), task.train(), window.micro_batches[0].batch, self._costs(task)),
+                len(window.micro_batches),
+                schedule=self._schedule,
+                balance=self.balance,
+                cuts=self.cuts,
+                shared=self.shared,
+            )
+        finally:
+            self.end_phases()
+            self._optimizations = {}
+
+    def _costs(self, task: TaskModule) -> Costs:
+        return costs_of(self.record, task, self.device)
 
 
 def _draw_seed() -> int:

@@ -53,7 +53,7 @@ class PartitionPlan:
                     index,
                     names[0] if names else _what(events[0]),
                     names[-1] if names else _what(events[-1]),
-                    len(names),
+                    len(set(names)),
                     parameter_bytes,
                     int(STATES_PER_PARAMETER * parameter_bytes + (len(bounds) - index) * activations),
                     sum(event.cost.seconds for event in events) / whole,

@@ -24,12 +24,14 @@ class WholeState:
         self._placement: Placement | None = None
         self._group: dist.ProcessGroup | None = None
         self._stage = 0
-        self._waiting: dict[str, dict[str, Any]] = {}  # what was loaded while parameters lay on the meta device
+        # What was loaded while parameters lay on the meta device.
+        self._waiting_task: dict[str, Any] | None = None
+        self._waiting_optimizers: list[tuple[Optimizer, dict[str, Any]]] = []
 
     def settle(
         self,
         task: nn.Module,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         placement: Placement,
         *,
         group: dist.ProcessGroup,
@@ -39,15 +41,16 @@ class WholeState:
         self._placement, self._group, self._stage = placement, group, group.rank()
         if has_meta(task):
             # Replicas train together; they evaluate each for itself.
-            seed = _agreed_seed(None if optimizer is not None else group)
+            seed = _agreed_seed(None if optimizers else group)
             materialize(task, seed=seed, device=device, keep=self._is_held)
         keep_own_part(task, placement, rank=self._stage, device=device)
-        if optimizer is not None:
+        for optimizer in optimizers:
             self._keep_own_optimizer_state(optimizer, task, device)
-        if "task" in self._waiting:
-            self.load_task(task, self._waiting.pop("task"))
-        if optimizer is not None and "optimizer" in self._waiting:
-            self.load_optimizer(task, optimizer, self._waiting.pop("optimizer"))
+        if self._waiting_task is not None:
+            self.load_task(task, self._waiting_task)
+        for optimizer, saved in self._waiting_optimizers:
+            self.load_optimizer(task, optimizer, saved)
+        self._waiting_task, self._waiting_optimizers = None, []
 
     def _is_held(self, name: str) -> bool:
         assert self._placement is not None
@@ -80,7 +83,7 @@ class WholeState:
             task.load_state_dict(saved)  # raises with the names that differ
             return
         if self._placement is None:
-            self._waiting["task"] = saved
+            self._waiting_task = saved
             return
         names = _canonical_names(task)
         with torch.no_grad():
@@ -125,7 +128,7 @@ class WholeState:
     def load_optimizer(self, task: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         """Give the optimizer the state of the parameters that this stage holds."""
         if self._placement is None and has_meta(task):
-            self._waiting["optimizer"] = saved
+            self._waiting_optimizers.append((optimizer, saved))
             return
         states = saved["state"]
         if self._placement is not None:

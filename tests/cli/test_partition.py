@@ -52,8 +52,14 @@ def test_a_cut_that_names_nothing_is_told_with_the_nearest(capsys):
     assert "blocks.1" in capsys.readouterr().err
 
 
-def test_a_task_with_phases_is_refused_with_what_to_type(capsys):
-    assert main(["partition", "recipe=gan"]) == 2
+def test_a_task_with_phases_is_cut_where_it_can_be_in_all_of_them(capsys):
+    assert main(["partition", "recipe=gan", "task.width=16"]) == 0
+    shown = capsys.readouterr().out
+    first, second = (line.split() for line in shown.splitlines()[2:4])
+    assert "gan in 2 stages" in shown
+    assert first[1].startswith("generator") and second[1].startswith("discriminator")
+
+    assert main(["partition", "recipe=gan", "task.width=16", "strategy.cuts=[discriminator.2]"]) == 2
     told = capsys.readouterr().err
-    assert "DigitsGAN has phases, which Pipeline cannot train: each has a step" in told
-    assert "Type strategy=ddp" in told
+    assert "a stage cannot begin at module 'discriminator.2'" in told
+    assert "`autograd.grad`" in told and "differentiates by what module 'discriminator.0'" in told

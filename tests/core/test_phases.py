@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 from trainkit.callbacks.step_times import StepTimes
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
 
@@ -214,7 +215,9 @@ def test_a_loss_that_is_not_finite_in_any_phase_ends_the_run(tmp_path):
 
 def test_phases_are_refused_before_anything_starts_where_a_strategy_has_none(tmp_path):
     with pytest.raises(UserError, match="strategy=ddp"):
-        fit(made(), tmp_path, Pipeline(stages=2))
+        fit(made(), tmp_path, FusionStrategy(devices=2))
+    with pytest.raises(UserError, match=r"Adversarial has phases.*strategy.shared=together"):
+        fit(made(), tmp_path, Pipeline(stages=2, shared="replicated"))
 
 
 class Declares(Adversarial):

@@ -26,7 +26,7 @@ STRATEGIES = {
 USUAL = tuple(STRATEGIES)[:-1]
 ONLY = {
     "contrastive": ("single", "whole_pipeline", "ddp", "torch_ddp", "fusion"),
-    "gan": ("single", "accumulate", "dp", "ddp"),  # the others have no phases
+    "gan": ("single", "accumulate", "dp", "ddp", "pipeline"),  # the others have no phases
 }
 
 

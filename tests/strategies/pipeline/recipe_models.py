@@ -5,6 +5,7 @@ from trainkit.recipes.char_lm import CharLM
 from trainkit.recipes.contrastive import ContrastiveTask
 from trainkit.recipes.digits import DigitsTask
 from trainkit.recipes.digits_mlp import DigitsMLP
+from trainkit.recipes.gan import DigitsGAN
 from trainkit.recipes.gpt import GPT
 from trainkit.recipes.image_classification import ResNet
 from trainkit.recipes.tabular import TabularTask
@@ -47,6 +48,15 @@ class SmallDigitsMLP(DigitsMLP):
     batch = staticmethod(_images)
 
 
+class SmallGAN(DigitsGAN):
+    def __init__(self):
+        super().__init__(width=16, generator_every=2)
+
+    @staticmethod
+    def batch(size, generator):
+        return *_images(size, generator), torch.randn(size, 16, generator=generator)
+
+
 class SmallGPT(GPT):
     def __init__(self):
         super().__init__(size="tiny", context=12, recompute=True)
@@ -76,6 +86,15 @@ class SmallTable(TabularTask):
 
 RECIPES = {
     recipe.__name__: recipe
-    for recipe in (SmallCharLM, SmallContrastive, SmallDigits, SmallDigitsMLP, SmallGPT, SmallImages, SmallTable)
+    for recipe in (
+        SmallCharLM,
+        SmallContrastive,
+        SmallDigits,
+        SmallDigitsMLP,
+        SmallGAN,
+        SmallGPT,
+        SmallImages,
+        SmallTable,
+    )
 }
-"""All but `finetune`, whose model is one of the library's, and `gan`, which has phases."""
+"""All but `finetune`, whose model is one of the library's."""

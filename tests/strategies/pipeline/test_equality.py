@@ -45,6 +45,7 @@ class _Weightless(Mlp):
 def test_every_kind_of_task_in_two_stages_has_the_weights_of_one_process():
     cases = [_case(model) for model in OWN.values()]
     cases += [_case(_Weightless, sizes=[4], num_steps=2)]
+    cases += [_case(_Weightless, sizes=[4, 4], num_steps=2, name="weights of 0 that are added up")]
     cases += [_case(Mlp, cuts=["net.8"], name="a stage that begins with a write into what it was sent")]
     cases += [_case(Mlp, cuts=["net.2", "net.8", "net.14"], name="the same on one rank", **VIRTUAL)]
     _assert_equal(2, cases, tolerance=DOUBLE)

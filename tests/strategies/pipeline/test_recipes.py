@@ -12,6 +12,7 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.recipes.char_lm import CharLM, SourceFiles
 from trainkit.recipes.digits import DigitsData, DigitsTask
 from trainkit.recipes.digits_mlp import DigitsMLP
+from trainkit.recipes.gan import DigitsGAN, DigitsWithNoise
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
 
@@ -46,6 +47,7 @@ class _NoisyDigits(DigitsData):
 DIGITS = {"num_train": 74, "batch_size": 16, "evaluation_batch_size": 100}
 TEXT = {"context": 12, "max_bytes": 100000, "batch_size": 10, "evaluation_batch_size": 16}
 RECIPES = {
+    "gan": (functools.partial(DigitsGAN, width=16, generator_every=2), functools.partial(DigitsWithNoise, **DIGITS)),
     "digits": (functools.partial(DigitsTask, width=4), functools.partial(DigitsData, **DIGITS)),
     "digits_mlp": (functools.partial(DigitsMLP, width=16), functools.partial(DigitsData, **DIGITS)),
     "digits augmented": (functools.partial(DigitsMLP, width=16), functools.partial(_NoisyDigits, **DIGITS)),
@@ -172,6 +174,34 @@ class _StopAfter(Callback):
         if run.state.step == self.step:
             run.save(reason="the next strategy's turn")
             run.request_stop("the next strategy's turn")
+
+
+@pytest.mark.slow
+def test_a_run_in_phases_goes_from_one_process_to_two_stages_and_back(tmp_path):
+    expected, data, trainer, single = _fit("gan", SingleDevice(device="cpu"), tmp_path / "single", duration="7step")
+    wanted = trainer.predict(expected, data)
+    run = tmp_path / "run"
+    strategies = [
+        SingleDevice(device="cpu"),
+        Pipeline(stages=2, device="cpu"),
+        Pipeline(stages=2, device="cpu", schedule="simple", cuts=["generator.3"]),
+        SingleDevice(device="cpu"),
+    ]
+    for part, strategy in enumerate(strategies):
+        task, _, trainer, result = _fit(
+            "gan",
+            strategy,
+            run,
+            duration="7step",
+            callbacks=[_StopAfter(2 * part + 2)],
+            resume=run if part else None,
+        )
+        if part == 1:
+            assert trainer.predict(task, data).shape == wanted.shape
+
+    assert _difference(task, expected) <= 1e-10
+    assert torch.allclose(trainer.predict(task, data), wanted, rtol=0, atol=1e-10)
+    assert result.metrics["validation/distance"] == pytest.approx(single.metrics["validation/distance"], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -243,7 +243,7 @@ def _replicas():
     training.run(windows(ResNet, sizes=[3, 3, 2, 2], num_steps=2, replica=strategy.rank, num_replicas=2))
     means = [None, None]
     dist.all_gather_object(means, training.task.stem[1].running_mean)
-    reducer = strategy._gradients._reducer
+    reducer = strategy._gradients[""]._reducer
     return {"running means": means, "reductions": reducer.step, "patience": reducer.settings.timeout_seconds}
 
 

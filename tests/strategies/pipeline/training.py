@@ -1,6 +1,7 @@
 """Training by a strategy without a Trainer, and the same training by one process."""
 
 import copy
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
 
 from trainkit.optimization import Clip, configure
+from trainkit.phases import PhaseControl, has_phases
 from trainkit.precision import Precision
 from trainkit.window import MicroBatch, Window
 
@@ -43,16 +45,35 @@ class Training:
         self.precision = Precision(precision)
         strategy.setup(self.precision)
         strategy.prepare(task)
-        (self.optimization,) = configure(
+        self.optimizations = configure(
             task, clip=Clip(norm=clip), precision=self.precision, total_steps=100, fused=False, skip=False
         )
-        strategy.prepare_optimization(task, self.optimization)
+        for optimization in self.optimizations:
+            strategy.prepare_optimization(task, optimization)
+        self.optimization = self.optimizations[0]
+        self.control = PhaseControl(task, strategy, self.optimizations) if has_phases(task) else None
         self.losses = []
+        self.norms = []
 
     def step(self, window):
+        if self.control is not None:
+            return self._step_phases(window)
         outputs = self.strategy.forward_backward(self.task, window)
         self.losses.append([float(output.loss) for output in outputs])
         return outputs, self.strategy.optimizer_step(self.optimization)
+
+    def _step_phases(self, window):
+        control = self.control
+        control.begin(window, num_steps=len(self.losses))
+        if self.task.manual:
+            self.task.manual_step(control)
+        for optimization in [] if self.task.manual else self.optimizations:
+            if control.due(optimization.phase):
+                control.backward(optimization.phase)
+                control.step(optimization.phase)
+        self.losses.append([float(output.loss) for output in control.outputs])
+        self.norms.append({phase: float(norm) for phase, norm in control.norms.items()})
+        return control.outputs, None
 
     def run(self, steps):
         for window in steps:
@@ -93,6 +114,6 @@ def compare(model, *, sizes, num_steps=10, precision="fp64", clip=None, replicas
     reference.run(windows(model, sizes=sizes, num_steps=num_steps, dtype=dtype))
     difference = largest_difference(weights, reference.weights())
     if replicas == 1:
-        losses = torch.tensor(training.losses) - torch.tensor(reference.losses)
+        losses = torch.tensor([*chain(*training.losses)]) - torch.tensor([*chain(*reference.losses)])
         difference = max(difference, float(losses.abs().max()))
     return difference

@@ -1,0 +1,221 @@
+"""Tasks with phases in a pipeline: every phase's step is cut at the same parameters."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from trainkit.strategies.pipeline.events import RETURN, Bond, Cost, Event, Product, Recording, Value
+from trainkit.strategies.pipeline.joint import join
+from trainkit.strategies.pipeline.partition import partition
+from trainkit.strategies.pipeline.planning import Rehearsal, plan_steps
+from trainkit.strategies.pipeline.recording import observe
+from trainkit.strategies.pipeline.strategy import Pipeline
+
+from tests.strategies.pipeline.models import Mlp
+from tests.strategies.pipeline.recipe_models import SmallGAN
+from tests.strategies.pipeline.training import Training, compare, make, windows
+from trainkit import Phase, TaskModule
+from trainkit.errors import UserError
+from trainkit.testing import run_ranks
+
+SIZES = [4, 4, 4, 3]
+
+
+def _differences(cases):
+    return [compare(model, sizes=SIZES, **settings) for model, settings in cases]
+
+
+class Elsewhere(TaskModule):
+    """A phase that uses both networks, one that uses the second alone, and one that uses the first alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 6))
+        self.second = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.third = nn.Linear(6, 6)
+
+    @staticmethod
+    def batch(size, generator):
+        return (torch.randn(size, 6, generator=generator),)
+
+    def first_step(self, batch):
+        return self.second(self.first(batch[0])).square().mean()
+
+    def second_step(self, batch):
+        return {"loss": (self.second(batch[0]) - 1).square().mean(), "weight": float(len(batch[0]))}
+
+    def third_step(self, batch):
+        return (self.third(self.first(batch[0])) - batch[0]).square().mean()
+
+    def configure_phases(self):
+        return [
+            Phase("first", SGD(self.first.parameters(), lr=0.1, momentum=0.9), clip_norm=0.1),
+            Phase("second", SGD(self.second.parameters(), lr=0.1)),
+            Phase("third", SGD(self.third.parameters(), lr=0.1), every=3),
+        ]
+
+
+class OutOfTurn(Elsewhere):
+    """Takes gradients of one phase before the step of another."""
+
+    manual = True
+
+    def manual_step(self, control):
+        control.backward("second")
+        control.backward("first")
+        control.step("first")
+        control.step("second")
+        for _ in range(2):
+            control.backward("third")
+        control.step("third")
+
+
+def _in_two_stages(cases):
+    differences = _differences(cases)
+    training = Training(make(Elsewhere), Pipeline(stages=2, cuts=["second"]))
+    training.run(windows(Elsewhere, sizes=SIZES, num_steps=2))
+    names = {id(parameter): name for name, parameter in training.task.named_parameters()}
+    stated = {
+        names[id(parameter)].split(".")[0]
+        for optimization in training.optimizations
+        for parameter in optimization.optimizer.state
+    }
+    with pytest.raises(UserError) as refused:
+        training.control.backward("second", step="first_step")
+    training.strategy.teardown()
+    return differences, stated, str(refused.value)
+
+
+def test_phases_in_two_stages_have_the_weights_of_one_process_and_state_where_their_parameters_are():
+    cases = [
+        (SmallGAN, {}),
+        (SmallGAN, {"schedule": "simple", "clip": 0.3}),
+        (SmallGAN, {"schedule": "interleaved_virtual", "num_steps": 3}),
+        (Elsewhere, {"cuts": ["second"]}),
+        (OutOfTurn, {"cuts": ["second"], "clip": 0.3, "num_steps": 3}),
+    ]
+
+    (differences, first, refused), (_, second, _) = run_ranks(_in_two_stages, 2, cases, timeout=150)
+
+    assert max(differences) <= 1e-10, differences
+    assert first == {"first"} and second == set()  # SGD without momentum has no state
+    assert "by first_step, but a pipeline cuts the task by second_step" in refused
+
+
+@pytest.mark.slow
+def test_phases_in_stages_with_copies_and_in_single_precision_have_the_weights_of_one_process():
+    doubles = [(SmallGAN, {"replicas": 2, "clip": 0.3}), (Elsewhere, {"replicas": 2, "cuts": ["second"]})]
+    singles = [(SmallGAN, {"precision": "fp32", "schedule": schedule}) for schedule in ("interleaved", "simple")]
+
+    differences = run_ranks(_differences, 4, doubles + singles, timeout=150)[0]
+
+    assert max(differences[:2]) <= 1e-10 and max(differences[2:]) <= 1e-6, differences
+
+
+def _step(*units, bonds=()):
+    """Return a recording of units in a row, each with a parameter of its own name and a second of time."""
+    events = []
+    for index, name in enumerate(units):
+        event = Event(index, name, True, "", "here", inputs=(index - 1,) if index else ())
+        event.products = (Product(index, True),)
+        event.parameters = (f"{name}.weight",)
+        event.cost = Cost(forward_seconds=1.0)
+        events.append(event)
+    events.append(Event(len(events), RETURN, False, "", "the end", inputs=(len(events) - 1,)))
+    values = [Value((4,), torch.float32, False) for _ in units]
+    sizes = {f"{name}.weight": 4 for name in "abcde"}
+    return Recording(events, values, list(bonds), sizes, frozenset(sizes))
+
+
+def _stages(steps, cuts):
+    found = {}
+    for step, cut in zip(steps, cuts, strict=True):
+        for event in step.events:
+            for name in event.parameters:
+                found.setdefault(name.removesuffix(".weight"), set()).add(cut.stage_of(event.index))
+    return found
+
+
+def test_every_parameter_is_in_one_stage_in_all_steps_and_the_sum_of_their_costs_is_balanced():
+    steps = [_step("a", "b", "c", "d"), _step("c", "d", "e", "c"), _step("b", "e")]
+    joint = join(steps, [1.0, 1.0, 1.0])
+
+    for num_stages in (2, 3):
+        whole = partition(joint.recording, num_stages=num_stages, shared="replicated")
+        cuts = joint.partitions(whole, steps)
+
+        stages = _stages(steps, cuts)
+        assert all(len(found) == 1 for found in stages.values()), stages
+        assert stages["c"] == stages["d"] == stages["e"] == {num_stages - 1}  # between two uses of c
+        assert stages["a"] == {0}
+        assert all(cut.cuts == tuple(sorted(cut.cuts)) for cut in cuts)
+        assert all(cut.cuts[-1] < len(step.events) for cut, step in zip(cuts, steps, strict=True))
+    assert joint.recording.bonds and [len(places) for places in joint.places] == [5, 5, 3]
+
+
+def test_a_step_that_is_made_less_often_counts_less():
+    steps = [_step("a", "b", "c", "d"), _step("a")]
+
+    often = partition(join(steps, [1.0, 3.0]).recording, num_stages=2, shared="replicated")
+    seldom = join(steps, [1.0, 0.01])
+
+    assert often.cuts == (2,)
+    assert partition(seldom.recording, num_stages=2, shared="replicated").cuts == (3,)
+
+
+def test_steps_that_use_modules_in_opposite_orders_cannot_be_cut_between_them():
+    joint = join([_step("a", "b"), _step("b", "a")], [1.0, 1.0])
+
+    with pytest.raises(UserError, match=r"at most 1 stages.*module '[ab]'.*module '[ab]'.*in different orders"):
+        partition(joint.recording, num_stages=2, shared="replicated")
+
+
+def test_a_bond_of_one_step_holds_in_all():
+    steps = [_step("a", "b", "c", bonds=[Bond(1, 2, "they talk")]), _step("b", "c")]
+    joint = join(steps, [1.0, 1.0])
+
+    assert joint.partitions(partition(joint.recording, num_stages=2, shared="replicated"), steps)[1].cuts == (0,)
+    with pytest.raises(UserError, match="they talk"):
+        partition(joint.recording, num_stages=3, shared="replicated")
+
+
+class _Penalised(Mlp):
+    """Asks for the slope of its last layers."""
+
+    def training_step(self, batch):
+        hidden = self.net[:6](batch[0]).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net[6:](hidden).sum(), hidden, create_graph=True)
+        return slope.square().mean()
+
+
+def test_what_a_gradient_is_asked_for_of_is_in_one_stage():
+    task = _Penalised()
+    units = frozenset(name for name, module in task.named_modules() if name and not list(module.children()))
+
+    recording = observe(task, task.training_step, _Penalised.batch(4, torch.Generator()), units=units).recording
+
+    (bond,) = recording.bonds
+    names = [event.name for event in recording.events]
+    assert names[bond.last] == "autograd.grad" and names[bond.first] in ("net.5", "detach")
+    made = recording.events[bond.last].products
+    assert [product.requires_grad for product in made] == [True]
+
+
+class _Leaves(Elsewhere):
+    """Keeps what one phase made for another."""
+
+    def first_step(self, batch):
+        self.kept = self.first(batch[0])
+        return self.second(self.kept).square().mean()
+
+    def second_step(self, batch):
+        return (self.second(self.kept.detach()) - 1).square().mean()
+
+
+def test_a_tensor_that_one_phase_leaves_for_another_is_refused():
+    task = _Leaves()
+    batch = _Leaves.batch(4, torch.Generator())
+    rehearsals = [Rehearsal(task, step, batch, "estimated") for step in (task.first_step, task.second_step)]
+
+    with pytest.raises(UserError, match=r"`detach`.*uses a tensor that the step of another phase has left behind"):
+        plan_steps(rehearsals, num_stages=2, balance=0.0, cuts=None, shared="auto")
