@@ -186,12 +186,15 @@ class _Group:
         return dist.TCPStore("127.0.0.1", self._port, is_master=False)
 
 
-def test_a_board_whose_store_is_gone_says_so_and_takes_no_more_words(monkeypatch):
+def test_a_board_keeps_the_first_cause_until_its_store_is_gone_and_says_so_then(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = _Group(server.port)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", group.get_group_store)  # before torch 2.9
-    board = StoreBoard(group, token="gone")
+    board, other = StoreBoard(group, token="gone"), StoreBoard(group, token="gone")
     assert board.root_cause() is None
+    other.publish("the cause")
+    board.publish("what followed from it")
+    assert board.root_cause() == other.root_cause() == "the cause"
     del server
     board.publish("nobody reads this")
     assert board.root_cause() == "the process that kept the ranks' store, rank 0 or the one that started them, is gone"

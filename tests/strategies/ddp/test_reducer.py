@@ -245,6 +245,33 @@ def buckets_are_gone_on_with_while_backward_runs(transport: str) -> None:
     reducer.close()
 
 
+def the_end_of_a_reduction_is_noted_though_nobody_waits_for_it_yet(transport: str) -> None:
+    if dist.get_world_size() == 1:
+        return
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    settings = ReducerSettings(average=False, bucket_mb=200 / MIB, transport=transport)  # one for each layer
+    reducer = Reducer(list(layers.named_parameters()), group=dist.group.WORLD, settings=settings)
+    reducer.after_step = lambda _: None  # somebody wants to know the times
+    moments: list[float] = []
+
+    def see_launched_end(gradient: Tensor) -> None:
+        while any(bucket.reduction is not None and not bucket.is_done() for bucket in reducer.buckets):
+            reducer.transport.progress()
+            time.sleep(1e-3)
+        time.sleep(0.02)
+        moments.append(time.perf_counter())
+
+    for _ in range(2):
+        with reducer.session():
+            x = layers[0](batch(dist.get_rank()))
+            x.register_hook(see_launched_end)
+            layers[1:](x).sum().backward()
+    earlier = [bucket for bucket in reducer.buckets if bucket.launched_at < moments[-1]]
+    assert len(earlier) == 3, "the last layer's, and those before it"
+    assert all(bucket.launched_at <= bucket.finished_at < moments[-1] for bucket in earlier)
+    reducer.close()
+
+
 def the_norm_is_that_of_all_gradients() -> None:
     model, _, reducer = make(bucket_mb=100 / MIB)
     for _ in range(2):
@@ -296,6 +323,7 @@ def all_facts() -> None:
         ranks_with_different_unused_parameters_agree(unused)
     for transport in ("auto", "group"):
         buckets_are_gone_on_with_while_backward_runs(transport)
+        the_end_of_a_reduction_is_noted_though_nobody_waits_for_it_yet(transport)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
