@@ -183,8 +183,7 @@ def test_a_run_in_phases_goes_from_one_process_to_two_stages_and_back(tmp_path):
     run = tmp_path / "run"
     strategies = [
         SingleDevice(device="cpu"),
-        Pipeline(stages=2, device="cpu"),
-        Pipeline(stages=2, device="cpu", schedule="simple", cuts=["generator.3"]),
+        Pipeline(stages=2, device="cpu", cuts=["generator.3"]),
         SingleDevice(device="cpu"),
     ]
     for part, strategy in enumerate(strategies):
@@ -196,8 +195,6 @@ def test_a_run_in_phases_goes_from_one_process_to_two_stages_and_back(tmp_path):
             callbacks=[_StopAfter(2 * part + 2)],
             resume=run if part else None,
         )
-        if part == 1:
-            assert trainer.predict(task, data).shape == wanted.shape
 
     assert _difference(task, expected) <= 1e-10
     assert torch.allclose(trainer.predict(task, data), wanted, rtol=0, atol=1e-10)
