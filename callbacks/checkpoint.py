@@ -48,7 +48,8 @@ class Checkpoint(Callback):
             memory only. An error of the writer is noticed after the next step. (Elsewhere this is called `async`,
             which Python does not allow as a name.)
         sharded: Whether each rank writes what it holds, where the strategy shards the state (`fusion` with
-            `shard_optimizer`, `pipeline`): no rank gathers all of it. Every machine must see the run's folder.
+            `shard_optimizer`, `pipeline`): no rank gathers all of it. Every machine must see the run's folder. In the
+            background each rank copies what it holds, and after each step until that is written ranks ask each other.
         retries: How many saves in a row may fail, of a full disk for example, while training goes on; the next ends the
             run, and so does the save at the end. 0: the first ends it.
         retry_after: How much is trained before a save is tried again.
@@ -70,11 +71,6 @@ class Checkpoint(Callback):
         retries: int = 10,
         retry_after: str | Duration = "1min",
     ) -> None:
-        if sharded and background:
-            raise UserError(
-                "checkpoint.sharded=true has the ranks write together, which cannot be done in the background; set "
-                "checkpoint.background=false."
-            )
         if mode not in ("min", "max"):
             raise UserError(f"checkpoint.mode={mode!r} is unknown.{nearest(mode, ('min', 'max'))} Choose min or max.")
         for name, count in (("keep_best", keep_best), ("keep_last", keep_last)):
@@ -127,14 +123,15 @@ class Checkpoint(Callback):
             self._reason = BEST
 
     def on_step_end(self, run: Run) -> None:
-        try:  # costs next to nothing, and never waits
-            run.check_saving()
+        try:  # costs next to nothing, and waits for no disk
+            if run.check_saving():
+                self._retries.succeeded()
         except CheckpointError as error:
             if not self.background:  # another callback's save
                 raise
-            self._retries.failed_in_background(error)
+            self._retries.failed_in_background(error, run)
         if self.background and not self._is_prepared:  # the optimizer has its state by now
-            run.prepare_saving()
+            run.prepare_saving(sharded=self.sharded)
             self._is_prepared = True
         # Saved here and not where it was decided, so that what other callbacks make of an evaluation is saved too.
         if not self._by_clock and self._interval.due(run.state):
@@ -199,9 +196,10 @@ class Checkpoint(Callback):
     def _settle(self, run: Run) -> bool:
         """Return whether the save in the background failed, once it is done; raises its error if too many have."""
         try:
-            run.finish_saving()
+            if run.finish_saving():
+                self._retries.succeeded()
         except CheckpointError as error:
-            self._retries.failed_in_background(error)
+            self._retries.failed_in_background(error, run)
             return True
         return False
 

@@ -52,10 +52,11 @@ class SaveRetries:
         if run.is_main:
             self._warn(error, f"after step {self.step}")
 
-    def failed_in_background(self, error: CheckpointError) -> None:
-        """Warn on the main rank, which alone knows; raises the error if that was the last time. Not collective."""
+    def failed_in_background(self, error: CheckpointError, run: Run) -> None:
+        """Warn, on the ranks that know of it; raises the error if that was the last time. Not collective."""
         self.count(error)
-        self._warn(error, "when the next is due")
+        if run.is_main:
+            self._warn(error, "when the next is due")
 
     def count(self, error: CheckpointError) -> None:
         """Count a failure; raises the error if it cannot be tried again."""

@@ -105,6 +105,7 @@ def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | 
             try:
                 with warnings_kept(run.run_dir, process=strategy.process):
                     yield run
+                    run.finish_saving()  # here, where every rank is: `close` asks nobody
             except BaseException:
                 with suppress(Exception):  # the error on its way is the one that matters
                     run.close()

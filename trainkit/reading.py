@@ -183,17 +183,3 @@ def _seed_numpy(seed: int) -> None:
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-def stream(dataset: Iterable[Any], *, workers: int, seed: int) -> Iterator[Any]:
-    """Yield a stream's samples in order, read ahead by a worker process under a seed if there is one."""
-    if workers == 0:
-        return iter(dataset)
-    loader: DataLoader[Any] = DataLoader(
-        dataset,  # type: ignore[arg-type] # an IterableDataset
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=_unchanged,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    return iter(loader)

@@ -19,8 +19,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def rng_state() -> dict[str, Any]:
-    """Return the state of python's, numpy's and torch's generators, as tensors and plain values."""
+def rng_state(*, devices: bool = True) -> dict[str, Any]:
+    """Return the state of python's, numpy's and torch's generators, as tensors and plain values.
+
+    Without `devices`, as in a worker process, those of GPUs are left out.
+    """
     import numpy as np
 
     numpy_state = np.random.get_state(legacy=False)
@@ -35,7 +38,7 @@ def rng_state() -> dict[str, Any]:
             "cached": numpy_state["gauss"],
         },
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if devices and torch.cuda.is_available() else [],
     }
 
 

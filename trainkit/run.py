@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.callback import MOMENTS, Callback
+from trainkit.checkpoints.background_shards import ShardedWriter
 from trainkit.checkpoints.matching import check_shapes, check_state_dict_keys
 from trainkit.checkpoints.sharded_saving import save_together
 from trainkit.checkpoints.shards import Shards
@@ -94,6 +95,7 @@ class Run:
         self._hooks = {moment: _overridden(self.callbacks, moment) for moment in MOMENTS}
         self.checkpoints = None if self.run_dir is None else CheckpointStore(self.run_dir / "checkpoints")
         self._writer: AsyncWriter | None = None
+        self._sharded_writer: ShardedWriter | None = None
 
     @property
     def optimization(self) -> Optimization | None:
@@ -172,8 +174,14 @@ class Run:
         """
         if self.checkpoints is None or not self.may_save():
             return None
+        self._finish_shards()
         shards = self.strategy.shards(self.task, self.optimizations) if sharded else None
         payload = self._payload(shards)
+        if shards is not None and background:
+            self.finish_saving()
+            self._sharded_writer = self._sharded_writer or ShardedWriter(self.checkpoints, self.strategy)
+            self._sharded_writer.save(payload, shards.pieces, then=then, **self._labels(reason))
+            return None
         if shards is not None:
             labels = self._labels(reason)
             return save_together(self.checkpoints, payload, shards.pieces, together=self.strategy, then=then, **labels)
@@ -189,22 +197,40 @@ class Run:
             raise failure
         return entry
 
-    def prepare_saving(self) -> None:
+    def prepare_saving(self, *, sharded: bool = False) -> None:
         """Have memory for saves in the background, or the first would stall training longer than others; collective."""
+        if self.checkpoints is None:
+            return
+        shards = self.strategy.shards(self.task, self.optimizations) if sharded else None
+        if shards is not None:
+            self._sharded_writer = self._sharded_writer or ShardedWriter(self.checkpoints, self.strategy)
+            self._sharded_writer.prepare(shards.pieces)
+            return
         payload = self._state()
-        if self.is_main and self.checkpoints is not None:
+        if self.is_main:
             self._writer = self._writer or AsyncWriter(self.checkpoints)
             self._writer.prepare(payload)
 
-    def check_saving(self) -> None:
-        """Raise the error of a save in the background that failed; costs next to nothing and never waits."""
+    def check_saving(self) -> bool:
+        """Raise the error of a save in the background that failed; costs next to nothing and never waits.
+
+        While ranks save shards they ask each other: collective. Returns whether such a save has just become complete.
+        """
         if self._writer is not None:
             self._writer.check()
+        return self._sharded_writer is not None and self._sharded_writer.check()
 
-    def finish_saving(self) -> None:
-        """Wait for a save in the background, and raise its error if it failed."""
+    def finish_saving(self) -> bool:
+        """Wait for a save in the background, and raise its error if it failed; collective while ranks save shards.
+
+        Returns whether ranks have saved shards.
+        """
         if self._writer is not None:
             self._writer.wait()
+        return self._finish_shards()
+
+    def _finish_shards(self) -> bool:
+        return self._sharded_writer is not None and self._sharded_writer.finish()
 
     def _write(
         self,
@@ -215,7 +241,8 @@ class Run:
         then: Callable[[CheckpointEntry], object] | None,
     ) -> CheckpointEntry | None:
         assert self.checkpoints is not None
-        self.finish_saving()
+        if self._writer is not None:
+            self._writer.wait()
         if background:
             self._writer = self._writer or AsyncWriter(self.checkpoints)
             self._writer.save(payload, then=then, **self._labels(reason))
@@ -281,7 +308,8 @@ class Run:
     def close(self) -> None:
         """Close callbacks, loggers and feeds, each even if another fails, and wait for what is still being saved."""
         errors: list[Exception] = []
-        closing: list[Callable[[], None]] = [] if self._writer is None else [self._writer.close]
+        writers = [writer for writer in (self._writer, self._sharded_writer) if writer is not None]
+        closing: list[Callable[[], None]] = [writer.close for writer in writers]
         closing += [feed.close for feed in (*self.feeds, *([] if self.feed is None else [self.feed]))]
         for close in closing + [item.close for item in self.callbacks] + [item.close for item in self.loggers]:
             try:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
+from copy import deepcopy
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
 from trainkit.data import Source
 from trainkit.errors import UserError
 from trainkit.feed import Feed
-from trainkit.reading import request_seed, stream
+from trainkit.reading import request_seed
 from trainkit.window import MicroBatch, Window
+from trainkit.worker_stream import WorkerStream
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
@@ -31,9 +33,11 @@ class StreamFeed(Feed):
         self._batch_size = source.batch_size
         self._plan = strategy.plan(source.batch_size, even=source.stage == "train")
         self._repeat_first = repeat_first
-        self._states: dict[int, dict[str, Any]] = {}  # position -> the dataset's own state there
+        self._states: dict[int, dict[str, Any]] = {}  # position -> what a checkpoint keeps of the dataset there
         self._restored: dict[str, Any] = {}
-        self._keeps_position = source.workers == 0 and hasattr(source.dataset, "state_dict")
+        self._keeps_position = hasattr(source.dataset, "state_dict")
+        # A worker has a copy of the dataset, so that every epoch begins with it as it is in this process.
+        self._outlives_epochs = self._keeps_position and source.workers == 0
 
     @property
     def num_steps(self) -> int | None:
@@ -54,15 +58,15 @@ class StreamFeed(Feed):
         steps_left = None if self.limit is None else self.limit - steps_before
         following = self._take(samples, position)
         while following:
-            window, state = following, self._dataset_state()
+            window, state = following, self._state_after(samples)
             position += len(window)
             if steps_left is not None:
                 steps_left -= 1
             # The next window is read before this one is handed out, to know whether this one ends the epoch.
             following = [] if steps_left == 0 else self._take(samples, position)
             self._remember(position, state)
-            if not following and steps_left != 0:  # and so read to its end, from which the next epoch begins
-                self._remember(0, self._dataset_state())
+            if not following and steps_left != 0 and self._outlives_epochs:
+                self._remember(0, self._state_after(samples))  # read to its end, from which the next epoch begins
             mine = self._micro_batches(window[self.rank :: self.world_size])
             yield Window(mine, len(window), len(window), not following)
 
@@ -82,17 +86,20 @@ class StreamFeed(Feed):
         self._plan = strategy.plan(self._batch_size, even=self.source.stage == "train")
 
     def state_dict(self, position: int) -> dict[str, Any]:
-        return {"position": position, "dataset": self._states[position]} if position in self._states else {}
+        return {"position": position, **self._states[position]} if position in self._states else {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._restored = saved
 
-    def _dataset_state(self) -> dict[str, Any]:
-        return dict(self.source.dataset.state_dict()) if self._keeps_position else {}
+    def _state_after(self, samples: Iterator[Any]) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the dataset, after the samples that were taken."""
+        if isinstance(samples, WorkerStream):
+            return {} if samples.place is None else samples.place._asdict()
+        return {"dataset": dict(self.source.dataset.state_dict())} if self._keeps_position else {}
 
     def _remember(self, position: int, state: dict[str, Any]) -> None:
         """Keep the states of the last windows: windows may be read ahead of the one that is trained on."""
-        if self._keeps_position:
+        if state:
             self._states[position] = state
             for old in sorted(self._states.keys() - {0})[:-_STATES_KEPT]:
                 del self._states[old]
@@ -102,24 +109,41 @@ class StreamFeed(Feed):
         dataset = self.source.dataset
         restored, self._restored = self._restored, {}
         has_state = self._keeps_position and restored.get("position") == position
+        if position == 0:
+            has_state = has_state and self._outlives_epochs
         if has_state and position == 0:
             dataset.load_state_dict(restored["dataset"])  # before it is told of the epoch, as where it was not resumed
         set_epoch = getattr(dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
         if has_state and position:
-            dataset.load_state_dict(restored["dataset"])
-        samples = self._stream(epoch, position if has_state else 0)
-        if has_state and position == 0:
+            return self._from_state(restored, epoch, position)
+        samples = self._stream(epoch, 0)
+        if has_state:
             return self._begun_anew(samples, epoch)
-        if position and not has_state:
+        if position:
             logger.warning(self._why_read_again(), position)
             deque(islice(samples, position), maxlen=0)
         return samples
 
-    def _stream(self, epoch: int, position: int) -> Iterator[Any]:
+    def _from_state(self, restored: dict[str, Any], epoch: int, position: int) -> Iterator[Any]:
+        """Return the stream from where its dataset was; after an epoch in a worker this process has it as before."""
+        dataset = self.source.dataset
+        before = None if self._outlives_epochs else deepcopy(dataset.state_dict())
+        dataset.load_state_dict(restored["dataset"])
+        samples = self._stream(epoch, position, begins_at=restored.get("generators"))
+        if before is not None:
+            dataset.load_state_dict(before)
+        return samples
+
+    def _stream(self, epoch: int, position: int, *, begins_at: dict[str, Any] | None = None) -> Iterator[Any]:
+        """Return the stream as its dataset is now, read here or ahead by a worker process."""
+        source = self.source
+        if source.workers == 0:
+            return iter(source.dataset)
         seed = request_seed(self.seed, epoch, position)
-        return stream(self.source.dataset, workers=self.source.workers, seed=seed)
+        every = self._batch_size if self._keeps_position and source.stage == "train" else None
+        return WorkerStream(source.dataset, workers=source.workers, seed=seed, every=every, begins_at=begins_at)
 
     def _begun_anew(self, samples: Iterator[Any], epoch: int) -> Iterator[Any]:
         """Yield an epoch that begins from the end of the one before, where a dataset may first say that it is at it."""
@@ -129,8 +153,6 @@ class StreamFeed(Feed):
     def _why_read_again(self) -> str:
         if self._keeps_position:
             why = "was saved without the position of its dataset (state_dict) here"
-        elif hasattr(self.source.dataset, "state_dict"):
-            why = "is read by a worker process, whose position (state_dict) is not known here; workers=0 knows it"
         else:
             why = "keeps no position of its own (state_dict and load_state_dict)"
         drawn = "" if self.source.workers else "; random numbers that it draws are not restored"

@@ -390,10 +390,36 @@ def test_a_worker_draws_other_numbers_in_other_epochs_and_for_other_seeds_and_th
     assert not torch.equal(drawn(1), first) and not torch.equal(drawn(0, seed=1), first)
 
 
-def test_a_stream_with_a_worker_is_not_said_to_lack_what_it_has(caplog):
-    feed = feed_of(Data(train=Positioned(8), batch_size=4, workers=1))
-    assert flat(read(feed, 0, 4)) == [4, 5, 6, 7]
-    assert "is read by a worker process, whose position (state_dict) is not known here" in caplog.text
+class StatefulDrawing(Shuffled):
+    """Draws from the global generators too."""
+
+    def __iter__(self):
+        return (torch.stack([sample, torch.rand(()), torch.tensor(random.random())]) for sample in super().__iter__())
+
+
+def test_a_stream_goes_on_in_its_worker_from_where_it_was(caplog):
+    def feed():
+        return feed_of(Data(train=StatefulDrawing(10), batch_size=4, workers=1))
+
+    whole = [torch.cat([micro.batch for micro in micro_batches_of(feed(), epoch, 0)]) for epoch in range(2)]
+    stopped, again = feed(), feed()
+    windows = stopped.windows(0, 0)
+    next(windows)
+    saved = stopped.state_dict(4)
+    assert saved["dataset"]["position"] == 4
+    again.load_state_dict(saved)
+    assert torch.equal(torch.cat([micro.batch for micro in micro_batches_of(again, 0, 4)]), whole[0][4:])
+    assert torch.equal(torch.cat([micro.batch for micro in micro_batches_of(again, 1, 0)]), whole[1])
+    assert again.source.dataset.position == 0  # what the worker has read, this process has not
+    assert not caplog.text
+    list(feed().windows(0, 4))
+    assert (
+        "was saved without the position of its dataset (state_dict) here: its first 4 samples are read" in caplog.text
+    )
+
+
+def micro_batches_of(feed, epoch, position):
+    return [micro for window in feed.windows(epoch, position) for micro in window.micro_batches]
 
 
 def test_a_stream_without_a_position_is_read_up_to_it(caplog):

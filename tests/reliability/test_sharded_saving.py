@@ -4,6 +4,9 @@ import os
 import pickle
 import shutil
 import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,9 @@ from trainkit.strategies.fusion import FusionStrategy
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
 
-from trainkit import Data, Strategy, TaskModule, Trainer, UserError
+from trainkit import Callback, Data, Stopped, Strategy, TaskModule, Trainer, UserError
 from trainkit.checkpoints import shard_files
-from trainkit.checkpoints.shard_files import FileSystemWriter
+from trainkit.checkpoints.shard_files import FileSystemWriter, ShardWriting
 from trainkit.checkpoints.store import CheckpointError, CheckpointStore, load_from
 from trainkit.command_line.export import export_weights
 from trainkit.testing import rank_outcomes, run_ranks
@@ -47,12 +50,20 @@ class Regression(TaskModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
-def fit(folder: Path, strategy: Strategy, steps: int, *, task: TaskModule | None = None, **saving: Any) -> None:
+def fit(
+    folder: Path,
+    strategy: Strategy,
+    steps: int,
+    *,
+    task: TaskModule | None = None,
+    first: Sequence[Callback] = (),
+    **saving: Any,
+) -> None:
     inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     trainer = Trainer(
         strategy,
         max_duration=f"{steps}step",
-        callbacks=[Checkpoint(every="4step", **{"keep_last": None, **saving})],
+        callbacks=[*first, Checkpoint(every="4step", **{"keep_last": None, **saving})],
         loggers=[],
         run_dir=folder,
     )
@@ -79,6 +90,7 @@ def saved_on_two_ranks(folder: Path) -> list[str]:
     fit(folder / "failed", fusion(), 5, sharded=True, save_at_end=False)
     for name, sharded in (("staged_whole", False), ("staged", True)):
         fit(folder / name, Pipeline(device="cpu", stages=2), 4, sharded=sharded)
+    save_in_background(folder)
     errors = []
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
@@ -87,7 +99,60 @@ def saved_on_two_ranks(folder: Path) -> list[str]:
             fit(folder / "failed", fusion(), 8, sharded=True)
         except UserError as error:
             errors.append(str(error))
+        failing = Steps({9: wait_for_threads})
+        try:
+            fit(folder / "failed", fusion(), 12, first=[failing], sharded=True, background=True, retries=0)
+        except UserError as error:
+            errors.append(f"{failing.last}: {error}")
     return errors
+
+
+class Steps(Callback):
+    """Calls functions after steps, before the callbacks behind it, and knows the last step."""
+
+    def __init__(self, functions: dict[int, Callable[[], object]]) -> None:
+        self.functions, self.last = functions, 0
+
+    def on_step_end(self, run: Any) -> None:
+        self.last = run.state.step
+        self.functions.get(self.last, int)()
+
+
+def wait_for_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("checkpoint-"):
+            thread.join(30)
+
+
+def save_in_background(folder: Path) -> None:
+    write, went_on = ShardWriting.write, threading.Event()
+
+    def later(writing: ShardWriting) -> Any:
+        assert went_on.wait(20), "training did not go on while the shards were written"
+        return write(writing)
+
+    def slowly(writing: ShardWriting) -> Any:
+        time.sleep(0.5)
+        return write(writing)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardWriting, "write", later)
+        fit(folder / "background", fusion(), 8, first=[Steps({7: went_on.set})], sharded=True, background=True)
+        went_on.clear()
+        first = [Steps({3: went_on.set})]
+        fit(
+            folder / "staged_background",
+            Pipeline(device="cpu", stages=2),
+            4,
+            first=first,
+            sharded=True,
+            background=True,
+        )
+        fit(folder / "pruned_background", fusion(), 8, sharded=True, background=True, keep_last=1)
+        patch.setattr(ShardWriting, "write", slowly)
+        stop = Steps({5: lambda: os.kill(os.getpid(), signal.SIGTERM)} if dist.get_rank() == 1 else {})
+        with pytest.raises(Stopped):
+            fit(folder / "stopped", fusion(), 200, first=[stop], sharded=True, background=True)
 
 
 def refuse(*arguments: Any) -> Any:
@@ -158,7 +223,7 @@ def test_retention_removes_the_shards_too(folder, told):
 
 
 def test_a_rank_that_cannot_write_is_told_on_every_rank_and_leaves_what_was_saved(folder, told):
-    assert all("process 1 could not write its shard: OSError: [Errno 28] No space left" in error for (error,) in told)
+    assert all("process 1 could not write its shard: OSError: [Errno 28] No space left" in error for error, _ in told)
     store = CheckpointStore(folder / "failed" / "checkpoints")
     assert store.load_last().entry.step == 4
     assert {path.name for path in store.folder.iterdir()} == {"manifest.json", f"{NAMES[0]}.pt", f"{NAMES[0]}.shards"}
@@ -201,24 +266,49 @@ def test_metadata_that_names_code_is_refused_and_never_run(tmp_path):
     assert not (tmp_path / "trap").exists()
 
 
-def test_background_and_shards_are_not_had_together():
-    with pytest.raises(UserError, match=r"set checkpoint\.background=false"):
-        Checkpoint(sharded=True, background=True)
+def test_shards_written_in_the_background_are_those_of_their_step(folder, told):
+    for name, background in (("sharded", "background"), ("staged", "staged_background")):
+        for one, other in zip(
+            *(CheckpointStore(folder / n / "checkpoints").entries() for n in (name, background)), strict=True
+        ):
+            assert (one.step, one.reason) == (other.step, other.reason)
+            payloads = [load_from(entry.path).payload for entry in (one, other)]
+            for part in ("task", "optimizer", "rng", "schedules"):
+                assert same_bits(payloads[0][part], payloads[1][part]), (name, one.step, part)
+    names = {path.name for path in (folder / "pruned_background" / "checkpoints").iterdir()}
+    assert names == {"manifest.json", f"{NAMES[1]}.pt", f"{NAMES[1]}.shards"}
 
 
-def killed_while_saving(folder: Path, rank: int, at: str) -> None:
+def test_a_run_that_is_told_to_stop_waits_for_the_shards_of_all_ranks(folder, told):
+    store = CheckpointStore(folder / "stopped" / "checkpoints")
+    first, *_, last = store.entries()
+    assert (first.step, last.reason) == (4, "SIGTERM")
+    for entry in store.entries():
+        store.verify(entry)
+        assert len(entry.shards) == 3
+
+
+def test_a_rank_that_cannot_write_in_the_background_is_told_on_every_rank_after_the_next_step(folder, told):
+    for _, error in told:
+        assert error.startswith("9: process 1 could not write its shard: OSError: [Errno 28] No space left"), error
+
+
+def killed_while_saving(folder: Path, rank: int, at: str, background: bool) -> None:
     """Kill a rank in its second save: while it writes its shard, or when the checkpoint is about to be listed."""
     fit(folder, fusion(), 4, sharded=True)
     if dist.get_rank() == rank:
         target = (FileSystemWriter, "write_data") if at == "writing" else (CheckpointStore, "_list")
         setattr(*target, lambda *arguments, **settings: os.kill(os.getpid(), signal.SIGKILL))
-    fit(folder, fusion(), 8, sharded=True)
+    fit(folder, fusion(), 8, sharded=True, background=background)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "at"), [(1, "writing"), (0, "listing")])
-def test_a_kill_while_ranks_save_costs_only_the_work_since_the_last_checkpoint(tmp_path, folder, told, rank, at):
-    outcomes = rank_outcomes(killed_while_saving, 2, tmp_path / "killed", rank, at, patience=20)
+@pytest.mark.parametrize(
+    "kill", [(1, "writing", False), (0, "listing", False), (1, "writing", True), (0, "listing", True)]
+)
+def test_a_kill_while_ranks_save_costs_only_the_work_since_the_last_checkpoint(tmp_path, folder, told, kill):
+    rank = kill[0]
+    outcomes = rank_outcomes(killed_while_saving, 2, tmp_path / "killed", *kill, patience=20)
     assert "SIGKILL" in str(outcomes[rank].failure)
     store = CheckpointStore(tmp_path / "killed" / "checkpoints")
     assert [entry.step for entry in store.entries()] == [4]

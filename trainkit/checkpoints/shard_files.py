@@ -12,7 +12,7 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from trainkit.checkpoints.digest import digest_of, fastest_algorithm
 from trainkit.checkpoints.entry import CheckpointError, DamagedCheckpoint, ShardFile
@@ -42,29 +43,41 @@ _ALLOWED = {  # of what `.metadata` may name
     "pathlib._local": {"PosixPath", "PurePosixPath"},  # Python 3.13
 }
 AllGather = Callable[[Any], list[Any]]
+T = TypeVar("T")
 
 
-def write_pieces(folder: Path, pieces: Sequence[Piece], *, process: int, all_gather: AllGather) -> list[ShardFile]:
-    """Leave every process's pieces in files of the folder, and return what all of them are; collective.
+class ShardWriting:
+    """Every process's pieces on their way into files of one folder, on a file system that all processes share."""
 
-    Raises CheckpointError on every process if one of them failed. `folder` is there, and on a file system that all
-    processes share.
-    """
-    planner = _PiecePlanner(pieces)
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-    planner.set_up_planner({}, is_coordinator=process == 0)
-    writer.set_up_storage_writer(process == 0)
-    own_plan, why = _or_failure(lambda: writer.prepare_local_plan(planner.create_local_plan()))
-    plans = _agreed(all_gather((own_plan, why)))
-    plans, metadata = planner.create_global_plan(plans)
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[process])
-    results, why = _or_failure(lambda: writer.write_data(plan, planner).wait())
-    files, unread = _or_failure(lambda: _described(folder, f"__{process}_*"))
-    told = _agreed(all_gather(((results, files), why or unread)))
-    if process != 0:
-        return [file for _, found in told for file in found]
-    writer.finish(metadata, [result for result, _ in told])
-    return [*(file for _, found in told for file in found), *_described(folder, ".metadata")]
+    def __init__(self, folder: Path, pieces: Sequence[Piece], *, process: int, all_gather: AllGather) -> None:
+        """Know which process writes what; collective. Raises CheckpointError on every process if one of them failed."""
+        self._folder, self._process = folder, process
+        self._planner = _PiecePlanner(pieces)
+        self._writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        self._planner.set_up_planner({}, is_coordinator=process == 0)
+        self._writer.set_up_storage_writer(process == 0)
+        plans = agreed(
+            all_gather(or_failure(lambda: self._writer.prepare_local_plan(self._planner.create_local_plan())))
+        )
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[process])
+
+    def write(self) -> Wrote:
+        """Leave this process's pieces in files, on the disk; may be called in any thread."""
+        results = self._writer.write_data(self._plan, self._planner).wait()
+        return Wrote(results, _described(self._folder, f"__{self._process}_*"))
+
+    def finish(self, wrote: Sequence[Wrote]) -> list[ShardFile]:
+        """Describe on the main process what all have written, and return all files."""
+        self._writer.finish(self._metadata, [part.results for part in wrote])
+        return [*(file for part in wrote for file in part.files), *_described(self._folder, ".metadata")]
+
+
+class Wrote(NamedTuple):
+    """What one process has written."""
+
+    results: list[WriteResult]
+    files: list[ShardFile]
 
 
 def filled(payload: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -145,7 +158,7 @@ def _described(folder: Path, pattern: str) -> list[ShardFile]:
     return files
 
 
-def _or_failure(work: Callable[[], Any]) -> tuple[Any, str | None]:
+def or_failure(work: Callable[[], T]) -> tuple[T | None, str | None]:
     """Return what the work returns, or why it failed: the other processes wait to be told."""
     try:
         return work(), None
@@ -153,7 +166,7 @@ def _or_failure(work: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _agreed(told: Sequence[tuple[Any, str | None]]) -> list[Any]:
+def agreed(told: Sequence[tuple[Any, str | None]]) -> list[Any]:
     """Return what all processes have come to; raise CheckpointError if one of them failed."""
     for process, (_, why) in enumerate(told):
         if why is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from trainkit.checkpoints.entry import CheckpointEntry, CheckpointError
@@ -46,28 +47,38 @@ def save_together(
     `then` is called with the entry on the main process. Raises CheckpointError on every process if one of them failed;
     what was saved earlier is intact then.
     """
-    from trainkit.checkpoints.shard_files import write_pieces  # which takes half a second to import
+    from trainkit.checkpoints.shard_files import ShardWriting, agreed, or_failure  # which takes half a second to import
 
     with ExitStack() as stack:
-        folder = _on_main(together, lambda: stack.enter_context(store.receiving_shards(name)))
-        if not all(together.all_gather_object(folder.is_dir())):
-            raise CheckpointError(
-                f"sharded=true has every machine write into {folder.parent}, but not all of them see it; put the run's "
-                "folder on a file system that they share (run_dir=PATH), or set callbacks.checkpoint.sharded=false."
-            )
-        files = write_pieces(folder, pieces, process=together.process, all_gather=together.all_gather_object)
+        folder = shared_folder(store, name, stack=stack, together=together)
+        writing = ShardWriting(folder, pieces, process=together.process, all_gather=together.all_gather_object)
+        wrote = agreed(together.all_gather_object(or_failure(writing.write)))
         labels: dict[str, Any] = {"name": name, "step": step, "epoch": epoch, "metrics": metrics, "reason": reason}
-        entry = _on_main(together, lambda: store.list_shards(payload, folder, files, **labels))
+        entry = on_main(together, lambda: store.list_shards(payload, folder, writing.finish(wrote), **labels))
     if then is not None:
-        _on_main(together, partial(_tell, then, entry))  # after the folder is let go, since it may prune
+        on_main(together, partial(_tell, then, entry))  # after the folder is let go, since it may prune
     return entry
+
+
+def shared_folder(store: CheckpointStore, name: str, *, stack: ExitStack, together: Together) -> Path:
+    """Return the folder for the shards of a checkpoint, which the main process holds as long as its stack; collective.
+
+    Raises CheckpointError on every process if one of them does not see it.
+    """
+    folder = on_main(together, lambda: stack.enter_context(store.receiving_shards(name)))
+    if not all(together.all_gather_object(folder.is_dir())):
+        raise CheckpointError(
+            f"sharded=true has every machine write into {folder.parent}, but not all of them see it; put the run's "
+            "folder on a file system that they share (run_dir=PATH), or set callbacks.checkpoint.sharded=false."
+        )
+    return folder
 
 
 def _tell(then: Callable[[CheckpointEntry], object], entry: CheckpointEntry) -> None:
     then(entry)
 
 
-def _on_main(together: Together, work: Callable[[], T]) -> T:
+def on_main(together: Together, work: Callable[[], T]) -> T:
     """Return on every process what the main one's work returns, or raise there what it raises; collective."""
     told: tuple[Any, str | None] = (None, None)
     if together.process == 0:
