@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -36,6 +36,7 @@ from .launcher import (
     prepare_rank,
     unpicklable,
 )
+from .rank_log import log_copied
 
 T = TypeVar("T")
 
@@ -75,9 +76,11 @@ class RayRank:
 
         os.environ.update(variables)
         prepare_rank(environment)
-        enter, run = cloudpickle.loads(payload)
-        enter(environment)
-        value = run()
+        folder = environment.log_dir
+        with nullcontext() if folder is None else log_copied(Path(folder), rank=environment.rank):
+            enter, run = cloudpickle.loads(payload)
+            enter(environment)
+            value = run()
         return value if environment.rank == 0 else None
 
 
@@ -156,10 +159,14 @@ class _Ranks(NamedTuple):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        kill = ray.remote(num_cpus=0)(_kill)
+        def kill(pid: int) -> None:  # here, so that its code is sent: the task's process need not import this module
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, number)
+
+        task = ray.remote(num_cpus=0)(kill)
         for pid, node in zip(self.pids, self.nodes, strict=True):
             here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            kill.options(scheduling_strategy=here).remote(pid, number)
+            task.options(scheduling_strategy=here).remote(pid)
 
     def _raise_first(self, failures: dict[int, Exception], received: list[int]) -> None:
         from ray.exceptions import RayTaskError
@@ -263,11 +270,6 @@ def _noted(signals: Sequence[int]) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _kill(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):  # it has ended meanwhile
-        os.kill(pid, number)
 
 
 def _variables(rank: int, world_size: int, job: str) -> dict[str, str]:

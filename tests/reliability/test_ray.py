@@ -39,6 +39,7 @@ class Regression(TaskModule):
 
     def training_step(self, batch: Any) -> Any:
         if self.fails:
+            print(f"rank {os.environ['RANK']} was here")
             raise KeyError("boom")
         return nn.functional.mse_loss(self.network(batch[0]), batch[1])
 
@@ -101,10 +102,14 @@ def on_ray() -> DDPStrategy:
     return DDPStrategy(devices=2, device="cpu", launch="ray")
 
 
-def test_an_error_of_the_task_is_raised_by_the_caller(head, tmp_path):
+def test_an_error_of_the_task_is_raised_by_the_caller_and_is_in_the_logs_of_ranks(head, tmp_path):
     with pytest.raises(KeyError, match="boom") as caught:
         trainer(tmp_path, on_ray(), 5).fit(Regression(fails=True), data())
     assert "training_step" in str(caught.value.__cause__)
+    for rank in range(2):
+        log = (tmp_path / f"rank_{rank}.log").read_text()
+        assert f"rank {rank} was here\n" in log
+        assert log.endswith("KeyError: 'boom'\n") and log.count("Traceback") == 1
 
 
 def test_a_signal_to_the_caller_stops_all_ranks_with_a_checkpoint(head, tmp_path):
