@@ -121,6 +121,22 @@ def test_a_wrong_scale_is_found_even_under_an_optimizer_that_does_not_mind():
     assert row.gradient_norm.value == pytest.approx(1.0, rel=1e-3) and row.verdict == "different"
 
 
+class Boasting(SingleDevice):
+    """Takes the right steps, and tells of smaller losses."""
+
+    def forward_backward(self, task, window):
+        outputs = super().forward_backward(task, window)
+        for output in outputs:
+            output.loss = output.loss * 0.99
+        return outputs
+
+
+def test_a_wrong_loss_is_found_even_if_all_gradients_are_right():
+    row = compare_strategies(Perceptron(), perceptron_data(), [Boasting(device="cpu")], steps=2).rows[1]
+    assert row.loss.value == pytest.approx(0.01) and row.weights.value == row.gradient_norm.value == 0.0
+    assert row.verdict == "different"
+
+
 def test_weights_that_are_no_numbers_agree_with_nothing():
     class Lost(SingleDevice):
         def state_dict(self, task):
@@ -353,8 +369,28 @@ def test_a_task_that_brings_its_loss_to_fp32_has_the_tolerance_of_that_which_is_
     report = compare_strategies(Wrong(lr=0.01), perceptron_data(), ["dp", Corrupting(device="cpu")], steps=4)
     assert [row.verdict for row in report.rows[1:]] == ["different"] * 2
     assert "is not the weighted mean of the losses of its halves" in report.causes[0]
-    # Only what is beyond rounding in fp32 is no mean.
-    assert compare_strategies(Narrowed(), perceptron_data(), [Corrupting(device="cpu")], steps=4).causes == ()
+
+
+def test_what_is_beyond_rounding_in_fp64_is_no_cause_where_losses_are_of_fp32():
+    class Coarse(Perceptron):
+        """Rounds its loss to about 1e-6."""
+
+        def training_step(self, batch):
+            return (functional.mse_loss(self.network(batch[0]), batch[1]) + 10).float() - 10
+
+    report = compare_strategies(Coarse(), perceptron_data(28), ["dp", Corrupting(device="cpu")], steps=4)
+    assert 1e-7 < report.rows[1].loss.value < report.tolerance == 1e-5
+    assert report.rows[2].verdict == "different" and report.causes == ()
+
+
+def test_phases_that_bring_their_losses_to_fp32_have_the_tolerance_of_that_also_with_steps_left_out():
+    class Narrow(Duel):
+        def first_step(self, batch):
+            return super().first_step(batch).float()
+
+        last_step = first_step
+
+    assert compare_strategies(Narrow(), perceptron_data(), [], steps=3).tolerance == 1e-5
 
 
 class Enlarging(Perceptron):
