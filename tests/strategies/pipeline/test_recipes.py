@@ -96,28 +96,19 @@ def _same(first, second):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "schedule"),
-    [
-        ("char_lm", 2, "interleaved"),
-        pytest.param("digits", 4, "interleaved", marks=pytest.mark.slow),
-        pytest.param("digits_mlp", 2, "simple", marks=pytest.mark.slow),
-    ],
-)
-def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, stages, schedule, tmp_path):
-    expected, _, _, single = _fit(name, SingleDevice(device="cpu"), tmp_path / "single")
+def test_a_recipe_has_the_weights_and_metrics_of_one_process(tmp_path):
+    expected, _, _, single = _fit("char_lm", SingleDevice(device="cpu"), tmp_path / "single")
 
-    pipeline = Pipeline(stages=stages, schedule=schedule, device="cpu", timeline=True)
-    task, _, _, result = _fit(name, pipeline, tmp_path / "pipeline")
+    task, _, _, result = _fit("char_lm", Pipeline(stages=2, device="cpu", timeline=True), tmp_path / "pipeline")
 
     assert _difference(task, expected) <= 1e-10
     assert _same(result.metrics, single.metrics)
     assert {"validation/loss", "train/loss"} <= result.metrics.keys()
     plan = json.loads((tmp_path / "pipeline" / "partition.json").read_text())
-    assert [stage["stage"] for stage in plan["stages"]] == list(range(stages))
+    assert [stage["stage"] for stage in plan["stages"]] == [0, 1]
     assert "slowest stage" in (tmp_path / "pipeline" / "partition.txt").read_text()
     picture = (tmp_path / "pipeline" / "timeline.svg").read_text()
-    assert f"rank {stages - 1}" in picture and "equal stages" in picture
+    assert "rank 1" in picture and "equal stages" in picture
 
 
 def test_a_run_under_a_pipeline_goes_on_under_one_process_and_predicts_the_same(tmp_path):
@@ -178,7 +169,7 @@ class _StopAfter(Callback):
 
 @pytest.mark.slow
 def test_a_run_in_phases_goes_from_one_process_to_two_stages_and_back(tmp_path):
-    expected, data, trainer, single = _fit("gan", SingleDevice(device="cpu"), tmp_path / "single", duration="7step")
+    expected, data, trainer, single = _fit("gan", SingleDevice(device="cpu"), tmp_path / "single", duration="6step")
     wanted = trainer.predict(expected, data)
     run = tmp_path / "run"
     strategies = [
@@ -191,7 +182,7 @@ def test_a_run_in_phases_goes_from_one_process_to_two_stages_and_back(tmp_path):
             "gan",
             strategy,
             run,
-            duration="7step",
+            duration="6step",
             callbacks=[_StopAfter(2 * part + 2)],
             resume=run if part else None,
         )

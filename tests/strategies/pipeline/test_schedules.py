@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 from trainkit.strategies.pipeline.schedules import (
     BACKWARD,
     FORWARD,
+    Schedule,
     bubble,
     draw,
     forward_only,
@@ -132,6 +133,7 @@ def test_two_stages_a_rank_are_idle_for_half_as_long():
     two = simulate(_actions(interleaved_virtual, 4, 8), _costs(8, backward=1.0), 8)
 
     assert idle_share(two) == pytest.approx(bubble(4, 8, stages_per_rank=2))
+    assert Schedule("interleaved_virtual", 4, 2).bubble(8) == pytest.approx(idle_share(two))
     assert idle_share(two) < idle_share(one)
 
 
