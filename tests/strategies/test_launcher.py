@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.ddp.failure import RankError
-from trainkit.strategies.launcher import launch_ranks
+from trainkit.strategies.launcher import _describe, _raise_failure, launch_ranks
 
 from trainkit import Data, TaskModule, Trainer
 
@@ -40,6 +40,49 @@ def test_a_signal_while_ranks_are_started_leaves_none_that_is_waited_for():
     code = "from tests.strategies.test_launcher import stopped_while_starting; stopped_while_starting()"
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 143, ended.stderr
+
+
+BEGINNING = """
+import os, pickle, sys
+from functools import partial
+from pathlib import Path
+from trainkit.strategies.launcher import RankEnvironment, _run_rank
+
+folder = sys.argv[1]
+run = partial(Path(folder + ".ran").touch)
+Path(folder + ".up").touch()
+_run_rank(pickle.dumps((id, run)), RankEnvironment(0, 2, 0, os.getppid(), folder, None, 1, None))
+"""
+
+
+def test_a_rank_begins_once_all_are_started_and_ends_if_they_will_not_be(tmp_path):
+    folder, up, ran = (tmp_path / name for name in ("launch", "launch.up", "launch.ran"))
+    folder.mkdir()
+    rank = subprocess.Popen([sys.executable, "-c", BEGINNING, str(folder)])
+    try:
+        deadline = time.monotonic() + 60
+        while not up.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        assert rank.poll() is None
+        folder.rmdir()
+        assert rank.wait(timeout=20) == 1
+        assert not ran.exists()
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def test_the_first_failure_is_raised_whatever_rank_it_was_of_and_whatever_followed(tmp_path):
+    for rank, error in ((2, RankError("rank 1 is gone")), (1, KeyError("first")), (0, ValueError("second"))):
+        (tmp_path / f"failure_{rank}.pickle").write_bytes(_describe(rank, error))
+        time.sleep(0.01)
+    names = {rank: f"rank {rank}" for rank in range(3)}
+
+    with pytest.raises(KeyError, match="first") as raised:
+        _raise_failure(tmp_path, names, dict.fromkeys(names, 1), [])
+
+    assert "rank 1: KeyError: 'first'" in str(raised.value.__cause__)
 
 
 class Hanging(TaskModule):

@@ -423,7 +423,10 @@ def joined(divide_by_initial: bool) -> tuple[float, float]:
                 optimizer.zero_grad()
                 wrapped(batch(10 * rank + index)).square().mean().backward()
                 optimizer.step()
-    pairs = zip(ours.state_dict().values(), stock.state_dict().values(), strict=True)
+    gradients = [[parameter.grad for parameter in model.parameters()] for model in (ours, stock)]
+    pairs = zip(
+        [*ours.state_dict().values(), *gradients[0]], [*stock.state_dict().values(), *gradients[1]], strict=True
+    )
     return max((a - b).abs().max().item() for a, b in pairs), distance_between_ranks(ours)
 
 
