@@ -11,7 +11,7 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 
 from tests.tasks import Regression, regression_data
-from trainkit import Data, Trainer, UserError
+from trainkit import Callback, Data, Trainer, UserError
 from trainkit.checkpoints.store import CheckpointError, CheckpointStore
 from trainkit.testing import run_ranks
 
@@ -100,10 +100,17 @@ def test_a_wrong_number_of_retries_is_refused(settings: dict[str, Any], message:
         Checkpoint(**settings)
 
 
+class SlowerFirst(Callback):
+    """Lets rank 0 have trained for so long that a second is less than a step; on rank 1 it is many."""
+
+    def on_fit_start(self, run: Any) -> None:
+        run.state.go_on_counting(0.0 if run.strategy.rank else 1000.0)
+
+
 def on_two_ranks(run_dir: Path) -> int:
     with pytest.MonkeyPatch.context() as monkeypatch:
         fill(monkeypatch, {2})
-        callbacks = [Checkpoint(every="2step", keep_last=None, retry_after="1step")]
+        callbacks = [SlowerFirst(), Checkpoint(every="2step", keep_last=None, retry_after="1s")]
         trainer = Trainer(DDPStrategy(device="cpu"), callbacks=callbacks, loggers=[], run_dir=run_dir)
         return trainer.fit(Regression(), Data(train=regression_data(20), batch_size=4)).steps
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.stop_agreement import StopAgreement
 
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
@@ -20,6 +21,7 @@ class Calls(Callback):
         self.counts: Counter[str] = Counter()
         for name in ("broadcast_object", "all_gather_object", "agree", "all_reduce"):
             setattr(strategy, name, self._counting(name, getattr(strategy, name)))
+        StopAgreement._ask = self._counting("question", StopAgreement._ask)
 
     def _counting(self, name: str, method: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleDevice
 
 from trainkit import Data, TaskModule, Trainer
+from trainkit.feed import make_feed
 from trainkit.testing import run_ranks
 
 SIZES = range(1, 14)
@@ -66,3 +67,23 @@ def test_ranks_measure_and_predict_what_one_device_does(num_ranks):
         assert torch.equal(predicted[0], samples)
         assert torch.equal(predicted[1], classes)
         assert all(len(prediction) == 0 for _, _, prediction in measured[1:])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("kind", ["samples", "stream", "ready-made"])
+def test_rank_r_evaluates_every_wth_sample_from_the_rth_on_whatever_sizes_batches_have(kind, num_ranks):
+    sizes = [5, 5, 4] if kind != "ready-made" else [5, 1, 4, 4]
+    numbers = torch.arange(sum(sizes))
+    whole = {"samples": TensorDataset(numbers), "stream": Numbers(), "ready-made": numbers.split(sizes)}[kind]
+    data = Data(validation=whole, batch_size=None if kind == "ready-made" else 5)
+    for rank in range(num_ranks):
+        strategy = SingleDevice(device="cpu")
+        strategy.rank, strategy.world_size = rank, num_ranks
+        read = [batch.batch for batch in make_feed(data.source("validation"), strategy, seed=0).batches()]
+        own = [row for batch in read for row in (batch[0] if kind == "samples" else batch).tolist()]
+        assert own == numbers[rank::num_ranks].tolist()
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(14))

@@ -1,6 +1,7 @@
 """A step that is left out changes nothing of the model, batch-norm statistics included, and is told of."""
 
 import logging
+import random
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ class Noting(nn.Module):
         kept = self.dropout(torch.ones_like(inputs))
         if not inputs.isfinite().all():
             self.seen.append((self.weight.tolist(), kept.tolist()))
-        return inputs * self.weight * kept
+        return inputs * self.weight * kept * (1 + random.random())
 
 
 class Noted(Normed):

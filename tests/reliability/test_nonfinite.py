@@ -1,16 +1,19 @@
 """A loss that is not finite is reported with its step, its rank and its samples, by every rank alike."""
 
+import random
 import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleDevice
 
-from trainkit import Data, TaskModule, Trainer
+from trainkit import Data, TaskModule, Trainer, UserError
+from trainkit.checkpoints.store import CheckpointStore
 from trainkit.errors import NonFiniteLoss
 from trainkit.testing import run_ranks
 
@@ -47,6 +50,44 @@ def on_two_ranks(bad: int) -> str:
     return report_of(DDPStrategy(device="cpu"), bad, "4step")
 
 
+class Summing(Regression):
+    """Keeps a sum of its inputs, on which its loss does not depend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(()))
+
+    def training_step(self, batch: Any) -> Any:
+        self.sum += batch[0].sum()
+        return super().training_step([batch[0].nan_to_num(posinf=0.0)])
+
+
+class Unseeded(Sampler[int]):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __iter__(self) -> Any:
+        return iter(random.SystemRandom().sample(range(NUM_SAMPLES), NUM_SAMPLES))
+
+
+def of_one_rank_alone() -> list[str]:
+    """Return what a rank says of a loss, of a buffer, and of a sampler that is bad on rank 1, or another there."""
+    inputs = torch.ones(NUM_SAMPLES, 1)
+    inputs[5] = float("inf")  # in step 2, on rank 1
+    told = []
+    for task in (Regression(), Summing()):
+        strategy = DDPStrategy(device="cpu", broadcast_buffers=False, timeout=20)
+        callbacks = [Checkpoint(every="1step", keep_last=None)]
+        trainer = Trainer(strategy, log_every="5step", callbacks=callbacks, loggers=[], run_dir=type(task).__name__)
+        with pytest.raises(NonFiniteLoss) as caught:
+            trainer.fit(task, Data(train=TensorDataset(inputs), batch_size=4, shuffle=False))
+        told.append(str(caught.value))
+    loader = DataLoader(TensorDataset(inputs), batch_size=4, sampler=Unseeded())
+    with pytest.raises(UserError) as refused:
+        Trainer(DDPStrategy(device="cpu"), callbacks=[], loggers=[]).fit(Regression(), Data(train=loader))
+    return [*told, str(refused.value)]
+
+
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -71,3 +112,14 @@ def test_every_rank_names_the_rank_that_had_the_sample():
     place = order.index(5)
     assert (int(step), int(rank)) == (place // 4 + 1, place % 2)
     assert "5" in samples.split(", ") and len(samples.split(", ")) == 2
+
+
+def test_what_one_rank_alone_has_before_a_save_all_ranks_refuse():
+    one, other = run_ranks(of_one_rank_alone, 2)
+    assert one == other
+    loss, buffer, sampler = one
+    assert "at step 2 on rank 1 (samples 5, 7). Lower" in loss
+    assert buffer.startswith("step 2 left sum not finite")
+    assert "the sampler Unseeded draws another order on each rank" in sampler
+    for run_dir in ("Regression", "Summing"):
+        assert [entry.step for entry in CheckpointStore(f"{run_dir}/checkpoints").entries()] == [1]

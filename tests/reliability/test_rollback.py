@@ -15,11 +15,12 @@ from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleDevice
 
 from tests.tasks import assert_same_bits
-from trainkit import Data, TaskModule, Trainer, UserError
+from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.checkpoints.store import load_from
 from trainkit.errors import NonFiniteLoss
 from trainkit.loggers.jsonl import JsonlLogger
 from trainkit.testing import run_ranks
+from trainkit.way_back import WayBack
 
 NUM_SAMPLES = 40  # ten batches of 4
 
@@ -155,6 +156,25 @@ def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_gone_back_to(caplog
     assert "going back to step 0" in caplog.text
     trainer("skipped", on_nonfinite="skip").fit(skipped, data(7))
     assert_same_bits(dict(rolled.named_parameters()), dict(skipped.named_parameters()))
+
+
+class Doctored(Callback):
+    """Saves steps 2 to 4, of which the third has weights that are no numbers, and looks for a way back."""
+
+    def on_step_end(self, run: Any) -> None:
+        if run.state.step in (2, 3, 4):
+            run.save(reason="test")
+        if run.state.step == 4:
+            payload = run.checkpoints.load(run.checkpoints.entries()[1])
+            payload["task"]["network.0.weight"].fill_(float("nan"))
+            run.checkpoints.save(payload, name="step_00000003", step=3, epoch=0)
+            self.found = [WayBack(run).checkpoint_before(step) for step in (2, 3, 4, 5)]
+
+
+def test_the_way_back_leads_to_the_last_finite_weights_from_before_the_step():
+    doctored = Doctored()
+    trainer("run", callbacks=[doctored], max_duration="4step").fit(Regression(), data())
+    assert [step for step, _ in doctored.found] == [0, 2, 2, 4]
 
 
 def test_a_run_without_a_folder_says_that_it_cannot_go_back(caplog):

@@ -22,6 +22,7 @@ from trainkit.strategies.single import SingleDevice
 
 from trainkit import Callback, Data, Stopped, Strategy, TaskModule, Trainer, UserError
 from trainkit.checkpoints import shard_files
+from trainkit.checkpoints import store as store_module
 from trainkit.checkpoints.shard_files import FileSystemWriter, ShardWriting
 from trainkit.checkpoints.store import CheckpointError, CheckpointStore, load_from
 from trainkit.command_line.export import export_weights
@@ -246,6 +247,27 @@ def test_a_damaged_shard_is_noticed_and_the_checkpoint_before_it_used(folder, to
     else:  # the entries are then made from what the files say
         (store.folder / "manifest.json").unlink()
     assert store.load_last().entry.name == NAMES[0]
+
+
+def test_names_of_shards_are_on_the_disk_before_the_checkpoint_is_listed(tmp_path, monkeypatch):
+    done = []
+
+    def noted(name: str) -> Any:
+        original = getattr(store_module, name)
+
+        def noting(path: Path, *arguments: Any, **settings: Any) -> Any:
+            done.append((name, path.name))
+            return original(path, *arguments, **settings)
+
+        return noting
+
+    for name in ("sync_folder", "move", "replace_manifest"):
+        monkeypatch.setattr(store_module, name, noted(name))
+    store = CheckpointStore(tmp_path / "checkpoints")
+    with store.receiving_shards("a") as folder:
+        store.list_shards({"task": {}}, folder, [], name="a", step=1, epoch=0)
+    moved = [("move", ".a.shards.part"), ("move", ".a.pt.part")]
+    assert done == [("sync_folder", ".a.shards.part"), *moved, ("replace_manifest", "checkpoints")]
 
 
 def test_a_lost_manifest_is_made_from_files_with_shards(folder, told, tmp_path):
