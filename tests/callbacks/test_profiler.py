@@ -8,14 +8,16 @@ import torch
 from trainkit.callbacks.device_peaks import peak_of_model
 from trainkit.callbacks.profiler import Profiler
 from trainkit.callbacks.step_times import StepTimes
+from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 
 from tests.tasks import FakeRank, Regression, regression_data
-from trainkit import Data, UserError
+from trainkit import Data, Trainer, UserError
 from trainkit.command_line.cli import main
 from trainkit.feed import make_feed
 from trainkit.precision import Precision
 from trainkit.step_watch import PARTS, StepWatch
+from trainkit.testing import run_ranks
 
 
 def test_a_window_is_recorded_and_its_arithmetic_counted(make_trainer):
@@ -54,6 +56,40 @@ def test_the_arithmetic_of_replicas_counts_and_that_of_an_evaluation_does_not(ma
     record = json.loads((trainer.run_dir / "profile.json").read_text())
     assert record["flops_per_step"] == 2 * (2 * 8 * 4)
     assert result.metrics["train/mfu"] == pytest.approx(result.metrics["train/flops_per_second"] / 1e12)
+
+
+def test_the_use_of_the_peak_counts_every_device_of_one_process(make_trainer):
+    class OnTwoDevices(DataParallel):
+        num_devices = 2  # as of two GPUs
+
+    trainer = make_trainer(
+        OnTwoDevices(devices=["cpu", "cpu"]),
+        max_duration="6step",
+        log_every="3step",
+        callbacks=[Profiler(first=3, last=3, peak_tflops=1.0)],
+    )
+    result = trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8))
+    assert result.metrics["train/mfu"] == pytest.approx(result.metrics["train/flops_per_second"] / 2e12)
+
+
+def profile_on_two_ranks(folder):
+    trainer = Trainer(
+        DDPStrategy(device="cpu"),
+        run_dir=folder,
+        max_duration="6step",
+        log_every="3step",
+        loggers=[],
+        callbacks=[Profiler(first=3, last=3, peak_tflops=1.0)],
+    )
+    return trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8)).metrics
+
+
+@pytest.mark.slow
+def test_the_arithmetic_and_the_peak_are_those_of_all_ranks(tmp_path):
+    metrics = run_ranks(profile_on_two_ranks, 2, tmp_path)[0]
+    record = json.loads((tmp_path / "profile.json").read_text())
+    assert record["flops_per_step"] == 2 * (2 * 8 * 4)
+    assert metrics["train/mfu"] == pytest.approx(metrics["train/flops_per_second"] / 2e12)
 
 
 @pytest.mark.parametrize("own", [False, True])

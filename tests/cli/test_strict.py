@@ -97,6 +97,23 @@ def test_a_wrong_choice_in_a_file_is_told_with_the_file(tmp_path):
     assert "\n    from " in message
 
 
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("singel", "unknown strategy 'singel'. Did you mean 'single'?"),
+        ("ddp", "a choice, no value: write '- override /strategy: ddp' in the file's defaults"),
+    ],
+)
+def test_a_strategy_that_is_written_as_a_value_is_told_where_choices_are_made(tmp_path, written, said):
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(
+        f"# @package _global_\ndefaults:\n  - digits\nstrategy: {written}\n"
+    )
+    message = _message("recipe=mine", config_dirs=["conf"])
+    assert said in message
+    assert "from conf/recipe/mine.yaml:4" in message
+
+
 def test_a_recipe_file_without_its_first_line_is_told_what_to_add(tmp_path):
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("task:\n  _target_: trainkit.recipes.digits.DigitsTask\n")

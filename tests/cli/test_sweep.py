@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from trainkit.command_line import sweep
 from trainkit.command_line.cli import main
+from trainkit.command_line.objective import Objective
 
 TINY = ["recipe=digits_mlp", "data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=2step"]
 QUIET = ["callbacks=[]", "logger=[]"]
@@ -156,8 +159,25 @@ def test_optuna_goes_on_after_a_failed_job_of_ranks(tmp_path):
     assert trained["value"] == trained["metrics"]["validation/loss"]
     assert json.loads((Path(trained["run_dir"]) / "summary.json").read_text())["steps"] == 2
     assert "<- best" in ran.stdout and "failed: task.width" in ran.stdout
-    if _jobs(tmp_path / "sweep")[-1] == trained:  # the grid's order is drawn; a last job that fails ends Optuna at once
-        assert f"best_value: {trained['value']}" in Path("sweep/optimization_results.yaml").read_text()
+    # The grid's order is drawn; a last job that fails ends Optuna at once.
+    best = OmegaConf.load("sweep/optimization_results.yaml")
+    assert (best.best_value, list(best.best_params.values())) == (trained["value"], [8])
+
+
+def test_the_best_of_a_search_whose_last_job_failed_is_kept_as_optuna_keeps_it(tmp_path):
+    jobs = [
+        sweep.JobOutcome(0, ["data.num_train=64", "task.width=4", "task.lr=0.1"], "0", value=0.5),
+        sweep.JobOutcome(1, ["data.num_train=64", "task.width=8", "task.lr=1e-3"], "1", value=0.25),
+        sweep.JobOutcome(2, ["data.num_train=64", "task.width=0", "task.lr=0.1"], "2", exit_code=2, error="no"),
+    ]
+    path = tmp_path / "optimization_results.yaml"
+    sweep._keep_best(jobs[2:], path, Objective("validation/loss", "min"))
+    assert not path.exists()
+    sweep._keep_best(jobs, path, Objective("validation/loss", "min"))
+    best = {"name": "optuna", "best_params": {"task.width": 8, "task.lr": 1e-3}, "best_value": 0.25}
+    assert OmegaConf.load(path) == best
+    sweep._keep_best(jobs, path, Objective("validation/loss", "max"))
+    assert OmegaConf.load(path) == best  # what Optuna wrote itself stays
 
 
 def _trainkit(*argv):

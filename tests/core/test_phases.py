@@ -17,6 +17,7 @@ from trainkit.strategies.single import SingleDevice
 
 from trainkit import Callback, Data, Phase, TaskModule, Trainer, UserError
 from trainkit.errors import NonFiniteLoss
+from trainkit.testing import run_ranks
 
 LATENT = 3
 
@@ -431,6 +432,46 @@ def test_the_scale_of_a_phase_follows_its_own_steps(tmp_path):
     scales = Scales()
     fit(made(every=2), tmp_path / "every", duration="4step", precision="fp16-mixed", callbacks=[scales])
     assert scales.seen[-1] == {"discriminator": (2.0**8, 4), "generator": (2.0**8, 2)}
+
+
+class OverflowingOnOneRank(Overflowing):
+    """The discriminator's overflow comes from a single sample of the first step."""
+
+    def discriminator_step(self, batch):
+        marked = (batch[0] == SECOND_SAMPLE).all(dim=1).any()
+        self.overflows = bool(self.overflows and self.can_overflow and marked)
+        return super().discriminator_step(batch)
+
+    can_overflow = True
+
+
+class NeverOverflowing(OverflowingOnOneRank):
+    can_overflow = False
+
+
+SECOND_SAMPLE = samples().tensors[0][torch.randperm(20, generator=torch.Generator().manual_seed(0))[1]]
+
+
+def phases_in_fp16(folder):
+    """Return the weights and the scales of this rank, after the sample of rank 1 has overflowed in a phase."""
+    scales, task = Scales(), made(OverflowingOnOneRank, lr=0.5)
+    fit(task, folder, DDPStrategy(device="cpu"), duration="4step", precision="fp16-mixed", callbacks=[scales])
+    return weights(task), scales.seen
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_rank_skips_the_phase_on_all_of_them_as_on_one_device(tmp_path):
+    alone, plain, scales = made(OverflowingOnOneRank, lr=0.5), made(NeverOverflowing, lr=0.5), Scales()
+    fit(alone, tmp_path / "alone", duration="4step", precision="fp16-mixed", callbacks=[scales])
+    fit(plain, tmp_path / "plain", duration="4step", precision="fp16-mixed", callbacks=[Scales()])
+
+    (first, first_scales), (second, second_scales) = run_ranks(phases_in_fp16, 2, tmp_path / "ranks")
+
+    assert torch.equal(first, second)
+    assert first_scales == second_scales == scales.seen
+    assert scales.seen[-1] == {"discriminator": (2.0**7, 3), "generator": (2.0**8, 4)}
+    torch.testing.assert_close(first, weights(alone), rtol=0, atol=1e-3)
+    assert (weights(plain) - weights(alone)).abs().max() > 20e-3  # what it would be without the overflow
 
 
 def test_phases_in_fp16_resume_bit_equal_after_an_overflow(tmp_path):

@@ -49,6 +49,7 @@ _PLUGINS = {
 }
 _LAUNCHERS_HERE = ("basic", "joblib", "submitit_local")
 _JOB = "job.json"
+_OF_OPTUNA = "optimization_results.yaml"
 
 
 @dataclass
@@ -94,6 +95,8 @@ def sweep(arguments: Arguments) -> int:
             outcomes = _outcomes(folder)
             if outcomes:
                 _report(outcomes, folder, objective)
+                if plugins.get("hydra/sweeper") == "optuna":
+                    _keep_best(outcomes, folder / _OF_OPTUNA, objective)
     return next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0)
 
 
@@ -241,6 +244,17 @@ def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: Objective) 
         mark = "  <- best" if index == best and len(outcomes) > 1 else ""
         print(f"  {outcome.number}  {typed[index]:<{width}}  {_result(outcome)}{mark}")
     print(f"drawn in {write_page(sweep_page(folder), folder / REPORT)}")
+
+
+def _keep_best(outcomes: Sequence[JobOutcome], path: Path, objective: Objective) -> None:
+    """Write what Optuna does after its last job, unless it has: that job failed, and ended it."""
+    best = objective.best([outcome.value for outcome in outcomes])
+    if best is None or path.exists():
+        return
+    common = set.intersection(*(set(outcome.overrides) for outcome in outcomes)) if len(outcomes) > 1 else set()
+    searched = [text.partition("=") for text in outcomes[best].overrides if text not in common]
+    found = {key: OmegaConf.create(f"value: {value}").value for key, _, value in searched}
+    OmegaConf.save(OmegaConf.create({"name": "optuna", "best_params": found, "best_value": outcomes[best].value}), path)
 
 
 def _write(path: Path, content: Any) -> None:
