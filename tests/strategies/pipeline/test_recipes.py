@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.recipes.char_lm import CharLM, SourceFiles
-from trainkit.recipes.digits import DigitsData, DigitsTask
+from trainkit.recipes.digits import DigitsData
 from trainkit.recipes.digits_mlp import DigitsMLP
 from trainkit.recipes.gan import DigitsGAN, DigitsWithNoise
 from trainkit.strategies.pipeline.strategy import Pipeline
@@ -48,7 +48,6 @@ DIGITS = {"num_train": 74, "batch_size": 16, "evaluation_batch_size": 100}
 TEXT = {"context": 12, "max_bytes": 100000, "batch_size": 10, "evaluation_batch_size": 16}
 RECIPES = {
     "gan": (functools.partial(DigitsGAN, width=16, generator_every=2), functools.partial(DigitsWithNoise, **DIGITS)),
-    "digits": (functools.partial(DigitsTask, width=4), functools.partial(DigitsData, **DIGITS)),
     "digits_mlp": (functools.partial(DigitsMLP, width=16), functools.partial(DigitsData, **DIGITS)),
     "digits augmented": (functools.partial(DigitsMLP, width=16), functools.partial(_NoisyDigits, **DIGITS)),
     "digits with dropout": (_Forgetful, functools.partial(DigitsData, **DIGITS)),
