@@ -137,7 +137,9 @@ def _evaluation():
         expected, expected_prediction = whole.validation_step(batch.batch), whole.predict_step(batch.batch)
         before = early.strategy.evaluate(early.task.eval(), batch, "validation_step")
     trained = early.task.train() is early.task and early.run(steps)
+    last = dist.get_rank() == dist.get_world_size() - 1
     return {
+        "stops evaluating": [training.strategy.stop_evaluating(asked) for asked in (last, False)],
         "evaluation": float(found.loss - expected["loss"]),
         "evaluated metric": float(found.metrics["accuracy"]) - float(expected["accuracy"]),
         "prediction": torch.equal(predicted, expected_prediction),
@@ -332,6 +334,10 @@ def test_evaluation_and_prediction_are_those_of_the_whole_task():
 def test_a_task_may_be_evaluated_before_it_is_trained():
     assert _found()["evaluated before training"] > 0
     assert _found()["trained after evaluating"] <= 1e-10
+
+
+def test_stages_stop_evaluating_together_when_one_is_asked_to():
+    assert _found()["stops evaluating"] == [True, False]
 
 
 def test_the_gradient_norm_counts_shared_parameters_once():
