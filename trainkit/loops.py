@@ -55,7 +55,7 @@ class FitLoop:
         self._recovery = recovery
         recovery.looking_back.make_step = self.step
         self._means = recovery.means
-        self._stop_is_agreed = False  # since an evaluation was broken off on all ranks
+        self._stop_is_agreed = False  # all ranks know that they were asked to stop
         self._left_out: LeftOutSteps | None = None  # where steps may be
         self._norm: torch.Tensor | None = None  # of the last step's gradients
 
@@ -125,7 +125,8 @@ class FitLoop:
             self._optimizer_step = left_out.optimizer_step(self._optimizer_step)
 
     def start_intervals(self) -> None:
-        """Count what is due from the present step on."""
+        """Count what is due from the present step on; a stop has been agreed on only where a signal asked for it."""
+        self._stop_is_agreed = self._run.stopped_by is not None
         for interval in (self._log_interval, self._evaluation_interval):
             interval.start(self._run.state)
 
@@ -176,6 +177,7 @@ class FitLoop:
         asked = run.signals.received is not None or run.stop_reason is not None
         if not self._stop_is_agreed and not self._agree_to_stop(asked):
             return False
+        self._stop_is_agreed = True  # asked again, ranks that ask each other now and then would first go on
         if run.agree_on_signal() and run.stopped_by is not None:
             run.stop_reason = run.stopped_by.name
         run.request_stop("another rank was asked to stop")
@@ -231,7 +233,7 @@ class FitLoop:
         self._recovery.check()
         metrics = self._validation.run()
         run.task.train()
-        self._stop_is_agreed = metrics is None
+        self._stop_is_agreed = self._stop_is_agreed or metrics is None
         if metrics is not None:
             run.state.evaluation_due = False
             for optimization in self._optimizations:

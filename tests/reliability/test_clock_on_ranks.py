@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.stop_agreement import StopAgreement
+from trainkit.strategies.stop_agreement import MAX_INTERVAL, StopAgreement
 
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
@@ -43,7 +43,20 @@ class Calls(Callback):
         self.during = dict(self.counts)
 
 
-def on_two_ranks() -> tuple[int, list[int], dict[str, int], str]:
+class Stop(Callback):
+    def on_step_end(self, run: Any) -> None:
+        if run.state.step == 300 and run.strategy.rank == 1:
+            run.request_stop("asked for")
+
+
+def steps_until_stopped() -> int:
+    """Return the steps of a run of quick steps in which one rank is asked to stop after 300."""
+    strategy = DDPStrategy(device="cpu")
+    trainer = Trainer(strategy, max_duration="4000step", callbacks=[Stop()], loggers=[], run_dir="stopped")
+    return trainer.fit(Regression(), Data(train=regression_data(400), batch_size=4)).steps
+
+
+def on_two_ranks() -> tuple[int, list[int], dict[str, int], str, int]:
     strategy = DDPStrategy(device="cpu")
     calls = Calls(strategy)
     trainer = Trainer(strategy, max_duration="1.5s", log_every="0.4s", callbacks=[calls], loggers=[], run_dir="run")
@@ -51,14 +64,15 @@ def on_two_ranks() -> tuple[int, list[int], dict[str, int], str]:
     result = trainer.fit(Regression(), Data(train=regression_data(8), batch_size=4))
     assert time.monotonic() - began < 30
     assert dist.get_world_size() == 2
-    return result.steps, calls.logged, calls.during, result.exit_reason
+    return result.steps, calls.logged, calls.during, result.exit_reason, steps_until_stopped()
 
 
 def test_ranks_with_different_clocks_stop_and_log_together_without_asking_in_every_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = run_ranks(on_two_ranks, 2)
     assert first[:2] == second[:2]
-    steps, logged, during, reason = first
+    steps, logged, during, reason, stopped = first
+    assert stopped == second[-1] and 300 <= stopped <= 300 + 2 * MAX_INTERVAL  # though they ask now and then only
     assert len(logged) >= 3 and steps > 50
     assert reason == "reached max_duration=1.5second"
     assert sum(during.values()) < steps / 4  # those of log points, of which there are few
