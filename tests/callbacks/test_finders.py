@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from trainkit.callbacks.chart import chart
 from trainkit.callbacks.learning_rate_finder import LearningRateFinder, suggest
 from trainkit.callbacks.micro_batch_finder import MicroBatchFinder
@@ -289,7 +289,8 @@ class InPhases(Model):
 
     def configure_phases(self) -> Any:
         first = adamw(self.network)
-        return [Phase("first", (first, StepLR(first, 1, 0.5))), Phase("second", adamw(self.norm), every=2)]
+        schedule = LambdaLR(first, lambda step: 1 / (1 + step))
+        return [Phase("first", (first, schedule)), Phase("second", adamw(self.norm), every=2)]
 
 
 class Manual(InPhases):
@@ -313,10 +314,14 @@ IN_PHASES: dict[str, Callable[[], list[Callback]]] = {
 def test_a_look_at_phases_leaves_nothing_behind(
     make_trainer: Any, finder: str, kind: type[InPhases], devices: int
 ) -> None:
+    class Looks(Callback):
+        def on_fit_start(self, run: Any) -> None:
+            assert all(parameter.requires_grad for parameter in run.task.parameters())  # as before any phase
+
     looked, plain = kind(), kind()
     strategy = partial(DataParallel, devices=["cpu"] * devices)
 
-    make_trainer(strategy(), callbacks=IN_PHASES[finder](), max_duration="6step").fit(looked, data())
+    make_trainer(strategy(), callbacks=[*IN_PHASES[finder](), Looks()], max_duration="6step").fit(looked, data())
     make_trainer(strategy(), max_duration="6step").fit(plain, data())
 
     assert_same_bits(looked, plain)
@@ -367,6 +372,7 @@ def test_a_phase_to_sweep_must_be_there(make_trainer: Any, kind: type[Model], ph
 def test_memory_that_ends_in_one_phase_ends_the_trial(make_trainer: Any) -> None:
     class Hungry(InPhases):
         def second_step(self, batch: Any) -> Any:
+            assert not next(self.network.parameters()).requires_grad  # as when this phase is trained
             if len(batch[0]) > 4:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return super().second_step(batch)

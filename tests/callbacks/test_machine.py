@@ -55,6 +55,15 @@ def test_time_in_evaluations_is_counted_over_a_resume(make_trainer: Any, tmp_pat
     assert recorder.logged[0]["time/hours"] >= recorder.logged[0]["time/evaluation_hours"]
 
 
+@pytest.mark.parametrize(("stage", "counts"), [("sanity", False), ("validation", True)])
+def test_the_batches_that_are_tried_before_training_are_no_evaluation(stage: str, counts: bool) -> None:
+    timer: Any = Timer()
+    timer.on_evaluation_start(None, stage)
+    time.sleep(0.01)
+    timer.on_evaluation_end(None, stage, {})
+    assert (timer.state_dict()["evaluating"] > 0) == counts
+
+
 def test_garbage_is_collected_at_its_steps_only_and_all_is_as_before(
     make_trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from trainkit.callbacks.model_graph import ModelGraph
 from trainkit.callbacks.sample_writer import SampleWriter
 
 from tests.tasks import MemoryLogger, Recorder, Regression, regression_data
-from trainkit import Data, UserError
+from trainkit import Callback, Data, UserError
 
 
 class Keeps(MemoryLogger):
@@ -59,8 +59,18 @@ def test_a_task_may_say_its_samples_itself_and_training_does_not_notice(make_tra
         def describe_sample(self, sample: Any, prediction: Any) -> str:
             return f"{tuple(sample[0].shape)} -> {tuple(prediction.shape)}"
 
+        def predict_step(self, batch: Any) -> Any:
+            torch.rand(1)  # as one who samples from what is predicted
+            return super().predict_step(batch)
+
+    class Looks(Callback):
+        def on_evaluation_start(self, run: Any, stage: str) -> None:
+            assert run.task.training  # until the evaluation begins
+
     keeps, task, plain = Keeps(), Describes(hidden=4, dropout=0.5), Regression(hidden=4, dropout=0.5)
-    make_trainer(callbacks=[SampleWriter(num_samples=2)], loggers=[keeps], evaluate_every="2step").fit(task, data())
+    make_trainer(callbacks=[SampleWriter(num_samples=2), Looks()], loggers=[keeps], evaluate_every="2step").fit(
+        task, data()
+    )
     make_trainer(evaluate_every="2step").fit(plain, data())
 
     assert [text for _, text, _ in keeps.texts] == ["(4,) -> (1,)\n(4,) -> (1,)"] * 2

@@ -176,6 +176,18 @@ def test_validation_during_training_has_the_numbers_of_validation_by_itself(make
     assert recorder.evaluations == [(5, "validation", make_trainer().validate(task, data))]
 
 
+def test_each_of_several_validation_sets_has_metrics_of_its_own_name(make_trainer):
+    sets = {"near": regression_data(7, seed=1), "far": regression_data(5, seed=2)}
+    task, trainer = Regression(), make_trainer()
+    alone = {
+        f"validation/{name}/{metric.removeprefix('validation/')}": value
+        for name, one in sets.items()
+        for metric, value in trainer.validate(task, Data(validation=one, batch_size=4)).items()
+    }
+    assert trainer.validate(task, Data(validation=sets, batch_size=4)) == alone
+    assert alone["validation/near/loss"] != alone["validation/far/loss"]
+
+
 def test_a_loader_for_evaluation_keeps_its_own_batch_size(make_trainer):
     sizes = []
 

@@ -82,6 +82,13 @@ def test_a_mixture_has_exact_shares_and_no_sample_comes_again_before_all_others(
             assert max(times) - min(times) <= 1
 
 
+def test_the_shares_of_a_mixture_are_those_of_its_weights() -> None:
+    datasets = {"web": list(range(50)), "code": list(range(9))}
+    assert Mixture(datasets, weights={"code": 1, "web": 3}, num_samples=400).shares == [300, 100]
+    assert Mixture(list(datasets.values()), weights=[2, 1], num_samples=10).shares == [7, 3]
+    assert Mixture(datasets).shares == [50, 9]
+
+
 def test_a_mixture_mixes_and_two_epochs_differ() -> None:
     order = MixtureOrder([100, 100], [50, 50], seed=0, shuffle=True)
 

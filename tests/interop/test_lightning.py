@@ -117,6 +117,16 @@ def test_hooks_at_epochs_are_called_and_know_where_the_run_is(tmp_path):
     assert task.module.epochs_seen == [(0, 0), (1, 4)]
 
 
+def test_a_module_that_asks_how_many_steps_there_will_be_is_told(tmp_path):
+    class Asks(Classifier):
+        def configure_optimizers(self):
+            self.asked = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    task = LightningTask(Asks())
+    assert fit(task, data_of(task.module), tmp_path=tmp_path).steps == task.module.asked == 8
+
+
 @pytest.mark.parametrize("strategy", [DataParallel(devices=["cpu", "cpu"]), DDPStrategy(devices=2)], ids=["dp", "ddp"])
 def test_a_module_trains_to_the_same_weights_on_several_devices(strategy, tmp_path):
     alone, together = LightningTask(module()), LightningTask(module())

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
 
 from tests.report.parsed import Page
 from trainkit.command_line.cli import main
+from trainkit.report.comparison import comparison_page
+from trainkit.report.record import read_run
 
 
 @pytest.fixture
@@ -39,6 +42,17 @@ def test_runs_are_compared(two_runs, capsys):
     assert "validation/loss" in page.text
     assert main(["report", "runs/first", "runs/second", "out=both.html"]) == 0
     assert os.path.exists("both.html")
+
+
+def test_a_comparison_marks_the_best_value_and_says_how_far_the_others_are_from_the_first_run(tmp_path):
+    for name, loss, accuracy in (("first", 0.5, 0.9), ("second", 0.25, 0.45)):
+        (tmp_path / name).mkdir()
+        line = {"step": 1, "time": 0.0, "validation/loss": loss, "validation/accuracy": accuracy}
+        (tmp_path / name / "metrics.jsonl").write_text(f"{json.dumps(line)}\n")
+    html = comparison_page([read_run(tmp_path / name) for name in ("first", "second")])
+    marked = re.findall(r'<b class="good">([^<]*)</b>', html)
+    assert sorted(marked) == ["0.25", "0.9"]  # the least loss, the greatest accuracy
+    assert html.count("-50.0 %") == 2
 
 
 def test_a_sweep_has_a_table_and_a_line_for_each_job(in_folder, capsys):

@@ -99,6 +99,8 @@ def test_hostile_names_are_texts(finished_run, failed_run):
 def test_a_failure_stands_on_top_with_rank_step_hook_and_traceback(failed_run):
     text = Page.of(failed_run / "report.html").text
     assert text.index("The run failed: RuntimeError") < text.index("Learning curves")
+    html = (failed_run / "report.html").read_text()
+    assert html.index('id="failure"') < html.index('class="tiles"')
     assert "where rank 0, after step 5, the callback Failing.on_step_end" in text
     assert "Traceback (most recent call last)" in text
 
