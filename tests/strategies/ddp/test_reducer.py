@@ -242,6 +242,22 @@ def buckets_are_gone_on_with_while_backward_runs(transport: str) -> None:
     assert len(reducer.buckets) == 4
     assert in_backward[:4] == [0] * 4, "the first backward is reduced at its end"
     assert in_backward[-1] >= 2, "before the gradients of the first layer are computed"
+    late, woken = dist.get_rank() == dist.get_world_size() - 1, [0.0]
+
+    def come_late(gradient: Tensor) -> None:
+        time.sleep(0.5)
+        woken[0] = time.perf_counter()
+
+    dist.barrier()
+    with reducer.session():
+        outputs = layers(batch(dist.get_rank()))
+        if late:
+            outputs.register_hook(come_late)
+        outputs.sum().backward()
+    last = dist.get_world_size() - 1
+    moments: list[tuple[float, float]] = [(0.0, 0.0)] * (last + 1)
+    dist.all_gather_object(moments, (reducer.backward_ended_at, woken[0]))
+    assert all(ended < moments[last][1] for ended, _ in moments[:last]), "no backward waits for another rank's"
     reducer.close()
 
 
