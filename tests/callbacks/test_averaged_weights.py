@@ -75,6 +75,21 @@ def test_evaluations_see_the_average_up_to_their_step_and_training_does_not(make
         assert_near(evaluated, ema_of(trace.trained[: 3 * number], 0.9))
 
 
+def test_callbacks_see_the_weights_again_when_an_evaluation_has_ended(make_trainer: Any) -> None:
+    seen: list[Any] = []
+
+    class Looks(Callback):
+        def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
+            seen.append(weights(run.task))
+
+    trace = Trace()
+    make_trainer(callbacks=[EMA(decay=0.9), Looks(), trace], evaluate_every="3step").fit(task(), data())
+
+    assert seen
+    for number, after in enumerate(seen, start=1):
+        assert_same_bits(after, trace.trained[3 * number - 1])
+
+
 def test_the_task_is_left_with_the_average_unless_asked_otherwise(make_trainer: Any) -> None:
     left, not_left, trace = task(), task(), Trace()
 

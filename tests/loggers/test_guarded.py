@@ -36,6 +36,9 @@ class Failing(MemoryLogger):
     def write_text(self, name: str, text: str, *, step: int) -> None:
         self.texts.append(text)
 
+    def write_config(self, config: str) -> None:
+        self.texts.append(config)
+
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -135,10 +138,12 @@ def test_long_texts_are_cut_before_a_logger_sees_them(tmp_path: Path) -> None:
 
     guarded.write_text("samples", "a" * (LONGEST_TEXT + 1), step=0)
     guarded.write_text("samples", "short", step=0)
+    guarded.write_config("#" * (LONGEST_TEXT + 2))
 
     assert len(inner.texts[0]) == LONGEST_TEXT
     assert inner.texts[0].endswith("... (100,001 characters)")
     assert inner.texts[1] == "short"
+    assert len(inner.texts[2]) == LONGEST_TEXT and inner.texts[2].endswith("... (100,002 characters)")
 
 
 def test_callbacks_can_log_text_images_and_histograms_which_other_loggers_ignore(make_trainer: Any) -> None:

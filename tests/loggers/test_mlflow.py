@@ -45,6 +45,7 @@ def test_curves_settings_texts_and_images_can_be_read_by_mlflow(tmp_path: Path) 
     logger.write_config("trainer: {seed: 7}\nlong: " + "a" * 7000)
     logger.write({"train/loss": 0.5, "train/learning_rate.0": 1.0}, step=1)
     logger.write({"train/loss": float("nan")}, step=2)
+    logger.write({"m" * 300: 2.0, "m" * 301: 3.0}, step=2)
     logger.write_text("samples", "hello", step=2)
     logger.write_image("picture", torch.zeros(2, 3, 3, dtype=torch.uint8), step=2)
     lost = logger.failures
@@ -55,6 +56,8 @@ def test_curves_settings_texts_and_images_can_be_read_by_mlflow(tmp_path: Path) 
     assert run.info.status == "FINISHED"
     assert run.data.params["trainer.seed"] == "7"
     assert len(run.data.params["long"]) == 6000
+    assert run.data.params["long"].endswith("... (7,000 characters)")
+    assert [len(name) for name in run.data.metrics if name.startswith("mmm")] == [250, 250]
     assert curve(tmp_path, "train/learning_rate.0") == [(1, 1.0)]
     assert [step for step, _ in curve(tmp_path, "train/loss")] == [1, 2]
     names = {path.name for path in (tmp_path / "mlruns").rglob("artifacts/**/*") if path.is_file()}

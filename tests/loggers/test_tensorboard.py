@@ -140,13 +140,17 @@ def test_settings_are_in_the_table_of_the_plugin_hparams(tmp_path: Path, read: R
 
     logger = GuardedLogger(TensorBoardLogger())
     logger.open(tmp_path, step=0)
-    logger.write_config("trainer: {seed: 7, compile: false, clip_norm: null, max_duration: [1epoch, 30min]}\n")
+    logger.write_config(
+        "trainer: {seed: 7, compile: false, clip_norm: null, max_duration: [1epoch, 30min]}\nlong: " + "a" * 600
+    )
     assert logger.failures == 0
     logger.close()
 
     contents = read(tmp_path).PluginTagToContent("hparams")
     session = metadata.parse_session_start_info_plugin_data(contents[metadata.SESSION_START_INFO_TAG])
     known = {name: getattr(value, value.WhichOneof("kind")) for name, value in session.hparams.items()}
+    long = known.pop("long")
+    assert len(long) == 500 and long.endswith("... (600 characters)")
     assert known == {"trainer.seed": 7, "trainer.compile": False, "trainer.max_duration": "['1epoch', '30min']"}
 
 

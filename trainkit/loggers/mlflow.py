@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
+from zlib import crc32
 
 from trainkit.checkpoints.file import write_text
 from trainkit.logger import Logger, Setting, cut
@@ -118,8 +119,9 @@ class MlflowLogger(Logger):
 
 
 def _name(name: str) -> str:
-    """Return a name that MLflow takes: of letters, digits and a few signs, and not too long."""
-    return cut("".join(c if c.isalnum() or c in "_-./ " else "_" for c in name), LONGEST_NAME)
+    """Return a name that MLflow takes: of letters, digits and a few signs, and not too long; two long ones differ."""
+    taken = "".join(c if c.isalnum() or c in "_-./ " else "_" for c in name)
+    return taken if len(taken) <= LONGEST_NAME else f"{taken[: LONGEST_NAME - 9]}_{crc32(name.encode()):08x}"
 
 
 def _folder_of(uri: str) -> Path | None:
