@@ -17,8 +17,6 @@ not list is never chosen. A manifest that is lost or damaged is made anew from t
 from __future__ import annotations
 
 import logging
-import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,13 +44,14 @@ from trainkit.checkpoints.location import (
     CHECKPOINTS,
     NAMES_SHOWN,
     checkpoints_folder,
-    existing,
     first_names,
     no_checkpoint_in,
 )
 from trainkit.checkpoints.manifest import Manifest, parse_manifest, read_manifest
 from trainkit.checkpoints.payload import payload_bytes
-from trainkit.errors import UserError, nearest
+from trainkit.checkpoints.ranking import ranked
+from trainkit.checkpoints.refusal import told_in_words
+from trainkit.errors import nearest
 
 # The whole interface, with the names that its signatures need.
 __all__ = [
@@ -109,7 +108,7 @@ class CheckpointStore:
         everything saved earlier is intact then.
         """
         content = labelled(payload, name=name, step=step, epoch=epoch, metrics=metrics, reason=reason)
-        with self._refused(name, needed=payload_bytes(content)):
+        with told_in_words(self.folder, name, needed=payload_bytes(content)):
             self.folder.mkdir(parents=True, exist_ok=True)
             with only_writer(self.folder):
                 return self._save(content)
@@ -117,7 +116,7 @@ class CheckpointStore:
     @contextmanager
     def receiving_shards(self, name: str) -> Iterator[Path]:
         """Give a folder for the shards of one checkpoint, held against other writers; what is not listed is removed."""
-        with self._refused(name, needed=0):
+        with told_in_words(self.folder, name, needed=0):
             self.folder.mkdir(parents=True, exist_ok=True)
             with only_writer(self.folder):
                 listed = read_manifest(self.folder).entries
@@ -145,7 +144,7 @@ class CheckpointStore:
         """Have the payload listed with the shards in a folder of `receiving_shards`, inside that context."""
         content = labelled(payload, name=name, step=step, epoch=epoch, metrics=metrics, reason=reason)
         content[HEADER]["shards"] = [shard._asdict() for shard in shards]
-        with self._refused(name, needed=payload_bytes(content)):
+        with told_in_words(self.folder, name, needed=payload_bytes(content)):
             return self._save(content, shards=folder)
 
     def load(self, entry_or_path: CheckpointEntry | Path | str, *, map_location: Any = "cpu") -> dict[str, Any]:
@@ -181,33 +180,22 @@ class CheckpointStore:
 
     def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointEntry | None:
         """Return the checkpoint with the best value, the later of equals; None while no checkpoint has metrics."""
-        ranked = self.ranked(metric, mode)
-        return ranked[0] if ranked else None
+        best_first = self.ranked(metric, mode)
+        return best_first[0] if best_first else None
 
     def ranked(self, metric: str, mode: Literal["min", "max"]) -> list[CheckpointEntry]:
         """Return the checkpoints that have a value of the metric, best first; NaN is no value."""
-        if mode not in ("min", "max"):
-            raise UserError(f"mode is 'min' or 'max', got {mode!r}.{nearest(str(mode), ('min', 'max'))}")
-        entries = self.entries()
-        known = sorted({key for entry in entries for key in entry.metrics})
-        if known and metric not in known:
-            raise CheckpointError(
-                f"No checkpoint in {self.folder} has the metric '{metric}'.{nearest(metric, known)} "
-                f"There are: {', '.join(known)}."
-            )
-        sign = 1.0 if mode == "min" else -1.0
-        latest_first = [entry for entry in entries[::-1] if not math.isnan(entry.metrics.get(metric, math.nan))]
-        return sorted(latest_first, key=lambda entry: sign * entry.metrics[metric])
+        return ranked(self.entries(), metric, mode, folder=self.folder)
 
     def best_first(self, monitor: Monitor | None = None) -> list[CheckpointEntry]:
         """Return the checkpoints by the given monitor, or the store's, or the run's; raise UserError without values."""
         monitor = monitor or self.monitor()
-        ranked = self.ranked(*monitor)
-        if not ranked:
+        best_first = self.ranked(*monitor)
+        if not best_first:
             raise CheckpointError(
                 f"No checkpoint in {self.folder} has a value of '{monitor.metric}' yet. Choose 'last'."
             )
-        return ranked
+        return best_first
 
     def monitor(self) -> Monitor:
         """Return what makes a checkpoint the best: as given here, or by the run that saved them."""
@@ -305,22 +293,6 @@ class CheckpointStore:
 
     def _list(self, entries: list[CheckpointEntry], *, instead_of: Manifest) -> None:
         replace_manifest(self.folder, Manifest(entries, self._monitor or instead_of.monitor), instead_of=instead_of)
-
-    @contextmanager
-    def _refused(self, name: str, *, needed: int) -> Iterator[None]:
-        """Tell an error of the disk in words."""
-        try:
-            yield
-        except OSError as error:
-            raise self._refused_by_disk(error, name=name, needed=needed) from error
-
-    def _refused_by_disk(self, error: OSError, *, name: str, needed: int) -> CheckpointError:
-        free = shutil.disk_usage(existing(self.folder)).free
-        return CheckpointError(
-            f"Checkpoint '{name}' could not be saved in {self.folder}: {error.strerror or error}. It needs about "
-            f"{needed:,} bytes, {free:,} are free there. Make room or let the run write elsewhere: "
-            f"run_dir=/path/with/room. The checkpoints saved earlier are intact."
-        )
 
     def _nothing_to_load(self, skipped: list[Skipped]) -> CheckpointError:
         if skipped:
