@@ -168,7 +168,7 @@ def test_a_micro_batch_of_weight_zero_changes_nothing(make_trainer):
 
 
 @pytest.mark.parametrize("weight", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
-@pytest.mark.parametrize("accumulate", [2, 4])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_a_window_whose_weights_are_all_zero_changes_nothing(make_trainer, weight, accumulate):
     class Padding(Regression):
         def training_step(self, batch):
