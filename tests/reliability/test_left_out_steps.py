@@ -71,7 +71,8 @@ class InPhases(Normed):
 
     def configure_phases(self) -> Any:
         parts = (self.first.parameters(), self.last.parameters())
-        return [Phase(name, torch.optim.SGD(p, lr=0.01)) for name, p in zip(("one", "two"), parts, strict=True)]
+        optimizers = [torch.optim.SGD(part, lr=0.01, momentum=0.9) for part in parts]
+        return [Phase("one", optimizers[0]), Phase("two", optimizers[1])]
 
 
 class ByHand(InPhases):

@@ -133,7 +133,7 @@ def save_in_background(folder: Path) -> None:
         return write(writing)
 
     def slowly(writing: ShardWriting) -> Any:
-        time.sleep(0.5)
+        time.sleep(0.5 * dist.get_rank())
         return write(writing)
 
     with pytest.MonkeyPatch.context() as patch:
