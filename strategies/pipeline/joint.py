@@ -54,7 +54,7 @@ def join(steps: Sequence[Recording], shares: Sequence[float]) -> Joint:
     events: list[Event] = []
     bonds: list[Bond] = []
     offsets = [sum(len(step.values) for step in steps[:number]) for number in range(len(steps))]
-    for piece in pieces:
+    for piece, reason in zip(pieces, ties.reasons(pieces), strict=True):
         heaviest = _heaviest(piece, steps)
         first = len(events)
         for step, index in piece:
@@ -64,7 +64,7 @@ def join(steps: Sequence[Recording], shares: Sequence[float]) -> Joint:
                 event.cost.activation_bytes = 0.0
             events.append(event)
         if len(piece) > 1:
-            bonds.append(Bond(first, len(events) - 1, ties.reason(piece)))
+            bonds.append(Bond(first, len(events) - 1, reason))
     end = next(number for number, piece in enumerate(pieces) if any(_is_return(steps, node) for node in piece))
     start = sum(len(piece) for piece in pieces[:end])
     only_returns = all(_is_return(steps, node) for node in pieces[end])  # and a stage does more than return
@@ -123,10 +123,12 @@ class _Ties:
                 continue
             return self._in_order(sorter, members)
 
-    def reason(self, piece: Sequence[Node]) -> str:
-        """Return why a piece stays together."""
-        leader = self._find(piece[0])
-        return next(reason for node, reason in self._reasons if self._find(node) == leader)
+    def reasons(self, pieces: Sequence[Sequence[Node]]) -> list[str]:
+        """Return why each piece stays together; nothing of one event alone."""
+        strongest: dict[Node, str] = {}
+        for node, reason in self._reasons:
+            strongest.setdefault(self._find(node), reason)
+        return [strongest.get(self._find(piece[0]), "") for piece in pieces]
 
     def _in_order(self, sorter: TopologicalSorter[Node], members: dict[Node, list[Node]]) -> list[list[Node]]:
         def rank(leader: Node) -> tuple[bool, float]:

@@ -50,6 +50,9 @@ class StageGradients:
             if placement.is_held(name, grid.stage) and parameter.requires_grad
         ]
         self._counted = [parameter for name, parameter in named.items() if placement.counted(name, grid.stage)]
+        # The same on all stages, of which some may have no gradients: they must not judge a norm differently.
+        is_wide = any(parameter.dtype == torch.float64 for parameter in named.values())
+        self._norm_type = torch.float64 if is_wide else torch.float32
         shared = placement.shared_by()
         groups = grid.holder_groups(shared, limit=limit)
         self._shared = [
@@ -103,10 +106,9 @@ class StageGradients:
     def norm(self, grid: Grid, device: torch.device) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
         gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
-        norm = total_norm(gradients, device)
-        square = norm.double().square().cpu()
+        square = total_norm(gradients, device).double().square().cpu()
         dist.all_reduce(square, group=grid.pipeline)
-        return square.sqrt().to(norm)
+        return square.sqrt().to(device, self._norm_type)
 
     def close(self) -> None:
         """Leave the parameters to themselves."""

@@ -116,4 +116,7 @@ def compare(model, *, sizes, num_steps=10, precision="fp64", clip=None, replicas
     if replicas == 1:
         losses = torch.tensor([*chain(*training.losses)]) - torch.tensor([*chain(*reference.losses)])
         difference = max(difference, float(losses.abs().max()))
+    assert [norms.keys() for norms in training.norms] == [norms.keys() for norms in reference.norms]
+    for norms, expected in zip(training.norms, reference.norms, strict=True):
+        difference = max(difference, *(abs(norm - expected[phase]) for phase, norm in norms.items()), 0.0)
     return difference
