@@ -158,6 +158,17 @@ def test_a_look_ends_the_run_with_a_plot_and_the_numbers(make_trainer: Any, tmp_
     assert ElementTree.parse(tmp_path / "learning_rates.svg").getroot().tag.endswith("svg")
 
 
+def test_the_trial_ends_when_the_loss_explodes(make_trainer: Any, tmp_path: Path) -> None:
+    task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=0.01))
+    make_trainer(callbacks=[LearningRateFinder(lowest=1e-3, highest=10.0, steps=60)], run_dir=tmp_path).fit(
+        task, data()
+    )
+
+    losses = json.loads((tmp_path / "learning_rates.json").read_text())["losses"]
+    assert 10 < len(losses) < 60
+    assert None not in losses and losses[-1] > 4 * min(losses)  # not only when nothing is finite any more
+
+
 @pytest.mark.parametrize("schedule", ["lambda", "one cycle"])
 def test_the_suggestion_is_applied_as_if_it_had_been_set(make_trainer: Any, schedule: str) -> None:
     def build(rate: float) -> Any:
