@@ -222,9 +222,8 @@ class Optimization:
             self.optimizer.step()
             self.left_out_on_host = _if_on_host(bad)
             return
-        self.left_out_on_host = bool(
-            found
-        )  # waits for the device: without a fused kernel no optimizer can skip by itself
+        # Waits for the device: without a fused kernel no optimizer can skip by itself.
+        self.left_out_on_host = bool(found)
         if not self.left_out_on_host:
             self.optimizer.step()
 
@@ -263,7 +262,7 @@ def configure(
 
 def _if_on_host(flag: Tensor) -> bool | None:
     """Return a flag that lies in the host's memory, where there is no device to wait for; `None` for any other."""
-    return torch.is_nonzero(flag) if flag.device.type == "cpu" else None
+    return bool(flag) if flag.device.type == "cpu" else None
 
 
 def _ask(task: TaskModule, method: str, total_steps: int | None) -> Any:

@@ -53,7 +53,7 @@ class StepReplay:
         run, strategy = self._run, self._run.strategy
         if not self.sees_modules:
             return Finding()
-        before = BeforeStep(run.task, strategy.metrics_of(run.task))
+        before = BeforeStep(run.task, strategy.metrics_of(run.task), counters=True)
         try:
             with _eagerly(run.task), ModuleWatch(run.task).open() as watch:
                 for call in calls:
@@ -94,7 +94,7 @@ class StepReplay:
     def _all_put_back(self) -> Iterator[None]:
         """Leave parameters, optimizers and schedules as they were too; a copy of each is in memory meanwhile."""
         run, task, strategy = self._run, self._run.task, self._run.strategy
-        before = BeforeStep(task, strategy.metrics_of(task))
+        before = BeforeStep(task, strategy.metrics_of(task), counters=True)
         parameters = [parameter.detach().clone() for parameter in task.parameters()]
         states = [copy.deepcopy(part.optimizer.state_dict()) for part in run.optimizations]
         schedules = [copy.deepcopy(part.schedule_state()) for part in run.optimizations]
