@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -51,7 +52,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
     """Return what `fn(*args)` returned on each of `num_ranks` gloo ranks, or raise the first failure.
 
     `fn` is a function at the top level of a module or of a test file; it finds a process group ready, one
-    thread, and its rank through `torch.distributed`. No process outlives the call.
+    thread, its rank through `torch.distributed`, and itself in the caller's folder. No process outlives the call.
     """
     outcomes = rank_outcomes(fn, num_ranks, *args, timeout=timeout, patience=0.0)
     failed = sorted((o for o in outcomes if o.failure is not None), key=lambda o: o.seconds)
@@ -68,7 +69,7 @@ def rank_outcomes(
     context.set_forkserver_preload(_PRELOADED)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = _Call.of(fn, args)
-    meeting = _Meeting(num_ranks, store.port, timeout, os.getpid())
+    meeting = _Meeting(num_ranks, store.port, timeout, os.getpid(), str(Path.cwd()))
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     ranks = [context.Process(target=_run_rank, args=(call, rank, meeting, pipes[rank][1])) for rank in range(num_ranks)]
     try:
@@ -98,6 +99,8 @@ class _Call:
 
     @staticmethod
     def of(fn: Callable[..., Any], args: Sequence[Any]) -> _Call:
+        if not hasattr(fn, "__qualname__"):
+            raise ValueError(f"{fn!r} is no function; give what it binds as arguments: run_ranks(fn, 2, *arguments)")
         if "<" in fn.__qualname__:
             raise ValueError(f"{fn.__qualname__} must be at the top level of its file to run on other ranks")
         return _Call(fn.__module__, inspect.getfile(fn), fn.__qualname__, pickle.dumps(tuple(args)))
@@ -128,11 +131,13 @@ class _Meeting:
     port: int
     timeout: float  # seconds
     caller_pid: int
+    folder: str  # that the caller is in
 
 
 def _run_rank(call: _Call, rank: int, meeting: _Meeting, sender: connection.Connection) -> None:
     threading.Thread(target=_end_with, args=(meeting.caller_pid,), daemon=True).start()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(meeting.num_ranks), LOCAL_RANK=str(rank))
+    os.chdir(meeting.folder)
     torch.set_num_threads(1)
     limit = timedelta(seconds=meeting.timeout)
     try:
