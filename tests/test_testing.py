@@ -1,4 +1,4 @@
-"""`run_ranks`: a function on several ranks, from the caller's folder, with a hard time limit and nothing left behind."""
+"""`run_ranks`: a function on several ranks, from the caller's folder, with a time limit and nothing left behind."""
 
 import os
 import time
