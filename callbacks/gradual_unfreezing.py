@@ -63,6 +63,4 @@ class GradualUnfreezing(Callback):
         for duration, parameters in self._frozen:
             if not duration.reached(run.state):
                 for parameter in parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.zero_()  # of a strategy's bucket, from which it takes the norm
-                        parameter.grad = None  # an optimizer leaves alone what has no gradient
+                    parameter.grad = None  # optimizers and norms leave alone what has no gradient

@@ -7,7 +7,9 @@ import pytest
 import torch
 from trainkit.callbacks.gradual_unfreezing import GradualUnfreezing
 from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.torch_ddp import TorchDDP
 
 from tests.tasks import Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, Trainer, UserError
@@ -65,17 +67,18 @@ def test_a_pattern_that_fits_nothing_is_told(make_trainer: Any) -> None:
 
 
 def weights_on_this_rank(run_dir: str, strategy: str) -> dict[str, torch.Tensor]:
-    made = DDPStrategy(device="cpu") if strategy == "ddp" else SingleDevice(device="cpu")
+    made = {"single": SingleDevice, "ddp": DDPStrategy, "torch_ddp": TorchDDP, "fusion": FusionStrategy}[strategy]
     settings = {"loggers": [], "clip_norm": 0.01, "evaluate_every": None, "sanity_batches": 0}
-    callbacks = [GradualUnfreezing(at={"network.0.*": "2epoch"})]
+    callbacks = [GradualUnfreezing(at={"network.0.*": "1epoch"})]
     task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=1.0), hidden=3)
-    trainer = Trainer(made, max_duration="2epoch", callbacks=callbacks, run_dir=run_dir, **settings)
+    trainer = Trainer(made(device="cpu"), max_duration="2epoch", callbacks=callbacks, run_dir=run_dir, **settings)
     trainer.fit(task, Data(train=regression_data(32), batch_size=8))
     return weights(task)
 
 
-def test_frozen_parameters_do_not_count_in_the_norm_that_a_strategy_takes_of_its_buckets(tmp_path: Any) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "torch_ddp", "fusion"])
+def test_frozen_parameters_do_not_count_in_the_norm_of_ranks(tmp_path: Any, strategy: str) -> None:
     single = weights_on_this_rank(str(tmp_path / "single"), "single")
-    for found in run_ranks(weights_on_this_rank, 2, str(tmp_path / "ddp"), "ddp"):
+    for found in run_ranks(weights_on_this_rank, 2, str(tmp_path / strategy), strategy):
         for name, expected in single.items():
             torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
