@@ -362,6 +362,8 @@ def test_a_task_that_brings_its_loss_to_fp32_has_the_tolerance_of_that_which_is_
     assert report.rows[1].loss.value > 1e-8  # halves are rounded otherwise than the whole
     assert report.notes == ("tolerance of fp32, in which the task computes its losses whatever it is given",)
     assert compare_strategies(Narrowed(), perceptron_data(), [], steps=1, tolerance=1e-9).tolerance == 1e-9
+    named = {"precision": "fp64"}
+    assert compare_strategies(Narrowed(), perceptron_data(), [], steps=1, trainer=named).tolerance == 1e-11
 
     class Wrong(Narrowed):
         reduction = "sum"
@@ -443,11 +445,16 @@ def test_the_command_prints_the_table_and_says_whether_all_agree_by_its_exit_cod
 
 
 @pytest.mark.parametrize(
-    ("typed", "precision"), [([], "fp64"), (["trainer.precision=fp32"], "fp32"), (["trainer.precision=fp64"], "fp64")]
+    ("typed", "precision"),
+    [
+        ([], "fp64, tolerance 1e-08"),
+        (["trainer.precision=fp32"], "fp32, tolerance 1e-05"),
+        (["trainer.precision=fp64"], "fp64, tolerance 1e-11"),
+    ],
 )
 def test_the_command_compares_in_the_precision_that_is_typed(typed, precision, capsys):
     assert main(["parity", "recipe=digits_mlp", "strategies=[single]", "steps=1", "data.num_train=64", *typed]) == 0
-    assert f"all equal: 1 steps in {precision}, " in capsys.readouterr().out
+    assert f"all equal: 1 steps in {precision} " in capsys.readouterr().out
 
 
 @pytest.mark.slow

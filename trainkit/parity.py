@@ -24,10 +24,12 @@ from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
 DEFAULT_STRATEGIES = ("single", "dp", "ddp")
-TOLERANCES = {"fp64": 1e-8, "fp32": 1e-5, "bf16-mixed": 2e-2, "fp16-mixed": 5e-3, "bf16-true": 1e-1}
-"""Largest relative difference that rounding explains after some tens of steps. In fp64 that is 1e-16, made 1e5 times
-as large in each step by an optimizer that divides by a gradient that is zero but for rounding (a learning rate of 1e-3
-over Adam's 1e-8), of a weight that is a hundredth of the others."""
+TOLERANCES = {"fp64": 1e-11, "fp32": 1e-5, "bf16-mixed": 2e-2, "fp16-mixed": 5e-3, "bf16-true": 1e-1}
+"""Largest relative difference that rounding explains after some tens of steps, in a precision that is named."""
+DEFAULT_TOLERANCE = 1e-8
+"""The same where none is named, for any optimizer: rounding of 1e-16, made 1e5 times as large in each step by one that
+divides by a gradient that is zero but for rounding (a learning rate of 1e-3 over Adam's 1e-8), of a weight that is a
+hundredth of the others."""
 _PRECISION = "fp64"
 _SECOND_PRECISION = "fp32"  # for tasks that do not compute in the first
 
@@ -60,13 +62,7 @@ def compare_strategies(
     chosen = [(name, made(item, devices, device)) for name, item in zip(_names(others), others, strict=True)]
     with tempfile.TemporaryDirectory(prefix="trainkit-parity-") as folder, rng_untouched():
         trials = Trials(make_task, make_data, Path(folder), steps=steps, settings=dict(trainer or {}))
-        trials, single, notes = _reference(trials, device)
-        limit = TOLERANCES[trials.precision]
-        if trials.precision == _PRECISION and single.has_losses_of_fp32:
-            limit = TOLERANCES[_SECOND_PRECISION]
-            notes.append(
-                f"tolerance of {_SECOND_PRECISION}, in which the task computes its losses whatever it is given"
-            )
+        trials, single, limit, notes = _reference(trials, device)
         limit = limit if tolerance is None else tolerance
         comparison = Comparison(trials, single, tolerance=limit)
         rows = [comparison.reference(), *(comparison.attempt(name, strategy) for name, strategy in chosen)]
@@ -137,18 +133,23 @@ def assert_resume_exact(
             )
 
 
-def _reference(trials: Trials, device: str) -> tuple[Trials, Trial, list[str]]:
-    """Return the trials in a precision in which the task trains, the one of `single`, and what is to be noted."""
+def _reference(trials: Trials, device: str) -> tuple[Trials, Trial, float, list[str]]:
+    """Return the trials in a precision in which the task trains, the one of `single`, the tolerance, and notes."""
     if trials.names_precision:
-        return trials, trials.train(REFERENCE, made(REFERENCE, 1, device)), []
+        return trials, trials.train(REFERENCE, made(REFERENCE, 1, device)), TOLERANCES[trials.precision], []
     try:
         precise = trials.in_precision(_PRECISION)
-        return precise, precise.train(REFERENCE, made(REFERENCE, 1, device)), []
+        single = precise.train(REFERENCE, made(REFERENCE, 1, device))
     except Exception as error:
         simple = trials.in_precision(_SECOND_PRECISION)
         single = simple.train(REFERENCE, made(REFERENCE, 1, device))
         why = f"{type(error).__name__}: {error}"
-        return simple, single, [f"compared in {_SECOND_PRECISION}, as single failed in {_PRECISION}: {why}"]
+        note = f"compared in {_SECOND_PRECISION}, as single failed in {_PRECISION}: {why}"
+        return simple, single, TOLERANCES[_SECOND_PRECISION], [note]
+    if single.has_losses_of_fp32:
+        note = f"tolerance of {_SECOND_PRECISION}, in which the task computes its losses whatever it is given"
+        return precise, single, TOLERANCES[_SECOND_PRECISION], [note]
+    return precise, single, DEFAULT_TOLERANCE, []
 
 
 def _names(strategies: Sequence[Chosen]) -> list[str]:

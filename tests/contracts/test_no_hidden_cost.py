@@ -16,6 +16,7 @@ from trainkit import Callback, Data
 from trainkit.callback import MOMENTS
 from trainkit.loops import FitLoop
 from trainkit.metrics import WeightedMeans
+from trainkit.optimization import _if_on_host
 
 WAITING = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "cpu", "nonzero", "is_nonzero")
 TRAINKIT = [str(Path(path)) for path in (*trainkit.__path__, *trainkit.strategies.__path__)]
@@ -74,6 +75,11 @@ def test_nothing_waits_for_the_device_between_log_points(make_trainer, monkeypat
     trainer = make_trainer(log_every="5step", max_duration="2epoch", callbacks=[waits], **settings)
     trainer.fit(task(), Data(train=data(48), batch_size=8))
     assert waits.calls == {}
+
+
+def test_only_what_lies_in_the_hosts_memory_is_read_at_once():
+    assert [_if_on_host(torch.tensor(flag)) for flag in (True, False)] == [True, False]
+    assert _if_on_host(torch.empty((), dtype=torch.bool, device="meta")) is None
 
 
 def test_the_counting_of_waits_sees_a_task_that_waits(make_trainer, monkeypatch):
