@@ -166,25 +166,30 @@ class _StopAfter(Callback):
             run.request_stop("the next strategy's turn")
 
 
+def _handed_on(name, strategies, run):
+    """Train two steps under each strategy, each going on from the checkpoint of the one before."""
+    for part, strategy in enumerate(strategies):
+        task, _, trainer, result = _fit(
+            name,
+            strategy,
+            run,
+            duration=f"{2 * len(strategies)}step",
+            callbacks=[_StopAfter(2 * part + 2)],
+            resume=run if part else None,
+        )
+    return task, trainer, result
+
+
 @pytest.mark.slow
 def test_a_run_in_phases_goes_from_one_process_to_two_stages_and_back(tmp_path):
     expected, data, trainer, single = _fit("gan", SingleDevice(device="cpu"), tmp_path / "single", duration="6step")
     wanted = trainer.predict(expected, data)
-    run = tmp_path / "run"
     strategies = [
         SingleDevice(device="cpu"),
         Pipeline(stages=2, device="cpu", cuts=["generator.3"]),
         SingleDevice(device="cpu"),
     ]
-    for part, strategy in enumerate(strategies):
-        task, _, trainer, result = _fit(
-            "gan",
-            strategy,
-            run,
-            duration="6step",
-            callbacks=[_StopAfter(2 * part + 2)],
-            resume=run if part else None,
-        )
+    task, trainer, result = _handed_on("gan", strategies, tmp_path / "run")
 
     assert _difference(task, expected) <= 1e-10
     assert torch.allclose(trainer.predict(task, data), wanted, rtol=0, atol=1e-10)
@@ -195,22 +200,13 @@ def test_a_run_in_phases_goes_from_one_process_to_two_stages_and_back(tmp_path):
 def test_a_run_goes_from_one_process_to_four_stages_to_two_and_back(tmp_path):
     expected, data, trainer, _ = _fit("char_lm", SingleDevice(device="cpu"), tmp_path / "single", duration="8step")
     wanted = trainer.test(expected, data)
-    run = tmp_path / "run"
     strategies = [
         SingleDevice(device="cpu"),
         Pipeline(stages=4, device="cpu"),
         Pipeline(stages=2, device="cpu", schedule="simple"),
         SingleDevice(device="cpu"),
     ]
-    for part, strategy in enumerate(strategies):
-        task, _, trainer, _ = _fit(
-            "char_lm",
-            strategy,
-            run,
-            duration="8step",
-            callbacks=[_StopAfter(2 * part + 2)],
-            resume=run if part else None,
-        )
+    task, _, _ = _handed_on("char_lm", strategies, tmp_path / "run")
 
     assert _difference(task, expected) <= 1e-10
     tested = Trainer(Pipeline(stages=2, device="cpu"), precision="fp64", callbacks=[], loggers=[]).test(task, data)
