@@ -123,7 +123,7 @@ class Checkpoint(Callback):
             self._reason = BEST
 
     def on_step_end(self, run: Run) -> None:
-        try:  # costs next to nothing, and waits for no disk
+        try:  # waits for no disk
             if run.check_saving():
                 self._retries.succeeded()
         except CheckpointError as error:

@@ -15,6 +15,7 @@ from trainkit.checkpoints.file import write_text
 from trainkit.console import Table, say, show
 from trainkit.errors import UserError, nearest
 from trainkit.step_output import read_training_output
+from trainkit.way_back import drop_gradients
 from trainkit.window import MicroBatch, Window
 
 from .chart import chart
@@ -109,7 +110,7 @@ class MicroBatchFinder(Callback):
                 is_out = False
             except torch.OutOfMemoryError:
                 seconds, is_out = 0.0, True
-            _drop_gradients(run)
+            drop_gradients(run)
             if run.strategy.device.type == "cuda":
                 torch.cuda.empty_cache()
             if run.strategy.agree(is_out):
@@ -161,7 +162,7 @@ class MicroBatchFinder(Callback):
             run.strategy.forward_backward(run.task, window)
         _wait(run.strategy.device)
         seconds = time.perf_counter() - began
-        _drop_gradients(run)
+        drop_gradients(run)
         return seconds
 
     def _apply(self, run: Run, size: int) -> None:
@@ -191,11 +192,6 @@ def _phases_in_turn(run: Run) -> Iterator[str]:
         if optimization.phase:
             run.strategy.begin_phase(optimization, step_name=optimization.step_name)
         yield optimization.step_name
-
-
-def _drop_gradients(run: Run) -> None:
-    for optimization in run.optimizations:
-        optimization.zero_grad()
 
 
 def _sizes(most: int) -> list[int]:

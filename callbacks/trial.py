@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def trial(run: Run, *, who: str) -> Iterator[None]:
-    """Leave weights, buffers, optimizers, the scaler and random generators as they were before the block.
+    """Leave weights, buffers, optimizers, averages of norms, the scaler and random generators as they were before.
 
     Raises UserError where a part of them cannot be put back: in optimizers that a strategy keeps in parts.
     """
@@ -36,6 +36,8 @@ def trial(run: Run, *, who: str) -> Iterator[None]:
     states = [
         {parameter: _copy(state) for parameter, state in one.optimizer.state.items()} for one in run.optimizations
     ]
+    spikes = [None if one.spikes is None else one.spikes.state_dict() for one in run.optimizations]
+    skipped = [one.skipped_steps for one in run.optimizations]
     scaler = run.precision.state_dict()
     try:
         with rng_untouched():
@@ -50,7 +52,10 @@ def trial(run: Run, *, who: str) -> Iterator[None]:
             for group, settings in zip(one.optimizer.param_groups, own_groups, strict=True):
                 group.update(settings)
             one.zero_grad()
-            one.skipped_steps = None
+        for one, own_spikes, own_skipped in zip(run.optimizations, spikes, skipped, strict=True):
+            if one.spikes is not None and own_spikes is not None:
+                one.spikes.load_state_dict(own_spikes)
+            one.skipped_steps = own_skipped
         run.precision.load_state_dict(scaler)
         if run.optimizations[0].phase:
             run.strategy.end_phases()

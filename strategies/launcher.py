@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from trainkit.errors import Stopped, UserError
 from trainkit.signals import ALWAYS
 
-from .ddp.failure import RankError
+from .ddp.failure import GONE, RankError
 from .rank_log import keep_log, last_words
 
 T = TypeVar("T")
@@ -268,13 +268,7 @@ def is_consequence(error: BaseException) -> bool:
     """Whether the error only says that another rank is gone."""
     if isinstance(error, RankError):
         return True
-    lost = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "gloo/transport",
-        "recvValue failed",
-    )
+    lost = (*GONE, "recvValue failed")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in lost)
 
 

@@ -34,7 +34,7 @@ _FOLD_AT = 512
 
 
 class LeftOutSteps:
-    """Surrounds forward, backward and update of each step; nothing waits for the device.
+    """Surrounds forward, backward and update of each step; nothing waits for the device, unless a step is looked at.
 
     buffers    before ---- forward, backward ---> after
     gradient                                      not finite, or a spike: a flag on the device

@@ -71,6 +71,7 @@ class FitLoop:
                     run.emit("on_epoch_start")
                     first_step = state.step
                     for window in self.windows():
+                        # As in `step`, which is written out here: a call less on the way to the user's step.
                         if state.step + 1 in state.left_out:
                             outputs = self._recovery.leave_out(window)
                         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from trainkit.order import sample_seed
+from trainkit.rng import seed_everything
 
 Collate = Callable[[list[Any]], Any]
 GetSample = Callable[[int, int], Any]
@@ -121,7 +121,7 @@ class WorkerPool:
             _RequestDataset(reader),
             batch_sampler=self._requests,  # type: ignore[arg-type] # to the loader a request is the indices of one batch
             num_workers=workers,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             pin_memory=pin_memory,
             persistent_workers=keep,
             # Its own generator: the loader would otherwise draw from the global one and change the run's randomness.
@@ -169,17 +169,10 @@ class _RequestDataset(Dataset[Any]):
         raise NotImplementedError("samples are read by __getitems__")
 
     def __getitems__(self, request: Request) -> Any:
-        random.seed(request.seed)
-        torch.manual_seed(request.seed)
-        _seed_numpy(request.seed)
+        seed_everything(request.seed)
         return self._reader.read(request.indices, request.epoch)
 
 
-def _seed_numpy(seed: int) -> None:
-    import numpy as np
-
-    np.random.seed(seed % 2**32)
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
+def unchanged(item: Any) -> Any:
+    """Return what is given: samples are put together elsewhere, or not at all."""
+    return item

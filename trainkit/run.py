@@ -212,9 +212,10 @@ class Run:
             self._writer.prepare(payload)
 
     def check_saving(self) -> bool:
-        """Raise the error of a save in the background that failed; costs next to nothing and never waits.
+        """Raise the error of a save in the background that failed; waits for no disk.
 
-        While ranks save shards they ask each other: collective. Returns whether such a save has just become complete.
+        While ranks save shards they ask each other in each step, which waits for them: collective. Returns whether
+        such a save has just become complete.
         """
         if self._writer is not None:
             self._writer.check()

@@ -107,13 +107,13 @@ class StepReplay:
             with torch.no_grad():
                 for parameter, value in zip(task.parameters(), parameters, strict=True):
                     parameter.copy_(value)
-            for part, state, schedule, spike in zip(run.optimizations, states, schedules, spikes, strict=True):
+            kept = zip(run.optimizations, states, schedules, spikes, skipped, strict=True)
+            for part, state, schedule, spike, count in kept:
                 part.zero_grad()
                 strategy.load_optimizer_state_dict(task, part, state)
                 part.load_schedule_state(schedule)
                 if part.spikes is not None and spike is not None:
                     part.spikes.load_state_dict(spike)
-            for part, count in zip(run.optimizations, skipped, strict=True):
                 part.skipped_steps = count
             run.precision.load_state_dict(scaler)
             before.put_back_state()

@@ -143,7 +143,7 @@ class StreamFeed(Feed):
             return iter(source.dataset)
         seed = request_seed(self.seed, epoch, position)
         every = self._batch_size if self._keeps_position and source.stage == "train" else None
-        return WorkerStream(source.dataset, workers=source.workers, seed=seed, every=every, begins_at=begins_at)
+        return WorkerStream(source.dataset, seed=seed, every=every, begins_at=begins_at)
 
     def _begun_anew(self, samples: Iterator[Any], epoch: int) -> Iterator[Any]:
         """Yield an epoch that begins from the end of the one before, where a dataset may first say that it is at it."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainkit.reading import unchanged
 from trainkit.rng import rng_state, set_rng_state
 
 
@@ -27,7 +28,6 @@ class WorkerStream(Iterator[Any]):
 
     Args:
         dataset: An iterable dataset.
-        workers: How many processes read; with more than one each reads its own part.
         seed: Of python, numpy and torch in the worker.
         every: The place is told after so many samples; `None`: the dataset tells of none.
         begins_at: The generators as they were where the stream goes on from.
@@ -38,7 +38,6 @@ class WorkerStream(Iterator[Any]):
         self,
         dataset: Iterable[Any],
         *,
-        workers: int,
         seed: int,
         every: int | None = None,
         begins_at: dict[str, Any] | None = None,
@@ -49,8 +48,8 @@ class WorkerStream(Iterator[Any]):
         loader: DataLoader[Any] = DataLoader(
             dataset if every is None else _Telling(dataset, every, begins_at),  # type: ignore[arg-type] # it is iterable
             batch_size=None,
-            num_workers=workers,
-            collate_fn=_unchanged,
+            num_workers=1,
+            collate_fn=unchanged,
             generator=torch.Generator().manual_seed(seed),
         )
         self._items = iter(loader)  # starts the worker, with the dataset as it is now
@@ -81,7 +80,3 @@ class _Telling(IterableDataset[Any]):
                 # A copy: the sample travels while the dataset goes on.
                 place = Place(deepcopy(dict(self._dataset.state_dict())), rng_state(devices=False))
             yield sample, place
-
-
-def _unchanged(item: Any) -> Any:
-    return item

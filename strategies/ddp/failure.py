@@ -17,14 +17,9 @@ WAITING_KEY = "waiting"
 QUESTION_KEY = "where are you"
 ANSWER_SECONDS = 3.0  # for which the answers to a question are waited for
 
-_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "gloo/transport",
-    "Timed out waiting",
-    "wait timeout",
-)
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
+"""What errors say of a rank that is gone."""
+_LOST = (*GONE, "Timed out waiting", "wait timeout")
 
 
 class RankError(FailedElsewhere):

@@ -64,7 +64,7 @@ def join(steps: Sequence[Recording], shares: Sequence[float]) -> Joint:
                 event.cost.activation_bytes = 0.0
             events.append(event)
         if len(piece) > 1:
-            bonds.append(Bond(first, len(events) - 1, reason))
+            bonds.append(Bond(first, len(events) - 1, *reason))
     end = next(number for number, piece in enumerate(pieces) if any(_is_return(steps, node) for node in piece))
     start = sum(len(piece) for piece in pieces[:end])
     only_returns = all(_is_return(steps, node) for node in pieces[end])  # and a stage does more than return
@@ -83,6 +83,8 @@ def join(steps: Sequence[Recording], shares: Sequence[float]) -> Joint:
 
 Node = tuple[int, int]
 """A step and an event of it."""
+Reason = tuple[str, str]
+"""Why events stay together, and what to do about it where that is known."""
 
 
 class _Ties:
@@ -93,10 +95,10 @@ class _Ties:
         self._leader: dict[Node, Node] = {
             (number, index): (number, index) for number, step in enumerate(steps) for index in range(len(step.events))
         }
-        self._reasons: list[tuple[Node, str]] = []  # the strongest first
+        self._reasons: list[tuple[Node, Reason]] = []  # the strongest first
         for number, step in enumerate(steps):
             for bond in sorted(step.bonds, key=lambda bond: bond.first - bond.last):
-                self._tie([(number, index) for index in range(bond.first, bond.last + 1)], bond.reason)
+                self._tie([(number, index) for index in range(bond.first, bond.last + 1)], bond.reason, bond.advice)
         self._tie([(number, len(step.events) - 1) for number, step in enumerate(steps)], RETURN_TOGETHER)
         for name, users in _users(steps).items():
             described = " and ".join(dict.fromkeys(str(self._event(user)) for user in (users[0], users[-1])))
@@ -123,12 +125,12 @@ class _Ties:
                 continue
             return self._in_order(sorter, members)
 
-    def reasons(self, pieces: Sequence[Sequence[Node]]) -> list[str]:
-        """Return why each piece stays together; nothing of one event alone."""
-        strongest: dict[Node, str] = {}
+    def reasons(self, pieces: Sequence[Sequence[Node]]) -> list[Reason]:
+        """Return why each piece stays together, and what to do about it; nothing of one event alone."""
+        strongest: dict[Node, Reason] = {}
         for node, reason in self._reasons:
             strongest.setdefault(self._find(node), reason)
-        return [strongest.get(self._find(piece[0]), "") for piece in pieces]
+        return [strongest.get(self._find(piece[0]), ("", "")) for piece in pieces]
 
     def _in_order(self, sorter: TopologicalSorter[Node], members: dict[Node, list[Node]]) -> list[list[Node]]:
         def rank(leader: Node) -> tuple[bool, float]:
@@ -168,11 +170,11 @@ class _Ties:
         first, second = (self._event(members[leader][0]) for leader in cycle[:2])
         self._tie(cycle, f"the steps come to {first} and {second} in different orders", strongest=True)
 
-    def _tie(self, nodes: Sequence[Node], reason: str, *, strongest: bool = False) -> None:
+    def _tie(self, nodes: Sequence[Node], reason: str, advice: str = "", *, strongest: bool = False) -> None:
         for node in nodes[1:]:
             self._leader[self._find(node)] = self._find(nodes[0])
         if len(nodes) > 1:
-            self._reasons.insert(0 if strongest else len(self._reasons), (nodes[0], reason))
+            self._reasons.insert(0 if strongest else len(self._reasons), (nodes[0], (reason, advice)))
 
     def _find(self, node: Node) -> Node:
         while self._leader[node] != node:

@@ -114,7 +114,7 @@ class StagedRanks(ProcessGroupStrategy):
     def all_gather_object(self, value: T) -> list[T]:
         """Return the value of each process, of any stage and replica; collective."""
         with self._waiting(self._after("an all_gather")):
-            return gather(value, super().group)
+            return gather(value, self._ranks)
 
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's value, on every stage of every replica; collective."""

@@ -209,7 +209,8 @@ class StagedTask(StagedRanks):
         refuse_compiled(task)
         phase, step_name = self._phase, self._step_name
         self._staging.cut(task, self._acts(task), batches[0] if batches else None, everywhere=True)
-        self.end_phases()
+        if any(self._optimizations):  # named ones: without phases, what is frozen stays so
+            self.end_phases()
         self._settle(task, num_micro_batches)
         self._gradients = {name: self._gradients_of(task, name) for name in self._optimizations or [""]}
         if self.broadcast_buffers:

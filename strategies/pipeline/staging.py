@@ -117,7 +117,7 @@ class Staging:
 
     @property
     def first(self) -> StagedStep:
-        """The step by which the task was cut."""
+        """The step that was recorded first: what the task is trained by, or the first of its phases."""
         return next(iter(self.steps.values()))
 
     def cut(self, task: nn.Module, acts: Mapping[str, Act], batch: Any, *, everywhere: bool) -> None:

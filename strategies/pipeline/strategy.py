@@ -232,6 +232,7 @@ class Pipeline(EvaluationPass):
     def take_overlap(self, steps: int) -> Overlap | None:
         """Return what this stage has waited since `watch_overlap`; messages that nobody waits for are hidden."""
         before, after = self._waited_before, self.waited_seconds
+        self._waited_before = None
         if self.num_processes == 1 or before is None or after is None or not steps:
             return super().take_overlap(steps)
         return Overlap((after - before) / steps, steps=steps, note="messages and the schedule's bubble, on this stage")

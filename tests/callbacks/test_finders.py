@@ -70,6 +70,17 @@ def test_training_after_a_look_is_training_without_one_to_the_bit(
     assert_same_bits(looked, plain)
 
 
+def test_norms_of_a_look_are_not_in_the_average_that_tells_spikes(make_trainer: Any) -> None:
+    class Averages(Callback):
+        def on_fit_start(self, run: Any) -> None:
+            self.seen = run.optimization.spikes.state_dict()
+
+    averages = Averages()
+    finder = LearningRateFinder(steps=12, then="continue")
+    make_trainer(callbacks=[finder, averages], spike_factor=10.0).fit(Model(), data())
+    assert averages.seen == {}
+
+
 def test_a_look_leaves_nothing_behind_on_several_devices_of_one_process(make_trainer: Any, tmp_path: Path) -> None:
     looked, plain = Model(), Model()
     finder = MicroBatchFinder(then="continue")

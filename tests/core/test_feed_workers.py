@@ -126,7 +126,7 @@ def test_a_run_that_waits_for_its_data_is_told_once_what_to_change(
         def training_step(self, batch: Any) -> Any:
             import time
 
-            time.sleep(0.002 if seconds else 0.03)
+            time.sleep(0.002 if seconds else 0.03)  # where data are quick, much beside what a worker's queue takes
             return super().training_step(batch)
 
     trainer.fit(Computes(), Data(train=Slow(seconds), batch_size=4))

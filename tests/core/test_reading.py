@@ -154,7 +154,7 @@ def test_an_error_in_a_worker_says_where_it_came_from():
 
 
 def test_a_stream_is_read_in_order_by_a_worker():
-    assert [int(number) for number in WorkerStream(NumberStream(5), workers=1, seed=0)] == list(range(5))
+    assert [int(number) for number in WorkerStream(NumberStream(5), seed=0)] == list(range(5))
 
 
 def test_seeds_of_requests_differ_by_seed_epoch_and_position():

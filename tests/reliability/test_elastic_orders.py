@@ -1,6 +1,6 @@
 """Runs over orders other than the plain one go on with what is left, on another number of ranks too (C2 and C6).
 
-saved by ddp on 3 ranks, with worker processes    |    goes on under ddp on 2 ranks, and on 3 to the bit, without any
+saved by ddp on 3 ranks, with worker processes    |    goes on under ddp on 2 ranks, and on 3 to the bit
 """
 
 from pathlib import Path
@@ -69,9 +69,9 @@ class Stream(IterableDataset[tuple[int, Tensor]]):
         self.position, self.order = saved["position"], saved["order"]
 
 
-def data(kind: str, *, is_first: bool) -> Data:
-    if kind == "augmented":  # workers take seconds to start, and change nothing: one in the run that is saved
-        return Data(train=Augmented(), batch_size=BATCH, workers=int(is_first))
+def data(kind: str) -> Data:
+    if kind == "augmented":
+        return Data(train=Augmented(), batch_size=BATCH, workers=1)
     if kind == "weighted":
         return Data(train=Samples(), batch_size=BATCH, weights=range(NUM_SAMPLES))
     if kind == "mixture":
@@ -114,7 +114,7 @@ def train(
 ) -> tuple[dict[str, Tensor], Reads]:
     task, notes = Regression(), Notes(save_after)
     trainer = Trainer(strategy, max_duration="3epoch", callbacks=[notes], loggers=[], run_dir=run_dir, report=False)
-    trainer.fit(task, data(kind, is_first=save_after is not None), resume=resume)
+    trainer.fit(task, data(kind), resume=resume)
     return dict(task.state_dict()), notes.reads
 
 

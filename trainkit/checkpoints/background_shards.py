@@ -129,8 +129,8 @@ class ShardedWriter:
         saving, self._saving = self._saving, None
         self._join()
         self._together.all_gather_object(None)  # nobody writes any more into what is removed now
-        if saving is not None:
-            saving.give_up(why)
+        assert saving is not None
+        saving.give_up(why)
         raise CheckpointError(why)
 
     def _write(self) -> None:

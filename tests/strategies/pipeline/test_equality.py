@@ -291,3 +291,19 @@ def test_the_same_random_numbers_are_drawn_under_every_schedule_and_cut():
     assert torch.equal(simple, interleaved[0]) and drawn == interleaved[1] == drawn_elsewhere
     assert torch.allclose(simple, elsewhere, rtol=0.0, atol=1e-12)
     assert len(drawn) == len(set(drawn)) == 18
+
+
+class FreezingMlp(Mlp):
+    """Freezes its first layer when it makes its optimizer, which is after the strategy has seen the task."""
+
+    def configure_optimizers(self):
+        self.net[0].requires_grad_(False)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _frozen_difference():
+    return compare(FreezingMlp, sizes=[4, 4], num_steps=3, clip=0.1)
+
+
+def test_what_is_frozen_as_the_optimizer_is_made_stays_as_it_is():
+    assert run_ranks(_frozen_difference, 2)[0] <= 1e-10

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.recipes.char_lm import CharLM, SourceFiles
-from trainkit.recipes.digits import DigitsData
+from trainkit.recipes.digits import DigitsData, DigitsTask
 from trainkit.recipes.digits_mlp import DigitsMLP
 from trainkit.recipes.gan import DigitsGAN, DigitsWithNoise
 from trainkit.strategies.pipeline.strategy import Pipeline
@@ -47,6 +47,7 @@ class _NoisyDigits(DigitsData):
 DIGITS = {"num_train": 74, "batch_size": 16, "evaluation_batch_size": 100}
 TEXT = {"context": 12, "max_bytes": 100000, "batch_size": 10, "evaluation_batch_size": 16}
 RECIPES = {
+    "digits": (functools.partial(DigitsTask, width=4), functools.partial(DigitsData, **DIGITS)),
     "gan": (functools.partial(DigitsGAN, width=16, generator_every=2), functools.partial(DigitsWithNoise, **DIGITS)),
     "digits_mlp": (functools.partial(DigitsMLP, width=16), functools.partial(DigitsData, **DIGITS)),
     "digits augmented": (functools.partial(DigitsMLP, width=16), functools.partial(_NoisyDigits, **DIGITS)),
@@ -95,19 +96,28 @@ def _same(first, second):
     )
 
 
-def test_a_recipe_has_the_weights_and_metrics_of_one_process(tmp_path):
-    expected, _, _, single = _fit("char_lm", SingleDevice(device="cpu"), tmp_path / "single")
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule"),
+    [
+        ("char_lm", 2, "interleaved"),
+        pytest.param("digits", 4, "interleaved", marks=pytest.mark.slow),
+        pytest.param("digits_mlp", 2, "simple", marks=pytest.mark.slow),
+    ],
+)
+def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, stages, schedule, tmp_path):
+    expected, _, _, single = _fit(name, SingleDevice(device="cpu"), tmp_path / "single")
 
-    task, _, _, result = _fit("char_lm", Pipeline(stages=2, device="cpu", timeline=True), tmp_path / "pipeline")
+    pipeline = Pipeline(stages=stages, schedule=schedule, device="cpu", timeline=True)
+    task, _, _, result = _fit(name, pipeline, tmp_path / "pipeline")
 
     assert _difference(task, expected) <= 1e-10
     assert _same(result.metrics, single.metrics)
     assert {"validation/loss", "train/loss"} <= result.metrics.keys()
     plan = json.loads((tmp_path / "pipeline" / "partition.json").read_text())
-    assert [stage["stage"] for stage in plan["stages"]] == [0, 1]
+    assert [stage["stage"] for stage in plan["stages"]] == list(range(stages))
     assert "slowest stage" in (tmp_path / "pipeline" / "partition.txt").read_text()
     picture = (tmp_path / "pipeline" / "timeline.svg").read_text()
-    assert "rank 1" in picture and "equal stages" in picture
+    assert f"rank {stages - 1}" in picture and "equal stages" in picture
 
 
 def test_a_run_under_a_pipeline_goes_on_under_one_process_and_predicts_the_same(tmp_path):
