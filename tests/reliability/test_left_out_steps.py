@@ -151,6 +151,7 @@ def test_a_step_is_looked_at_with_the_weights_and_random_numbers_that_it_had(mon
 
 
 def test_where_the_host_does_not_know_at_once_a_step_is_read_again_when_training_logs(monkeypatch, caplog):
+    at_once = optimization._if_on_host
     monkeypatch.setattr(optimization, "_if_on_host", lambda flag: None)  # as on a GPU
     with caplog.at_level(logging.WARNING):
         task = fit(data(6, bad=3), Noted(), on_nonfinite="skip")
@@ -161,7 +162,7 @@ def test_where_the_host_does_not_know_at_once_a_step_is_read_again_when_training
     with caplog.at_level(logging.WARNING):
         fit(data(6, bad=3), InPhases(), on_nonfinite="skip")
     assert caplog.text.count("the first output that is not finite is that of first.0 (Linear)") == 1
-    monkeypatch.undo()
+    monkeypatch.setattr(optimization, "_if_on_host", at_once)
     assert_same_bits(task, fit(data(6, bad=3), Noted(), on_nonfinite="skip"))
 
 
