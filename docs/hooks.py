@@ -9,6 +9,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Return the page with the table in it."""
     if _PLACE not in markdown:
         return markdown
-    from trainkit.command_line.key_reference import key_reference
+    from trainkit.cli.schema import key_reference
 
     return markdown.replace(_PLACE, key_reference())

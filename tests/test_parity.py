@@ -24,8 +24,8 @@ from trainkit.strategies.torch_ddp import TorchDDP
 
 from tests.equality import TASKS, ConvNet, Perceptron, images, largest_difference, make, numbers
 from trainkit import Callback, Data, Phase, Trainer, UserError
-from trainkit.command_line.cli import Arguments, main
-from trainkit.command_line.parity import parity
+from trainkit.cli.main import Arguments, main
+from trainkit.cli.parity import parity
 from trainkit.errors import Stopped
 from trainkit.parity import assert_resume_exact, assert_strategies_equal, compare_strategies
 from trainkit.parity_comparison import _numbers

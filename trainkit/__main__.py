@@ -7,7 +7,7 @@ import sys
 
 def main() -> int:
     """Run the command that was typed and return its exit code."""
-    from trainkit.command_line.cli import main as run
+    from trainkit.cli.main import main as run
 
     return run()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trainkit.command_line.cli import Arguments
-from trainkit.command_line.composition import composing
+from trainkit.cli.compose import compose_config
+from trainkit.cli.main import Arguments
 from trainkit.errors import UserError
 
 
@@ -12,23 +12,23 @@ def partition(arguments: Arguments) -> int:
     chosen = arguments.take("strategy")
     if chosen not in (None, "pipeline"):
         raise UserError(f"strategy={chosen} has no stages; only strategy=pipeline cuts a task. Leave strategy= out.")
-    with composing(arguments.config_dirs) as composer:
+    with compose_config(arguments.config_dirs) as composer:
         settings = composer.settings(["strategy=pipeline", *arguments.overrides], needs_task=not arguments.cfg)
     if arguments.cfg:
         print(settings.as_yaml() if arguments.resolve else settings.unresolved, end="")
         return 0
     from torch.utils.data import DataLoader
 
-    from trainkit.command_line.assembly import assemble
+    from trainkit.cli.run_commands import assemble
     from trainkit.data import Data
 
     from .strategy import Pipeline
 
-    assembly = assemble(settings, run_dir=None, loggers=False)
-    strategy = assembly.trainer.strategy
+    run = assemble(settings, run_dir=None, loggers=False)
+    strategy = run.trainer.strategy
     if not isinstance(strategy, Pipeline):
-        raise UserError(f"{type(strategy).__name__} is no pipeline: it has no stages that could be shown.")
-    data = Data(train=assembly.data) if isinstance(assembly.data, DataLoader) else assembly.data
-    plan, drawing = strategy.preview(assembly.task, data.source("train"), precision=assembly.trainer.precision)
+        raise UserError(f"{type(strategy).__name__} is not a pipeline: it has no stages to show.")
+    data = Data(train=run.data) if isinstance(run.data, DataLoader) else run.data
+    plan, drawing = strategy.preview(run.task, data.source("train"), precision=run.trainer.precision)
     print(f"{settings.name} in {len(plan.stages)} stages\n{plan}\n\n{drawing}")
     return 0

@@ -13,7 +13,7 @@ from trainkit.strategies.dp.strategy import DataParallel
 
 from tests.tasks import FakeRank, Regression, regression_data
 from trainkit import Data, Trainer, UserError
-from trainkit.command_line.cli import main
+from trainkit.cli.main import main
 from trainkit.feed import make_feed
 from trainkit.precision import Precision
 from trainkit.step_watch import PARTS, StepWatch

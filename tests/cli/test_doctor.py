@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.command_line import doctor as doctor_module
-from trainkit.command_line.cli import main
-from trainkit.command_line.doctor import OK, PROBLEM, WARNING, Finding, examine
+from trainkit.cli import doctor as doctor_module
+from trainkit.cli.doctor import OK, PROBLEM, WARNING, Finding, run_checks
+from trainkit.cli.main import main
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def no_ranks(monkeypatch):
 
 
 def _found(folder="runs"):
-    return {finding.subject: finding for finding in examine(Path(folder))}
+    return {finding.subject: finding for finding in run_checks(Path(folder))}
 
 
 def test_a_machine_that_can_train_gets_0_and_nothing_is_left(no_ranks, capsys, tmp_path):

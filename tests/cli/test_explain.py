@@ -9,10 +9,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from trainkit import registry
-from trainkit.command_line.cli import main
-from trainkit.command_line.composition import composing
-from trainkit.command_line.descriptions import read_docstring
-from trainkit.command_line.known_keys import known_keys
+from trainkit.cli.compose import compose_config
+from trainkit.cli.main import main
+from trainkit.cli.schema import known_keys
+from trainkit.cli.signatures import read_docstring
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_the_config_is_yaml_with_the_origin_of_every_value(capsys):
     argv = ["recipe=char_lm", "task.lr=0.5", "+callbacks=early_stopping"]
     assert main(["config", *argv]) == 0
     shown = capsys.readouterr().out
-    with composing() as composer:
+    with compose_config() as composer:
         tree = composer.settings(argv).tree
     assert yaml.safe_load(shown) == tree
     lines = {line.split(":")[0].strip(): line for line in shown.splitlines()}
@@ -92,7 +92,7 @@ def test_every_key_of_the_package_is_described_by_a_docstring():
     """What `explain` and the guide's page of keys say comes from there alone."""
     choices = [f"{group}={name}" for group in ("recipe", "strategy") for name in registry.names(group)]
     choices += [f"{group}=[{','.join(registry.names(group))}]" for group in ("callbacks", "logger")]
-    with composing() as composer:
+    with compose_config() as composer:
         for choice in choices:
             tree = composer.settings([choice], needs_task=False, here=False).tree
             silent = [key.path for key in known_keys(tree) if not key.meaning and "hook" not in key.path]
@@ -100,7 +100,7 @@ def test_every_key_of_the_package_is_described_by_a_docstring():
 
 
 def test_the_page_of_keys_has_every_key_with_its_default():
-    from trainkit.command_line.key_reference import key_reference
+    from trainkit.cli.schema import key_reference
 
     page = key_reference()
     for row in (

@@ -9,7 +9,7 @@ from trainkit.recipes.digits_mlp import DigitsMLP
 from tests.tasks import Regression, SaveAtEnd, StopAt, regression_data
 from trainkit import Data
 from trainkit.checkpoints.store import load_from
-from trainkit.command_line.cli import main
+from trainkit.cli.main import main
 
 safetensors = pytest.importorskip("safetensors")
 
@@ -43,7 +43,7 @@ def read(path):
 
 def test_the_last_checkpoint_is_exported_under_the_tasks_own_names(run_dir, tmp_path, capsys):
     out = tmp_path / "new" / "model.safetensors"
-    assert main(["export", f"run={run_dir}", f"out={out}"]) == 0
+    assert main(["export", f"checkpoint={run_dir}", f"out={out}"]) == 0
     weights, described = read(out)
     expected = load_from(run_dir).payload["task"]
     assert set(weights) == set(expected) - {"_extra_state"}
@@ -82,7 +82,7 @@ def test_what_cannot_be_exported_is_one_message(run_dir, tmp_path, capsys, words
 
 def test_without_the_package_the_extra_is_named(run_dir, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    assert main(["export", f"run={run_dir}", f"out={tmp_path}/m.safetensors"]) == 2
+    assert main(["export", f"checkpoint={run_dir}", f"out={tmp_path}/m.safetensors"]) == 2
     assert "pip install 'trainkit[safetensors]'" in capsys.readouterr().err
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from trainkit.command_line.cli import main
+from trainkit.cli.main import main
 
 SMALL = ["recipe=char_lm", "task.width=16", "task.layers=4", "task.heads=2", "data.context=16", "data.max_bytes=100000"]
 

@@ -76,7 +76,7 @@ def test_a_project_needs_nothing_but_its_module_and_its_config_folder(project):
     metrics = json.loads((project / "run" / "summary.json").read_text())["metrics"]
     assert metrics["validation/loss"] < 1e-3
     # Its run needs the config folder no more.
-    again = _trainkit(project, "validate", "run=run")
+    again = _trainkit(project, "validate", "checkpoint=run")
     assert again.returncode == 0, again.stderr
     assert "validation/loss" in again.stdout
 
@@ -97,7 +97,7 @@ def test_a_task_and_data_are_named_on_the_command_line_alone(project):
 
 
 def test_own_recipes_are_listed(project, monkeypatch, capsys):
-    from trainkit.command_line.cli import main
+    from trainkit.cli.main import main
 
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
@@ -114,11 +114,11 @@ def test_an_installed_package_adds_a_strategy_by_its_entry_point(monkeypatch, tm
     from trainkit.strategies.single import SingleDevice
 
     from trainkit import registry
-    from trainkit.command_line.composition import composing
+    from trainkit.cli.compose import compose_config
 
     point = EntryPoint("theirs", "trainkit.strategies.single:SingleDevice", "trainkit.strategies")
     monkeypatch.setattr(registry, "_points", lambda group: [point] if group == "strategy" else [])
-    with composing() as composer:
+    with compose_config() as composer:
         tree = composer.settings(["recipe=digits", "strategy=theirs", "strategy.accumulate=2"]).tree
     assert tree["strategy"] == {"_target_": "trainkit.strategies.single.SingleDevice", "accumulate": 2}
     assert isinstance(registry.make("strategy", "theirs"), SingleDevice)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainkit.checkpoints.store import load_from
-from trainkit.command_line.cli import main
+from trainkit.cli.main import main
 
 TINY = ["recipe=digits_mlp", "data.num_train=96", "data.batch_size=16", "task.width=8", "logger=[jsonl]"]
 CHECKPOINTS = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=2step"]
@@ -38,7 +38,7 @@ def test_a_run_continued_in_mid_epoch_has_the_weights_of_one_never_stopped():
 
 def test_a_run_continues_with_other_settings_and_another_choice_of_callbacks():
     assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=2step"]) == 0
-    argv = ["resume", "run=run", "trainer.max_duration=4step", "strategy=single", "strategy.accumulate=2"]
+    argv = ["resume", "checkpoint=run", "trainer.max_duration=4step", "strategy=single", "strategy.accumulate=2"]
     assert main([*argv, "+callbacks=throughput", "logger=csv"]) == 0
     settings = Path("run/config.yaml").read_text()
     for part in ("accumulate: 2", "Checkpoint", "Throughput", "CsvLogger", "recipe: digits_mlp", "width: 8"):

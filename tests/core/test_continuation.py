@@ -11,7 +11,7 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from tests.tasks import Recorder, Regression, assert_same_bits, regression_data
 from trainkit import Callback, Data
 from trainkit.checkpoints.store import CheckpointStore, load_from
-from trainkit.command_line.cli import main
+from trainkit.cli.main import main
 from trainkit.errors import Stopped, UserError
 
 DATA = Data(train=regression_data(20), batch_size=4)

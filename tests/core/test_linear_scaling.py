@@ -7,7 +7,7 @@ import torch
 
 from tests.tasks import Regression, regression_data
 from trainkit import Data, Trainer
-from trainkit.command_line.cli import main
+from trainkit.cli.main import main
 from trainkit.linear_scaling import UsualBatch, linear_scaling
 
 

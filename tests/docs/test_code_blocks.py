@@ -23,7 +23,7 @@ import pytest
 
 from tests.recipes.tiny import make_image_folder
 from trainkit import registry
-from trainkit.command_line.cli import main
+from trainkit.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

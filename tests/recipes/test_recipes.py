@@ -13,9 +13,9 @@ from trainkit.recipes.digits import DigitsData, DigitsTask
 
 from tests.recipes.tiny import RECIPES, TINY, make_image_folder
 from trainkit import Trainer, registry
-from trainkit.command_line.cli import main
-from trainkit.command_line.composition import composing
-from trainkit.command_line.signatures import signature_of
+from trainkit.cli.compose import compose_config
+from trainkit.cli.main import main
+from trainkit.cli.signatures import signature_of
 from trainkit.errors import UserError
 
 
@@ -26,7 +26,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def _tree(recipe):
-    with composing() as composer:
+    with compose_config() as composer:
         return composer.settings([f"recipe={recipe}"]).tree
 
 
@@ -52,7 +52,7 @@ def test_a_size_that_a_recipe_does_not_come_in_is_told_and_full_is_the_recipes_o
     own = tmp_path / "conf/recipe/mine.yaml"
     own.parent.mkdir(parents=True)
     own.write_text((resources.files("trainkit.conf") / "recipe/digits.yaml").read_text())
-    with composing([own.parents[1]]) as composer:
+    with compose_config([own.parents[1]]) as composer:
         full = composer.settings(["recipe=mine"]).tree
         assert composer.settings(["recipe=mine", "size=full"]).tree == full
         with pytest.raises(UserError, match=r"recipe=mine has no such size.*recipe_size/mine_tiny\.yaml"):
@@ -61,7 +61,7 @@ def test_a_size_that_a_recipe_does_not_come_in_is_told_and_full_is_the_recipes_o
             composer.settings(["recipe=mine", "size=null"])
     (tmp_path / "conf/recipe_size").mkdir()
     (tmp_path / "conf/recipe_size/mine_tiny.yaml").write_text("# @package _global_\ntask:\n  width: 2\n")
-    with composing([own.parents[1]]) as composer:
+    with compose_config([own.parents[1]]) as composer:
         tiny = composer.settings(["recipe=mine", "size=tiny"]).tree
         assert tiny["task"] == {**full["task"], "width": 2}
         assert composer.settings(["recipe=mine", "size=tiny", "task.width=3"]).tree["task"]["width"] == 3
@@ -155,9 +155,9 @@ def test_wrong_sizes_are_refused_by_name():
 
 
 def test_the_trainer_section_has_every_argument_of_the_trainer_with_its_default():
-    from trainkit.command_line.strict import OWN_PLACES
+    from trainkit.cli.validate import OWN_PLACES
 
-    with composing() as composer:
+    with compose_config() as composer:
         tree = composer.settings([], needs_task=False).tree
     import inspect
 
@@ -171,7 +171,7 @@ def test_the_trainer_section_has_every_argument_of_the_trainer_with_its_default(
 
 def test_settings_read_alike_by_hydra_and_by_plain_yaml():
     """The Python door reads them as plain YAML, which takes 1e-3 for a text."""
-    with composing() as composer:
+    with compose_config() as composer:
         for name in registry.names("strategy"):
             composed = composer.settings([f"strategy={name}"], needs_task=False).tree["strategy"]
             assert composed == registry._settings("strategy", name), yaml.safe_dump(composed)

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from tests.recipes.tiny import TINY, make_image_folder
-from trainkit.command_line.assembly import assemble
-from trainkit.command_line.composition import composing
+from trainkit.cli.compose import compose_config
+from trainkit.cli.run_commands import assemble
 from trainkit.prepared_folder import prepare_folder
 
 STRATEGIES = {
@@ -35,7 +35,7 @@ def train(recipe: str, strategy: str) -> dict[str, float]:
     texts = [f"recipe={recipe}", *TINY[recipe], *STRATEGIES[strategy], "callbacks=[]", "logger=[]"]
     texts += ["trainer.max_duration=3step", "trainer.evaluate_every=3step", "trainer.log_every=1step"]
     texts += ["trainer.limit_validation_batches=2", "trainer.sanity_batches=0"]
-    with composing() as composer:
+    with compose_config() as composer:
         settings = composer.settings(texts)
     assembly = assemble(settings, run_dir=Path(f"{recipe}_{strategy}_{os.environ['RANK']}"))
     metrics = assembly.trainer.fit(assembly.task, assembly.data).metrics

@@ -25,7 +25,7 @@ from trainkit.checkpoints import shard_files
 from trainkit.checkpoints import store as store_module
 from trainkit.checkpoints.shard_files import FileSystemWriter, ShardWriting
 from trainkit.checkpoints.store import CheckpointError, CheckpointStore, load_from
-from trainkit.command_line.export import export_weights
+from trainkit.cli.export import export_weights
 from trainkit.testing import rank_outcomes, run_ranks
 
 NAMES = ["step_00000004", "step_00000008"]

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.report.parsed import Page
-from trainkit.command_line.cli import main
+from trainkit.cli.main import main
 from trainkit.report.comparison import comparison_page
 from trainkit.report.record import read_run
 
@@ -100,11 +100,11 @@ def test_what_cannot_be_reported_is_explained(two_runs, capsys, typed, words):
 
 
 def test_settings_are_compared_with_the_recipe():
-    from trainkit.command_line.composition import composing
+    from trainkit.cli.compose import compose_config
     from trainkit.report.config_changes import Change, changes_from_recipe
 
     typed = ["recipe=digits_mlp", "strategy=ddp", "strategy.devices=3", "task.lr=0.5", "+callbacks=early_stopping"]
-    with composing() as composer:
+    with compose_config() as composer:
         tree = composer.settings([*typed, "callbacks.early_stopping.patience=9"]).tree
     changes = changes_from_recipe(tree)
     assert changes[0] == Change("strategy", "SingleDevice", "DDPStrategy")

@@ -12,7 +12,7 @@ import torch
 from tests.report.parsed import Page
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
-from trainkit.command_line.cli import main
+from trainkit.cli.main import main
 from trainkit.failure import FailureRecord
 from trainkit.report.writing import write_report
 from trainkit.timeline import Figure, Lane, Timeline, TimelineSpan

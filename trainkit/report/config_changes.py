@@ -1,14 +1,16 @@
-"""How a run's settings differ from what its recipe says."""
+"""Differences between configs: of a run from its recipe, and of several runs."""
 
 from __future__ import annotations
 
-import logging
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from trainkit.checkpoints.file import write_text
 
+_FILE = "config_changes.json"
 _NOT_COMPARED = ("recipe", "run_dir")
 
 
@@ -21,21 +23,28 @@ class Change:
     after: str
 
 
-def changes_from_recipe(config: Mapping[str, Any]) -> list[Change] | None:
-    """Return what differs from the recipe with the same strategy; `None` where no recipe can be composed."""
-    recipe = config.get("recipe")
-    if not isinstance(recipe, str):
-        return None
-    try:
-        own, defaults = _defaults(recipe, config)
-    except Exception as error:  # whatever a recipe of the user's raises, a report can do without
-        logger.debug("the recipe %s cannot be composed: %s", recipe, error)
-        return None
-    found = differences(defaults, config)
-    if own != defaults:
+def changes_from_recipe(
+    config: Mapping[str, Any], own: Mapping[str, Any], with_strategy: Mapping[str, Any]
+) -> list[Change]:
+    """Return how a config differs from its recipe: `own` is the recipe's config, the other has the run's strategy."""
+    found = differences(with_strategy, config)
+    if own != with_strategy:
         names = [str((tree.get("strategy") or {}).get("_target_", "")).rpartition(".")[2] for tree in (own, config)]
         found.insert(0, Change("strategy", names[0], names[1]))
     return found
+
+
+def write_changes(folder: Path, changes: Sequence[Change]) -> None:
+    """Write the changes into a run folder."""
+    write_text(folder / _FILE, json.dumps([asdict(change) for change in changes], indent=2) + "\n")
+
+
+def read_changes(folder: Path) -> list[Change] | None:
+    """Return the changes that a run folder holds, `None` if it holds none that can be read."""
+    try:
+        return [Change(**change) for change in json.loads((folder / _FILE).read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
@@ -66,34 +75,6 @@ def as_text(value: Any) -> str:
 
 def _is_word(value: Any) -> bool:
     return value is None or isinstance(value, bool)
-
-
-def _defaults(recipe: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the recipe's own settings, and those with the strategy of the run."""
-    from hydra.core.singleton import Singleton
-
-    from trainkit.command_line.composition import composing
-
-    state = Singleton.get_state()  # a sweep's own Hydra may be running
-    try:
-        with composing() as composer:
-            own = composer.settings([f"recipe={recipe}"]).tree
-            wanted = _target(config)
-            if wanted in ("", _target(own)):
-                return own, own
-            # Each composition takes a tenth of a second; most often the name is part of the class's path.
-            for name in sorted(composer.options("strategy"), key=lambda name: name not in wanted.split(".")):
-                tree = composer.settings([f"recipe={recipe}", f"strategy={name}"]).tree
-                if _target(tree) == wanted:
-                    return own, tree
-            return own, own
-    finally:
-        Singleton.set_state(state)
-
-
-def _target(tree: Mapping[str, Any]) -> str:
-    strategy = tree.get("strategy")
-    return str(strategy.get("_target_", "")) if isinstance(strategy, Mapping) else ""
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any], above: str) -> Iterator[Change]:

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from trainkit.report.chart import chart, chart_grid
-from trainkit.report.config_changes import Change, as_text, changes_from_recipe
+from trainkit.report.config_changes import Change, as_text, read_changes
 from trainkit.report.failure_part import failure_part
 from trainkit.report.gantt import timeline_figure, timeline_figures
 from trainkit.report.markup import Markup, element, joined
@@ -177,7 +177,7 @@ def _settings(record: RunRecord) -> Section | None:
     if not record.config:
         text = "The run was started from Python without a config; its code is what it did."
         return Section("settings", "Settings", element("p", text, class_="muted"))
-    changes = changes_from_recipe(record.config)
+    changes = read_changes(record.folder)
     if changes is None:
         said = element("p", "There is no recipe to compare with.", class_="muted")
     elif not changes:

@@ -15,7 +15,7 @@ from trainkit.strategies.ddp.collective import PatientWork
 from trainkit.strategies.ddp.failure import RankError, StoreBoard
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
 
-from trainkit.command_line import cli
+from trainkit.cli import main as cli
 from trainkit.testing import RankFailure, rank_outcomes, run_ranks
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["group", "shared_memory"])

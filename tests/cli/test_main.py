@@ -1,0 +1,233 @@
+"""The command line as a whole: exit codes, messages and help."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainkit.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+TINY = ["recipe=digits_mlp", "data.num_train=64", "data.batch_size=16", "task.width=8", "trainer.log_every=2step"]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def _errors(capsys, *argv):
+    """Return what a command that must end with exit code 2 says on stderr."""
+    assert main(list(argv)) == 2
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    return said.err
+
+
+def _processor_seconds(*command):
+    """Run Python and return the processor time it took, which a busy machine does not change much."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, ran
+
+
+def test_help_answers_without_importing_torch_or_hydra():
+    script = (
+        "import sys; from trainkit.cli.main import main; main(sys.argv[1:]); print('|', *sorted(sys.modules))"
+    )
+    for argv in (["--help"], ["fit", "--help"], ["recipes"]):
+        ran = subprocess.run(
+            [sys.executable, "-c", script, *argv], capture_output=True, text=True, check=True, timeout=60
+        )
+        imported = set(ran.stdout.rpartition("|")[2].split())
+        assert "trainkit" in imported
+        assert not imported & {"torch", "hydra", "omegaconf", "numpy"}
+
+
+def test_help_takes_at_most_one_and_a_half_times_the_import_of_torch_and_hydra():
+    shown, _ = _processor_seconds("-m", "trainkit", "--help")
+    imported, _ = _processor_seconds("-c", "import torch, hydra")
+    assert shown <= 1.5 * imported
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+
+
+def test_help_of_fit_lists_groups_and_keys_and_those_of_what_is_chosen(capsys):
+    assert main(["fit", "--help", "recipe=char_lm", "+callbacks=early_stopping"]) == 0
+    shown = capsys.readouterr().out
+    for expected in ("strategy ", "single", "max_duration: 1epoch", "context: 128", "patience: 3", "~callbacks."):
+        assert expected in shown
+
+
+def test_recipes_are_listed_with_what_to_type(capsys):
+    assert main(["recipes"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("digits", "digits_mlp", "char_lm"):
+        assert f"trainkit fit recipe={name}\n" in shown
+    assert "cannot be read" not in shown
+
+
+def test_a_mistyped_command_or_option_is_named_with_the_nearest(capsys):
+    assert "Did you mean 'fit'?" in _errors(capsys, "fti")
+    assert "Did you mean '--config-dir'?" in _errors(capsys, "fit", "--config-dri", "x")
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "pipeline"])  # modules, and packages that import torch
+def test_an_error_in_the_settings_is_told_within_a_second_and_a_half_without_torch(strategy):
+    script = (
+        "import sys; from trainkit.cli.main import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    wrong = ["trainer.max_epoch=3", "strategy.acumulate=2", "task.lrr=1"]
+    seconds, ran = _processor_seconds("-c", script, "fit", "recipe=digits", f"strategy={strategy}", *wrong)
+    assert ran.returncode == 2, ran.stderr
+    assert all(name in ran.stderr for name in ("trainer.max_duration", "strategy.accumulate", "task.lr"))
+    assert seconds < 1.5
+
+
+def test_the_settings_are_shown_and_nothing_is_run(capsys, tmp_path):
+    assert main(["fit", "recipe=char_lm", "task.lr=1e-4", "--cfg", "job"]) == 0
+    shown = capsys.readouterr().out
+    assert "lr: 0.0001" in shown
+    assert "context: ${data.context}" in shown
+    assert main(["fit", "recipe=char_lm", "--cfg", "job", "--resolve"]) == 0
+    assert "context: 128" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_leaves_its_settings_summary_and_checkpoints_in_its_folder(capsys, tmp_path):
+    assert main(["fit", *TINY, "trainer.max_duration=1epoch"]) == 0
+    (run,) = (tmp_path / "runs" / "digits_mlp").iterdir()
+    names = {path.name for path in run.iterdir()}
+    assert {"config.yaml", "summary.json", "metrics.jsonl", "tensorboard", "checkpoints"} <= names
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    assert f"the run is in {run.relative_to(tmp_path)}" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # nothing of Hydra's
+
+
+def test_a_new_run_never_writes_into_the_folder_of_another(capsys):
+    assert main(["fit", *TINY, "trainer.max_duration=1step", "run_dir=mine", "callbacks=[]", "logger=[]"]) == 0
+    said = _errors(capsys, "fit", *TINY, "run_dir=mine")
+    assert "trainkit resume mine" in said
+
+
+def test_the_kept_settings_repeat_the_run(capsys, tmp_path):
+    quiet = ["callbacks=[]", "logger=[jsonl]"]
+    assert main(["fit", *TINY, *quiet, "run_dir=first", "trainer.max_duration=3step", "task.lr=0.05"]) == 0
+    torch.manual_seed(1234)  # what was drawn before must not matter
+    assert main(["fit", "config=first/config.yaml", "run_dir=second"]) == 0
+    first, second = (
+        json.loads((tmp_path / name / "summary.json").read_text())["metrics"] for name in ("first", "second")
+    )
+    assert first == second
+
+
+def test_an_exception_in_user_code_ends_with_its_whole_traceback_and_exit_code_1(capsys, tmp_path):
+    Path("broken.py").write_text(
+        "from trainkit.recipes.digits_mlp import DigitsMLP\n"
+        "class Broken(DigitsMLP):\n"
+        "    def training_step(self, batch):\n"
+        "        return batch.nothing_here\n"
+    )
+    argv = ["fit", *TINY, "task._target_=broken.Broken", "trainer.max_duration=1step", "callbacks=[]", "logger=[]"]
+    assert main(argv) == 1
+    said = capsys.readouterr().err
+    assert "return batch.nothing_here" in said
+    assert "AttributeError" in said
+
+
+def test_what_a_constructor_refuses_is_one_message_and_exit_code_2(capsys):
+    assert "precision" in _errors(capsys, "fit", *TINY, "trainer.precision=fp31")
+    assert "task.width" in _errors(capsys, "fit", *TINY, "task.width=0")
+    assert "clip_norm" in _errors(capsys, "fit", *TINY, "trainer.clip_norm=-1")
+    assert "larger than the training data" in _errors(capsys, "fit", *TINY, "data.batch_size=1000")
+    assert not Path("runs").exists()
+
+
+def test_an_unwritable_run_folder_is_refused(capsys, tmp_path):
+    Path("file").write_text("")
+    assert "is a file" in _errors(capsys, "fit", *TINY, "run_dir=file/run")
+
+
+def test_a_wrong_path_to_a_run_is_told_with_the_nearest_name(capsys):
+    assert main(["fit", *TINY, "trainer.max_duration=1step", "run_dir=runs/mine", "logger=[]"]) == 0
+    for argv in (["resume", "runs/mien"], ["validate", "checkpoint=runs/mien"], ["predict", "runs/mien"]):
+        assert "Did you mean 'mine'?" in _errors(capsys, *argv)
+    assert "needs a run" in _errors(capsys, "test")
+    assert "no run's folder" in _errors(capsys, "resume", "runs")
+
+
+def test_a_trained_run_is_validated_tested_and_predicted_with(capsys, tmp_path):
+    assert main(["fit", *TINY, "trainer.max_duration=2epoch", "run_dir=run"]) == 0
+    trained = json.loads(Path("run/summary.json").read_text())["metrics"]["validation/loss"]
+    capsys.readouterr()
+    assert main(["validate", "checkpoint=run", "~callbacks.progress_bar"]) == 0
+    name, value = capsys.readouterr().out.splitlines()[0].split()
+    assert (name, float(value)) == ("validation/loss", pytest.approx(trained, rel=1e-5))
+    assert main(["test", "run/checkpoints", "checkpoint=best", "callbacks=[]"]) == 0
+    assert "test/accuracy" in capsys.readouterr().out
+    assert main(["predict", "checkpoint=run", "callbacks=[]"]) == 0
+    assert "predictions of shape (360,) in run/predictions.pt" in capsys.readouterr().out
+    assert torch.load("run/predictions.pt").shape == (360,)
+    # A checkpoint that was moved away brings its settings with it.
+    moved = max(Path("run/checkpoints").glob("*.pt"))
+    moved.rename("moved.pt")
+    assert main(["validate", "checkpoint=moved.pt", "callbacks=[]"]) == 0
+    assert f"{trained:.6g}" in capsys.readouterr().out
+    Path("moved.pt").rename(moved)
+    assert "Did you mean 'best'?" in _errors(capsys, "test", "checkpoint=run", "checkpoint=bets")
+    assert "Did you mean 'task.width'?" in _errors(capsys, "validate", "checkpoint=run", "task.widht=4")
+
+
+def test_a_run_that_python_started_says_how_it_goes_on(capsys, make_trainer):
+    from trainkit.recipes.digits import DigitsData
+    from trainkit.recipes.digits_mlp import DigitsMLP
+
+    make_trainer(max_duration="1step", run_dir="run", callbacks=["checkpoint"]).fit(DigitsMLP(), DigitsData())
+    assert "holds no settings: that run was started from Python" in _errors(capsys, "resume", "run")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("trainkit re", ["resume", "recipes", "report"]),
+        ("trainkit fit recipe=digits_", ["recipe=digits_mlp"]),
+        ("trainkit fit recipe=digits task.w", ["task.weight_decay=", "task.width="]),
+        ("trainkit fit -m trainer.max_", ["trainer.max_duration="]),
+        ("trainkit ex", ["explain", "export"]),
+        ("trainkit explain trainer.max_", ["trainer.max_duration"]),
+        ("trainkit explain recipe=digits task.wi", ["task.width"]),
+        ("trainkit config strategy=torch", ["strategy=torch_ddp"]),
+        ("trainkit completion ba", []),
+    ],
+)
+def test_the_shell_completes_commands_choices_and_keys(line, expected, capsys, monkeypatch):
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert main(["completion", "query"]) == 0
+    assert sorted(capsys.readouterr().out.split()) == sorted(expected)
+
+
+def test_completion_prints_a_script_for_each_shell(capsys):
+    for shell in ("bash", "zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        assert "trainkit completion query" in capsys.readouterr().out
+    assert "Did you mean 'bash'?" in _errors(capsys, "completion", "bsh")
+
+
+def test_python_dash_m_works_at_the_root_of_the_repository():
+    ran = subprocess.run(
+        [sys.executable, "-m", "trainkit", "recipes"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "trainkit fit recipe=digits" in ran.stdout

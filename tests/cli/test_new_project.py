@@ -1,0 +1,73 @@
+"""`trainkit new`: a project that works as it is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.cli.compose import compose_config
+from trainkit.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def _run(*argv):
+    return subprocess.run(
+        argv,
+        cwd="rings",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_new_project_is_written_and_composes(capsys, tmp_path, monkeypatch):
+    assert main(["new", "two_rings"]) == 0
+    assert "trainkit fit --config-dir conf recipe=two_rings" in capsys.readouterr().out
+    monkeypatch.chdir("two_rings")
+    monkeypatch.syspath_prepend(tmp_path / "two_rings")
+    with compose_config(["conf"]) as composer:
+        tree = composer.settings(["recipe=two_rings"]).tree
+    assert tree["task"]["_target_"] == "two_rings.task.TwoRingsTask"
+    for path in Path().rglob("*"):
+        assert path.is_dir() or not any(sign in path.read_text() for sign in ("{{", "}}", "{name}", "{prefix}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("my-project", "Did you mean 'my_project'?"),
+        ("3d", "Did you mean 'project_3d'?"),
+        ("class", "cannot be imported"),
+        ("torch", "is the name of something else"),
+        ("full", "is there already"),
+    ],
+)
+def test_a_name_that_cannot_be_is_told_with_one_that_can(name, said, capsys):
+    Path("full").mkdir()
+    Path("full/file").write_text("mine")
+    assert main(["new", name]) == 2
+    assert said in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["full"]
+
+
+@pytest.mark.slow
+def test_a_new_project_passes_its_own_test_and_trains():
+    assert main(["new", "rings"]) == 0
+    tested = _run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert tested.returncode == 0, tested.stdout
+    assert "2 passed" in tested.stdout
+    trainkit = str(Path(sys.executable).with_name("trainkit"))
+    trained = _run(
+        trainkit, "fit", "--config-dir", "conf", "recipe=rings", "run_dir=run", "trainer.max_duration=2epoch"
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert Path("rings/run/summary.json").exists()

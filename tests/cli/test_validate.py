@@ -1,0 +1,371 @@
+"""Wrong settings: where they can be wrong, and what is said."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.cli.compose import compose_config
+from trainkit.cli.main import main
+from trainkit.cli.signatures import EXTRAS
+from trainkit.errors import UserError
+
+QUIET = ["callbacks=[]", "logger=[]"]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+
+def _settings(*overrides, config_dirs=()):
+    with compose_config(config_dirs) as composer:
+        return composer.settings(overrides)
+
+
+def _message(*overrides, config_dirs=()):
+    with pytest.raises(UserError) as caught:
+        _settings(*overrides, config_dirs=config_dirs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("trainer.max_epoch=3", "trainer.max_duration"),
+        ("+trainer.max_epoch=3", "trainer.max_duration"),
+        ("++trainer.presicion=fp64", "trainer.precision"),
+        ("traner.seed=1", "trainer"),
+        ("trainer.batch_size=3", "data.batch_size"),
+        ("trainer.strategy=single", "strategy"),
+        ("task.widht=3", "task.width"),
+        ("+task.learning_rate=3", "task.lr"),
+        ("data.batchsize=3", "data.batch_size"),
+        ("strategy.acumulate=2", "strategy.accumulate"),
+        ("strategi.accumulate=2", "strategy"),
+        ("callbacks.checkpoint.evry=1epoch", "callbacks.checkpoint.every"),
+        ("callbacks.checkpoint.async=true", "callbacks.checkpoint.background"),
+        ("async=true", "callbacks.checkpoint.background"),
+        ("checkpoint.async=true", "callbacks.checkpoint"),
+        ("callbacks.progres_bar.refresh_per_second=1", "callbacks.progress_bar"),
+        ("logger.jsonl.file_name=a", "logger.jsonl.filename"),
+        ("recipe=digit", "digits"),
+        ("size=tinny", "tiny"),
+        ("strategy=singel", "single"),
+        ("callbacks=[default,erly_stopping]", "early_stopping"),
+        ("+callbacks=erly_stopping", "early_stopping"),
+        ("logger=tensorbord", "tensorboard"),
+        ("~callbacks.progres_bar", "~callbacks.progress_bar"),
+        ("~trainer.sed", "~trainer.seed"),
+        ("task._target_=trainkit.recipes.digits.DigitTask", "DigitsTask"),
+    ],
+)
+def test_a_mistyped_name_is_told_with_what_was_meant_and_where_it_was_typed(typed, meant):
+    message = _message("recipe=digits", typed)
+    assert f"Did you mean '{meant}'?" in message
+    assert f"from the command line: {typed}" in message
+    assert "\n\n" not in message, "one mistake is one problem"
+    assert "+trainer" not in message.partition("from the command line")[0]
+
+
+def test_all_problems_are_told_at_once():
+    message = _message("recipe=digits", "+trainer.max_epoch=3", "task.widht=3", "strategy=singel", "task.lr=fast")
+    assert message.startswith("4 problems in the settings; nothing was started.")
+    for part in ("trainer.max_duration", "task.width", "unknown strategy 'singel'", "task.lr: 'fast' is text"):
+        assert part in message
+
+
+def test_a_mistyped_key_in_a_file_is_told_with_its_line(tmp_path):
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - digits\ntrainer:\n  max_epochs: 3\ntask:\n  widht: 4\n"
+    )
+    message = _message("recipe=mine", config_dirs=["conf"])
+    assert "trainer.max_epochs: unknown key. Did you mean 'trainer.max_duration'?" in message
+    assert "from conf/recipe/mine.yaml:5" in message
+    assert "from conf/recipe/mine.yaml:7" in message
+
+
+def test_a_wrong_choice_in_a_file_is_told_with_the_file(tmp_path):
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - digits\n  - override /strategy: singel\n"
+    )
+    message = _message("recipe=mine", config_dirs=["conf"])
+    assert "unknown strategy 'singel'. Did you mean 'single'?" in message
+    assert "\n    from " in message
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("singel", "unknown strategy 'singel'. Did you mean 'single'?"),
+        ("ddp", "a choice, no value: write '- override /strategy: ddp' in the file's defaults"),
+    ],
+)
+def test_a_strategy_that_is_written_as_a_value_is_told_where_choices_are_made(tmp_path, written, said):
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(
+        f"# @package _global_\ndefaults:\n  - digits\nstrategy: {written}\n"
+    )
+    message = _message("recipe=mine", config_dirs=["conf"])
+    assert said in message
+    assert "from conf/recipe/mine.yaml:4" in message
+
+
+def test_a_recipe_file_without_its_first_line_is_told_what_to_add(tmp_path):
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("task:\n  _target_: trainkit.recipes.digits.DigitsTask\n")
+    assert "# @package _global_" in _message("recipe=mine", config_dirs=["conf"])
+
+
+def test_a_file_that_is_no_yaml_is_told_with_its_line(tmp_path):
+    (tmp_path / "conf" / "recipe").mkdir(parents=True)
+    (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  seed: [1\ntask: 3\n")
+    message = _message("recipe=mine", config_dirs=["conf"])
+    assert "mine.yaml:4" in message
+    assert "no YAML" in message
+
+
+def test_a_missing_config_folder_is_told_with_the_nearest(tmp_path):
+    (tmp_path / "conf").mkdir()
+    assert "Did you mean 'conf'?" in _message("recipe=mine", config_dirs=["cnof"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("task.width=wide", "'wide' is text, but must be a whole number"),
+        ("task.width=1e3", "Write 1000."),
+        ("task.width=true", "true is true or false, but must be a whole number"),
+        ("task.lr=null", "null is null, but must be a number"),
+        ("trainer.compile=1", "1 is a whole number, but must be true or false"),
+        ("trainer.on_nonfinite=skipp", "Did you mean 'skip'?"),
+        ("trainer.max_duration=5", "5 is not a duration"),
+        ("trainer.log_every=5stp", "Did you mean 'step'?"),
+        ("trainer.max_duration=[1epoch,3min,4parsec]", "unknown unit 'parsec'"),
+        ("trainer.clip_norm=[1]", "[1] is a list, but must be a number or null"),
+        ("run_dir=3", "3 is a whole number, but must be text or null"),
+        ("strategy=null", "none is chosen; type strategy=single"),
+        ("strategy=[single]", "takes one choice, not a list"),
+        ("recipe=null", "there is none. Type recipe="),
+        ("trainer=fast", "no mapping"),
+        ("logger.jsonl.filename=3", "to have it as text"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_with_the_right_kind(typed, said):
+    assert said in _message("recipe=digits", typed)
+
+
+def test_numbers_texts_and_lists_of_the_right_kind_are_taken():
+    tree = _settings(
+        "recipe=digits", "task.lr=1", "trainer.clip_norm=3", "trainer.max_duration=[3epoch,5min]", "run_dir=a/b"
+    ).tree
+    assert tree["trainer"]["max_duration"] == ["3epoch", "5min"]
+
+
+def test_what_is_no_setting_is_told_how_to_write_one():
+    assert "'trainer.seed' is no setting; write key=value." in _message("recipe=digits", "trainer.seed")
+    assert "cannot be read" in _message("recipe=digits", "run_dir=a=b")
+    assert "add -m to try one after the other" in _message("recipe=digits", "task.lr=1,2")
+    assert "'vars.lr' not found" in _message("recipe=digits", "task.lr=${vars.lr}")
+    assert "has no value yet" in _message("recipe=digits", "task.lr=???")
+
+
+def test_missing_arguments_are_named(tmp_path):
+    (tmp_path / "tasks_for_this_test.py").write_text(
+        "from trainkit import TaskModule\n"
+        "class MyTask(TaskModule):\n"
+        "    def __init__(self, width: int, *, depth: int, lr: float = 0.1): ...\n"
+    )
+    message = _message("recipe=digits", "task={_target_: tasks_for_this_test.MyTask, lr: 1}", "~task.weight_decay")
+    assert "task.depth: is missing; MyTask needs it. Type task.depth=VALUE" in message
+
+
+def test_nested_objects_are_checked_too():
+    message = _message(
+        "recipe=digits",
+        "data={_target_: trainkit.data.Data, train: {_target_: torch.utils.data.DataLoader, btach_size: 3}}",
+        *(f"~data.{name}" for name in ("num_train",)),
+    )
+    assert "data.train.btach_size: unknown key. Did you mean 'data.train.batch_size'?" in message
+    assert "data.train.dataset: is missing" in message
+
+
+def test_a_target_that_leads_nowhere_is_told(tmp_path):
+    (tmp_path / "needs_sklearnn.py").write_text("import sklearnn\nclass T: ...\n")
+    (tmp_path / "needs_wandb.py").write_text("import wandb_that_is_not_there\nclass T: ...\n")
+    assert "there is no module 'nowhere'" in _message("recipe=digits", "task._target_=nowhere.Task")
+    assert "package 'sklearnn', which is not installed" in _message("task._target_=needs_sklearnn.T")
+    assert "no dotted path" in _message("recipe=digits", "task._target_=Task")
+
+
+def test_a_missing_optional_package_is_told_with_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(EXTRAS, "is_not_installed", "wandb")
+    (tmp_path / "logging_task.py").write_text("import is_not_installed\nclass T: ...\n")
+    assert "pip install 'trainkit[wandb]'" in _message("recipe=digits", "task._target_=logging_task.T")
+
+
+def test_a_callback_that_is_off_is_told_how_to_switch_it_on():
+    message = _message("recipe=digits", "callbacks.early_stopping.patience=3")
+    assert "callbacks.early_stopping: is not switched on; type +callbacks=early_stopping" in message
+
+
+def test_callbacks_and_loggers_are_added_taken_away_and_replaced():
+    defaults = list(_settings("recipe=digits").tree["callbacks"])
+    added = _settings("recipe=digits", "+callbacks=early_stopping", "callbacks.early_stopping.patience=7").tree
+    assert list(added["callbacks"]) == [*defaults, "early_stopping"]
+    assert added["callbacks"]["early_stopping"]["patience"] == 7
+    taken = _settings("recipe=digits", "~callbacks.progress_bar", "~logger.tensorboard").tree
+    assert list(taken["callbacks"]) == [name for name in defaults if name != "progress_bar"]
+    assert list(taken["logger"]) == ["jsonl"]
+    # The recipe wishes something of the checkpoint callback, which is not there any more.
+    replaced = _settings("recipe=digits", "callbacks=[throughput]", "+callbacks=progress_bar", "logger=[]").tree
+    assert list(replaced["callbacks"]) == ["throughput", "progress_bar"]
+    assert not replaced.get("logger")
+    assert not _settings("recipe=digits", "callbacks=null").tree.get("callbacks")
+
+
+def test_values_of_ones_own_can_stand_below_vars():
+    assert _settings("recipe=digits", "vars.rate=0.5", "task.lr=${vars.rate}").tree["task"]["lr"] == 0.5
+
+
+def test_a_constructor_that_takes_anything_gets_it_and_its_refusal_is_a_message(tmp_path, capsys):
+    (tmp_path / "open_task.py").write_text(
+        "from trainkit.recipes.digits_mlp import DigitsMLP\n"
+        "class Open(DigitsMLP):\n"
+        "    def __init__(self, **settings):\n"
+        "        super().__init__(**settings)\n"
+    )
+    argv = ["fit", "recipe=digits_mlp", "task._target_=open_task.Open", "task.widht=3", *QUIET]
+    assert main(argv) == 2
+    assert "unexpected keyword argument 'widht'" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_an_object_of_the_wrong_kind_is_told_with_the_right_kind(capsys):
+    argv = ["fit", "recipe=digits_mlp", *QUIET, "callbacks.mine={_target_: os.getcwd}"]
+    assert main(argv) == 2
+    assert "callbacks.mine._target_: os.getcwd makes a str; it must be a trainkit.Callback." in capsys.readouterr().err
+
+
+def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
+    (tmp_path / "made_when_run.py").write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Settings:\n"
+        "    width: int\n"
+        "    depth: 'int | None' = None\n"
+        "class Duration: ...\n"
+        "def with_own_duration(length: Duration): ...\n"
+        "class Below(Settings): ...\n"
+    )
+    message = _message("recipe=digits", "~task", "+task={_target_: made_when_run.Below, wdith: 3, depth: deep}")
+    for part in ("task.wdith: unknown key. Did you mean 'task.width'?", "task.width: is missing", "'deep' is text"):
+        assert part in message
+    tree = _settings("recipe=digits", "~task", "+task={_target_: made_when_run.with_own_duration, length: 3}").tree
+    assert tree["task"]["length"] == 3
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["strategy.accumulate=2", "strategy.micro_batch_size=4"], "strategy.micro_batch_size: says the same as"),
+        (
+            ["strategy.accumulate=3"],
+            "cannot be cut into accumulate=3 equal micro-batches on 1 rank(s); set accumulate=",
+        ),
+        (["strategy=ddp", "strategy.devices=4", "strategy.accumulate=32"], "accumulate=32 equal micro-batches on 4"),
+        (["strategy=pipeline", "strategy.replicas=4", "strategy.accumulate=32"], "on 4 rank(s); set accumulate=16"),
+        (["strategy=pipeline", "strategy.cuts=[a,b]"], "2 cuts make 3 stages, not 2"),
+        (["trainer.clip_norm=1", "trainer.clip_value=1"], "trainer.clip_value: excludes trainer.clip_norm"),
+        (
+            ["+callbacks=early_stopping", "trainer.evaluate_every=null"],
+            "null leaves callbacks.early_stopping.metric=validation/loss never measured",
+        ),
+        (["strategy.device=cuda"], "built without CUDA; set strategy.device=cpu"),
+        (["strategy=dp", "strategy.devices=[cuda:0,cuda:1]"], "strategy.devices: device 'cuda:0' is not there"),
+        (["strategy=ddp", "strategy.backend=nccl"], "strategy.backend: 'nccl' joins CUDA devices"),
+    ],
+)
+def test_settings_that_cannot_be_together_are_told_without_torch(typed, said, monkeypatch):
+    from trainkit.cli import hardware
+
+    hardware.num_gpus.cache_clear()
+    monkeypatch.setattr(hardware, "_torch_knows_gpus", lambda: False)
+    message = _message("recipe=digits", *typed)
+    assert said in message
+    assert "from the command line: " in message
+    hardware.num_gpus.cache_clear()
+
+
+def test_a_device_beyond_those_there_are_is_told_with_the_last(monkeypatch):
+    from trainkit.cli import hardware
+
+    monkeypatch.setattr(hardware, "_torch_knows_gpus", lambda: True)
+    monkeypatch.setattr(hardware, "num_gpus", lambda: 2)
+    assert hardware.absence("cuda:1") is None
+    assert "has 2 CUDA device(s); set strategy.device=cuda:1" in str(hardware.absence("cuda:2"))
+
+
+def test_settings_can_be_composed_for_devices_of_another_machine():
+    with compose_config() as composer:
+        assert composer.settings(["recipe=digits", "strategy.device=cuda"], here=False).tree
+
+
+def test_a_pipeline_under_torchrun_needs_a_process_for_each_stage(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    message = _message("recipe=digits", "strategy=pipeline", "strategy.stages=3")
+    assert "3 stages x 1 replicas need 3 processes, but there are 6; set strategy.replicas=2" in message
+
+
+def test_all_that_constructors_refuse_is_told_at_once_with_its_origin(capsys):
+    wrong = ["task.width=0", "trainer.precision=fp31", "trainer.clip_norm=-1", "data.num_train=0"]
+    assert main(["fit", "recipe=digits", *wrong, "strategy=pipeline", "strategy.stages=40", *QUIET]) == 2
+    said = capsys.readouterr().err
+    assert "4 problems in the settings; nothing was started." in said  # without a task there is nothing to cut
+    for part in ("task.width: must be at least 1 channel", "Did you mean 'fp32'?", "data.num_train: must be at least"):
+        assert part in said
+    for typed in wrong:
+        assert f"from the command line: {typed}" in said
+    assert not Path("runs").exists()
+
+
+def test_what_a_constructor_refuses_because_of_its_own_default_is_not_told(tmp_path, capsys):
+    (tmp_path / "picky.py").write_text(
+        "from trainkit import UserError\n"
+        "from trainkit.recipes.digits_mlp import DigitsMLP\n"
+        "class Picky(DigitsMLP):\n"
+        "    def __init__(self, low: int = 5, high: int = 9):\n"
+        "        super().__init__()\n"
+        "        if low >= high:\n"
+        "            raise UserError(f'low={low} must be below high={high}.')\n"
+    )
+    assert main(["fit", "recipe=digits_mlp", "task={_target_: picky.Picky, low: 4, high: 3}", *QUIET]) == 2
+    assert main(["fit", "~task", "+task={_target_: picky.Picky, low: 4, high: 3}", "recipe=digits_mlp", *QUIET]) == 2
+    said = capsys.readouterr().err
+    assert "task.low: low=4 must be below high=3." in said
+    assert "high=3." in said and "high=9" not in said and "low=5" not in said
+
+
+def test_more_stages_than_a_task_has_modules_are_refused_before_a_process_starts(capsys, monkeypatch):
+    import subprocess
+
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert main(["fit", "recipe=digits_mlp", "strategy=pipeline", "strategy.stages=40", *QUIET]) == 2
+    assert "strategy.stages: 40 stages, but DigitsMLP has only 6 modules" in capsys.readouterr().err
+
+
+def test_a_duration_or_a_share_is_either(tmp_path):
+    (tmp_path / "shares.py").write_text(
+        "from trainkit import Duration\n"
+        "class Task:\n"
+        "    def __init__(self, start: float | str | Duration, name: str = ''): ...\n"
+    )
+    alone = ("~task", "recipe=digits")
+    taken = ["+task={_target_: shares.Task, start: 0.75}", "+task={_target_: shares.Task, start: 3epoch}"]
+    assert [_settings(*alone, text).tree["task"]["start"] for text in taken] == [0.75, "3epoch"]
+    assert "unknown unit 'parsec'" in _message(*alone, "+task={_target_: shares.Task, start: 3parsec}")
+    assert "null is null" in _message(*alone, "+task={_target_: shares.Task, start: null}")

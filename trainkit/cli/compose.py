@@ -1,0 +1,300 @@
+"""The config of a run: composed by Hydra from groups, files and overrides, and checked as a whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from trainkit.cli.overrides import FULL, GROUPS, LISTS, SIZES, KeyOrigins, Overrides
+from trainkit.cli.validate import ConfigError, Problem, check, closest, did_you_mean, list_choices, unknown_choice
+from trainkit.errors import UserError, nearest
+from trainkit.registry import plugin_settings
+
+CONFIG = "config"
+CONFIG_FILE = "config.yaml"
+_SAVED = "settings_of_a_run"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run's settings."""
+
+    tree: dict[str, Any]
+    """Plain values; `recipe` is the name that was chosen, or `None`."""
+    unresolved: str
+    """As YAML, with interpolations as they were written."""
+    find_origins: Callable[[], KeyOrigins] = KeyOrigins
+    """Looks up where each key comes from, which means reading all files again."""
+
+    @property
+    def name(self) -> str:
+        """What the run's folder is named after: the recipe, or the task's class."""
+        return str(self.tree.get("recipe") or self.tree["task"]["_target_"]).rpartition(".")[2]
+
+    def as_yaml(self) -> str:
+        """Return the text that is kept with the run, and from which it can be repeated."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.tree))
+
+
+@contextmanager
+def compose_config(config_dirs: Sequence[str | Path] = (), *, saved: Path | None = None) -> Iterator[ConfigComposer]:
+    """Enter with Hydra knowing the package's groups, installed plugins and the user's folders.
+
+    With `saved`, the `config.yaml` of a run, its settings take the place of the package's defaults.
+    """
+    GlobalHydra.instance().clear()
+    with initialize_config_module("trainkit.conf", version_base="1.3", job_name="trainkit"):
+        loader = GlobalHydra.instance().config_loader()
+        search_path = loader.get_search_path()
+        for folder in config_dirs:
+            path = f"file://{_existing_folder(folder)}"
+            search_path.prepend("--config-dir", path, anchor=SearchPathQuery(provider="schema", path=None))
+        loader.repository.initialize_sources(search_path)  # type: ignore[attr-defined] # of the one loader there is
+        for group, name, settings in plugin_settings():
+            ConfigStore.instance().store(group=group, name=name, node=settings, provider="plugin")
+        yield ConfigComposer(loader, saved)
+
+
+class ConfigComposer:
+    """Composes settings from what is typed."""
+
+    def __init__(self, loader: ConfigLoader, saved: Path | None) -> None:
+        self.loader = loader
+        self.config_name = CONFIG if saved is None else _SAVED
+        self._saved = saved
+
+    def options(self, group: str) -> list[str]:
+        """Return the names that can be chosen in a group."""
+        return self.loader.get_group_options(group)
+
+    def content(self, group: str, name: str) -> dict[str, Any]:
+        """Return what the file or plugin of a choice says, by itself."""
+        result = self.loader.repository.load_config(f"{group}/{name}")  # type: ignore[attr-defined] # of the one loader
+        content = {} if result is None else OmegaConf.to_container(result.config)
+        return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+
+    def recipe_trees(self, recipe: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the config of a recipe alone, and with the strategy whose `_target_` is `strategy`."""
+        own = self.settings([f"recipe={recipe}"], here=False).tree
+        if own["strategy"]["_target_"] == strategy:
+            return own, own
+        names = [name for name in self.options("strategy") if self.content("strategy", name)["_target_"] == strategy]
+        texts = [f"recipe={recipe}", *(f"strategy={name}" for name in names[:1])]
+        return own, self.settings(texts, here=False).tree if names else own
+
+    def settings(self, texts: Sequence[str], *, needs_task: bool = True, here: bool | None = None) -> Settings:
+        """Return the settings that the overrides lead to; raises ConfigError with all that is wrong.
+
+        `here` says whether devices of this machine are needed; by default, if a task is.
+        """
+        overrides = Overrides(texts, options=self.options)
+        problems = list(overrides.problems)
+        rendered = self.rendered(overrides)
+        config = self._composed(rendered, problems)
+        if config is not None and overrides.deletions:
+            # Hydra deletes in the order of typing, but neither names what is near nor deletes a null.
+            present = _present(config, overrides.deletions, problems)
+            config = self._composed(self.rendered(overrides, deletions=present), problems)
+        if config is None:
+            raise ConfigError(with_origins(problems, self._origins(overrides, [])))
+        recipe = config.hydra.runtime.choices.get("recipe")
+        if not any(problem.key == "recipe" for problem in problems):
+            problems += self._without_size(recipe, config.hydra.runtime.choices.get("size") or FULL)
+        with open_dict(config):
+            del config["hydra"]
+        settings = settings_of(config, recipe, problems)
+        for group in set(LISTS) & set(overrides.replaced_groups):
+            typed = {key for key, _ in overrides.typed}
+            drop_unselected(settings.tree, group, but=typed)
+        problems += self._checked(settings, problems, needs_task=needs_task, here=needs_task if here is None else here)
+        if problems:
+            raise ConfigError(with_origins(problems, self._origins(overrides, rendered)))
+        return replace(settings, find_origins=partial(self._origins, overrides, rendered))
+
+    def rendered(self, overrides: Overrides, *, deletions: Collection[str] = ()) -> list[str]:
+        """Return the overrides as Hydra takes them: what is typed for a key that is not there is found by the check."""
+        if self._saved is not None:
+            _store_saved(self._saved, without=overrides.replaced_groups)
+        chosen = {group: self._chosen(group, overrides) for group in overrides.additions}
+        return overrides.rendered(chosen, deletions=deletions)
+
+    def _chosen(self, group: str, overrides: Overrides) -> list[str]:
+        """Return what is chosen in a group before additions; a saved run's choice is in its settings already."""
+        if self._saved is not None:
+            return []
+        composed = self.loader.compute_defaults_list(CONFIG, overrides.rendered({}), RunMode.MULTIRUN)
+        below = f"{group}/"
+        return [
+            str(default.config_path).removeprefix(below)
+            for default in composed.defaults
+            if str(default.config_path).startswith(below) and not str(default.parent).startswith(below)
+        ]
+
+    def _composed(self, rendered: list[str], problems: list[Problem]) -> DictConfig | None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Hydra's, about files that lack _self_
+                return compose(self.config_name, overrides=rendered, return_hydra_config=True)
+        except MissingConfigException as error:
+            problems.append(_missing_config(error))
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            fixed = [text for key in ("recipe", "size") for text in rendered if text.startswith((f"{key}=", f"~{key}"))]
+            if self._saved is not None and fixed:
+                said = "these are the settings of a run; change its keys, or start another run with trainkit fit"
+                problems.append(Problem("", f"'{fixed[0]}' cannot be chosen now: {said} {fixed[0]}"))
+            else:
+                problems.append(Problem("", _without_advice(error)))
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark
+            where = "" if mark is None else f"{mark.name}:{mark.line + 1}: "
+            problems.append(Problem("", f"{where}invalid YAML: {error.problem}"))
+        return None
+
+    def _without_size(self, recipe: str | None, size: str) -> Iterator[Problem]:
+        """Yield the problem of a size that the recipe does not come in, which Hydra would take for its full one."""
+        sizes = self.options(SIZES) if size != FULL else []
+        if size != FULL and f"{recipe}_{size}" not in sizes:
+            there = [name.removesuffix(f"_{size}") for name in sizes if name.endswith(f"_{size}")]
+            own = f"; write {SIZES}/{recipe}_{size}.yaml beside the folder 'recipe' of your own" if recipe else ""
+            of = f"recipe={recipe} has no such size" if recipe else "there is no recipe whose size it could be"
+            yield Problem("size", f"{of}. Recipes that have it: {', '.join(there)}{own}.")
+
+    def _checked(
+        self, settings: Settings, problems: Sequence[Problem], *, needs_task: bool, here: bool
+    ) -> list[Problem]:
+        # What hangs on a wrong choice would be told as wrong too.
+        wrong = {problem.key for problem in problems if problem.key in GROUPS}
+        found = check(
+            settings.tree,
+            options={group: self.options(group) for group in GROUPS},
+            needs_task=needs_task and "recipe" not in wrong,
+            here=here,
+        )
+        return [problem for problem in found if problem.key.partition(".")[0] not in wrong]
+
+    def _origins(self, overrides: Overrides, rendered: list[str]) -> KeyOrigins:
+        origins = KeyOrigins()
+        if self._saved is not None:
+            origins.add_file(self._saved)
+        elif rendered:
+            origins.add_composed(self.loader, self.config_name, rendered)
+        for key, text in overrides.typed:
+            origins.add_typed(key, text, is_choice=key in overrides.choices)
+        return origins
+
+
+def with_origins(problems: Sequence[Problem], origins: KeyOrigins) -> list[Problem]:
+    """Return the problems, each with where its key comes from."""
+    return [
+        problem if problem.origin is not None else Problem(problem.key, problem.message, origins.of(problem.key))
+        for problem in problems
+    ]
+
+
+def drop_unselected(tree: dict[str, Any], group: str, *, but: Collection[str] = ()) -> None:
+    """Drop what a recipe wishes of callbacks or loggers that others were chosen instead of; typed keys are kept."""
+    for name, node in list((tree.get(group) or {}).items()):
+        typed = any(key.startswith(f"{group}.{name}") for key in but)
+        if not typed and isinstance(node, Mapping) and "_target_" not in node:
+            del tree[group][name]
+
+
+def _existing_folder(folder: str | Path) -> Path:
+    path = Path(folder).absolute()
+    if not path.is_dir():
+        beside = [child.name for child in path.parent.iterdir() if child.is_dir()] if path.parent.is_dir() else []
+        raise UserError(f"--config-dir {folder}: there is no such folder.{nearest(path.name, beside)}")
+    return path
+
+
+def _store_saved(path: Path, *, without: Sequence[str]) -> None:
+    """Let Hydra compose over the settings in `path`, but for groups that are chosen anew."""
+    saved = read_saved(path)
+    groups = [{group: None} for group in ("strategy", *LISTS)]
+    kept = {key: value for key, value in saved.items() if key not in without}
+    ConfigStore.instance().store(name=_SAVED, node=OmegaConf.create({"defaults": ["_self_", *groups], **kept}))
+
+
+def config_file(path: Path) -> Path:
+    """Return the file that holds a run's config: `path` itself, or `config.yaml` in it."""
+    file = path / CONFIG_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"{path} is not a run folder: there is no {CONFIG_FILE} in it.")
+    return file
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """Return the settings in a run's `config.yaml`, without its folder: that follows from where the file is."""
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"the settings of the run in {path} cannot be read: {error}") from None
+    if not isinstance(saved, dict) or not saved:
+        raise UserError(
+            f"{path} holds no settings: that run was started from Python. Resume it there: "
+            "Trainer(...).fit(task, data, resume=PATH)."
+        )
+    return {**{str(key): value for key, value in saved.items()}, "run_dir": None}
+
+
+def _present(config: DictConfig, keys: Sequence[tuple[str, str]], problems: list[Problem]) -> list[str]:
+    """Return the keys that have a value, of those typed with a `~`; ones that are not there are a problem."""
+    present = []
+    for key, text in keys:
+        parent, _, name = key.rpartition(".")
+        node = OmegaConf.select(config, parent) if parent else config
+        names = [str(known) for known in node] if isinstance(node, DictConfig) else []
+        if name not in names:
+            near = [f"~{parent}.{other}" if parent else f"~{other}" for other in closest(name, names)]
+            hint = did_you_mean(near) if near else list_choices(names)
+            problems.append(Problem(key, f"there is nothing to remove. {hint}", f"the command line: {text}"))
+        elif isinstance(node, DictConfig) and node.get(name) is not None:
+            present.append(key)
+    return present
+
+
+def settings_of(config: Any, recipe: str | None, problems: list[Problem] | None = None) -> Settings:
+    """Return composed settings with all interpolations resolved; those that cannot be are added to `problems`."""
+    try:
+        tree = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        if problems is None:
+            raise UserError(str(error.msg)) from None
+        problems.append(Problem(str(error.full_key or ""), str(error.msg).splitlines()[0]))
+        tree = OmegaConf.to_container(config)
+    assert isinstance(tree, dict)
+    named = {"recipe": recipe, **{str(key): value for key, value in tree.items()}}
+    return Settings(named, OmegaConf.to_yaml(config))
+
+
+def _missing_config(error: MissingConfigException) -> Problem:
+    """Return the problem of a file that another one asks for in its defaults list."""
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    asking = str(error).partition("In '")[2].partition("'")[0]
+    options = list(error.options or ())
+    message = unknown_choice(group, name, options) if group else f"there is no file '{name}.yaml'."
+    return Problem(group, message, f"the defaults list of {asking}.yaml" if asking else None)
+
+
+def _without_advice(error: Exception) -> str:
+    """Return Hydra's message without its advice to add what is not there."""
+    lines = [line for line in str(error).splitlines() if line.strip() and "append to your" not in line]
+    if error.__cause__ is not None:
+        lines.append(str(error.__cause__).splitlines()[0])
+    return "\n".join(lines)

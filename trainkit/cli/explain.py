@@ -1,0 +1,207 @@
+"""`trainkit explain`: what a key means, takes and is now; without a key, the whole config with its origins."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainkit.cli.compose import ConfigComposer, Settings, compose_config, config_file
+from trainkit.cli.main import Arguments
+from trainkit.cli.overrides import GROUPS, LISTS, KeyOrigins
+from trainkit.cli.schema import ConfigKey, keys_of, known_keys, objects_in, summary_of
+from trainkit.cli.signatures import Parameter
+from trainkit.cli.validate import RENAMED, SECTIONS, TRAINER, closest, did_you_mean, unknown_key
+from trainkit.errors import UserError
+
+_MOST_ALIGNED = 56  # columns
+_ABSENT = object()
+_SECTIONS = {
+    "recipe": "A ready-made task with its data and settings; trainkit recipes lists them.",
+    "size": "How large the recipe is made; size=tiny takes seconds, to try things out.",
+    "task": "What is trained: a class and its arguments.",
+    "data": "What is read: a class and its arguments.",
+    "trainer": "How long and how to train.",
+    "strategy": "Where the work is done.",
+    "callbacks": "What happens beside training; +callbacks=NAME adds one, ~callbacks.NAME takes one away.",
+    "logger": "Where metrics are written; +logger=NAME adds one, ~logger.NAME takes one away.",
+    "run_dir": "The run's folder; null: a new one, runs/<recipe>/<date_time>.",
+    "vars": "Values of your own, for ${vars.name} elsewhere.",
+}
+
+
+def explain(arguments: Arguments) -> int:
+    """Print what each typed key means under the typed overrides; without a key, every value and its origin.
+
+    `config=PATH` explains the config of a run.
+    """
+    saved = arguments.take("config")
+    keys = [text for text in arguments.overrides if "=" not in text and text[:1] not in "~+"]
+    overrides = [text for text in arguments.overrides if text not in keys]
+    with compose_config(arguments.config_dirs, saved=None if saved is None else config_file(Path(saved))) as composer:
+        settings = composer.settings(overrides, needs_task=False)
+        explained = _Explanations(composer, settings)
+        pages = [explained.of(key) for key in keys] or ["\n".join(annotated(settings))]
+    print("\n\n".join(pages))
+    return 0
+
+
+class _Explanations:
+    def __init__(self, composer: ConfigComposer, settings: Settings) -> None:
+        self._composer = composer
+        self._tree = settings.tree
+        self._origins: KeyOrigins = settings.find_origins()
+        self._known = {key.path: key for key in known_keys(settings.tree)}
+
+    def of(self, path: str) -> str:
+        """Return the page about the key at `path`, or the one key that ends in it."""
+        known = self._known.get(path)
+        if known is not None:
+            return "\n".join(self._argument(known))
+        if path in _SECTIONS or isinstance(_value(self._tree, path), Mapping):
+            return "\n".join(self._part(path))
+        if _value(self._tree, path) is not _ABSENT:
+            return "\n".join([path, *self._present(path)])
+        ending = [key for key in self._known if key.endswith(f".{path}")]
+        if len(ending) == 1:
+            return self.of(ending[0])
+        if ending:
+            raise UserError(f"'{path}' is several keys. {did_you_mean(ending)}")
+        return self._of_another_choice(path)
+
+    def _argument(self, known: ConfigKey) -> Iterator[str]:
+        yield known.path
+        yield f"  {known.parameter.doc or self._origins.comment(known.path) or '(its docstring says nothing about it)'}"
+        yield from _about(known.parameter)
+        yield from self._present(known.path)
+
+    def _present(self, path: str) -> Iterator[str]:
+        value = _value(self._tree, path)
+        if value is not _ABSENT:
+            origin = self._origins.of(path)
+            yield f"  now      {_shown(value)}{f', from {origin}' if origin else ''}"
+
+    def _part(self, path: str) -> Iterator[str]:
+        """Yield what a section or an object of the settings is, and its keys."""
+        node = _value(self._tree, path)
+        target = TRAINER if path == "trainer" else node.get("_target_") if isinstance(node, Mapping) else None
+        yield path
+        if path in _SECTIONS:
+            yield f"  {_SECTIONS[path]}"
+        elif isinstance(target, str):
+            yield f"  {summary_of(target)}"
+        if path in GROUPS:
+            yield from self._choices(path)
+        if isinstance(node, str) or node is None:
+            yield from self._present(path)
+        if isinstance(target, str):
+            yield f"  now {target}, with the keys" if path != "trainer" else "  keys:"
+            keys = keys_of(target, path)
+        else:
+            keys = [known for key, known in self._known.items() if key.startswith(f"{path}.")]
+        width = max((len(known.path) for known in keys), default=0)
+        for known in keys:
+            yield f"    {known.path:<{width}}  {_first_sentence(known.parameter.doc)}".rstrip()
+
+    def _choices(self, group: str) -> Iterator[str]:
+        yield f"  choose with {group}=NAME:"
+        options = self._composer.options(group)
+        width = max(map(len, options), default=0)
+        for name in options:
+            objects = list(objects_in(self._composer, group, name).values())
+            summary = summary_of(objects[0]["_target_"]) if len(objects) == 1 else ""
+            yield f"    {name:<{width}}  {summary}".rstrip()
+
+    def _of_another_choice(self, path: str) -> str:
+        """Return the page about a key that is there with another choice of its group."""
+        found: dict[str, list[str]] = {}
+        pages: dict[str, ConfigKey] = {}
+        for key, (choice, known) in self._all_known():
+            if key == path or key.endswith(f".{path}"):
+                pages.setdefault(key, known)
+                found.setdefault(key, []).append(choice)
+        if not found:
+            raise UserError(str(self._unknown(path)))
+        full, choices = next(iter(found.items()))
+        known = pages[full]
+        lines = [full, f"  {known.parameter.doc}".rstrip(), *_about(known.parameter)]
+        return "\n".join([*lines, f"  available with {' or '.join(choices)}"])
+
+    def _all_known(self) -> Iterator[tuple[str, tuple[str, ConfigKey]]]:
+        """Yield the keys of every choice of every group, with what is typed to choose it."""
+        for group in GROUPS:
+            sign = "+" if group in LISTS else ""
+            for name in self._composer.options(group):
+                for place, node in objects_in(self._composer, group, name).items():
+                    for known in keys_of(node["_target_"], place):
+                        yield known.path, (f"{sign}{group}={name}", known)
+
+    def _unknown(self, path: str) -> str:
+        parent = path.rpartition(".")[0]
+        valid = [key.rpartition(".")[2] for key in self._known if key.rpartition(".")[0] == parent]
+        if valid or path in RENAMED:
+            return str(unknown_key(path, valid, everywhere=self._known))
+        near = closest(path, [*SECTIONS, *self._known])
+        near += closest(path, sorted({key.rpartition(".")[2] for key, _ in self._all_known()}))
+        return f"unknown key '{path}'. {did_you_mean(near) if near else 'trainkit explain trainer lists some.'}"
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=[.;])\s", text)[0].rstrip(";") if text else ""
+
+
+def _about(parameter: Parameter) -> list[str]:
+    default = "none: it has to be given" if parameter.required else _shown(parameter.default)
+    return [f"  type     {parameter.type_words}", f"  default  {default}"]
+
+
+def _value(tree: Mapping[str, Any], path: str) -> Any:
+    node: Any = tree
+    for part in path.split("."):
+        if isinstance(node, Mapping) and part in node:
+            node = node[part]
+        elif isinstance(node, Sequence) and not isinstance(node, str) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            return _ABSENT
+    return node
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+# ---- The whole config
+
+
+def annotated(settings: Settings) -> Iterator[str]:
+    """Yield lines of YAML, each value with its origin."""
+    origins = settings.find_origins()
+    written = yaml.safe_load(settings.unresolved) or {}
+    rows = list(_rows(settings.tree, written, "", 0, origins))
+    width = min(_MOST_ALIGNED, max((len(text) for text, origin in rows if origin), default=0))
+    for text, origin in rows:
+        yield f"{text:<{width}}  # {origin}" if origin else text
+
+
+def _rows(node: dict[str, Any], written: Any, path: str, depth: int, origins: KeyOrigins) -> Iterator[tuple[str, str]]:
+    for key, value in node.items():
+        place = f"{path}.{key}" if path else key
+        source = written.get(key) if isinstance(written, dict) else None
+        if isinstance(value, dict) and value:
+            yield f"{'  ' * depth}{key}:", ""
+            yield from _rows(value, source, place, depth + 1, origins)
+        else:
+            origin = origins.of(place)
+            if isinstance(source, str) and "${" in source:
+                origin = f"{source} in {origin}"
+            yield f"{'  ' * depth}{key}: {_inline(value)}", origin
+
+
+def _inline(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")

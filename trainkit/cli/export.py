@@ -1,0 +1,152 @@
+"""`trainkit export`: a checkpoint as a file that other programs read, its weights or the whole trained task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from trainkit.checkpoints.disk import sync
+from trainkit.checkpoints.file import move, part_of
+from trainkit.checkpoints.store import load_from
+from trainkit.cli.compose import Settings
+from trainkit.cli.main import Arguments
+from trainkit.cli.run_commands import assemble, checkpoint_path, settings_of_run
+from trainkit.cli.signatures import install_hint
+from trainkit.data import Data
+from trainkit.errors import UserError, nearest
+from trainkit.feed import make_feed
+from trainkit.strategy import Strategy
+from trainkit.task import TaskModule
+
+_EXAMPLE = "trainkit export checkpoint=runs/digits/2026-01-31_12-00-00 out=model.safetensors"
+_KEYS = ("checkpoint", "out")
+_STAGES = ("predict", "test", "validation", "train")
+
+
+def export(arguments: Arguments) -> int:
+    """Write a checkpoint: its weights to a `.safetensors` file, or the task as a program to a `.pt2` file."""
+    typed = arguments.take("out")
+    if not typed:
+        raise UserError(f"export needs a run and a file to write. Type {_EXAMPLE}")
+    out = Path(typed)
+    path = checkpoint_path(arguments)
+    if out.suffix == ".pt2":
+        print(export_program(settings_of_run(arguments, path), path, out))
+        return 0
+    if arguments.overrides:
+        key = arguments.overrides[0].partition("=")[0]
+        raise UserError(f"export does not take {key!r}.{nearest(key, _KEYS)} Type {_EXAMPLE}")
+    if out.suffix != ".safetensors":
+        raise UserError(f"out={out} must end in .safetensors for the weights, or in .pt2 for a program.")
+    print(export_weights(path, out))
+    return 0
+
+
+def export_weights(path: Path, out: Path) -> str:
+    """Write the parameters and buffers of a run's last checkpoint, or of one file, to `out`; return what was written.
+
+    Tied parameters are written under each of their names.
+    """
+    save_file = _save_file()
+    loaded = load_from(path)
+    saved: dict[str, Any] = loaded.payload.get("evaluation_weights", loaded.payload["task"])
+    # Copies: the format does not take tensors that share memory or have gaps.
+    weights = {name: value.clone().contiguous() for name, value in saved.items() if isinstance(value, Tensor)}
+    described = {"format": "pt", "step": str(loaded.entry.step), "task": str(loaded.payload["task_class"])}
+    with whole_file(out) as part:
+        save_file(weights, part, metadata=described)
+    skipped = sorted(set(saved) - set(weights))
+    without = f" without {', '.join(skipped)}, which are not tensors" if skipped else ""
+    return f"{len(weights)} tensors of step {loaded.entry.step} in {out}{without}"
+
+
+@contextmanager
+def whole_file(out: Path) -> Iterator[Path]:
+    """Give a temporary path that becomes `out`, synced to disk, after the block; raises UserError if that fails."""
+    part = part_of(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        with open(part, "rb") as file:
+            sync(file.fileno())
+        move(part, out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}.") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _save_file() -> Any:
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise UserError(f"export writes with the package safetensors. {install_hint('safetensors')}") from None
+    return save_file
+
+
+# ---- Programs
+
+
+def export_program(settings: Settings, path: Path, out: Path) -> str:
+    """Write the task's `predict_step`, with a checkpoint's weights, to `out` by torch.export; return what was written.
+
+    It is traced on the CPU with one batch of the run's own data, of which only the number of rows may differ later:
+
+        program = torch.export.load("model.pt2").module()
+        predictions = program(batch)
+    """
+    run = assemble(settings, run_dir=None, loggers=False)
+    loaded = load_from(path)
+    run.task.load_state_dict(loaded.payload.get("evaluation_weights", loaded.payload["task"]))
+    batch, num_samples = _first_batch(run.data)
+    program = _traced(run.task, batch, num_samples)
+    with whole_file(out) as part, open(part, "wb") as file:
+        torch.export.save(program, file)
+    name = type(run.task).__name__
+    return f"{name}.predict_step of step {loaded.entry.step} in {out}; torch.export.load('{out}').module() runs it"
+
+
+class _Predicting(nn.Module):
+    """A module whose forward is the task's `predict_step`."""
+
+    def __init__(self, task: TaskModule) -> None:
+        super().__init__()
+        self.task = task
+
+    def forward(self, batch: Any) -> Any:
+        """Return the task's predictions."""
+        return self.task.predict_step(batch)
+
+
+def _first_batch(data: Data) -> tuple[Any, int]:
+    """Return one batch to trace with, and its number of samples."""
+    stage = next((stage for stage in _STAGES if data.has(stage)), None)
+    if stage is None:
+        raise UserError("the run's data has nothing to trace a program with; pass data for predictions.")
+    feed = make_feed(data.source(stage), Strategy(device="cpu"), seed=0, limit=1)
+    micro_batch = next(iter(feed.batches()))
+    return micro_batch.batch, micro_batch.num_samples
+
+
+def _traced(task: TaskModule, batch: Any, num_samples: int) -> torch.export.ExportedProgram:
+    def rows_may_differ(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) == num_samples
+        return {0: torch.export.Dim.AUTO} if has_rows else None
+
+    try:
+        return torch.export.export(
+            _Predicting(task.eval()), (batch,), dynamic_shapes=(tree_map(rows_may_differ, batch),), strict=False
+        )
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"{type(task).__name__}.predict_step cannot be traced as one program: {type(error).__name__}: {first} "
+            "Take branches on the values of tensors out of it, or write the weights alone: out=model.safetensors."
+        ) from error

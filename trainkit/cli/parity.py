@@ -1,0 +1,140 @@
+"""`trainkit parity`: train a recipe or task under several strategies and show whether they agree."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from trainkit.cli.compose import ConfigComposer, compose_config
+from trainkit.cli.main import Arguments
+from trainkit.cli.overrides import GROUPS
+from trainkit.cli.signatures import signature_of
+from trainkit.errors import Stopped, UserError, nearest
+
+T = TypeVar("T")
+_KEYS = ("strategies", "steps", "devices", "device", "tolerance", "json")
+
+
+def parity(arguments: Arguments) -> int:
+    """Print the comparison, as a table or (`--json`, `json=true`) as JSON; 1 if a strategy disagrees with single."""
+    as_json = "--json" in arguments.flags or _read(arguments, "json", _flag, False)
+    strategies = _read(arguments, "strategies", _names, None)
+    steps = _read(arguments, "steps", int, 20)
+    devices = _read(arguments, "devices", int, 2)
+    device = _read(arguments, "device", str, "cpu")
+    tolerance = _read(arguments, "tolerance", float, None)
+    from trainkit.cli.run_commands import assemble
+    from trainkit.parity import DEFAULT_STRATEGIES, compare_strategies
+
+    with compose_config(arguments.config_dirs) as composer:
+        _check_keys(arguments)
+        of_strategies = _taken(arguments, "strategy")
+        settings = composer.settings(arguments.overrides)
+        chosen = _with_settings(strategies or DEFAULT_STRATEGIES, of_strategies, composer, arguments.overrides)
+    run = assemble(settings, run_dir=None, loggers=False)
+    try:
+        report = compare_strategies(
+            run.task,
+            run.data,
+            chosen,
+            steps=steps,
+            devices=devices,
+            device=device,
+            tolerance=tolerance,
+            trainer=_trainer(settings.tree["trainer"], arguments.overrides),
+        )
+    except Stopped as stopped:
+        print(f"stopped by {stopped.signal_name}; the comparison is incomplete and not kept", file=sys.stderr)
+        raise
+    print(report.as_json() if as_json else report.as_table())
+    sys.stdout.flush()
+    return 0 if report.is_equal else 1
+
+
+def _trainer(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of the trainer, without the precision where that is only the default of all runs."""
+    from trainkit.precision import Precision
+
+    typed = any(text.partition("=")[0].lstrip("+~") == "trainer.precision" for text in overrides)
+    default = {} if typed else {"precision": Precision().name}
+    return {key: value for key, value in tree.items() if (key, value) not in default.items()}
+
+
+def _check_keys(arguments: Arguments) -> None:
+    """Raise UserError for what is nearly a key of this command: compose_config would name only those of a run."""
+    for text in arguments.overrides:
+        key = text.partition("=")[0]
+        if key.lstrip("+~") == "strategy":
+            raise UserError(f"{text}: parity compares several strategies; write strategies=[single,ddp].")
+        near = "" if key in GROUPS or "." in key else nearest(key, _KEYS)
+        if near:
+            raise UserError(f"{key}: unknown key.{near} parity has {', '.join(_KEYS)}, and the keys of a run.")
+
+
+def _taken(arguments: Arguments, group: str) -> dict[str, str]:
+    """Return the overrides of a group by their keys below it, and leave the others."""
+    texts = {text: text.partition("=")[0].lstrip("+~") for text in arguments.overrides}
+    below = {key.removeprefix(f"{group}."): text for text, key in texts.items() if key.startswith(f"{group}.")}
+    arguments.overrides = [text for text in arguments.overrides if text not in below.values()]
+    return below
+
+
+def _with_settings(
+    names: Sequence[str], typed: Mapping[str, str], composer: ConfigComposer, overrides: Sequence[str]
+) -> list[str | tuple[str, dict[str, Any]]]:
+    """Return the strategies, each with those of the typed settings that it takes; the reference is left as it is."""
+    if not typed:
+        return list(names)
+    for key in ("devices", "device"):
+        if key in typed:
+            raise UserError(f"strategy.{key}: all strategies are given the same; write {key}=... without strategy.")
+    chosen: list[str | tuple[str, dict[str, Any]]] = []
+    known: set[str] = set()
+    for name in names:
+        if name == "single":
+            chosen.append(name)
+            continue
+        takes = _takes(composer, name, overrides)
+        known |= takes
+        own = [text for key, text in typed.items() if key.partition(".")[0] in takes]
+        tree = composer.settings([*overrides, f"strategy={name}", *own]).tree["strategy"]
+        chosen.append((name, {key: tree[key] for key in {k.partition(".")[0] for k in typed} & takes}))
+    for key in typed:
+        if key.partition(".")[0] not in known:
+            others = [name for name in names if name != "single"]
+            which = f"none of {', '.join(others)} has it" if others else "name other strategies than single"
+            raise UserError(f"strategy.{key}: unknown key; {which}.{nearest(key, known)}")
+    return chosen
+
+
+def _takes(composer: ConfigComposer, name: str, overrides: Sequence[str]) -> set[str]:
+    """Return the keys of a strategy."""
+    target = composer.settings([*overrides, f"strategy={name}"]).tree["strategy"]["_target_"]
+    return set(signature_of(target).parameters)
+
+
+def _read(arguments: Arguments, key: str, convert: Callable[[str], T], default: Any) -> Any:
+    typed = arguments.take(key)
+    if typed is None:
+        return default
+    try:
+        return convert(typed)
+    except UserError:
+        raise
+    except ValueError:
+        example = {"steps": 20, "devices": 2, "tolerance": 1e-5}.get(key, "true")
+        raise UserError(f"{key}={typed}: write for example {key}={example}.") from None
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.strip("[]").split(",")]
+    if not all(names):
+        raise UserError(f"strategies={text}: write strategies=[single,dp,ddp].")
+    return names
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"

@@ -1,0 +1,125 @@
+"""`trainkit report`: the report of a run, a sweep or several runs; `trainkit recipes`: the table of recipes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from trainkit.cli.main import Arguments, choices, print_table
+from trainkit.errors import UserError, nearest
+
+_EXAMPLE = "trainkit report runs/digits/2026-01-31_12-00-00"
+_SHOWN = 8
+
+
+def report(arguments: Arguments) -> int:
+    """Write the report of what was typed, and print its path: one run or sweep, or several runs to be compared."""
+    out = arguments.take("out")
+    wrong = [text for text in arguments.overrides if "=" in text and not Path(text).exists()]
+    if wrong:
+        raise UserError(f"report takes folders and out=FILE, not {wrong[0].partition('=')[0]}. Type {_EXAMPLE}")
+    folders = [_existing(text) for text in arguments.overrides]
+    if not folders:
+        raise UserError(f"report needs a run. Type {_EXAMPLE}")
+    print(_written(folders, None if out is None else Path(out)))
+    return 0
+
+
+def _written(folders: list[Path], out: Path | None) -> Path:
+    from trainkit.report.comparison import comparison_page
+    from trainkit.report.record import read_run
+    from trainkit.report.run_page import run_page
+    from trainkit.report.sweep_page import SWEEP, sweep_page
+    from trainkit.report.writing import COMPARISON, REPORT, write_page
+
+    if len(folders) == 1 and (folders[0] / SWEEP).is_file():
+        return write_page(sweep_page(folders[0]), out or folders[0] / REPORT)
+    runs = [_run_in(folder) for folder in folders]
+    if len(runs) == 1:
+        return write_page(run_page(read_run(runs[0])), out or runs[0] / REPORT)
+    same = [str(run) for index, run in enumerate(runs) if run.resolve() in [other.resolve() for other in runs[:index]]]
+    if same:
+        raise UserError(f"{same[0]} is given twice; a comparison needs different runs.")
+    # Beside the last one: what is compared is most often a new run with older ones.
+    return write_page(comparison_page([read_run(run) for run in runs]), out or runs[-1] / COMPARISON)
+
+
+def _existing(text: str) -> Path:
+    path = Path(text)
+    if path.exists():
+        return path
+    parent = path.absolute().parent
+    while not parent.is_dir():
+        path, parent = parent, parent.parent
+    beside = sorted(child.name for child in parent.iterdir() if child.is_dir() and not child.name.startswith("."))
+    near = nearest(path.name, beside) or (f" There are: {_first(beside)}." if beside else "")
+    raise UserError(f"{text}: there is no {path.name} in {parent}.{near}")
+
+
+def _run_in(path: Path) -> Path:
+    """Return the folder of a run that a path leads to: itself, or the run of a checkpoint or of a file in it."""
+    from trainkit.report.record import is_run
+
+    for folder in (path, path.parent, path.parent.parent):
+        if folder.is_dir() and is_run(folder):
+            return folder
+        if folder.is_dir() and folder is not path and path.is_dir() and path.name != "checkpoints":
+            break
+    below = _runs(path.glob("*")) if path.is_dir() else []
+    if below:
+        raise UserError(
+            f"{path} holds {len(below)} runs, not one: {_first([child.name for child in below[::-1]])}. "
+            f"Type trainkit report {below[-1]}"
+        )
+    deeper = _runs(path.glob("*/*")) if path.is_dir() else []
+    hint = f" The latest below it: trainkit report {deeper[-1]}" if deeper else ""
+    raise UserError(f"{path} is not a run folder: it holds nothing that a report could show.{hint}")
+
+
+def _runs(paths: Iterable[Path]) -> list[Path]:
+    """Return those of the folders that are runs, the latest last."""
+    from trainkit.report.record import is_run
+
+    return sorted((path for path in paths if path.is_dir() and is_run(path)), key=lambda path: path.stat().st_mtime)
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+# ---- Recipes
+
+
+def recipes(arguments: Arguments) -> int:
+    """Print a line for each recipe of the package and of the given config folders."""
+    rows = [
+        (name, _line(path.read_text(encoding="utf-8"))) for name, path in sorted(choices(arguments, "recipe").items())
+    ]
+    folders = "".join(f" --config-dir {folder}" for folder in arguments.config_dirs)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, line in rows:
+        table.add_row(Text(name), Text(f"{line}\ntrainkit fit{folders} recipe={name}\n"))
+    print_table(table)
+    return 0
+
+
+def _line(text: str) -> str:
+    """Return the first line of the docstring of the module that a recipe's task is in; it is not imported."""
+    import yaml
+
+    settings = yaml.safe_load(text) or {}
+    target = str((settings.get("task") or {}).get("_target_", ""))
+    try:
+        spec = find_spec(target.rpartition(".")[0])
+        docstring = (
+            ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) if spec and spec.origin else ""
+        )
+    except (ImportError, ValueError, SyntaxError, OSError):
+        return f"({target} cannot be read)"
+    return (docstring or "").strip().partition("\n")[0]

@@ -1,0 +1,416 @@
+"""The commands that run a config: fit, resume, validate, test and predict, and the objects that they make."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TextIO, TypeVar
+
+import torch
+from hydra.core.singleton import Singleton
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from torch import nn
+
+from trainkit.callback import Callback
+from trainkit.checkpoints.store import load_from, resolve
+from trainkit.cli.compose import CONFIG_FILE, ConfigComposer, Settings, compose_config, config_file, with_origins
+from trainkit.cli.main import Arguments
+from trainkit.cli.recipe_diff import RecipeDiff
+from trainkit.cli.signatures import install_hint
+from trainkit.cli.validate import ConfigError, Problem, renamed_value
+from trainkit.continuation import run_to_continue
+from trainkit.duration import Duration
+from trainkit.errors import Stopped, UserError
+from trainkit.linear_scaling import UsualBatch
+from trainkit.logger import Logger
+from trainkit.report.config_changes import changes_from_recipe
+from trainkit.rng import seed_everything
+from trainkit.run_folder import choose_run_dir
+from trainkit.strategy import Strategy
+from trainkit.task import TaskModule
+from trainkit.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_CHECKPOINTS = "checkpoints"
+_EXAMPLE = "runs/digits/2026-01-31_12-00-00"
+
+
+def fit(arguments: Arguments) -> int:
+    """Train in a new folder; `config=PATH` repeats a run, `resume=auto` continues the newest unfinished one."""
+    saved = arguments.take("config")
+    resumed = arguments.take("resume")
+    if resumed not in (None, "auto"):
+        raise UserError(f"resume={resumed}: fit takes resume=auto alone. Type trainkit resume {resumed}")
+    with compose_config(arguments.config_dirs, saved=None if saved is None else config_file(Path(saved))) as composer:
+        settings = composer.settings(arguments.overrides, needs_task=not arguments.cfg)
+        if arguments.cfg:
+            return _show(settings, arguments)
+        batch_is_typed = saved is None and any("batch_size" in text for text in arguments.overrides)
+        usual = _usual_batch(composer, settings) if batch_is_typed else None
+    run_dir = _new_run_dir(settings) if resumed is None else _run_dir_to_continue(settings)
+    return _train(settings, run_dir, arguments, resume=resumed, usual=usual)
+
+
+def resume(arguments: Arguments) -> int:
+    """Continue a run in its own folder, with its config and the overrides."""
+    path = checkpoint_path(arguments)
+    settings = settings_of_run(arguments, path)
+    if arguments.cfg:
+        return _show(settings, arguments)
+    resolve(path)
+    chosen = settings.tree["run_dir"]
+    return _train(settings, Path(chosen) if chosen else run_folder_of(path), arguments, resume=path)
+
+
+def validate(arguments: Arguments) -> int:
+    """Print the metrics of a trained task on all validation data."""
+    return _evaluate(arguments, lambda trainer: trainer.validate, report=_print_metrics)
+
+
+def test(arguments: Arguments) -> int:
+    """Print the metrics of a trained task on all test data."""
+    return _evaluate(arguments, lambda trainer: trainer.test, report=_print_metrics)
+
+
+def predict(arguments: Arguments) -> int:
+    """Write `predictions.pt` into the run's folder."""
+    return _evaluate(arguments, lambda trainer: trainer.predict, report=_keep_predictions)
+
+
+# ---- Training
+
+
+def resume_hint(stopped: Stopped, run_dir: Path) -> str:
+    """Return where the state of a stopped run is, and what to type to continue it."""
+    try:
+        checkpoint = resolve(run_dir)
+    except UserError:
+        return f"stopped by {stopped.signal_name}; nothing is saved without +callbacks=checkpoint."
+    return f"stopped by {stopped.signal_name}; the state is saved in {checkpoint}. Continue: trainkit resume {run_dir}"
+
+
+def check_empty(folder: Path) -> None:
+    """Raise UserError if a folder holds a run already."""
+    if any((folder / name).exists() for name in (CONFIG_FILE, _CHECKPOINTS, "multirun.yaml", "sweep.json")):
+        raise UserError(
+            f"run_dir={folder} holds a run already. Continue it: trainkit resume {folder}. Or choose another folder."
+        )
+
+
+def recipe_diff(settings: Settings, config_dirs: Sequence[str] = ()) -> list[Callback]:
+    """Return the callback that writes how the config differs from its recipe; none without a report to show it."""
+    recipe = settings.tree.get("recipe")
+    if recipe is None or not settings.tree["trainer"].get("report", True):
+        return []
+    state = Singleton.get_state()  # a sweep's own Hydra may be running
+    try:
+        with compose_config(config_dirs) as composer:
+            own, with_strategy = composer.recipe_trees(recipe, settings.tree["strategy"]["_target_"])
+    except UserError as error:  # a recipe whose folder is gone
+        logger.debug("the recipe %s cannot be composed: %s", recipe, error)
+        return []
+    finally:
+        Singleton.set_state(state)
+    return [RecipeDiff(changes_from_recipe(settings.tree, own, with_strategy))]
+
+
+def _usual_batch(composer: ConfigComposer, settings: Settings) -> UsualBatch | None:
+    """Return the global batch that the recipe was written for."""
+    recipe = settings.tree.get("recipe")
+    if recipe is None:
+        return None
+    own = composer.settings([f"recipe={recipe}"]).tree
+    batch_size, rate = own["data"].get("batch_size"), own["task"].get("lr")
+    if not isinstance(batch_size, int):
+        return None
+    return UsualBatch(batch_size, f"recipe {recipe}", float(rate) if isinstance(rate, (int, float)) else None)
+
+
+def _train(
+    settings: Settings,
+    run_dir: Path,
+    arguments: Arguments,
+    *,
+    resume: Path | str | None = None,
+    usual: UsualBatch | None = None,
+) -> int:
+    run = assemble(settings, run_dir=run_dir)
+    run.trainer.usual_batch = usual
+    run.trainer.callbacks += recipe_diff(settings, arguments.config_dirs)
+    try:
+        result = run.trainer.fit(run.task, run.data, resume=resume)
+    except Stopped as stopped:
+        _print_on_main(run, resume_hint(stopped, run_dir), to=sys.stderr)
+        return stopped.exit_code
+    if result.run_dir is not None:
+        with_report = ", with its report.html" if run.trainer.report else ""
+        _print_on_main(run, f"the run is in {result.run_dir}{with_report}")
+    return 0
+
+
+def _run_dir_to_continue(settings: Settings) -> Path:
+    """Return the folder that was chosen, or that of the newest unfinished run of the recipe, or a new one."""
+    chosen = settings.tree.get("run_dir")
+    if chosen is not None:
+        return Path(chosen)
+    durations = Duration.parse_all(settings.tree["trainer"].get("max_duration", "1epoch"), where="max_duration")
+    return run_to_continue(None, name=settings.name, max_duration=durations).run_dir or choose_run_dir(settings.name)
+
+
+def _new_run_dir(settings: Settings) -> Path:
+    chosen = settings.tree.get("run_dir")
+    if chosen is None:
+        return choose_run_dir(settings.name)
+    check_empty(Path(chosen))
+    return Path(chosen)
+
+
+# ---- Trained runs
+
+
+def checkpoint_path(arguments: Arguments) -> Path:
+    """Return the run or checkpoint that was typed, as `checkpoint=PATH` or alone; raises UserError for none."""
+    if arguments.take("run") is not None:
+        raise UserError("run=PATH is renamed to checkpoint=PATH.")
+    typed = arguments.take("checkpoint")
+    if typed is None and arguments.overrides and "=" not in arguments.overrides[0]:
+        typed = arguments.overrides.pop(0)
+    if not typed:
+        example = _EXAMPLE if arguments.command == "resume" else f"checkpoint={_EXAMPLE}"
+        raise UserError(f"{arguments.command} needs a run or a checkpoint. Type trainkit {arguments.command} {example}")
+    path = Path(typed)
+    return path if path.exists() else _checkpoint_by_name(path)
+
+
+def run_folder_of(path: Path) -> Path:
+    """Return the run folder that `path`, a run folder, its checkpoints folder or something in those, belongs to."""
+    folder = path if path.is_dir() else path.parent
+    return folder.parent if folder.name == _CHECKPOINTS else folder
+
+
+def settings_of_run(arguments: Arguments, path: Path) -> Settings:
+    """Return the config that a run was started with, changed by the overrides."""
+    file = run_folder_of(path) / CONFIG_FILE
+    if not path.is_file() or file.is_file():
+        with compose_config(arguments.config_dirs, saved=config_file(run_folder_of(path))) as composer:
+            return composer.settings(arguments.overrides)
+    with TemporaryDirectory() as folder:  # a checkpoint that was moved away from its run brings its config
+        file = Path(folder) / CONFIG_FILE
+        file.write_text(load_from(path).payload["config"], encoding="utf-8")
+        with compose_config(arguments.config_dirs, saved=file) as composer:
+            return composer.settings(arguments.overrides)
+
+
+def _evaluate(
+    arguments: Arguments,
+    method: Callable[[Trainer], Callable[..., Any]],
+    *,
+    report: Callable[[Any, Path], None],
+) -> int:
+    path = checkpoint_path(arguments)
+    settings = settings_of_run(arguments, path)
+    if arguments.cfg:
+        return _show(settings, arguments)
+    resolve(path)  # a folder is passed on: the last checkpoint that can be read is found when it is loaded
+    run = assemble(settings, run_dir=None, loggers=False)
+    try:
+        outcome = method(run.trainer)(run.task, run.data, checkpoint=path)
+    except Stopped as stopped:
+        _print_on_main(run, f"stopped by {stopped.signal_name}", to=sys.stderr)
+        return stopped.exit_code
+    if run.trainer.strategy.is_main:
+        report(outcome, run_folder_of(path))
+    return 0
+
+
+def _checkpoint_by_name(path: Path) -> Path:
+    """Return the checkpoint of RUN_FOLDER/best, or of another name in a run folder; raises UserError for none."""
+    in_a_run = (run_folder_of(path) / _CHECKPOINTS).is_dir()
+    return resolve(path.parent, path.name) if in_a_run else resolve(path)
+
+
+# ---- Output
+
+
+def _show(settings: Settings, arguments: Arguments) -> int:
+    print(settings.as_yaml() if arguments.resolve else settings.unresolved, end="")
+    return 0
+
+
+def _print_on_main(run: RunComponents, line: str, *, to: TextIO | None = None) -> None:
+    """Print a line on one rank only: under torchrun each rank has come here by itself."""
+    if run.trainer.strategy.is_main:
+        print(line, file=to)
+
+
+def _keep_predictions(predictions: Any, folder: Path) -> None:
+    path = folder / "predictions.pt"
+    part = path.with_suffix(".pt.part")
+    torch.save(predictions, part)
+    part.replace(path)
+    print(f"{_described(predictions)} in {path}")
+
+
+def _print_metrics(metrics: dict[str, float], folder: Path) -> None:
+    width = max((len(name) for name in metrics), default=0)
+    for name, value in metrics.items():
+        print(f"{name:<{width}}  {value:.6g}")
+
+
+def _described(predictions: Any) -> str:
+    shape = getattr(predictions, "shape", None)
+    if shape is not None:
+        return f"predictions of shape {tuple(shape)}"
+    return f"{len(predictions)} predictions" if hasattr(predictions, "__len__") else "predictions"
+
+
+# ---- The objects of a run
+
+
+@dataclass(frozen=True)
+class RunComponents:
+    """The objects that a config describes."""
+
+    trainer: Trainer
+    task: Any
+    data: Any
+
+
+def assemble(settings: Settings, *, run_dir: Path | None, loggers: bool = True) -> RunComponents:
+    """Return new objects for all that the settings name, the task drawn from `trainer.seed`.
+
+    Without `loggers` nothing is written but what callbacks write. Raises ConfigError with all that constructors
+    refuse.
+    """
+    tree = settings.tree
+    parts = _Components()
+    # The order is fixed, and the task comes first: its weights must follow from the seed alone.
+    seed_everything(tree["trainer"].get("seed", 0))
+    task = parts.made("task", tree["task"], TaskModule)
+    data = parts.made("data", tree["data"], object)
+    strategy = parts.made("strategy", tree["strategy"], Strategy)
+    callbacks = parts.all_made("callbacks", tree.get("callbacks"), Callback)
+    all_loggers = parts.all_made("logger", tree.get("logger"), Logger) if loggers else []
+
+    def make_trainer(arguments: Mapping[str, Any]) -> Trainer:
+        return Trainer(
+            strategy or Strategy(device="cpu"),
+            run_dir=run_dir,
+            callbacks=callbacks,
+            loggers=all_loggers,
+            config=settings.as_yaml(),
+            **arguments,
+        )
+
+    trainer = parts.tried("trainer", make_trainer, tree["trainer"])
+    if isinstance(task, nn.Module):
+        parts.problems += _too_many_stages(task, tree["strategy"])
+    if parts.problems:
+        raise ConfigError(with_origins(parts.problems, settings.find_origins()))
+    assert trainer is not None
+    return RunComponents(trainer, task, data)
+
+
+class _Components:
+    """Makes the objects of a run, and collects the errors of their constructors."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def all_made(self, group: str, nodes: Mapping[str, Any] | None, kind: type) -> list[Any]:
+        """Return the objects of a group; those set to `null` are off."""
+        made = [self.made(f"{group}.{name}", node, kind) for name, node in (nodes or {}).items() if node is not None]
+        return [part for part in made if part is not None]
+
+    def made(self, path: str, node: Mapping[str, Any], kind: type) -> Any:
+        """Return the object that `node` describes; `None` if it is refused, or not of the `kind` that is needed."""
+        arguments = {key: value for key, value in node.items() if key != "_target_"}
+        return self.tried(path, partial(_made, path, node["_target_"], kind), arguments)
+
+    def tried(self, path: str, make: Callable[[Mapping[str, Any]], T], arguments: Mapping[str, Any]) -> T | None:
+        """Return what `make` returns; a refused argument is dropped and the rest tried again, to find all errors."""
+        refused: set[str] = set()
+        while True:
+            left = {name: value for name, value in arguments.items() if name not in refused}
+            try:
+                made = make(left)
+                return None if refused else made
+            except UserError as error:
+                named = _names_in(str(error), arguments)
+                # A refused argument has its default now: an error that names it is not the user's.
+                if refused and (not named or refused & set(named)):
+                    return None
+                self.problems.append(_problem(path, named, str(error), arguments))
+                if not named:
+                    return None
+                refused.add(named[0])
+            except Exception:
+                if not refused:
+                    raise
+                return None  # it needs the dropped argument
+
+
+def _made(path: str, target: str, kind: type, arguments: Mapping[str, Any]) -> Any:
+    """Return the object; raises UserError if it is not of the `kind` that is needed there."""
+    try:
+        made = instantiate({"_target_": target, **arguments}, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__ or UserError(f"{path}: {error}")
+        if isinstance(cause, ModuleNotFoundError) and cause.name:
+            raise UserError(
+                f"{path}: {target} needs the package '{cause.name}', which is not installed. {install_hint(cause.name)}"
+            ) from None
+        if isinstance(cause, TypeError) and "unexpected keyword argument" in str(cause):
+            raise UserError(f"{path}: {target} does not take it: {cause}") from None
+        raise cause from None  # the constructor's own error, with the user's code in its traceback
+    if not isinstance(made, kind):
+        raise UserError(
+            f"{path}._target_: {target} makes a {type(made).__name__}; it must be a trainkit.{kind.__name__}."
+        )
+    return made
+
+
+def _names_in(message: str, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that a message names, in its order; of text in quotes nothing is taken for a name."""
+    words = re.findall(r"\w+", re.sub(r"'[^']*'", "", message))
+    return [word for word in dict.fromkeys(words) if word in arguments]
+
+
+def _problem(path: str, named: list[str], message: str, arguments: Mapping[str, Any]) -> Problem:
+    if message.startswith(f"{path}:") or message.startswith(f"{path}._target_:"):
+        key, _, rest = message.partition(": ")
+        return Problem(key, rest)
+    if not named:
+        return Problem(path, message)
+    key = f"{path}.{named[0]}"
+    renamed = renamed_value(key, arguments[named[0]])
+    if renamed is not None:
+        return Problem(key, renamed)
+    for start in (key, named[0], f"{path.rpartition('.')[2]}.{named[0]}"):
+        if message.startswith(f"{start} "):
+            return Problem(key, message.removeprefix(f"{start} "))
+    return Problem(key, message)
+
+
+def _too_many_stages(task: nn.Module, strategy: Mapping[str, Any]) -> list[Problem]:
+    """Return the problem of a pipeline with more stages than a task has parts to begin one with."""
+    stages = strategy.get("stages")
+    if not isinstance(stages, int):
+        return []
+    if strategy.get("schedule") == "interleaved_virtual":
+        stages *= strategy.get("stages_per_rank", 1)
+    leaves = sum(not any(module.children()) for module in task.modules())
+    own = sum(len(list(module.parameters(recurse=False))) for module in task.modules() if any(module.children()))
+    parts = leaves + own
+    if stages <= parts:
+        return []
+    message = f"{stages} stages, but {type(task).__name__} has only {parts} modules to begin one with; set "
+    return [Problem("strategy.stages", f"{message}strategy.stages={parts} or less.")]

@@ -1,0 +1,307 @@
+"""Signatures: the parameters of a `_target_` with their types, defaults and docs, read from the imported object."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from trainkit.duration import Duration
+from trainkit.errors import UserError, nearest
+
+EXTRAS = {
+    "sklearn": "recipes",
+    "matplotlib": "plots",
+    "transformers": "transformers",
+    "torchmetrics": "metrics",
+    "safetensors": "safetensors",
+    "ray": "ray",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "PIL": "images",
+    "datasets": "huggingface",
+    "tokenizers": "huggingface",
+    "peft": "huggingface",
+    "lightning": "lightning",
+    "hydra_joblib_launcher": "sweeps",
+    "hydra_optuna_sweeper": "sweeps",
+    "hydra_submitit_launcher": "slurm",
+}
+"""The optional packages, named as they are imported, and the extra that installs each."""
+MISSING = "???"
+"""OmegaConf's mark of a value that has to be given."""
+_HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
+_KINDS = {
+    **{int: "int", float: "float", bool: "bool", str: "str", Path: "str", os.PathLike: "str", NoneType: "none"},
+    **dict.fromkeys((list, tuple, set, Sequence, Iterable, Collection), "list"),
+    **dict.fromkeys((dict, Mapping, MutableMapping), "dict"),
+    Duration: "duration",
+}
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "none": "null",
+    "list": "a list",
+    "dict": "a mapping",
+    "duration": "a duration such as 500step, 2epoch or 30min",
+}
+_DOCUMENTED_ARGUMENT = re.compile(r"^( +)(\*{0,2}\w+)(?: *\([^)]*\))?:\s*(.*)$")
+
+
+class TargetError(UserError):
+    """A `_target_` that cannot be imported or called."""
+
+
+def install_hint(package: str) -> str:
+    """Return what to type to install `package`, named as it is imported."""
+    top = package.partition(".")[0]
+    if top in EXTRAS:
+        return f"Type: pip install 'trainkit[{EXTRAS[top]}]'"
+    return f"If it is yours, start from the folder that holds it; else: pip install {top}"
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """The plain values that a parameter takes: kinds, and single values; `None` for kinds: anything."""
+
+    kinds: frozenset[str] | None
+    choices: tuple[Any, ...] = ()
+
+    def __or__(self, other: ValueType) -> ValueType:
+        if self.kinds is None or other.kinds is None:
+            return ANYTHING
+        return ValueType(self.kinds | other.kinds, self.choices + other.choices)
+
+    def __str__(self) -> str:
+        kinds = self.kinds or frozenset()
+        words = [as_typed(choice) for choice in self.choices]
+        words += [_WORDS[kind] for kind in _WORDS if kind in kinds and not (kind == "str" and "duration" in kinds)]
+        return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else "anything"
+
+    def error(self, value: Any) -> str | None:
+        """Return why `value` is wrong, `None` if it may be right."""
+        if self.kinds is None or any(value == choice and type(value) is type(choice) for choice in self.choices):
+            return None
+        kind = _KINDS.get(type(value), "")
+        if not kind or kind in self.kinds - {"str", "list"} or (kind == "int" and "float" in self.kinds):
+            return None
+        if "duration" in self.kinds and kind not in ("dict", "none"):
+            return _duration_error(value)
+        if kind in self.kinds:
+            return None
+        near = nearest(str(value), [str(choice) for choice in self.choices])
+        if kind == "float" and value == int(value) and "int" in self.kinds:
+            near = f" Write {int(value)}."
+        if "str" in self.kinds and kind in ("int", "float", "bool"):
+            near = f" Write '\"{as_typed(value)}\"' to have it as text."
+        must_be = f"is not {self}" if self.choices else f"is {_WORDS[kind]}, but must be {self}"
+        return f"{as_typed(value)} {must_be}.{near}"
+
+
+ANYTHING = ValueType(None)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter that can be given by name."""
+
+    type: ValueType = ANYTHING
+    required: bool = False
+    default: Any = None
+    """As a plain value; the `repr` of what is not one."""
+    annotation: str = ""
+    """As written in Python; empty without one."""
+    doc: str = ""
+    """From the docstring, on one line; empty without one."""
+
+    @property
+    def type_words(self) -> str:
+        """The type in words."""
+        return self.annotation or "anything" if self.type.kinds is None else str(self.type)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a class or function that can be given by name."""
+
+    parameters: dict[str, Parameter]
+    accepts_any: bool = False
+    """Whether others are taken too (`**kwargs`)."""
+    summary: str = ""
+    """The docstring's first paragraph, on one line."""
+
+    def value_errors(self, arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return (name, message) for each argument of a wrong type."""
+        found = []
+        for name, value in arguments.items():
+            is_object = isinstance(value, Mapping) and "_target_" in value
+            is_unresolved = isinstance(value, str) and ("${" in value or value == MISSING)
+            if name in self.parameters and not is_object and not is_unresolved:
+                message = self.parameters[name].type.error(value)
+                found += [] if message is None else [(name, message)]
+        return found
+
+    def unknown(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return the arguments that are not taken."""
+        names = [name for name in arguments if name not in self.parameters and name not in _HYDRA_KEYS]
+        return [] if self.accepts_any else names
+
+    def missing(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return the parameters that have to be given and are not."""
+        if arguments.get("_partial_") or arguments.get("_args_"):
+            return []
+        return [name for name, parameter in self.parameters.items() if parameter.required and name not in arguments]
+
+
+@cache
+def signature_of(target: str) -> Signature:
+    """Return what the class or function at the dotted path `target` takes; raises TargetError where there is none."""
+    found = _imported(target)
+    summary, docs = _documentation(found)
+    constructor = found.__init__ if inspect.isclass(found) else found
+    if getattr(constructor, "__qualname__", "") == "Module.__init__":  # torch's: takes anything, then refuses it
+        return Signature({}, summary=summary)
+    try:
+        signature = inspect.signature(found)
+    except (ValueError, TypeError):  # a builtin without one
+        return Signature({}, accepts_any=True, summary=summary)
+    namespace = getattr(inspect.unwrap(constructor), "__globals__", {})
+    module = inspect.getmodule(found)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = {
+        name: _parameter(parameter, {**vars(module), **namespace} if module else namespace, docs.get(name, ""))
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in by_name
+    }
+    accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    return Signature(parameters, accepts_any, summary)
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as it is shown in messages."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring's first paragraph, and the meaning of each argument in `Args:`, on one line each."""
+    lines = inspect.cleandoc(docstring).splitlines()
+    paragraph = "\n".join(lines).split("\n\n")[0]
+    start = next((index + 1 for index, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")), len(lines))
+    arguments: dict[str, str] = {}
+    indent, name = None, ""
+    for line in lines[start:]:
+        if line.strip() and not line.startswith(" "):
+            break  # the next section
+        found = _DOCUMENTED_ARGUMENT.match(line)
+        if found and (indent is None or len(found[1]) <= indent):
+            indent, name = len(found[1]), found[2].lstrip("*")
+            arguments[name] = found[3].strip()
+        elif name and line.strip():
+            arguments[name] = f"{arguments[name]} {line.strip()}".strip()
+    return " ".join(paragraph.split()), arguments
+
+
+def _imported(target: str) -> Any:
+    """Return the class or function at a dotted path."""
+    parts = target.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise TargetError(f"{target!r} is not a dotted path; write for example my_package.my_module.MyClass")
+    length, found = next(
+        ((length, module) for length in range(len(parts) - 1, 0, -1) if (module := _module(parts[:length]))), (0, None)
+    )
+    if found is None:
+        near = nearest(parts[0], [module.name for module in iter_modules([str(Path.cwd())])])
+        raise TargetError(f"there is no module '{parts[0]}' here.{near} {install_hint(parts[0])}")
+    for depth, attribute in enumerate(parts[length:], start=length):
+        if not hasattr(found, attribute):
+            public = [name for name in dir(found) if not name.startswith("_")]
+            public += [below.name for below in iter_modules(getattr(found, "__path__", []))]
+            raise TargetError(f"{'.'.join(parts[:depth])} has no '{attribute}'.{nearest(attribute, public)}")
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise TargetError(f"{target} is a {type(found).__name__}; a _target_ is a class or function.")
+    return found
+
+
+def _module(parts: Sequence[str]) -> Any:
+    """Return an imported module, `None` if there is none of that name."""
+    name = ".".join(parts)
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if missing == name or name.startswith(f"{missing}."):
+            return None
+        raise TargetError(
+            f"{name} needs the package '{missing}', which is not installed. {install_hint(missing)}"
+        ) from None
+    except SyntaxError as error:
+        raise TargetError(f"{name} cannot be read: {error.msg} ({error.filename}:{error.lineno})") from None
+
+
+def _parameter(parameter: inspect.Parameter, namespace: Mapping[str, Any], doc: str) -> Parameter:
+    annotation = parameter.annotation
+    written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    required = parameter.default is parameter.empty
+    return Parameter(
+        type=_value_type(annotation, namespace),
+        required=required,
+        default=None if required else _plain(parameter.default),
+        annotation="" if annotation is parameter.empty else written,
+        doc=doc,
+    )
+
+
+def _value_type(annotation: Any, namespace: Mapping[str, Any]) -> ValueType:
+    """Return the plain values of an annotation; one that cannot be evaluated takes anything."""
+    if isinstance(annotation, str):
+        try:
+            return _value_type(eval(annotation, dict(namespace)), namespace)
+        except Exception:  # a name that only a type checker imports
+            return ANYTHING
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ValueType(frozenset(), arguments)
+    if origin is Annotated:
+        return _value_type(arguments[0], namespace)
+    if origin in (Union, UnionType):
+        return reduce(ValueType.__or__, (_value_type(part, namespace) for part in arguments))
+    kind = "none" if annotation is None else _KINDS.get(origin or annotation)
+    return ANYTHING if kind is None else ValueType(frozenset({kind}))
+
+
+def _plain(default: Any) -> Any:
+    try:
+        return json.loads(json.dumps(default, allow_nan=False))
+    except (TypeError, ValueError):
+        return repr(default)
+
+
+def _documentation(found: Any) -> tuple[str, dict[str, str]]:
+    """Return the summary and the meanings of arguments; what a class leaves out, its bases say."""
+    own = vars(found).get("__doc__") if inspect.isclass(found) else found.__doc__
+    summary, arguments = read_docstring(own or "")
+    for base in found.__mro__[:-1] if inspect.isclass(found) else ():
+        for docstring in (base.__doc__, getattr(vars(base).get("__init__"), "__doc__", None)):
+            arguments = read_docstring(docstring or "")[1] | arguments
+        summary = summary or read_docstring(base.__doc__ or "")[0]
+    return summary, arguments
+
+
+def _duration_error(value: Any) -> str | None:
+    try:
+        Duration.parse_all(value, where="it")
+    except UserError as error:
+        return str(error).removeprefix("it = ")
+    return None

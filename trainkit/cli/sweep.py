@@ -1,0 +1,302 @@
+"""Several runs, one for each combination of values, by Hydra's sweepers and launchers.
+
+runs/<recipe>/<date_time>_sweep/
+multirun.yaml  sweep.json  report.html  0/  1/  ...      a run's folder for each job, with what it came to in job.json
+
+`sweep.json` holds the objective (a metric and its mode) and for each job its number, overrides, run folder, exit code,
+exit reason, error, metrics, seconds, and the value of the objective.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from rich.table import Table
+from rich.text import Text
+
+from trainkit.cli.compose import ConfigComposer, Settings, compose_config, drop_unselected, settings_of
+from trainkit.cli.main import Arguments, make_working_folder_importable, print_table, print_traceback
+from trainkit.cli.overrides import LISTS, Overrides
+from trainkit.cli.run_commands import assemble, check_empty, recipe_diff, resume_hint
+from trainkit.cli.signatures import install_hint
+from trainkit.cli.validate import ConfigError, Problem
+from trainkit.errors import Stopped, UserError, nearest
+from trainkit.report.sweep_page import SWEEP, sweep_page
+from trainkit.report.writing import REPORT, write_page
+from trainkit.run_folder import choose_run_dir
+
+_MOST_CHECKED = 200
+_OF_HYDRA = (
+    "hydra.sweep.subdir=${hydra.job.num}",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+# Launchers and sweepers that are packages of their own.
+_PLUGINS = {
+    "joblib": "hydra_joblib_launcher",
+    "optuna": "hydra_optuna_sweeper",
+    "submitit_local": "hydra_submitit_launcher",
+    "submitit_slurm": "hydra_submitit_launcher",
+}
+_LAUNCHERS_HERE = ("basic", "joblib", "submitit_local")
+_JOB = "job.json"
+_OF_OPTUNA = "optimization_results.yaml"
+
+
+@dataclass
+class JobOutcome:
+    """What one job of a sweep came to."""
+
+    number: int
+    overrides: list[str]
+    run_dir: str
+    exit_code: int = 0
+    exit_reason: str = ""
+    error: str | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """The latest values; `None` for those that are not finite."""
+    seconds: float | None = None
+    value: float | None = None
+    """Of the objective; `None` where the job did not measure it."""
+
+    def __float__(self) -> float:
+        """Return the objective, as sweepers that search for the best ask for it."""
+        if self.value is None:
+            raise ValueError(self.error or "the job did not measure the objective")
+        return self.value
+
+
+@dataclass(frozen=True)
+class SweepObjective:
+    """A metric, and which of its values are good."""
+
+    metric: str
+    mode: str = "min"
+
+    def value(self, metrics: Mapping[str, float | None]) -> float | None:
+        """Return the metric's latest value, that of training if nothing was validated; `None` if it is not finite."""
+        value = metrics.get(self.metric, metrics.get(f"train/{self.metric.partition('/')[2]}"))
+        return value if value is not None and math.isfinite(value) else None
+
+    def best(self, values: Sequence[float | None]) -> int | None:
+        """Return the index of the best value."""
+        sign = 1 if self.mode == "min" else -1
+        known = [(sign * value, index) for index, value in enumerate(values) if value is not None]
+        return min(known)[1] if known else None
+
+
+def find_objective(tree: Mapping[str, Any]) -> SweepObjective:
+    """Return what a run's checkpoints are chosen by, or what ends it early; the loss where neither says so."""
+    callbacks = tree.get("callbacks") or {}
+    nodes = [node for node in callbacks.values() if isinstance(node, Mapping) and isinstance(node.get("metric"), str)]
+    if nodes:
+        return SweepObjective(nodes[0]["metric"], str(nodes[0].get("mode", "min")))
+    return SweepObjective("validation/loss")
+
+
+def sweep(arguments: Arguments) -> int:
+    """Run every job, whatever becomes of the others; print a table and return the first exit code that is not 0."""
+    if arguments.take("resume") is not None:
+        raise UserError("resume=auto continues one run, and -m starts several; leave one of them out.")
+    if arguments.cfg:
+        raise UserError("--cfg job shows the settings of one run; leave -m out and choose one value for each key.")
+    plugins = _plugins(arguments.overrides)
+    with compose_config(arguments.config_dirs) as composer:
+        overrides = Overrides(arguments.overrides, options=composer.options, sweep=True)
+        first = _check_jobs(composer, overrides, here=plugins.get("hydra/launcher", "basic") in _LAUNCHERS_HERE)
+        objective = find_objective(first.tree)
+        folder = _sweep_folder(first)
+        deletions = [key for key, _ in overrides.deletions]
+        lines = [*composer.rendered(overrides, deletions=deletions), f"hydra.sweep.dir='{folder}'", *_OF_HYDRA]
+        if plugins.get("hydra/sweeper") == "optuna" and not _typed(arguments.overrides, "hydra.sweeper.direction"):
+            lines.append(f"hydra.sweeper.direction={'maximize' if objective.mode == 'max' else 'minimize'}")
+        try:
+            _run_jobs(composer, lines)
+        finally:
+            outcomes = _outcomes(folder)
+            if outcomes:
+                _report(outcomes, folder, objective)
+                if plugins.get("hydra/sweeper") == "optuna":
+                    _keep_best(outcomes, folder / _OF_OPTUNA, objective)
+    return next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0)
+
+
+def _plugins(texts: Sequence[str]) -> dict[str, str]:
+    """Return the launcher and sweeper that were typed; raises UserError for those that are not installed."""
+    typed: dict[str, str] = {}
+    for group in ("hydra/launcher", "hydra/sweeper"):
+        for text in texts:
+            if text.startswith(f"{group}="):
+                typed[group] = text.partition("=")[2]
+    for group, name in typed.items():
+        package = _PLUGINS.get(name)
+        if package is None and name != "basic":
+            raise UserError(f"{group}={name} is unknown.{nearest(name, [*_PLUGINS, 'basic'])}")
+        if package is not None:
+            try:
+                __import__(f"hydra_plugins.{package}")
+            except ImportError:
+                message = f"{group}={name} needs a package that is not installed. {install_hint(package)}"
+                raise UserError(message) from None
+    return typed
+
+
+def _typed(texts: Sequence[str], key: str) -> bool:
+    return any(text.lstrip("+").startswith(f"{key}=") for text in texts)
+
+
+def _check_jobs(composer: ConfigComposer, overrides: Overrides, *, here: bool) -> Settings:
+    """Return the first job's settings; raises ConfigError with what is wrong in any of them, before one starts."""
+    problems: list[Problem] = list(overrides.problems)
+    checked: list[Settings] = []
+    for texts in overrides.jobs()[:_MOST_CHECKED]:
+        try:
+            checked.append(composer.settings(texts, here=here))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return checked[0]
+
+
+def _run_jobs(composer: ConfigComposer, lines: list[str]) -> None:
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of plugins, about versions of what they use
+            hydra.multirun(composer.config_name, _run_job, lines, with_log_configuration=False)
+    except HydraException as error:
+        raise UserError(str(error)) from None
+    except (ValueError, RuntimeError) as error:
+        # Of Optuna: every job failed, or the last one of a grid did. The table says so.
+        if not any(words in str(error) for words in ("No trials are completed", "`Study.stop`")):
+            raise
+
+
+def _sweep_folder(settings: Settings) -> Path:
+    chosen = settings.tree.get("run_dir")
+    if chosen is None:
+        folder = choose_run_dir(settings.name)
+        return folder.with_name(f"{folder.name}_sweep")
+    check_empty(Path(chosen))
+    return Path(chosen)
+
+
+def _run_job(config: DictConfig) -> JobOutcome:
+    """Train one job and keep what it came to; called by Hydra's launcher, perhaps in another process.
+
+    The ranks that its strategy starts have ended when it returns.
+    """
+    make_working_folder_importable()
+    _start_processes_plainly()
+    hydra = HydraConfig.get()
+    typed = [_as_typed(str(text)) for text in hydra.overrides.task]
+    run_dir = Path(hydra.runtime.output_dir)
+    run_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+    outcome = JobOutcome(int(hydra.job.num), typed, str(run_dir))
+    print(f"\njob {hydra.job.num}: {' '.join(typed)}", flush=True)
+    try:
+        _train(config, run_dir, outcome)
+    except Stopped as stopped:
+        print(resume_hint(stopped, run_dir), file=sys.stderr)
+        outcome.exit_code, outcome.exit_reason = stopped.exit_code, stopped.signal_name
+        outcome.error = f"stopped by {stopped.signal_name}"
+        raise SystemExit(stopped.exit_code) from None  # it ends the sweep, not only this job
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        outcome.exit_code, outcome.exit_reason, outcome.error = 2, "failed", str(error)
+    except Exception as error:
+        print_traceback()
+        outcome.exit_code, outcome.exit_reason, outcome.error = 1, "failed", f"{type(error).__name__}: {error}"
+    finally:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _write(run_dir / _JOB, asdict(outcome))
+    return outcome
+
+
+def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
+    choices = HydraConfig.get().runtime.choices
+    settings = settings_of(OmegaConf.merge(config, {"run_dir": None}), choices.get("recipe"))
+    for group in LISTS:
+        drop_unselected(settings.tree, group)
+    run = assemble(settings, run_dir=run_dir)
+    run.trainer.callbacks += recipe_diff(settings)
+    # A job that SLURM has queued again comes here a second time, with its folder.
+    result = run.trainer.fit(run.task, run.data, resume="auto")
+    outcome.exit_reason, outcome.seconds = result.exit_reason, result.seconds
+    # Numbers that are not finite are no JSON.
+    outcome.metrics = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
+    outcome.value = find_objective(settings.tree).value(result.metrics)
+
+
+def _start_processes_plainly() -> None:
+    """Undo what joblib's workers choose: processes that a strategy starts do not know that way, and would hang."""
+    if multiprocessing.get_start_method(allow_none=True) == "loky":
+        multiprocessing.set_start_method("spawn", force=True)
+
+
+def _as_typed(text: str) -> str:
+    return text.removesuffix("=null") if text.startswith("~") else text.lstrip("+")
+
+
+def _outcomes(folder: Path) -> list[JobOutcome]:
+    """Return what the jobs left in their folders: not every sweeper hands on what they returned."""
+    read = [JobOutcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob(f"*/{_JOB}")]
+    return sorted(read, key=lambda outcome: outcome.number)
+
+
+def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: SweepObjective) -> None:
+    """Keep `sweep.json`, print a line for each job, and draw them all in `report.html`."""
+    _write(folder / SWEEP, {"objective": asdict(objective), "jobs": [asdict(outcome) for outcome in outcomes]})
+    common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
+    typed = [
+        " ".join(text for text in outcome.overrides if len(outcomes) == 1 or text not in common) for outcome in outcomes
+    ]
+    best = objective.best([outcome.value for outcome in outcomes])
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for index, outcome in enumerate(outcomes):
+        mark = "<- best" if index == best and len(outcomes) > 1 else ""
+        cells = (str(outcome.number), typed[index], _result(outcome), mark)
+        table.add_row(*(Text(cell, overflow="fold") for cell in cells))
+    print(f"\nsweep of {len(outcomes)} jobs in {folder}")
+    print_table(table)
+    print(f"drawn in {write_page(sweep_page(folder), folder / REPORT)}")
+
+
+def _keep_best(outcomes: Sequence[JobOutcome], path: Path, objective: SweepObjective) -> None:
+    """Write what Optuna does after its last job, unless it has: that job failed, and ended it."""
+    best = objective.best([outcome.value for outcome in outcomes])
+    if best is None or path.exists():
+        return
+    common = set.intersection(*(set(outcome.overrides) for outcome in outcomes)) if len(outcomes) > 1 else set()
+    searched = [text.partition("=") for text in outcomes[best].overrides if text not in common]
+    found = {key: OmegaConf.create(f"value: {value}").value for key, _, value in searched}
+    OmegaConf.save(OmegaConf.create({"name": "optuna", "best_params": found, "best_value": outcomes[best].value}), path)
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _result(outcome: JobOutcome) -> str:
+    if outcome.error is not None:
+        return f"failed: {outcome.error.splitlines()[0]}"
+    shown = {key: value for key, value in outcome.metrics.items() if key.startswith("validation/")}
+    return "  ".join(
+        f"{key}={'not finite' if value is None else f'{value:.6g}'}"
+        for key, value in (shown or outcome.metrics).items()
+    )

@@ -1,0 +1,491 @@
+"""The check of a config before anything of it is made: every key, type, choice and combination."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any, TypeGuard
+
+from trainkit.cli.signatures import MISSING, Signature, TargetError, ValueType, signature_of
+from trainkit.cutting import cutting_complaint
+from trainkit.errors import UserError
+
+TRAINER = "trainkit.trainer.Trainer"
+# Arguments of the Trainer that have a place of their own at the top of the settings.
+OWN_PLACES = {
+    "strategy": "strategy",
+    "run_dir": "run_dir",
+    "callbacks": "callbacks",
+    "loggers": "logger",
+    "config": "config",
+}
+SECTIONS = ("recipe", "task", "data", "strategy", "trainer", "callbacks", "logger", "run_dir", "vars")
+_MOST_LISTED = 12
+# What other trainers call it.
+_FAMILIAR = {
+    **dict.fromkeys(
+        ("max_epochs", "max_epoch", "epochs", "num_epochs", "max_steps", "max_time"), "trainer.max_duration"
+    ),
+    **dict.fromkeys(("val_check_interval", "check_val_every_n_epoch", "eval_interval"), "trainer.evaluate_every"),
+    **dict.fromkeys(("log_every_n_steps", "log_interval", "logging_steps"), "trainer.log_every"),
+    **dict.fromkeys(("gradient_clip_val", "grad_clip", "clip_grad"), "trainer.max_grad_norm"),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "strategy.accumulate"),
+    **dict.fromkeys(("async", "save_async", "async_checkpoint"), "callbacks.checkpoint.async_save"),
+    **dict.fromkeys(("every_n_train_steps", "save_steps", "save_interval"), "callbacks.checkpoint.every"),
+    "save_total_limit": "callbacks.checkpoint.save_top_k",
+    "num_sanity_val_steps": "trainer.num_sanity_batches",
+    "limit_val_batches": "trainer.limit_validation_batches",
+    "dtype": "trainer.precision",
+    "accelerator": "strategy.device",
+    "gpus": "strategy.devices",
+    "devices": "strategy.devices",
+    "learning_rate": "task.lr",
+}
+RENAMED = {
+    "trainer.clip_norm": "trainer.max_grad_norm",
+    "trainer.clip_value": "trainer.max_grad_value",
+    "trainer.checkpoint_activations": "trainer.activation_checkpointing",
+    "trainer.sanity_batches": "trainer.num_sanity_batches",
+    "trainer.spike_factor": "trainer.skip_grad_norm_factor",
+    "trainer.rollback_limit": "trainer.max_rollbacks",
+    "strategy.unused": "strategy.find_unused_parameters",
+    "strategy.find_unused": "strategy.find_unused_parameters",
+    "strategy.hook": "strategy.comm_hook",
+    "strategy.hook_options": "strategy.comm_hook_options",
+    "strategy.hook_state": "strategy.comm_hook_state",
+    "strategy.bucket_mb": "strategy.bucket_cap_mb",
+    "strategy.overlap_optimizer": "strategy.optimizer_in_backward",
+    "strategy.timeline": "strategy.record_timeline",
+    "strategy.launch": "strategy.launcher",
+    "strategy.timeout": "strategy.timeout_seconds",
+    "strategy.wire": "strategy.reduce_dtype",
+    "strategy.in_flight": "strategy.max_in_flight",
+    "strategy.cuts": "strategy.split_points",
+    "strategy.shared": "strategy.shared_parameters",
+    "strategy.record": "strategy.trace",
+    "callbacks.checkpoint.metric": "callbacks.checkpoint.monitor",
+    "callbacks.checkpoint.keep_best": "callbacks.checkpoint.save_top_k",
+    "callbacks.checkpoint.keep_last": "callbacks.checkpoint.save_last_k",
+    "callbacks.checkpoint.background": "callbacks.checkpoint.async_save",
+    "callbacks.checkpoint.retries": "callbacks.checkpoint.max_retries",
+    "callbacks.checkpoint.retry_after": "callbacks.checkpoint.retry_every",
+    "callbacks.early_stopping.metric": "callbacks.early_stopping.monitor",
+    "callbacks.learning_rate_finder.lowest": "callbacks.learning_rate_finder.min_lr",
+    "callbacks.learning_rate_finder.highest": "callbacks.learning_rate_finder.max_lr",
+    "callbacks.learning_rate_finder.steps": "callbacks.learning_rate_finder.num_steps",
+    "callbacks.learning_rate_finder.then": "callbacks.learning_rate_finder.on_finish",
+    "callbacks.ema.leave_average": "callbacks.ema.load_average_at_end",
+    "callbacks.swa.leave_average": "callbacks.swa.load_average_at_end",
+    "callbacks.profiler.first": "callbacks.profiler.start_step",
+    "callbacks.profiler.last": "callbacks.profiler.end_step",
+    "callbacks.profiler.memory": "callbacks.profiler.profile_memory",
+    "callbacks.profiler.stacks": "callbacks.profiler.with_stack",
+    "callbacks.gradual_unfreezing.at": "callbacks.gradual_unfreezing.unfreeze_at",
+    "callbacks.memory_report.history": "callbacks.memory_report.record_history",
+    "callbacks.functions": "callbacks.lambda_callback",
+    "data.weights": "data.sample_weights",
+    "data.keep_workers": "data.persistent_workers",
+    "data.workers": "data.num_workers",
+    "data.collate": "data.collate_fn",
+}
+"""Keys and choices that had another name, and their present one; asked only for names that are unknown."""
+RENAMED_VALUES = {
+    ("strategy.find_unused_parameters", "find"): "graph",
+    ("strategy.transport", "group"): "process_group",
+    ("strategy.reduce_dtype", "same"): "null",
+    ("strategy.shared_parameters", "together"): "same_stage",
+    ("strategy.trace", "real"): "eager",
+    ("strategy.schedule", "interleaved_virtual"): "interleaved_1f1b",
+}
+"""Values of keys that had another name, and their present one; asked only for values that are refused."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, at one key."""
+
+    key: str
+    """The key's full path (`trainer.max_duration`); empty for what is wrong with the whole."""
+    message: str
+    origin: str | None = None
+    """Where the key comes from: what was typed, or a file and line; empty: nowhere, `None`: not looked up yet."""
+
+    def __str__(self) -> str:
+        what = f"{self.key}: {self.message}" if self.key else self.message
+        return f"{what}\n    from {self.origin}" if self.origin else what
+
+
+class ConfigError(UserError):
+    """The settings cannot be run; the message lists every problem."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        # The jobs of a sweep share most of their problems.
+        self.problems = list({(problem.key, problem.message): problem for problem in problems}.values())
+        count = len(self.problems)
+        title = "" if count == 1 else f"{count} problems in the settings; nothing was started.\n\n"
+        super().__init__(title + "\n".join(str(problem) for problem in self.problems))
+
+
+def unknown_key(path: str, valid: Iterable[str], *, everywhere: Iterable[str]) -> Problem:
+    """Return the problem of a key that is not among the `valid` ones at its place.
+
+    `everywhere` are the full paths of all keys: what was typed may belong somewhere else.
+    """
+    if path in RENAMED:
+        return Problem(path, f"renamed to {RENAMED[path]}.")
+    parent, _, name = path.rpartition(".")
+    paths = [f"{parent}.{key}" if parent else key for key in valid]
+    known = {*paths, *everywhere}
+    familiar = _FAMILIAR.get(name, "")
+    near = [key for key in (familiar, *(old for old, new in RENAMED.items() if new == familiar)) if key in known]
+    # The same name elsewhere is nearer than another one here.
+    named = known | {key.rpartition(".")[0] for key in known}  # and what holds keys
+    near += [other for other in sorted(named) if other.rpartition(".")[2] == name] or closest(path, paths)
+    if not near:
+        return Problem(path, f"unknown key. {list_choices(paths)}")
+    return Problem(path, f"unknown key. {did_you_mean(near)}")
+
+
+def unknown_choice(group: str, name: str, options: Sequence[str]) -> str:
+    """Return that a group has no such choice, with the nearest one and those there are."""
+    renamed = RENAMED.get(f"{group}.{name}", "").rpartition(".")[2]
+    if renamed in options:
+        return f"'{name}' is renamed to {renamed}."
+    near = closest(name, options)
+    hint = f"{did_you_mean(near)} " if near else ""
+    return f"unknown {group.removesuffix('s')} '{name}'. {hint}{list_choices(options)}"
+
+
+def renamed_value(key: str, value: Any) -> str | None:
+    """Return the message of a value that has another name now, `None` for others."""
+    new = RENAMED_VALUES.get((key, value)) if isinstance(value, str) else None
+    return None if new is None else f"'{value}' is renamed to {new}."
+
+
+def did_you_mean(near: Sequence[str]) -> str:
+    """Return the question about the first one or two of the names."""
+    return f"Did you mean {' or '.join(repr(name) for name in list(dict.fromkeys(near))[:2])}?"
+
+
+def list_choices(names: Sequence[str]) -> str:
+    """Return the list of names, shortened where it is long."""
+    if not names:
+        return "There are none."
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return f"There are: {', '.join(names[:_MOST_LISTED])}{more}."
+
+
+def closest(name: str, valid: Sequence[str]) -> list[str]:
+    """Return the valid name that `name` most likely meant, by its letters or a word that both have; at most one."""
+    parent, _, last = name.lower().rpartition(".")
+
+    def likeness(candidate: str) -> float:
+        other = candidate.lower().removeprefix(f"{parent}.")
+        ratio = SequenceMatcher(None, last, other).ratio()
+        return ratio + (0.2 if set(last.split("_")) & set(other.split("_")) else 0.0)
+
+    best = max(valid, key=likeness, default=None)
+    return [best] if best is not None and likeness(best) >= 0.6 else []
+
+
+def check(
+    settings: Mapping[str, Any],
+    *,
+    options: Mapping[str, Sequence[str]],
+    needs_task: bool = True,
+    here: bool = True,
+) -> list[Problem]:
+    """Return everything wrong with the settings of a run; nothing is instantiated.
+
+    `options` are the names there are for each config group. `needs_task` says whether a missing task is wrong, `here`
+    whether the run needs devices of this machine.
+    """
+    problems = list(_Check(settings, options).all(needs_task=needs_task))
+    known = {problem.key for problem in problems}
+    return problems + [problem for problem in invalid_combinations(settings, here=here) if problem.key not in known]
+
+
+class _Check:
+    def __init__(self, settings: Mapping[str, Any], options: Mapping[str, Sequence[str]]) -> None:
+        self._settings = settings
+        self._options = options
+        self._everywhere = list(SECTIONS)
+        whole = self._signature(TRAINER, "trainer")
+        self._trainer = Signature({name: p for name, p in whole.parameters.items() if name not in OWN_PLACES})
+        callbacks = settings.get("callbacks")
+        places = {section: settings.get(section) for section in ("task", "data", "strategy")}
+        places |= {f"callbacks.{name}": node for name, node in (_mapping(callbacks)).items()}
+        for place, node in places.items():
+            with suppress(TargetError):
+                self._signature(str(_mapping(node).get("_target_", "")), place)
+
+    def _signature(self, target: str, place: str) -> Signature:
+        """Return a signature, and note its keys at `place`."""
+        signature = signature_of(target)
+        own = OWN_PLACES if target == TRAINER else ()
+        self._everywhere += [f"{place}.{name}" for name in signature.parameters if name not in own]
+        return signature
+
+    def all(self, *, needs_task: bool) -> Iterator[Problem]:
+        for key in self._settings:
+            if key not in SECTIONS:
+                yield unknown_key(key, SECTIONS, everywhere=self._everywhere)
+        yield from self._recipe(self._settings.get("recipe"))
+        yield from self._object("task", required=needs_task)
+        if (self._settings.get("task") or {}) != {}:
+            yield from self._object("data", required=needs_task)
+        yield from self._strategy(self._settings.get("strategy"))
+        yield from self._trainer_section(self._settings.get("trainer"))
+        for group in ("callbacks", "logger"):
+            yield from self._named_objects(group, self._settings.get(group))
+        message = ValueType(frozenset({"str", "none"})).error(self._settings.get("run_dir"))
+        if message:
+            yield Problem("run_dir", message)
+
+    def _recipe(self, recipe: Any) -> Iterator[Problem]:
+        if isinstance(recipe, Mapping):
+            yield Problem(
+                "recipe",
+                "the recipe's keys are below 'recipe', not at the top; make this the first line of its file: "
+                "# @package _global_",
+            )
+
+    def _object(self, section: str, *, required: bool) -> Iterator[Problem]:
+        node = self._settings.get(section)
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield from self._walk(section, node)
+        elif node is not None and not isinstance(node, Mapping):
+            yield Problem(
+                section, f"{node!r} is not a mapping with a _target_; write {section}._target_=my_package.MyClass"
+            )
+        elif required:
+            own = "MyTask" if section == "task" else "MyData"
+            recipes = " or ".join(f"recipe={name}" for name in self._options.get("recipe", ()))
+            yield Problem(
+                section, f"there is none. Type {recipes}, or your own: {section}._target_=my_package.{own}", origin=""
+            )
+
+    def _strategy(self, node: Any) -> Iterator[Problem]:
+        options = self._options.get("strategy", ())
+        if isinstance(node, str) and node not in options:
+            yield Problem("strategy", unknown_choice("strategy", node, options))
+        elif isinstance(node, str):
+            yield Problem(
+                "strategy", f"a choice, no value: write '- override /strategy: {node}' in the file's defaults"
+            )
+        elif not isinstance(node, Mapping) or "_target_" not in node:
+            yield Problem("strategy", f"none is chosen; type strategy=single. {list_choices(options)}")
+        else:
+            yield from self._walk("strategy", node)
+
+    def _trainer_section(self, node: Any) -> Iterator[Problem]:
+        if isinstance(node, Mapping):
+            yield from self._arguments("trainer", node, self._trainer, of="Trainer")
+        else:
+            yield Problem("trainer", f"{node!r} is not a mapping; write trainer.max_duration=3epoch")
+
+    def _named_objects(self, group: str, node: Any) -> Iterator[Problem]:
+        """Check callbacks or loggers: a mapping of names to objects, of which `null` ones are off."""
+        if node is None:
+            return
+        if not isinstance(node, Mapping):
+            yield Problem(group, f"{node!r} is not a mapping of names to settings; choose by name: +{group}=NAME")
+            return
+        options = self._options.get(group, ())
+        for name, settings in node.items():
+            path = f"{group}.{name}"
+            if isinstance(settings, Mapping) and "_target_" in settings:
+                yield from self._walk(path, settings)
+            elif settings is not None and name in options:
+                yield Problem(path, f"is not switched on; type +{group}={name}")
+            elif path in RENAMED:
+                yield unknown_key(path, options, everywhere=())
+            elif settings is not None:
+                near = closest(name, [*options])
+                hint = f"Did you mean '{group}.{near[0]}'?" if near else f"There are: {', '.join(options)}."
+                yield Problem(path, f"unknown key. {hint} One of your own needs {path}._target_=my_package.MyClass")
+
+    def _walk(self, path: str, node: Any) -> Iterator[Problem]:
+        """Check every `_target_` in a tree, and that no value is left to be given."""
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield from self._call(path, node)
+        elif isinstance(node, Mapping):
+            for key, value in node.items():
+                yield from self._walk(f"{path}.{key}", value)
+        elif isinstance(node, list):
+            for index, value in enumerate(node):
+                yield from self._walk(f"{path}.{index}", value)
+        elif node == MISSING:
+            yield Problem(path, f"has no value yet; type {path}=VALUE")
+
+    def _call(self, path: str, node: Mapping[str, Any]) -> Iterator[Problem]:
+        target = node["_target_"]
+        try:
+            signature = signature_of(str(target))
+        except TargetError as error:
+            yield Problem(f"{path}._target_", str(error))
+            return
+        yield from self._arguments(path, node, signature, of=str(target).rpartition(".")[2])
+
+    def _arguments(self, path: str, node: Mapping[str, Any], signature: Signature, *, of: str) -> Iterator[Problem]:
+        unknown = signature.unknown(node)
+        for name in unknown:
+            yield unknown_key(f"{path}.{name}", signature.parameters, everywhere=self._everywhere)
+        for name, value in node.items():
+            if isinstance(value, (Mapping, list)) and name not in unknown:
+                yield from self._walk(f"{path}.{name}", value)
+            elif value == MISSING:
+                yield Problem(f"{path}.{name}", f"has no value yet; type {path}.{name}=VALUE")
+        for name, message in signature.value_errors(node):
+            yield Problem(f"{path}.{name}", renamed_value(f"{path}.{name}", node[name]) or message)
+        for name in signature.missing(node):
+            yield Problem(f"{path}.{name}", f"is missing; {of} needs it. Type {path}.{name}=VALUE")
+
+
+# ---- Combinations
+
+
+def invalid_combinations(settings: Mapping[str, Any], *, here: bool = True) -> Iterator[Problem]:
+    """Yield what cannot be together; with `here`, also devices that this machine does not have."""
+    strategy, data, trainer = (_mapping(settings.get(key)) for key in ("strategy", "data", "trainer"))
+    yield from _batch(strategy, data)
+    yield from _stages(strategy)
+    yield from _processes(strategy)
+    if here and strategy.get("launch") in (None, "auto", "local", "processes"):  # else devices are elsewhere
+        yield from _devices(strategy)
+    yield from _evaluation(trainer, _mapping(settings.get("callbacks")))
+    for norm, largest in (("max_grad_norm", "max_grad_value"), ("clip_norm", "clip_value")):
+        if trainer.get(norm) is not None and trainer.get(largest) is not None:
+            yield Problem(f"trainer.{largest}", f"excludes trainer.{norm}; set one of them to null")
+
+
+def _batch(strategy: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Problem]:
+    accumulate, size = strategy.get("accumulate"), strategy.get("micro_batch_size")
+    if accumulate is not None and size is not None:
+        yield Problem(
+            "strategy.micro_batch_size",
+            f"says the same as strategy.accumulate={accumulate} in another way; set one of them to null",
+        )
+        return
+    batch_size = data.get("batch_size")
+    if not _is_count(batch_size):
+        return
+    if _is_count(accumulate):
+        message = cutting_complaint(batch_size, accumulate=accumulate, world_size=_ranks(strategy))
+        if message is not None:
+            yield Problem("strategy.accumulate", message)
+
+
+def _stages(strategy: Mapping[str, Any]) -> Iterator[Problem]:
+    stages, cuts = strategy.get("stages"), strategy.get("cuts")
+    if not _is_count(stages) or not isinstance(cuts, list):
+        return
+    per_rank = strategy.get("stages_per_rank")
+    if strategy.get("schedule") == "interleaved_virtual" and _is_count(per_rank):
+        stages *= per_rank
+    if len(cuts) != stages - 1:
+        yield Problem(
+            "strategy.cuts",
+            f"{len(cuts)} cuts make {len(cuts) + 1} stages, not {stages}; name {stages - 1} modules, or set "
+            f"strategy.stages={len(cuts) + 1}",
+        )
+
+
+def _processes(strategy: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check that those who joined the run are as many as its stages and replicas need."""
+    joined, stages = _joined(), strategy.get("stages")
+    replicas = strategy.get("replicas", 1)
+    if joined and _is_count(stages) and _is_count(replicas) and stages * replicas != joined:
+        fitting = f"; set strategy.replicas={joined // stages}" if joined % stages == 0 else ""
+        yield Problem(
+            "strategy.stages",
+            f"{stages} stages x {replicas} replicas need {stages * replicas} processes, but there are {joined}"
+            f"{fitting}",
+        )
+
+
+def missing_device(device: str) -> str | None:
+    """Return why this machine does not have the device called `device`, with the remedy; `None` if it may have it."""
+    kind, _, index = device.partition(":")
+    if kind == "mps" and sys.platform != "darwin":
+        return "device 'mps' exists on macOS only; set strategy.device=cpu"
+    if kind != "cuda" or (index and not index.isdigit()):
+        return None
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return (
+            f"device '{device}' does not exist: this torch is built without CUDA; set strategy.device=cpu, "
+            "or install a torch build for your GPU"
+        )
+    count = torch.cuda.device_count()
+    if int(index or 0) < count:
+        return None
+    remedy = f"cuda:{count - 1}" if count else "cpu"
+    return f"device '{device}' does not exist: this machine has {count} CUDA device(s); set strategy.device={remedy}"
+
+
+def _devices(strategy: Mapping[str, Any]) -> Iterator[Problem]:
+    device, devices = strategy.get("device"), strategy.get("devices")
+    named = devices if isinstance(devices, list) else []
+    for key, name in [("device", device), *(("devices", name) for name in named)]:
+        message = missing_device(name) if isinstance(name, str) else None
+        if message is not None:
+            yield Problem(f"strategy.{key}", message.replace("strategy.device=", f"strategy.{key}="))
+            return
+    backend = strategy.get("backend")
+    if backend == "nccl" and device == "cpu":
+        yield Problem("strategy.backend", "'nccl' joins CUDA devices only; set strategy.backend=gloo for device=cpu")
+    elif backend == "nccl" and _num_gpus() == 0:
+        yield Problem("strategy.backend", "'nccl' joins CUDA devices, and there are none; set strategy.backend=auto")
+    if device == "cuda" and backend != "gloo" and _is_count(devices) and devices > _num_gpus() and not _joined():
+        yield Problem("strategy.devices", f"{devices} ranks, but there are {_num_gpus()} CUDA device(s)")
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _evaluation(trainer: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterator[Problem]:
+    if trainer.get("evaluate_every", "1epoch") is not None:
+        return
+    for name, node in callbacks.items():
+        metric = _mapping(node).get("metric")
+        # Without the metric a checkpoint callback only keeps no best ones; others have nothing left to do.
+        if name != "checkpoint" and isinstance(metric, str) and metric.startswith("validation/"):
+            yield Problem(
+                "trainer.evaluate_every",
+                f"null leaves callbacks.{name}.metric={metric} never measured; set a duration such as 1epoch, or "
+                f"type ~callbacks.{name}",
+            )
+
+
+def _ranks(strategy: Mapping[str, Any]) -> int:
+    """Return how many ranks share a batch, as far as it is said; a strategy with `device` has one a process."""
+    joined, stages = _joined(), strategy.get("stages")
+    if stages is not None:
+        replicas = strategy.get("replicas", 1)
+        return replicas if _is_count(replicas) else 1
+    if "devices" not in strategy or "device" not in strategy:
+        return 1
+    return joined or (strategy["devices"] if _is_count(strategy["devices"]) else 1)
+
+
+def _joined() -> int:
+    """Return how many processes torchrun started, 0 without it."""
+    count = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
+    return int(count) if count.isdigit() else 0
+
+
+def _mapping(node: Any) -> Mapping[str, Any]:
+    return node if isinstance(node, Mapping) else {}
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

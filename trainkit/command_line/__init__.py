@@ -1,1 +1,0 @@
-"""The command line: composing a config, checking every key of it, and running what it says."""
