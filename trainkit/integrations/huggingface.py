@@ -24,7 +24,7 @@ class HuggingFaceTask(TaskModule):
     """Trains any transformers model that computes its own loss, chosen by configuration alone.
 
         task:
-          _target_: trainkit.interop.huggingface.HuggingFaceTask
+          _target_: trainkit.integrations.huggingface.HuggingFaceTask
           auto_class: AutoModelForSequenceClassification
           config: {model_type: bert, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_labels: 3}
 

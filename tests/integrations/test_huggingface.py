@@ -8,7 +8,7 @@ from trainkit.strategies.single import SingleDevice
 
 from trainkit.data import Data
 from trainkit.errors import UserError
-from trainkit.interop.huggingface import HuggingFaceTask, LearningRateCurve
+from trainkit.integrations.huggingface import HuggingFaceTask, LearningRateCurve
 from trainkit.trainer import Trainer
 
 GPT = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}

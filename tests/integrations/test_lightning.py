@@ -10,7 +10,7 @@ from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.single import SingleDevice
 
 from trainkit.errors import UserError
-from trainkit.interop.lightning import LightningTask, TrainerView, data_of, read_optimizers
+from trainkit.integrations.lightning import LightningTask, TrainerProxy, data_of, read_optimizers
 from trainkit.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec.*:FutureWarning")
@@ -157,7 +157,7 @@ def test_what_the_trainer_does_not_offer_is_said_with_what_it_does():
     task = LightningTask(module())
     with pytest.raises(UserError, match="estimated_stepping_batches"):
         task.module.trainer.strategy.reduce(1)
-    assert not hasattr(TrainerView(), "datamodule")
+    assert not hasattr(TrainerProxy(), "datamodule")
 
 
 def test_a_step_without_a_loss_is_refused():

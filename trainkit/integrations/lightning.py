@@ -1,4 +1,4 @@
-"""Modules written for Lightning, as tasks."""
+"""LightningModule as a task: its steps, optimizers and data."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
 from torch import Tensor
 from torch.utils.data import DataLoader
-
 from trainkit.callback import Callback
 from trainkit.data import Data
 from trainkit.errors import UserError
-from trainkit.interop.lightning_hooks import LightningHooks, TrainerView, overrides
-from trainkit.interop.lightning_logging import record_all, record_one, recording, without_stage
-from trainkit.interop.lightning_optimizers import read_optimizers
+from trainkit.integrations.lightning_hooks import LightningHooks, TrainerProxy, overrides
+from trainkit.integrations.lightning_hooks import log_values, log_value, recording, without_stage
 from trainkit.optimization import OptimizerSpec
 from trainkit.task import StepReturn, TaskModule
+from collections.abc import Mapping
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from trainkit.integrations.lightning_hooks import without_stage
+from trainkit.optimization import OptimizerSpec, Schedule
 
 _CALLED_HOOKS = frozenset(
     f"on_{moment}_{edge}"
@@ -56,8 +58,8 @@ class LightningTask(TaskModule):
     def __init__(self, module: Any) -> None:
         super().__init__()
         _check(module)
-        module.trainer = self.trainer_view = TrainerView()
-        for name, record in (("log", record_one), ("log_dict", record_all)):
+        module.trainer = self.trainer_proxy = TrainerProxy()
+        for name, record in (("log", log_value), ("log_dict", log_values)):
             setattr(module, name, record)  # Lightning's own reach into its Trainer
         for prepare in ("prepare_data", "configure_model"):
             getattr(module, prepare)()
@@ -82,20 +84,20 @@ class LightningTask(TaskModule):
 
     def predict_step(self, batch: Any) -> Any:
         """Return what the module predicts."""
-        return _call(self.module.predict_step, batch, self.trainer_view)
+        return _call(self.module.predict_step, batch, self.trainer_proxy)
 
     def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
         """Return the module's optimizer and schedules."""
-        self.trainer_view.total_steps = total_steps
+        self.trainer_proxy.total_steps = total_steps
         return read_optimizers(self.module.configure_optimizers(), of=type(self.module).__name__)
 
     def configure_callbacks(self) -> Sequence[Callback]:
         """Return what calls the module's hooks."""
-        return [LightningHooks(self.module, self.trainer_view)]
+        return [LightningHooks(self.module, self.trainer_proxy)]
 
     def _step(self, name: str, batch: Any) -> StepReturn:
         with recording() as logged:
-            returned = _call(getattr(self.module, name), batch, self.trainer_view)
+            returned = _call(getattr(self.module, name), batch, self.trainer_proxy)
         metrics = without_stage(logged)
         if isinstance(returned, Mapping):
             returned = returned.get("loss")
@@ -190,7 +192,50 @@ def _hooks_of(module: Any) -> set[str]:
     return (from_mixins | set(_OVERRIDES_LEFT_OUT)) - _CALLED_HOOKS - _OTHER_HOOKS_USED - {"teardown"}
 
 
-def _call(step: Callable[..., Any], batch: Any, view: TrainerView) -> Any:
+def _call(step: Callable[..., Any], batch: Any, proxy: TrainerProxy) -> Any:
     """Call a step with the index of its batch, and that of its loader, if it asks for them."""
     asked = len(inspect.signature(step).parameters)
-    return step(batch, *(view.next_batch(), view.loader)[: asked - 1])
+    return step(batch, *(proxy.next_batch(), proxy.loader)[: asked - 1])
+
+
+def read_optimizers(returned: Any, *, of: str) -> OptimizerSpec:
+    """Return the optimizer and schedules of what a module's configure_optimizers returned; `of` names the module."""
+    optimizers, schedulers = _parts(returned)
+    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
+        raise UserError(
+            f"{of}.configure_optimizers returned {len(optimizers)} optimizers, and automatic optimization has one; "
+            "train several with TaskModule.configure_phases."
+        )
+    return optimizers[0], [_schedule(item, of) for item in schedulers]
+
+
+def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
+    """Return the optimizers and the schedulers in one of the forms that Lightning knows."""
+    if isinstance(returned, Mapping):
+        scheduler = returned.get("lr_scheduler")
+        return [returned["optimizer"]], [] if scheduler is None else [scheduler]
+    if isinstance(returned, tuple | list):
+        if len(returned) == 2 and all(isinstance(item, list | tuple) for item in returned):
+            return list(returned[0]), list(returned[1])
+        if len(returned) == 1:
+            return _parts(returned[0])
+        return list(returned), []
+    return [returned], []
+
+
+def _schedule(item: Any, of: str) -> Schedule:
+    """Return one of Lightning's schedules: a scheduler, stepped each epoch, or a mapping that says when."""
+    config = item if isinstance(item, Mapping) else {"scheduler": item}
+    scheduler: LRScheduler = config["scheduler"]
+    if config.get("frequency", 1) != 1:
+        raise UserError(
+            f"{of}.configure_optimizers asks for a scheduler with frequency={config['frequency']}; schedules step "
+            "after every step or every epoch. Scale the scheduler's own step size instead."
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        monitor = config.get("monitor")
+        if monitor is None:
+            raise UserError(f"{of}.configure_optimizers: ReduceLROnPlateau needs a monitor, such as 'val_loss'.")
+        (name,) = without_stage({monitor: None})
+        return Schedule(scheduler, every="metric", metric=f"validation/{name}")
+    return Schedule(scheduler, every="step" if config.get("interval") == "step" else "epoch")
