@@ -13,7 +13,7 @@ from trainkit.callback import Callback
 from trainkit.checkpoints.file import write_text
 from trainkit.console import say
 from trainkit.errors import UserError, nearest
-from trainkit.metrics import WeightedMeans
+from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optimization import Optimization
 from trainkit.window import Window
 

@@ -14,7 +14,7 @@ from trainkit.callback import Callback
 from trainkit.checkpoints.file import write_text
 from trainkit.console import Table, say, show
 from trainkit.errors import UserError, nearest
-from trainkit.step_output import read_training_output
+from trainkit.metrics.step_output import read_training_output
 from trainkit.way_back import drop_gradients
 from trainkit.window import MicroBatch, Window
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.batches import to_device
+from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optimization import Optimization
 from trainkit.overlap import Overlap
-from trainkit.step_output import StepOutput, read_training_output
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.errors import UserError, nearest
+from trainkit.metrics.step_output import StepOutput
 from trainkit.optimization import Optimization
 from trainkit.overlap import Overlap
-from trainkit.step_output import StepOutput
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window

@@ -16,10 +16,10 @@ from trainkit.batches import concatenate, to_device
 from trainkit.data import Source
 from trainkit.devices import pick_device
 from trainkit.errors import UserError
-from trainkit.metric_states import fresh_copy, metrics_in, outermost_metrics
+from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
+from trainkit.metrics.sync import fresh_copy, metrics_in, outermost_metrics
 from trainkit.overlap import Overlap
 from trainkit.precision import Precision
-from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.strategy import BatchPlan, Strategy
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window

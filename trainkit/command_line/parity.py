@@ -25,7 +25,7 @@ def parity(arguments: Arguments) -> int:
     device = _read(arguments, "device", str, "cpu")
     tolerance = _read(arguments, "tolerance", float, None)
     from trainkit.command_line.assembly import assemble
-    from trainkit.parity import DEFAULT_STRATEGIES, compare_strategies
+    from trainkit.parity.compare import DEFAULT_STRATEGIES, compare_strategies
 
     with composing(arguments.config_dirs) as composer:
         _check_keys(arguments)

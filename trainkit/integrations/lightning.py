@@ -6,20 +6,26 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
+
 from trainkit.callback import Callback
 from trainkit.data import Data
 from trainkit.errors import UserError
-from trainkit.integrations.lightning_hooks import LightningHooks, TrainerProxy, overrides
-from trainkit.integrations.lightning_hooks import log_values, log_value, recording, without_stage
-from trainkit.optimization import OptimizerSpec
-from trainkit.task import StepReturn, TaskModule
-from collections.abc import Mapping
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from trainkit.integrations.lightning_hooks import without_stage
+from trainkit.integrations.lightning_hooks import (
+    LightningHooks,
+    TrainerProxy,
+    log_value,
+    log_values,
+    overrides,
+    recording,
+    without_stage,
+)
 from trainkit.optimization import OptimizerSpec, Schedule
+from trainkit.task import StepReturn, TaskModule
 
 _CALLED_HOOKS = frozenset(
     f"on_{moment}_{edge}"

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-from trainkit.callback import Callback
-from trainkit.errors import UserError
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor, nn
-from trainkit.metric_states import (
-    Part,
-    have_together,
+
+from trainkit.callback import Callback
+from trainkit.errors import UserError
+from trainkit.metrics.sync import (
+    MetricShard,
     is_metric,
+    merge_metric_states,
     metrics_in,
-    put_back,
+    no_sync_metrics,
+    preserve_state,
     reset,
     reset_all,
-    states_of,
+    restore,
     states_on_host,
-    talking_to_nobody,
 )
 
 if TYPE_CHECKING:
@@ -234,8 +235,8 @@ def synced_metrics(task: TaskModule, strategy: Strategy, *, keep_resets: bool) -
     for rank, counted in strategy.all_gather_object((strategy.rank, mine)):
         # Of several processes that share a rank's samples, it may be one alone that counts.
         of_ranks[rank] = max(of_ranks.get(rank, counted), counted, key=lambda parts: sum(count for count, _ in parts))
-    before = states_of(own)
-    have_together(own, [Part(states, 1) for counted in of_ranks.values() for _, states in counted])
+    before = preserve_state(own)
+    merge_metric_states(own, [MetricShard(states, 1) for counted in of_ranks.values() for _, states in counted])
     counting: list[Any] = [holder for holder in own if hasattr(holder, "_update_count")]
     for holder in counting:
         holder._update_count = max(1, holder._update_count)  # or computing warns where this rank had no sample
@@ -243,14 +244,14 @@ def synced_metrics(task: TaskModule, strategy: Strategy, *, keep_resets: bool) -
         {name: getattr(holder, name) for name in states} for holder, (_, states) in zip(own, before, strict=True)
     ]
     try:
-        with talking_to_nobody(own):
+        with no_sync_metrics(own):
             yield
     finally:
         for holder, states, saved, *copies in zip(own, brought, before, *replicas[1:], strict=True):
             if keep_resets and _was_reset(holder, states):
                 reset_all(copies)
             else:
-                put_back([saved])
+                restore([saved])
 
 
 def _updates(holder: nn.Module) -> int:

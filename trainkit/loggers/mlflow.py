@@ -11,9 +11,8 @@ from urllib.parse import unquote, urlparse
 from zlib import crc32
 
 from trainkit.checkpoints.file import write_text
-from trainkit.logger import Logger, Setting, cut
-from trainkit.loggers.optional_package import require
-from trainkit.picture import png
+from trainkit.logger import HyperParameter, Logger, cut, require_package
+from trainkit.loggers.media import png
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +42,7 @@ class MlflowLogger(Logger):
     def __init__(
         self, *, experiment: str = "trainkit", name: str | None = None, tracking_uri: str | None = None
     ) -> None:
-        require("mlflow", extra="mlflow", where="the logger mlflow")
+        require_package("mlflow", extra="mlflow", where="the logger mlflow")
         self.experiment = experiment
         self.name = name
         self.tracking_uri = tracking_uri
@@ -86,7 +85,7 @@ class MlflowLogger(Logger):
         if self._client is not None and config:
             self._client.log_text(self._run_id, config, "config.yaml")
 
-    def write_hyperparameters(self, values: Mapping[str, Setting]) -> None:
+    def write_hyperparameters(self, values: Mapping[str, HyperParameter]) -> None:
         if self._client is None:
             return
         from mlflow.entities import Param

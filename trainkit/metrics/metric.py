@@ -1,4 +1,4 @@
-"""Metrics that are no mean over samples: states that a step adds to, and a number made of them at the end of a pass."""
+"""Metric: states that steps update, and a number computed from them at the end of a pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REDUCTIONS = ("sum", "mean", "min", "max", "cat")
 
 
 class Metric(nn.Module):
-    """Counts over a whole pass, on any number of ranks, what cannot be told from the means of batches.
+    """A metric over a whole pass, on any number of ranks, that is not a mean over batches.
 
         class F1(Metric):
             def __init__(self):
@@ -30,16 +30,16 @@ class Metric(nn.Module):
             def compute(self):
                 return 2 * self.hits / self.named
 
-    A task holds it as an attribute, and its steps give it samples and return it under a name:
+    A task holds it as an attribute; its steps update it and return it under a name:
 
         def validation_step(self, batch):
             predicted = self(batch[0]) > 0
             self.f1.update(predicted, batch[1])
             return {"loss": loss, "f1": self.f1}
 
-    At the end of an evaluation, and in training whenever means are logged, the states of all ranks are brought
-    together, `compute` gives the number (or a dict of numbers), and the states begin anew. They are no part of the
-    task's `state_dict`.
+    At the end of an evaluation, and in training whenever means are logged, the states of all ranks are
+    merged, `compute` gives the number (or a dict of numbers), and the states are reset. They are not in the task's
+    `state_dict`.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class Metric(nn.Module):
         self._states: dict[str, tuple[Tensor | None, Reduction]] = {}  # name -> default (None: a list), reduction
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let `update` keep no graphs: states outlive the step."""
+        """Run `update` without gradients: states outlive the step."""
         super().__init_subclass__(**kwargs)
         if "update" in vars(cls):
             cls.update = torch.no_grad()(cls.update)  # type: ignore[method-assign]
 
     def add_state(self, name: str, default: Tensor | Sequence[Any], reduction: Reduction = "sum") -> None:
-        """Have an attribute `name` that begins as `default` and is brought together over ranks by `reduction`.
+        """Add an attribute `name` that starts as `default` and is merged over ranks by `reduction`.
 
         `cat` goes with an empty list, to which `update` appends tensors. Where they have one row for each sample,
         `compute` finds them in the order of the dataset. A `mean` weighs each rank by its samples.
@@ -80,12 +80,12 @@ class Metric(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no compute; define compute(self).")
 
     def reset(self) -> None:
-        """Let every state be its default again."""
+        """Set every state to its default."""
         for name in self._states:
             setattr(self, name, self._begin(name))
 
     def reductions(self) -> dict[str, Reduction]:
-        """Return how each state is brought together."""
+        """Return the reduction of each state."""
         return {name: reduction for name, (_, reduction) in self._states.items()}
 
     def _begin(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The states of metric objects, ours and those of torchmetrics: taken, brought together over ranks, put back."""
+"""The states of metric objects, ours and those of torchmetrics: saved, merged over ranks, restored."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.metric import Metric
+from trainkit.metrics.metric import Metric
 
 States = list[dict[str, Any]]
 """For each module of a metric object that has states: name -> a tensor, or a list of tensors."""
 
 
 @dataclass
-class Part:
-    """What one rank, or one replica on it, has counted."""
+class MetricShard:
+    """What one rank, or one of its replicas, has counted."""
 
     states: States
     num_samples: int
@@ -40,7 +40,7 @@ def metrics_in(task: nn.Module) -> list[nn.Module]:
 
 
 def outermost_metrics(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the metric objects in a task, but not those that are parts of others."""
+    """Yield the metric objects in a task, except those that are parts of others."""
     if is_metric(module):
         yield module
         return
@@ -48,7 +48,7 @@ def outermost_metrics(module: nn.Module) -> Iterator[nn.Module]:
         yield from outermost_metrics(child)
 
 
-def take(metric: nn.Module) -> States:
+def local_states(metric: nn.Module) -> States:
     """Return a metric object's states in host memory."""
     return states_on_host(list(_holders(metric)))
 
@@ -58,42 +58,42 @@ def states_on_host(holders: Sequence[nn.Module]) -> States:
     return [{name: _on_host(getattr(holder, name)) for name in _reductions(holder)} for holder in holders]
 
 
-def compute_together(metric: nn.Module, parts: Sequence[Part]) -> Any:
-    """Return what `metric` comes to over all parts; leaves their states in it."""
+def compute_synced(metric: nn.Module, shards: Sequence[MetricShard]) -> Any:
+    """Return `metric.compute()` over the states of all shards, which it then holds."""
     holders = list(_holders(metric))
-    have_together(holders, parts)
-    with talking_to_nobody(holders):
+    merge_metric_states(holders, shards)
+    with no_sync_metrics(holders):
         return metric.compute()  # type: ignore[operator]
 
 
-def have_together(holders: Sequence[nn.Module], parts: Sequence[Part]) -> None:
-    """Leave in the modules the states of all parts together."""
+def merge_metric_states(holders: Sequence[nn.Module], shards: Sequence[MetricShard]) -> None:
+    """Leave in the modules the merged states of all shards."""
     for index, holder in enumerate(holders):
         device = _device_of(holder)
         for name, reduction in _reductions(holder).items():
-            together = _together(reduction, [(part.states[index][name], part.num_samples) for part in parts])
-            setattr(holder, name, _to(together, device))
+            merged = _merged(reduction, [(shard.states[index][name], shard.num_samples) for shard in shards])
+            setattr(holder, name, _to(merged, device))
         if not isinstance(holder, Metric):
-            holder._computed = None  # type: ignore[assignment] # a result of before
+            holder._computed = None  # type: ignore[assignment] # a cached result
 
 
 def reset(metric: nn.Module) -> None:
-    """Let a metric object count from nothing."""
+    """Reset a metric object to its initial state."""
     for holder in _holders(metric):
         _empty_lists(holder)
     metric.reset()  # type: ignore[operator]
 
 
 def fresh_copy(metric: nn.Module) -> nn.Module:
-    """Return another object of the same metric that has counted nothing."""
+    """Return a copy of a metric object in its initial state."""
     copied = deepcopy(metric)
     reset(copied)
     return copied
 
 
 @contextmanager
-def talking_to_nobody(holders: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep torchmetrics from collectives of its own, for which ranks with unequal numbers of batches never meet."""
+def no_sync_metrics(holders: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep torchmetrics from its own collectives, which hang where ranks have unequal numbers of batches."""
     foreign: list[Any] = [holder for holder in holders if not isinstance(holder, Metric)]
     before = [holder.distributed_available_fn for holder in foreign]
     for holder in foreign:
@@ -106,28 +106,28 @@ def talking_to_nobody(holders: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def set_aside(holders: Sequence[nn.Module]) -> Iterator[None]:
-    """Let metrics count from nothing in this context, and afterwards have the states they had."""
-    before = states_of(holders)
+def detach_metrics(holders: Sequence[nn.Module]) -> Iterator[None]:
+    """Reset metrics for this context and restore their states afterwards."""
+    before = preserve_state(holders)
     reset_all(holders)
     try:
-        with talking_to_nobody(holders):
+        with no_sync_metrics(holders):
             yield
     finally:
         reset_all(holders)
-        put_back(before)
+        restore(before)
 
 
-def states_of(holders: Sequence[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Return copies of all states, which later updates do not touch."""
+def preserve_state(holders: Sequence[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return copies of all states, which later updates do not change."""
     return [
         (holder, {name: _copied(getattr(holder, name)) for name in _names(holder) if hasattr(holder, name)})
         for holder in holders
     ]
 
 
-def put_back(states: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
-    """Let metrics have the states that `states_of` returned."""
+def restore(states: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Give metrics the states that `preserve_state` returned."""
     for holder, named in states:
         for name, value in named.items():
             setattr(holder, name, _copied(value))
@@ -141,14 +141,14 @@ _COUNTERS = ("_update_count", "_computed")  # of torchmetrics
 
 
 def reset_all(holders: Sequence[nn.Module]) -> None:
-    """Let modules that hold states count from nothing."""
+    """Reset modules that hold states."""
     for holder in holders:
         _empty_lists(holder)
         holder.reset()  # type: ignore[operator]
 
 
 def _empty_lists(holder: nn.Module) -> None:
-    """Have lists again where bringing states together made tensors of them, which torchmetrics could not reset."""
+    """Make lists of states again that merging turned into tensors, which torchmetrics could not reset."""
     if not isinstance(holder, Metric):
         for name, default in vars(holder)["_defaults"].items():
             if isinstance(default, list):
@@ -162,7 +162,7 @@ def _holders(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reductions(holder: nn.Module) -> dict[str, Any]:
-    """Return each state's reduction: one of our words, a function, or `None`: the states of ranks side by side."""
+    """Return each state's reduction: a name, a function, or `None` to stack the states of ranks."""
     if isinstance(holder, Metric):
         return dict(holder.reductions())
     found: Any = holder._reductions
@@ -172,14 +172,14 @@ def _reductions(holder: nn.Module) -> dict[str, Any]:
 _WORDS = {f"dim_zero_{word}": word for word in ("sum", "mean", "min", "max", "cat")}
 
 
-def _together(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
-    """Return one state for the (state, samples) of each part; those of a single part as they are."""
+def _merged(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
+    """Return one state for the (state, samples) of each shard; that of a single shard unchanged."""
     states = [state for state, _ in counted]
     if len(states) == 1:
         return states[0]
     if not isinstance(states[0], Tensor):
-        return _lists_together(reduction, counted)
-    stacked = torch.stack(states)  # (parts, ...)
+        return _lists_merged(reduction, counted)
+    stacked = torch.stack(states)  # (shards, ...)
     if reduction is None or callable(reduction):
         return stacked if reduction is None else reduction(stacked)
     if reduction == "cat":
@@ -187,18 +187,18 @@ def _together(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
     return _OPERATIONS[reduction](stacked, [samples for _, samples in counted])
 
 
-def _lists_together(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
+def _lists_merged(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
     if reduction == "cat":
         rows = [torch.cat([torch.atleast_1d(tensor) for tensor in state]) for state, _ in counted if state]
         if not rows:
             return []
-        in_order = _are_shares([len(own) for own in rows], [samples for _, samples in counted])
+        in_order = _are_strided_shards([len(own) for own in rows], [samples for _, samples in counted])
         return [_interleaved(rows) if in_order else torch.cat(rows)]
     flat = [tensor for state, _ in counted for tensor in state]
     return reduction(flat) if callable(reduction) else flat
 
 
-def _are_shares(rows: Sequence[int], samples: Sequence[int]) -> bool:
+def _are_strided_shards(rows: Sequence[int], samples: Sequence[int]) -> bool:
     """Return whether there is a row for each sample, and rank r of W has the samples r, r + W, ..."""
     return list(rows) == list(samples) == [len(range(rank, sum(rows), len(rows))) for rank in range(len(rows))]
 

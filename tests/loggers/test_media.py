@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit import UserError
-from trainkit.histogram import histogram_of
-from trainkit.picture import as_picture, png
+from trainkit.loggers.media import histogram_of, png, to_uint8_image
 
 
 @given(st.lists(st.floats(width=32), max_size=40))
@@ -40,7 +39,7 @@ def test_an_image_of_any_usual_shape_becomes_a_png_that_others_read(shape: tuple
     image_module = pytest.importorskip("PIL.Image")
     values = torch.rand(shape)
 
-    picture = as_picture(values)
+    picture = to_uint8_image(values)
     read = image_module.open(io.BytesIO(png(picture)))
 
     assert read.size == (5, 4)
@@ -50,4 +49,4 @@ def test_an_image_of_any_usual_shape_becomes_a_png_that_others_read(shape: tuple
 
 def test_what_is_no_image_is_refused_with_its_shape() -> None:
     with pytest.raises(UserError, match=r"got \(2, 4, 5\)"):
-        as_picture(torch.zeros(2, 4, 5))
+        to_uint8_image(torch.zeros(2, 4, 5))

@@ -1,4 +1,4 @@
-"""Means over samples, kept on the device until they are asked for."""
+"""Weighted means over samples, accumulated on the device until they are reduced."""
 
 import math
 
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tasks import FakeRank
-from trainkit.metrics import _FOLD_AT, WeightedMeans
-from trainkit.step_output import StepOutput
+from trainkit.metrics.accumulate import _FOLD_AT, WeightedMeans
+from trainkit.metrics.step_output import StepOutput
 
 CPU = torch.device("cpu")
 
@@ -34,6 +34,35 @@ def test_the_mean_is_weighted_exactly(values):
     windows = [[output(loss, torch.tensor(weight) if tensor else weight)] for loss, weight, tensor in values]
     expected = math.fsum(loss * weight for loss, weight, _ in values) / sum(weight for _, weight, _ in values)
     assert means_of(*windows).reduce(FakeRank())["loss"] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+class Ranks(FakeRank):
+    """Ranks whose sums are added up by hand."""
+
+    def __init__(self, others):
+        super().__init__(world_size=len(others) + 1)
+        self.others = others
+
+    def sum_named(self, sums, *, device, dtype):
+        of_ranks = [sums, *(other.state_dict(FakeRank()) for other in self.others)]
+        names = list(dict.fromkeys(name for own in of_ranks for name in own))
+        added = [sum(torch.as_tensor(own[name], dtype=dtype) for own in of_ranks if name in own) for name in names]
+        return names, torch.stack(added)
+
+
+@given(
+    values=st.lists(st.tuples(st.floats(0, 100), st.integers(1, 9)), min_size=1, max_size=20), ranks=st.integers(1, 4)
+)
+def test_the_mean_on_any_number_of_ranks_differs_by_rounding_of_float64_only(values, ranks):
+    alone = means_of([output(loss, weight) for loss, weight in values]).reduce(FakeRank())
+    own, *others = (means_of([output(loss, weight) for loss, weight in values[rank::ranks]]) for rank in range(ranks))
+    assert own.reduce(Ranks(others)) == pytest.approx(alone, rel=1e-12, abs=0)
+
+
+def test_the_loss_comes_first_and_only_those_count_that_have_the_name():
+    reduced = means_of([output(None, 3, rare=4.0), output(2.0, 1, often=1.0)]).reduce(FakeRank())
+    assert reduced == {"loss": 2.0, "rare": 4.0, "often": 1.0}
+    assert next(iter(reduced)) == "loss"
 
 
 def test_numbers_and_tensors_of_any_type_count_alike():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainkit import UserError
-from trainkit.step_output import read_evaluation_output, read_training_output
+from trainkit.metrics.step_output import read_evaluation_output, read_training_output
 
 
 class Digits:
@@ -56,7 +56,7 @@ def test_an_evaluation_needs_no_loss():
         (3.5, r"returned a value of type float; return the loss as a tensor"),
         ({"accuracy": 0.5}, r"without a loss; return the loss, or a dict with the key 'loss'"),
         ({}, r"without a loss; return the loss"),
-        ({"loss": 1.0}, r"returned a loss that is no tensor but a value of type float"),
+        ({"loss": 1.0}, r"returned a value of type float as the loss; return a tensor"),
         ({"loss": leaf().sum(), "names": "abc"}, r"'names' = a value of type str; metrics are numbers or scalar"),
         ({"loss": leaf().sum(), "logits": leaf(2, 3)}, r"'logits' with shape \(2, 3\), .*return logits\.mean\(\)"),
         ({"loss": leaf().sum(), "weight": leaf(3)}, r"'weight' with shape \(3,\)"),

@@ -1,4 +1,4 @@
-"""`trainkit parity`: strategies that agree are shown equal, and whatever makes them differ is found and named."""
+"""`trainkit parity`: strategies that agree are shown equal, and differences are found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -27,10 +26,9 @@ from trainkit import Callback, Data, Phase, Trainer, UserError
 from trainkit.command_line.cli import Arguments, main
 from trainkit.command_line.parity import parity
 from trainkit.errors import Stopped
-from trainkit.parity import assert_resume_exact, assert_strategies_equal, compare_strategies
-from trainkit.parity_comparison import _numbers
-from trainkit.parity_report import Difference, ParityReport, ParityRow
-from trainkit.parity_trials import made
+from trainkit.parity.compare import _numbers, assert_resume_exact, assert_strategies_equal, compare_strategies
+from trainkit.parity.report import Difference, ParityReport, ParityRow
+from trainkit.parity.trials import make_strategy
 from trainkit.testing import run_ranks
 
 
@@ -45,7 +43,7 @@ def perceptron_data(num_samples=29):
 def test_strategies_that_agree_are_equal_in_every_column(name):
     task, data = make(name, 29)
     report = compare_strategies(task, data, ["dp", DataParallel(devices=["cpu"] * 3, accumulate=2)], steps=6)
-    assert report.is_equal and not report.causes
+    assert report.is_equal and not report.notes
     assert [row.strategy for row in report.rows] == ["single", "dp", "DataParallel"]
     assert [row.verdict for row in report.rows] == ["reference", "equal", "equal"]
     assert [row.layout for row in report.rows] == ["1 x 1 x 8", "1 x 2 x 4", "1 x 4 x 2"]
@@ -162,105 +160,40 @@ def test_an_unknown_strategy_is_refused_before_training():
         compare_strategies(Perceptron(), perceptron_data(), ["singel"])
 
 
-# ---- Causes
+# ---- Notes, precision and phases
 
 
-def causes_of(task, data=None, *, settings=None, steps=3):
-    report = compare_strategies(task, data or perceptron_data(), ["dp"], steps=steps, trainer=settings)
+def notes_of(task, data=None):
+    report = compare_strategies(task, data or perceptron_data(), ["dp"], steps=3)
     assert not report.is_equal
-    return report.causes
+    return report.notes
 
 
-def test_batch_norm_is_named_as_the_cause():
-    (cause,) = causes_of(ConvNet(), Data(train=images(24), batch_size=8))
-    assert cause.startswith("batch norm (network.1) ")
+def test_batch_norm_is_noted_where_strategies_differ():
+    (note,) = notes_of(ConvNet(), Data(train=images(24), batch_size=8))
+    assert note.startswith("dropout and batch norm (network.1) depend on how a batch is split")
 
 
-def test_dropout_is_named_as_the_cause():
+def test_dropout_is_noted_where_strategies_differ():
     class Dropping(Perceptron):
         def build(self):
             super().build()
             self.drop = nn.Dropout(0.5)
 
         def training_step(self, batch):
-            # Whatever the micro-batch, so that even replicas that take turns differ.
+            # Independent of the micro-batch, so that even replicas that take turns differ.
             return functional.mse_loss(self.network(batch[0]) * self.drop(torch.ones(16))[0], batch[1])
 
-    assert [cause.split()[:2] for cause in causes_of(Dropping())] == [["dropout", "(drop)"]]
+    (note,) = notes_of(Dropping())
+    assert "(drop)" in note
 
 
-def test_random_numbers_without_a_module_are_named_as_the_cause():
-    class Noisy(Perceptron):
+def test_a_loss_that_is_not_a_mean_over_samples_is_a_difference_without_a_note():
+    class Summed(Perceptron):
         def training_step(self, batch):
-            return functional.mse_loss(self.network(batch[0]) + torch.rand(()), batch[1])
+            return functional.mse_loss(self.network(batch[0]), batch[1], reduction="sum")
 
-    (cause,) = causes_of(Noisy())
-    assert cause.startswith("training_step draws random numbers")
-
-
-@pytest.mark.parametrize("kind", ["sum", "contrast"])
-def test_a_loss_that_is_no_mean_over_samples_is_named_as_the_cause(kind):
-    class NoMean(Perceptron):
-        def training_step(self, batch):
-            outputs = self.network(batch[0])
-            if kind == "sum":
-                return functional.mse_loss(outputs, batch[1], reduction="sum")
-            return functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
-
-    (cause,) = causes_of(NoMean(lr=0.01))
-    assert "is not the weighted mean of the losses of its halves" in cause
-
-
-def test_a_task_that_is_no_function_of_its_samples_is_named_as_the_cause():
-    ticks = itertools.count()
-
-    class Clocked(Perceptron):
-        def training_step(self, batch):
-            return super().training_step(batch)["loss"] * (1 + 0.1 * (next(ticks) % 7))
-
-    first = causes_of(Clocked())[0]
-    assert first.startswith("two equal runs of single differ by") and "step" in first
-
-
-def test_causes_are_found_in_steps_that_bring_their_inputs_to_fp32():
-    class OfBytes(ConvNet):
-        reduction = "mean"
-
-        def training_step(self, batch):
-            return functional.cross_entropy(self.network(batch[0].float() / 64), batch[1], reduction=self.reduction)
-
-    pixels = torch.randint(0, 255, (24, 1, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    data = Data(train=TensorDataset(pixels, torch.arange(24) % 2), batch_size=8)
-    (cause,) = causes_of(OfBytes(), data)
-    assert cause.startswith("batch norm (network.1) ")
-
-    class Summed(OfBytes):
-        norm = nn.Identity
-        reduction = "sum"
-
-    (cause,) = causes_of(Summed(lr=0.01), data)
-    assert "is not the weighted mean of the losses of its halves" in cause
-
-
-class Prepared(Perceptron):
-    """Cannot take a step before its optimizer has been made."""
-
-    def configure_optimizers(self):
-        self.factor = 1.0
-        return super().configure_optimizers()
-
-    def training_step(self, batch):
-        return super().training_step(batch)["loss"] * self.factor
-
-
-def test_what_could_not_be_looked_for_is_said_below_the_table():
-    report = compare_strategies(Prepared(), perceptron_data(), [Corrupting(device="cpu")], steps=3)
-    (note,) = report.notes
-    assert note.startswith("not looked for: how the loss of training_step depends on cuts, because of AttributeError")
-    assert f"note: {note}" in report.as_table() and report.rows[1].verdict == "different"
-    ready_made = Data(train=[(torch.ones(4, 8), torch.ones(4, 1))] * 3)
-    report = compare_strategies(Perceptron(), ready_made, [Corrupting(device="cpu")], steps=3)
-    assert report.notes == ("not looked for: how losses depend on cuts, as ready-made batches are not cut",)
+    assert notes_of(Summed(lr=0.01)) == ()
 
 
 class Duel(Perceptron):
@@ -288,24 +221,7 @@ def test_phases_are_compared_one_by_one():
     report = compare_strategies(Summed(), perceptron_data(), ["dp", "fusion"], steps=4)
     assert [row.verdict for row in report.rows] == ["reference", "different", "failed"]
     assert report.rows[1].gradient_norm.parameter == report.rows[1].loss.parameter == "last"
-    (cause,) = report.causes
-    assert cause.startswith("the loss of a batch in last_step is not the weighted mean") and not report.notes
     assert "which FusionStrategy cannot train" in report.rows[2].error
-
-
-def test_a_task_that_no_second_run_can_train_keeps_its_table():
-    made = itertools.count()
-
-    class Once(Perceptron):
-        def configure_optimizers(self):
-            if next(made) > 1:
-                raise OSError("the socket is taken")
-            return super().configure_optimizers()
-
-    report = compare_strategies(Once(), perceptron_data(), [Corrupting(device="cpu")], steps=3)
-    assert report.notes == (
-        "not looked for: whether two equal runs of single agree, because of OSError: the socket is taken",
-    )
 
 
 class Touchy(Perceptron):
@@ -334,8 +250,6 @@ def test_a_difference_beyond_the_tolerance_is_one_although_rounding_is_its_cause
     row = report.rows[1]
     assert (row.verdict, row.weights.parameter) == ("different", "shift") and row.weights.value > 1e-5
     assert (report.precision, report.tolerance) == ("fp32", 1e-5) and not report.is_equal
-    (cause,) = report.causes
-    assert cause.startswith("in fp64 the weights of dp agree with single to ") and "rounding of fp32" in cause
 
 
 def test_a_task_that_knows_fp32_only_is_compared_in_fp32_which_is_noted():
@@ -370,10 +284,9 @@ def test_a_task_that_brings_its_loss_to_fp32_has_the_tolerance_of_that_which_is_
 
     report = compare_strategies(Wrong(lr=0.01), perceptron_data(), ["dp", Corrupting(device="cpu")], steps=4)
     assert [row.verdict for row in report.rows[1:]] == ["different"] * 2
-    assert "is not the weighted mean of the losses of its halves" in report.causes[0]
 
 
-def test_what_is_beyond_rounding_in_fp64_is_no_cause_where_losses_are_of_fp32():
+def test_a_difference_beyond_fp32_rounding_is_found_where_losses_are_of_fp32():
     class Coarse(Perceptron):
         """Rounds its loss to about 1e-6."""
 
@@ -382,7 +295,7 @@ def test_what_is_beyond_rounding_in_fp64_is_no_cause_where_losses_are_of_fp32():
 
     report = compare_strategies(Coarse(), perceptron_data(28), ["dp", Corrupting(device="cpu")], steps=4)
     assert 1e-7 < report.rows[1].loss.value < report.tolerance == 1e-5
-    assert report.rows[2].verdict == "different" and report.causes == ()
+    assert report.rows[2].verdict == "different"
 
 
 def test_phases_that_bring_their_losses_to_fp32_have_the_tolerance_of_that_also_with_steps_left_out():
@@ -395,24 +308,6 @@ def test_phases_that_bring_their_losses_to_fp32_have_the_tolerance_of_that_also_
     assert compare_strategies(Narrow(), perceptron_data(), [], steps=3).tolerance == 1e-5
 
 
-class Enlarging(Perceptron):
-    """Enlarges what rounding leaves of a third, in micro-batches."""
-
-    def training_step(self, batch):
-        inputs, targets = batch
-        left = float(inputs.new_tensor(1 / 3)) - 1 / 3 if len(inputs) < 8 else 0.0
-        return functional.mse_loss(self.network(inputs), targets) * (1 + 1e5 * left)
-
-
-def test_a_difference_in_fp32_that_is_none_in_fp64_is_explained_for_each_strategy():
-    rows = ["dp", Corrupting(device="cpu")]
-    data = Data(train=numbers(32), batch_size=8)
-    report = compare_strategies(Enlarging(), data, rows, steps=3, trainer={"precision": "fp32"})
-    assert report.rows[1].loss.value > 1e-4 and [row.verdict for row in report.rows[1:]] == ["different"] * 2
-    (cause,) = report.causes
-    assert cause.startswith("in fp64 the weights of dp agree with single to ")
-
-
 def test_a_wrong_gradient_is_no_rounding_under_an_optimizer_that_enlarges_it():
     class Adaptive(Perceptron):
         def configure_optimizers(self):
@@ -420,7 +315,7 @@ def test_a_wrong_gradient_is_no_rounding_under_an_optimizer_that_enlarges_it():
 
     wrong = [Corrupting(device="cpu")]
     report = compare_strategies(Adaptive(), perceptron_data(), wrong, steps=4, trainer={"precision": "fp32"})
-    assert report.rows[1].verdict == "different" and report.causes == ()
+    assert report.rows[1].verdict == "different"
 
 
 # ---- What is shown
@@ -432,7 +327,7 @@ def test_the_report_is_a_table_and_json():
     assert lines[0].split()[:5] == ["strategy", "layout", "loss", "gradient", "norm"]
     assert lines[0].endswith("verdict")
     assert [line.split()[0] for line in lines[2:4]] == ["single", "dp"]
-    assert lines[4].startswith("not equal: 2 steps in fp64") and lines[5].startswith("cause: batch norm")
+    assert lines[4].startswith("not equal: 2 steps in fp64") and lines[5].startswith("note: dropout and batch norm")
     read = json.loads(report.as_json())
     assert read["rows"][1]["weights"]["parameter"] == report.rows[1].weights.parameter and read["is_equal"] is False
 
@@ -488,7 +383,7 @@ def test_a_command_that_is_stopped_says_so(capsys, monkeypatch):
     def interrupted(*arguments, **settings):
         raise Stopped("SIGINT", 130)
 
-    monkeypatch.setattr("trainkit.parity.compare_strategies", interrupted)
+    monkeypatch.setattr("trainkit.parity.compare.compare_strategies", interrupted)
     with pytest.raises(Stopped):
         main(["parity", "recipe=digits_mlp", "steps=1"])
     assert "stopped by SIGINT; the comparison is not complete" in capsys.readouterr().err
@@ -560,10 +455,13 @@ def test_settings_of_strategies_go_to_those_that_have_them(capsys):
 
 
 def test_devices_are_ranks_replicas_or_stages_of_strategies_that_are_named():
-    assert made("ddp", 3, "cpu").num_ranks() == made("fusion", 3, "cpu").num_ranks() == 3
-    assert made("dp", 3, "cpu").devices == 3 * [torch.device("cpu")]
-    assert made("pipeline", 3, "cpu").stages == 3 and made(("pipeline", {"stages": 2}), 3, "cpu").stages == 2
-    assert made("ddp", 2, "cpu").hook is None is not made(("ddp", {"hook": "fp16"}), 2, "cpu").hook
+    assert make_strategy("ddp", 3, "cpu").num_ranks() == make_strategy("fusion", 3, "cpu").num_ranks() == 3
+    assert make_strategy("dp", 3, "cpu").devices == 3 * [torch.device("cpu")]
+    assert (
+        make_strategy("pipeline", 3, "cpu").stages == 3
+        and make_strategy(("pipeline", {"stages": 2}), 3, "cpu").stages == 2
+    )
+    assert make_strategy("ddp", 2, "cpu").hook is None is not make_strategy(("ddp", {"hook": "fp16"}), 2, "cpu").hook
 
 
 # ---- Helpers for tests

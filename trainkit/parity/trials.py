@@ -1,4 +1,4 @@
-"""Copies of one task trained in the same way under several strategies, every step of them kept."""
+"""ParityRuns: recorded trainings of one task, one for each strategy."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from trainkit.trainer import Trainer
 
 REFERENCE = "single"
 
-Chosen = str | Strategy | tuple[str, Mapping[str, Any]]
+StrategyChoice = str | Strategy | tuple[str, Mapping[str, Any]]
 """A strategy, or the name of one, alone or with settings of its own."""
 
 
 @runtime_checkable
-class CountsBytes(Protocol):
-    """A strategy that knows what it sends."""
+class ReportsTraffic(Protocol):
+    """A strategy that knows how many bytes it sends."""
 
     @property
     def bytes_a_step(self) -> int | None:
@@ -41,8 +41,8 @@ class CountsBytes(Protocol):
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Where a strategy's steps are kept, and what it said of itself."""
+class ParityRun:
+    """The recorded steps of one training, and what its strategy reports of itself."""
 
     folder: Path
     layout: str
@@ -51,17 +51,17 @@ class Trial:
 
     @property
     def has_losses_of_fp32(self) -> bool:
-        """Whether every loss is a number of fp32, as those are that a step computes in it whatever it is given."""
+        """Whether every loss is a number of fp32: the step then computes it in fp32, whatever its inputs are."""
         losses = [loss for step in range(1, self.num_steps + 1) for loss in self.step(step)["losses"].values()]
         return all(float(torch.tensor(loss, dtype=torch.float32)) == loss for loss in losses if not math.isnan(loss))
 
     def step(self, number: int) -> dict[str, Any]:
-        """Return what was seen after a step; 0 is the start."""
+        """Return what was recorded after a step; 0 is the start."""
         seen: dict[str, Any] = torch.load(self.folder / f"{number}.pt", weights_only=True)
         return seen
 
 
-class Trials:
+class ParityRuns:
     """Trains copies of one task in the same way."""
 
     def __init__(self, task: Any, data: Any, folder: Path, *, steps: int, settings: dict[str, Any]) -> None:
@@ -79,14 +79,16 @@ class Trials:
 
     @property
     def names_precision(self) -> bool:
-        """Whether the settings say what to compute in."""
+        """Whether the settings name a precision."""
         return self._settings.get("precision") is not None
 
-    def in_precision(self, name: str) -> Trials:
+    def in_precision(self, name: str) -> ParityRuns:
         """Return the same trials in another precision."""
         folder = self._folder / name
         folder.mkdir()
-        return Trials(self._task, self._data, folder, steps=self.steps, settings={**self._settings, "precision": name})
+        return ParityRuns(
+            self._task, self._data, folder, steps=self.steps, settings={**self._settings, "precision": name}
+        )
 
     def task(self) -> TaskModule:
         """Return a new task with the weights that all trials start from."""
@@ -98,13 +100,13 @@ class Trials:
         """Return the data."""
         return self._data() if inspect.isroutine(self._data) or inspect.isclass(self._data) else self._data
 
-    def train(self, name: str, strategy: Strategy) -> Trial:
-        """Train and keep every step."""
+    def train(self, name: str, strategy: Strategy) -> ParityRun:
+        """Train and record every step."""
         folder = self._folder / name
         folder.mkdir()
         self.fit(name, strategy, callbacks=[_StepRecorder(folder)], log_every="1step", **self._norm())
-        told = json.loads((folder / "told.json").read_text())
-        return Trial(folder, told["layout"], told["bytes_a_step"], self.steps)
+        report = json.loads((folder / "strategy.json").read_text())
+        return ParityRun(folder, report["layout"], report["bytes_a_step"], self.steps)
 
     def fit(
         self, name: str, strategy: Strategy, *, callbacks: list[Callback], resume: bool = False, **more: Any
@@ -150,10 +152,10 @@ class _StepRecorder(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         strategy = run.strategy
-        sent = strategy.bytes_a_step if isinstance(strategy, CountsBytes) else None
-        told = {"layout": _layout(run), "bytes_a_step": sent}
+        sent = strategy.bytes_a_step if isinstance(strategy, ReportsTraffic) else None
+        report = {"layout": _layout(run), "bytes_a_step": sent}
         if run.is_main:
-            (self.folder / "told.json").write_text(json.dumps(told))
+            (self.folder / "strategy.json").write_text(json.dumps(report))
 
     def _write(self, run: Run) -> None:
         seconds = time.perf_counter() - self.before
@@ -161,21 +163,21 @@ class _StepRecorder(Callback):
         if run.is_main:
             seen = {
                 "weights": {name: tensor.detach().cpu() for name, tensor in weights.items()},
-                "losses": self._told(run, "loss"),
-                "norms": self._told(run, "gradient_norm"),
+                "losses": self._logged(run, "loss"),
+                "norms": self._logged(run, "gradient_norm"),
                 "seconds": seconds,
             }
             torch.save(seen, self.folder / f"{run.state.step}.pt")
         self.before = time.perf_counter()
 
-    def _told(self, run: Run, name: str) -> dict[str, float]:
+    def _logged(self, run: Run, name: str) -> dict[str, float]:
         """Return what was logged of each phase; NaN if that takes no part in the step."""
         phases = [optimization.phase for optimization in run.optimizations]
         keys = {phase: f"train/{phase}/{name}" if phase else f"train/{name}" for phase in phases}
         return {phase: self.metrics.get(key, math.nan) for phase, key in keys.items()}
 
 
-class StopAfter(Callback):
+class StopAfterStep(Callback):
     """Saves a checkpoint after a step and ends the run."""
 
     def __init__(self, step: int) -> None:
@@ -187,14 +189,14 @@ class StopAfter(Callback):
             run.request_stop("assert_resume_exact")
 
 
-def name_of(item: Chosen) -> str:
-    """Return what a strategy is called in a report."""
+def strategy_name(item: StrategyChoice) -> str:
+    """Return the name of a strategy in a report."""
     if isinstance(item, Strategy):
         return type(item).__name__
     return item if isinstance(item, str) else item[0]
 
 
-def made(item: Chosen, devices: int, device: str) -> Strategy:
+def make_strategy(item: StrategyChoice, devices: int, device: str) -> Strategy:
     """Return a strategy; one that is named gets the devices if it takes any."""
     if isinstance(item, Strategy):
         return item

@@ -6,10 +6,10 @@ from torch import nn
 
 from tests.tasks import FakeRank, Recorder, Regression, regression_data
 from trainkit import Data, UserError
-from trainkit.metric import Metric
-from trainkit.metric_objects import MetricObjects
-from trainkit.metric_states import Part, compute_together, is_metric, take
-from trainkit.step_output import Counted, StepOutput
+from trainkit.metrics.accumulate import MetricAccumulator
+from trainkit.metrics.metric import Metric
+from trainkit.metrics.step_output import MetricUpdate, StepOutput
+from trainkit.metrics.sync import MetricShard, compute_synced, is_metric, local_states
 
 
 class Count(Metric):
@@ -39,19 +39,19 @@ def counted(*batches):
     metric = Count()
     for batch in batches:
         metric.update(torch.tensor(batch))
-    return Part(take(metric), sum(map(len, batches)))
+    return MetricShard(local_states(metric), sum(map(len, batches)))
 
 
 def test_states_of_ranks_are_brought_together_by_their_reductions():
     parts = [counted([0, 3], [6]), counted([1, 4], [7]), counted([2], [5])]
-    together = compute_together(Count(), parts)
+    together = compute_synced(Count(), parts)
     assert together["rows"] == list(range(8))  # in the order of the dataset
     assert (together["total"], together["least"], together["most"]) == (28, 0, 7)
     assert together["level"] == 3.5  # each rank weighs as many samples as it has
 
 
 def test_rows_that_are_not_those_of_samples_come_rank_by_rank():
-    assert compute_together(Count(), [counted([0, 1]), Part(counted([2, 3]).states, 5)])["rows"] == [0, 1, 2, 3]
+    assert compute_synced(Count(), [counted([0, 1]), MetricShard(counted([2, 3]).states, 5)])["rows"] == [0, 1, 2, 3]
 
 
 def test_a_sum_of_small_floats_is_rounded_once():
@@ -70,8 +70,8 @@ def test_a_sum_of_small_floats_is_rounded_once():
     for number in [1.0] + [2.0**-25] * 8:
         metric = Sum()
         metric.update(torch.tensor(number))
-        parts.append(Part(take(metric), 1))
-    assert float(compute_together(Sum(), parts)) == 1.0 + 2.0**-22
+        parts.append(MetricShard(local_states(metric), 1))
+    assert float(compute_synced(Sum(), parts)) == 1.0 + 2.0**-22
 
 
 def test_states_of_torchmetrics_without_a_reduction_are_put_side_by_side():
@@ -83,8 +83,8 @@ def test_states_of_torchmetrics_without_a_reduction_are_put_side_by_side():
         metric.update(*numbers[:, part])
         return metric
 
-    parts = [Part(take(measured(slice(start, start + 4))), 4) for start in (0, 4, 8)]
-    together = compute_together(measured(slice(0, 1)), parts)
+    parts = [MetricShard(local_states(measured(slice(start, start + 4))), 4) for start in (0, 4, 8)]
+    together = compute_synced(measured(slice(0, 1)), parts)
     assert float(together) == pytest.approx(float(measured(slice(0, 12)).compute()), rel=1e-12)
 
 
@@ -206,7 +206,7 @@ def test_of_processes_that_share_samples_one_counts():
             return [{}, value]
 
     part = counted([1, 2, 3])
-    objects = MetricObjects()
-    objects.add(StepOutput(None, 1.0, objects=[Counted("count", Scalar(), 3)]))
+    objects = MetricAccumulator()
+    objects.add(StepOutput(None, 1.0, objects=[MetricUpdate("count", Scalar(), 3)]))
     gathered = [(0, {}), (0, {"count": [part]}), (0, {"count": [part]}), (1, {"count": [part]})]
     assert objects.compute(gathered, Stages()) == {"count": 12.0}

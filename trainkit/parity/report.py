@@ -1,4 +1,4 @@
-"""What a comparison of strategies found: a row for each, as a table or as JSON."""
+"""ParityReport: a row for each strategy that was compared, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ParityRow:
     weights: Difference = field(default_factory=Difference)
     seconds_a_step: float = math.nan
     bytes_a_step: int | None = None
-    """What a rank sends in a step, where the strategy tells."""
+    """Bytes that a rank sends in a step, where the strategy reports them."""
     error: str = ""
 
 
@@ -43,10 +43,8 @@ class ParityReport:
     steps: int
     precision: str
     tolerance: float
-    causes: tuple[str, ...] = ()
-    """Why strategies differ, where the task tells."""
     notes: tuple[str, ...] = ()
-    """Causes that could not be looked for, and whether the task does not compute in fp64."""
+    """Whether the task does not compute in fp64, and which of its modules explain a difference."""
 
     @property
     def is_equal(self) -> bool:
@@ -58,7 +56,7 @@ class ParityReport:
         return json.dumps(_without_nan({**asdict(self), "is_equal": self.is_equal}), indent=2, allow_nan=False)
 
     def as_table(self) -> str:
-        """Return the report as text: a row for each strategy, then the causes."""
+        """Return the report as text: a row for each strategy, then the notes."""
         head = ("strategy", "layout", "loss", "gradient norm", "weights", "where", "ms a step", "MB a step", "verdict")
         cells = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
@@ -71,7 +69,6 @@ class ParityReport:
             f"{kind}: {self.steps} steps in {self.precision}, tolerance {self.tolerance:.0e} relative to single"
         )
         lines += [f"{row.strategy} failed: {row.error}" for row in self.rows if row.error]
-        lines += [f"cause: {cause}" for cause in self.causes]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -92,7 +89,7 @@ def _order(difference: Difference) -> float:
 
 
 def _without_nan(value: Any) -> Any:
-    """Return a tree in which null stands for what is no finite number: JSON has no other word for it."""
+    """Return a tree with null in place of numbers that are not finite, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _without_nan(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What a task's step returned, checked and put into one form."""
+"""StepOutput: what a task's step returned, validated."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import UserError
-from trainkit.metric_states import is_metric
+from trainkit.metrics.sync import is_metric
 
 
-class Counted(NamedTuple):
-    """A metric object that a step has given samples."""
+class MetricUpdate(NamedTuple):
+    """A metric object that a step has updated."""
 
     name: str
     metric: nn.Module | None
@@ -24,7 +24,7 @@ class Counted(NamedTuple):
 
 @dataclass(slots=True)
 class StepOutput:
-    """One micro-batch's loss and metrics with the weight at which they count."""
+    """One micro-batch's loss and metrics with their weight."""
 
     loss: Tensor | None
     """Scalar, never scaled; without its graph once backward has run. `None` if an evaluation has no loss."""
@@ -34,7 +34,7 @@ class StepOutput:
     """The other values that the task returned."""
     own_weight: bool = False
     """Whether the task gave the weight."""
-    objects: Sequence[Counted] = ()
+    objects: Sequence[MetricUpdate] = ()
     """The metric objects that the task returned."""
 
 
@@ -77,7 +77,7 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
             "scalars such as {'loss': loss, 'accuracy': accuracy}."
         )
     metrics: dict[str, Tensor | float] = {}
-    objects: list[Counted] = []
+    objects: list[MetricUpdate] = []
     for name, value in returned.items():
         if not isinstance(value, (Tensor, int, float)):
             if not is_metric(value) or name in ("loss", "weight"):
@@ -85,7 +85,7 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
                     f"{_name(task)}.{step_name} returned {name!r} = {_kind(value)}; metrics are numbers or scalar "
                     "tensors, or metric objects: a trainkit.Metric, or one of torchmetrics."
                 )
-            objects.append(Counted(name, value, num_samples))
+            objects.append(MetricUpdate(name, value, num_samples))
             continue
         if isinstance(value, Tensor) and value.numel() != 1:
             raise UserError(
@@ -99,7 +99,7 @@ def _read(returned: Any, num_samples: int, task: object, step_name: str) -> Step
         # Numbers of tokens divide exactly in fp64; in fp32 they would leave errors of 1e-7 in gradients of fp64.
         weight = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
     if loss is not None and not isinstance(loss, Tensor):
-        raise UserError(f"{_name(task)}.{step_name} returned a loss that is no tensor but {_kind(loss)}.")
+        raise UserError(f"{_name(task)}.{step_name} returned {_kind(loss)} as the loss; return a tensor.")
     counts = num_samples if weight is None else weight
     return StepOutput(loss, counts, metrics, own_weight=weight is not None, objects=objects)
 
