@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.report.comparison import comparison_page
+from trainkit.report.comparison import comparison_report
 from trainkit.report.record import read_run
-from trainkit.report.writing import write_page, write_report
+from trainkit.report.run_report import write_page, write_report
 from trainkit.timeline import Lane, Timeline, TimelineSpan
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -67,7 +67,7 @@ def test_pages_fit_a_narrow_screen_and_show_values(finished_run, failed_run, tmp
 
 
 def test_a_comparison_and_a_timeline_open_and_show_values(finished_run, failed_run, tmp_path):
-    page = comparison_page([read_run(finished_run), read_run(failed_run)])
+    page = comparison_report([read_run(finished_run), read_run(failed_run)])
     found = opened(write_page(page, tmp_path / "both.html"), tmp_path)
     assert found["failures"] == [] and not found["wide"]
     assert "finished" in found["tip"] and "failed" in found["tip"]

@@ -14,7 +14,7 @@ from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
 from trainkit.command_line.cli import main
 from trainkit.failure import FailureRecord
-from trainkit.report.writing import write_report
+from trainkit.report.run_report import write_report
 from trainkit.timeline import Figure, Lane, Timeline, TimelineSpan
 
 
@@ -157,7 +157,7 @@ def test_a_report_that_cannot_be_written_does_not_end_training(make_trainer, mon
     def refuse(folder):
         raise OSError("no space left")
 
-    monkeypatch.setattr("trainkit.report.writing.write_report", refuse)
+    monkeypatch.setattr("trainkit.report.run_report.write_report", refuse)
     result = make_trainer(max_duration="2step").fit(Regression(), Data(train=regression_data(8), batch_size=4))
     assert result.steps == 2
     assert "could not be written: OSError: no space left" in caplog.text

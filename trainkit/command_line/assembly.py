@@ -17,6 +17,7 @@ from trainkit.callback import Callback
 from trainkit.command_line.composition import Settings, with_origins
 from trainkit.command_line.extras import remedy
 from trainkit.command_line.problem import Problem, SettingsError
+from trainkit.command_line.recipe_changes import changes_from_recipe
 from trainkit.errors import UserError
 from trainkit.logger import Logger
 from trainkit.rng import seed_everything
@@ -68,6 +69,7 @@ def assemble(settings: Settings, *, run_dir: Path | None, loggers: bool = True) 
     if parts.problems:
         raise SettingsError(with_origins(parts.problems, settings.find_origins()))
     assert trainer is not None
+    trainer.config_diff = partial(changes_from_recipe, tree)
     return Assembly(trainer, task, data)
 
 

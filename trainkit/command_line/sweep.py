@@ -229,8 +229,8 @@ def _outcomes(folder: Path) -> list[JobOutcome]:
 
 def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: Objective) -> None:
     """Keep `sweep.json`, print a line for each job, and draw them all in `report.html`."""
-    from trainkit.report.sweep_page import SWEEP, sweep_page
-    from trainkit.report.writing import REPORT, write_page
+    from trainkit.report.run_report import REPORT, write_page
+    from trainkit.report.sweep_report import SWEEP, sweep_report
 
     _write(folder / SWEEP, {"objective": asdict(objective), "jobs": [asdict(outcome) for outcome in outcomes]})
     common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
@@ -243,7 +243,7 @@ def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: Objective) 
     for index, outcome in enumerate(outcomes):
         mark = "  <- best" if index == best and len(outcomes) > 1 else ""
         print(f"  {outcome.number}  {typed[index]:<{width}}  {_result(outcome)}{mark}")
-    print(f"drawn in {write_page(sweep_page(folder), folder / REPORT)}")
+    print(f"drawn in {write_page(sweep_report(folder), folder / REPORT)}")
 
 
 def _keep_best(outcomes: Sequence[JobOutcome], path: Path, objective: Objective) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 from urllib.parse import quote
 
 from trainkit.errors import UserError
-from trainkit.report.markup import Markup, element, joined
-from trainkit.report.numbers import number
-from trainkit.report.page import Section, page
-from trainkit.report.parallel import Job, parallel_picture
+from trainkit.report.html import SafeHtml, Section, element, join_html, number, page
+from trainkit.report.timeline_chart import Job, parallel_coordinates
 
 SWEEP = "sweep.json"
 _MOST_METRICS = 6
@@ -52,7 +50,7 @@ def read_sweep(folder: Path) -> Sweep:
         raise UserError(f"{folder / SWEEP} cannot be read: {error}") from None
 
 
-def sweep_page(folder: Path) -> str:
+def sweep_report(folder: Path) -> str:
     """Return the HTML of a sweep's report."""
     sweep = read_sweep(folder)
     ranked, keys = sweep.ranked(), _varied(sweep.jobs)
@@ -62,9 +60,9 @@ def sweep_page(folder: Path) -> str:
     sections = [Section("table", "Jobs", _table(ranked, keys, _shown_metrics(sweep)))]
     drawn = [job for job in ranked if math.isfinite(sweep.value(job))]
     if len(drawn) > 1:
-        picture = parallel_picture(drawn, keys, goal=sweep.metric, value=sweep.value, mode=sweep.mode)
+        picture = parallel_coordinates(drawn, keys, goal=sweep.metric, value=sweep.value, mode=sweep.mode)
         sections.insert(0, Section("picture", f"From settings to {sweep.metric}", picture))
-    header = joined(element("h1", f"Sweep {folder.absolute().name}"), element("p", subtitle, class_="subtitle"))
+    header = join_html(element("h1", f"Sweep {folder.absolute().name}"), element("p", subtitle, class_="subtitle"))
     return page(f"Sweep {folder.absolute().name}", header=header, sections=sections)
 
 
@@ -90,7 +88,7 @@ def _shown_metrics(sweep: Sweep) -> list[str]:
     return sorted(shown, key=lambda name: (name != sweep.metric, name))[:_MOST_METRICS]
 
 
-def _table(jobs: Sequence[Job], keys: Sequence[str], metrics: Sequence[str]) -> Markup:
+def _table(jobs: Sequence[Job], keys: Sequence[str], metrics: Sequence[str]) -> SafeHtml:
     head = element(
         "tr",
         element("th", "job"),
