@@ -27,9 +27,9 @@ from trainkit.loggers.guarded import SafeLogger
 from trainkit.loggers.media import histogram_of, to_uint8_image
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optimization import Optimization
-from trainkit.peak_memory import PeakMemory
 from trainkit.phases import by_phase, saved_by_phase
 from trainkit.precision import Precision
+from trainkit.profiling.memory import PeakMemoryTracker
 from trainkit.rng import rng_state, seed_everything, set_rng_state
 from trainkit.signals import StopSignals
 from trainkit.state import TrainState
@@ -89,7 +89,7 @@ class Run:
     def __post_init__(self) -> None:
         self.loggers = [SafeLogger(destination) for destination in self.loggers]
         self.feeds: list[Feed] = []  # of evaluations
-        self.peak_memory = PeakMemory(self.strategy.device)
+        self.peak_memory = PeakMemoryTracker(self.strategy.device)
         self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
         self._hooks = {moment: _overridden(self.callbacks, moment) for moment in MOMENTS}
         self.checkpoints = None if self.run_dir is None else CheckpointStore(self.run_dir / "checkpoints")

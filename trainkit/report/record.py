@@ -16,9 +16,9 @@ from trainkit.checkpoints.store import CHECKPOINTS, CheckpointEntry
 from trainkit.environment import FILENAME as ENVIRONMENT
 from trainkit.errors import UserError
 from trainkit.failure import CALLERS, FailureRecord, read_failures
+from trainkit.profiling.timeline import FILENAME as TIMELINE
+from trainkit.profiling.timeline import Timeline, read_timeline
 from trainkit.report.config_diff import ConfigChange, read_config_diff
-from trainkit.timeline import FILENAME as TIMELINE
-from trainkit.timeline import Timeline, read_timeline
 from trainkit.warning_log import FILENAME as WARNINGS
 
 CONFIG = "config.yaml"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from trainkit.profiling.timeline import KINDS, Timeline, TimelineFigure, TimelineSpan
 from trainkit.report.html import SafeHtml, element, number, seconds, share, short, size, ticks
-from trainkit.timeline import KINDS, Figure, Timeline, TimelineSpan
 
 _ROW = 24
 _BAR = 18
@@ -52,7 +52,7 @@ def timeline_figures(timeline: Timeline) -> SafeHtml:
 
 
 def _legend(timeline: Timeline) -> SafeHtml:
-    present = {span.kind for lane in timeline.lanes for span in lane.spans}
+    present = {span.kind for track in timeline.tracks for span in track.spans}
     items = [element("li", element("i", class_=f"swatch {kind}"), _NAMES[kind]) for kind in KINDS if kind in present]
     return element("ul", *items, class_="legend")
 
@@ -60,16 +60,16 @@ def _legend(timeline: Timeline) -> SafeHtml:
 def _picture(timeline: Timeline) -> SafeHtml:
     length = max(timeline.end - timeline.start, 1e-9)
     parts: list[SafeHtml] = []
-    height = _TOP + _ROW * len(timeline.lanes)
+    height = _TOP + _ROW * len(timeline.tracks)
     for moment in ticks(0.0, length, count=6):
         across = f"{100 * moment / length:.2f}%"
         anchor = "start" if moment == 0 else "end" if moment > 0.95 * length else "middle"
         parts.append(element("line", x1=across, x2=across, y1=_TOP - 4, y2=height, class_="grid"))
         parts.append(element("text", seconds(moment) if moment else "0", x=across, y=12, text_anchor=anchor))
-    for row, lane in enumerate(timeline.lanes):
+    for row, track in enumerate(timeline.tracks):
         top = _TOP + row * _ROW
-        parts.append(element("text", lane.name, x="-8", y=top + _BAR / 2, dy="0.32em", text_anchor="end"))
-        parts += _bars(lane.spans, first=timeline.start, length=length, top=top)
+        parts.append(element("text", track.name, x="-8", y=top + _BAR / 2, dy="0.32em", text_anchor="end"))
+        parts += _bars(track.spans, first=timeline.start, length=length, top=top)
     frame = element("svg", *parts, width="100%", height=height + 2, class_="frame")
     return element("div", frame, class_="plot gantt")
 
@@ -94,11 +94,11 @@ def _bars(spans: Iterable[TimelineSpan], *, first: float, length: float, top: fl
             yield element("text", span.label, x=middle, y=top + _BAR / 2, dy="0.34em", class_=f"on-bar {kind}")
 
 
-def _value(figure: Figure) -> str:
+def _value(figure: TimelineFigure) -> str:
     return _SHOW.get(figure.unit, number)(figure.value)
 
 
-def _note(figure: Figure) -> SafeHtml | None:
+def _note(figure: TimelineFigure) -> SafeHtml | None:
     return element("span", figure.note, class_="muted") if figure.note else None
 
 

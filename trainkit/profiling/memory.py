@@ -1,14 +1,14 @@
-"""The most memory that tensors have taken on a CUDA device, over a run and from one log point to the next."""
+"""Peak memory of a CUDA device, over a run and between log points."""
 
 from __future__ import annotations
 
 import torch
 
 
-class PeakMemory:
-    """Asks torch for the peak, and is alone in letting it begin anew: so several may ask, and the run's is known.
+class PeakMemoryTracker:
+    """Peak memory of tensors on a CUDA device; the only place that resets torch's peak, so that several may read it.
 
-    On other devices there is nothing to ask.
+    Not for other devices.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -18,7 +18,7 @@ class PeakMemory:
         self._between = 0
 
     def between_logs(self, step: int) -> int:
-        """Return the most bytes since the log point before the one of `step`."""
+        """Return the peak bytes since the log point before the one of `step`."""
         if step != self._step:
             self._step, self._between = step, torch.cuda.max_memory_allocated(self._device)
             self._before = max(self._before, self._between)
@@ -26,5 +26,5 @@ class PeakMemory:
         return self._between
 
     def of_run(self) -> int:
-        """Return the most bytes since the run began in this process."""
+        """Return the peak bytes since the run started in this process."""
         return max(self._before, torch.cuda.max_memory_allocated(self._device))
