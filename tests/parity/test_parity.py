@@ -274,7 +274,7 @@ def test_a_task_that_brings_its_loss_to_fp32_has_the_tolerance_of_that_which_is_
     report = compare_strategies(Narrowed(), perceptron_data(), ["dp"], steps=4)
     assert (report.precision, report.tolerance) == ("fp64", 1e-5) and report.is_equal
     assert report.rows[1].loss.value > 1e-8  # halves are rounded otherwise than the whole
-    assert report.notes == ("tolerance of fp32, in which the task computes its losses whatever it is given",)
+    assert report.notes == ("tolerance of fp32, in which the task computes its losses",)
     assert compare_strategies(Narrowed(), perceptron_data(), [], steps=1, tolerance=1e-9).tolerance == 1e-9
     named = {"precision": "fp64"}
     assert compare_strategies(Narrowed(), perceptron_data(), [], steps=1, trainer=named).tolerance == 1e-11

@@ -1,4 +1,4 @@
-"""How a run's config differs from its recipe."""
+"""Differences between a run's config and its recipe."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from trainkit.optimization import OptimizerSpec
 from trainkit.task import TaskModule
 
 IGNORED_LABEL = -100
-"""What transformers' losses leave out."""
+"""The label that transformers' losses ignore."""
 _SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -28,13 +28,13 @@ class HuggingFaceTask(TaskModule):
           auto_class: AutoModelForSequenceClassification
           config: {model_type: bert, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_labels: 3}
 
-    A batch is a mapping of the model's arguments, with `labels`; columns that the model does not take are left out.
+    A batch is a mapping of the model's arguments, with `labels`; columns that the model does not take are dropped.
     Rows of a `datasets` dataset in torch format are such batches as they are. Where labels are tokens, a micro-batch
     counts by the number of those that are not -100, so the loss is the mean over all tokens of the global batch.
 
     Args:
         auto_class: The class that makes the model, such as `AutoModelForCausalLM`.
-        config: The model's configuration: `model_type` and whatever it takes; weights are then random.
+        config: The model's configuration: `model_type` and its arguments; weights are then random.
         pretrained: Name or folder of pretrained weights, instead of `config`; a name may be downloaded.
         learning_rate: Of AdamW, after the warm-up.
         weight_decay: Of AdamW, for matrices; biases and norms have none.
@@ -166,7 +166,7 @@ def _from_pretrained(factory: Any, name: str) -> Any:
         return factory.from_pretrained(name)
     except OSError as error:
         raise UserError(
-            f"task.pretrained={name} could not be loaded: it is no folder with weights, and cannot be downloaded. "
+            f"task.pretrained={name} could not be loaded: it is not a folder with weights, and cannot be downloaded. "
             "Give the path of a folder, or task.config={model_type: ...} for random weights."
         ) from error
 

@@ -39,7 +39,7 @@ _LOADERS = {
     "predict": "predict_dataloader",
 }
 _MOMENTS = {"validation": "validate", "test": "test", "predict": "predict"}
-"""What `setup` is called with for a stage by itself."""
+"""The argument of `setup` for a stage by itself."""
 _OTHER_HOOKS_USED = frozenset({"configure_model", "prepare_data", "setup", *_LOADERS.values()})
 _OVERRIDES_LEFT_OUT = ("configure_callbacks", "configure_gradient_clipping", "lr_scheduler_step", "optimizer_step")
 
@@ -49,8 +49,8 @@ class LightningTask(TaskModule):
 
     Used are its steps, `configure_optimizers`, `self.log` and `self.log_dict`, `configure_model`, `prepare_data` and
     `setup`, and the hooks at the start and end of fit, training, epochs and evaluations; a warning names hooks that
-    are overridden and are not called. Every logged value is a weighted mean over samples and ranks, whatever
-    `on_step`, `on_epoch` and `sync_dist` say. `train_`, `val_` and `test_` in front of a name are dropped, as the
+    are overridden and are not called. Every logged value is a weighted mean over samples and ranks;
+    `on_step`, `on_epoch` and `sync_dist` have no effect. `train_`, `val_` and `test_` in front of a name are dropped, as the
     name of the stage is put there: `val_acc` becomes `validation/acc`.
 
     Of `self.trainer` there are `current_epoch`, `global_step`, `estimated_stepping_batches`, `world_size`,

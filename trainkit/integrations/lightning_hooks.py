@@ -34,7 +34,7 @@ _EVALUATIONS = {"sanity": "validation", "validation": "validation", "test": "tes
 
 
 class TrainerProxy:
-    """What a module sees as `self.trainer`: how far the run is."""
+    """Stands in for `self.trainer` of a module: how far the run is."""
 
     def __init__(self) -> None:
         self.current_epoch = 0
@@ -159,7 +159,7 @@ def _mean(values: Sequence[float]) -> float:
 _STAGE_PREFIXES = tuple(f"{stage}{mark}" for stage in ("train", "validation", "valid", "val", "test") for mark in "_/")
 
 _logged: ContextVar[dict[str, Any] | None] = ContextVar("_logged", default=None)
-"""What the step that is running has logged; a variable of the context, as replicas run in threads side by side."""
+"""The values logged by the running step; a context variable, as replicas run in threads."""
 
 
 def log_value(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -167,7 +167,7 @@ def log_value(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
     logged = _logged.get()
     if logged is None:
         warnings.warn(
-            f"self.log({name!r}) is left out: values are logged in steps, on_train_epoch_end, on_validation_epoch_end "
+            f"self.log({name!r}) is ignored: values are logged in steps, on_train_epoch_end, on_validation_epoch_end "
             "and on_test_epoch_end.",
             stacklevel=2,
         )
@@ -203,7 +203,7 @@ def without_stage(logged: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(logged: Mapping[str, Any]) -> dict[str, float]:
-    """Return what was logged at the end of an epoch as numbers; metric objects are computed, and begin anew."""
+    """Return what was logged at the end of an epoch as numbers; metric objects are computed and reset."""
     numbers: dict[str, float] = {}
     for name, value in without_stage(logged).items():
         computed = value.compute() if is_metric(value) else value
@@ -220,7 +220,7 @@ def numbers_of(logged: Mapping[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def synced_metrics(task: TaskModule, strategy: Strategy, *, keep_resets: bool) -> Iterator[None]:
-    """Let a task's metric objects hold, in this context, what was counted on all ranks; collective.
+    """Give a task's metric objects the merged states of all ranks in this context; collective.
 
     Afterwards they hold what this rank has counted, or nothing if they were reset meanwhile and `keep_resets`.
     """
@@ -240,14 +240,12 @@ def synced_metrics(task: TaskModule, strategy: Strategy, *, keep_resets: bool) -
     counting: list[Any] = [holder for holder in own if hasattr(holder, "_update_count")]
     for holder in counting:
         holder._update_count = max(1, holder._update_count)  # or computing warns where this rank had no sample
-    brought = [
-        {name: getattr(holder, name) for name in states} for holder, (_, states) in zip(own, before, strict=True)
-    ]
+    merged = [{name: getattr(holder, name) for name in states} for holder, (_, states) in zip(own, before, strict=True)]
     try:
         with no_sync_metrics(own):
             yield
     finally:
-        for holder, states, saved, *copies in zip(own, brought, before, *replicas[1:], strict=True):
+        for holder, states, saved, *copies in zip(own, merged, before, *replicas[1:], strict=True):
             if keep_resets and _was_reset(holder, states):
                 reset_all(copies)
             else:

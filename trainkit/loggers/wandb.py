@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ID_FILE = "wandb_run_id"
-"""Where the run's folder keeps the name under which the server knows the run."""
+"""The file in the run's folder with the server's id of the run."""
 LONGEST_SETTING = 2_000
-"""Characters of one setting."""
+"""Characters of one hyperparameter."""
 _MODES = ("online", "offline", "disabled")
 
 

@@ -19,7 +19,7 @@ States = list[dict[str, Any]]
 
 @dataclass
 class MetricShard:
-    """What one rank, or one of its replicas, has counted."""
+    """The states of one rank, or of one of its replicas, with its number of samples."""
 
     states: States
     num_samples: int

@@ -40,7 +40,7 @@ TOLERANCES = {"fp64": 1e-11, "fp32": 1e-5, "bf16-mixed": 2e-2, "fp16-mixed": 5e-
 """Largest relative difference that rounding explains after some tens of steps, in a precision that is named."""
 DEFAULT_TOLERANCE = 1e-8
 """The same where none is named, for any optimizer: rounding of 1e-16, made 1e5 times as large in each step by one that
-divides by a gradient that is zero but for rounding (a learning rate of 1e-3 over Adam's 1e-8), of a weight that is a
+divides by a gradient that is zero except for rounding (a learning rate of 1e-3 over Adam's 1e-8), of a weight that is a
 hundredth of the others."""
 _PRECISION = "fp64"
 _SECOND_PRECISION = "fp32"  # for tasks that do not compute in the first
@@ -175,7 +175,7 @@ class ParityComparison:
 
     def agrees(self, row: ParityRow) -> bool:
         """Whether the differences are within the tolerance."""
-        # A difference that is no number agrees with nothing.
+        # NaN compares false, so it never agrees.
         norms_agree = row.gradient_norm.value <= _NORM_SLACK * self._tolerance
         return norms_agree and row.loss.value <= self._tolerance and row.weights.value <= self._tolerance
 
@@ -221,7 +221,7 @@ def _reference(runs: ParityRuns, device: str) -> tuple[ParityRuns, ParityRun, fl
         note = f"compared in {_SECOND_PRECISION}, as single failed in {_PRECISION}: {why}"
         return simple, single, TOLERANCES[_SECOND_PRECISION], [note]
     if single.has_losses_of_fp32:
-        note = f"tolerance of {_SECOND_PRECISION}, in which the task computes its losses whatever it is given"
+        note = f"tolerance of {_SECOND_PRECISION}, in which the task computes its losses"
         return precise, single, TOLERANCES[_SECOND_PRECISION], [note]
     return precise, single, DEFAULT_TOLERANCE, []
 
@@ -243,7 +243,7 @@ def _expected_differences(task: TaskModule) -> list[str]:
 
 
 def _names(strategies: Sequence[StrategyChoice]) -> list[str]:
-    """Return what strategies are called, those of one name numbered."""
+    """Return the names of strategies, numbered where several have the same."""
     names = [strategy_name(item) for item in strategies]
     return [
         name if names.index(name) == place else f"{name} {names[: place + 1].count(name)}"
@@ -262,7 +262,7 @@ def _relative(apart: float, scale: float) -> float:
 
 
 def _larger(left: Difference, right: Difference) -> Difference:
-    """Return the larger difference, the first of equal ones; what is no number is larger than all."""
+    """Return the larger difference, the first of equal ones; NaN is larger than any number."""
     return right if right.value > left.value or (math.isnan(right.value) and not math.isnan(left.value)) else left
 
 

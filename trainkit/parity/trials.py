@@ -28,7 +28,7 @@ from trainkit.trainer import Trainer
 REFERENCE = "single"
 
 StrategyChoice = str | Strategy | tuple[str, Mapping[str, Any]]
-"""A strategy, or the name of one, alone or with settings of its own."""
+"""A strategy, or the name of one, alone or with settings."""
 
 
 @runtime_checkable
@@ -74,7 +74,7 @@ class ParityRuns:
 
     @property
     def precision(self) -> str:
-        """What all trials compute in."""
+        """The precision of all runs."""
         return Precision(self._settings.get("precision") or "fp32").name
 
     @property
@@ -207,7 +207,7 @@ def make_strategy(item: StrategyChoice, devices: int, device: str) -> Strategy:
     if "device" in takes:
         settings["device"] = device
     if "devices" in takes:
-        one_process = "device" not in takes  # such a strategy is told each device
+        one_process = "device" not in takes  # such a strategy takes a list of devices
         settings["devices"] = [device] * devices if one_process and device == "cpu" else devices
     if "stages" in takes:
         settings["stages"] = devices

@@ -73,7 +73,7 @@ def _legend(series: Sequence[Series], show: Format) -> SafeHtml:
 
 @dataclass(frozen=True)
 class _Axes:
-    """Where steps and values lie in the stretched part."""
+    """Positions of steps and values in the stretched part."""
 
     left: float
     right: float
@@ -230,7 +230,7 @@ def kind_of(name: str) -> str:
     base = name.rpartition("/")[2]
     if name in _NOT_DRAWN:
         return ""
-    if base.endswith(("_per_second", "_wait_percent")) or base == "mfu" or name.startswith("time/"):
+    if base.endswith(("_per_second", "_wait_fraction")) or base == "mfu" or name.startswith("time/"):
         return "speed"
     if "memory" in name or base.endswith(("_bytes", "_mib", "_gib", "_mb", "_gb")):
         return "memory"

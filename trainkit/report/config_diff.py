@@ -1,4 +1,4 @@
-"""How two configs differ, as plain mappings; `config_diff.json` keeps how a run's config differs from its recipe."""
+"""Differences between configs, given as mappings; `config_diff.json` keeps those of a run to its recipe."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from datetime import datetime
 from html import escape
 from importlib import resources
 
-# Nothing is fetched, whatever a hostile name may have smuggled in.
+# Nothing is fetched, even if a hostile name contains markup.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _VOID = frozenset({"meta", "link", "br", "hr", "img", "input", "rect", "line", "polyline", "path", "circle", "polygon"})
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -69,7 +69,7 @@ def table(columns: Sequence[Content], rows: Sequence[Sequence[Content]], *, best
 
 
 def pairs(items: Sequence[tuple[str, Content]]) -> SafeHtml:
-    """Return names with what they stand for, those without a value left out."""
+    """Return a list of names with their values, without those that have no value."""
     known = [(name, value) for name, value in items if value not in (None, "")]
     return element(
         "dl", *(join_html(element("dt", name), element("dd", value)) for name, value in known), class_="pairs"
@@ -118,7 +118,7 @@ Content = SafeHtml | str | int | float | None
 
 
 def element(name: str, /, *children: Content, **attributes: str | int | float | bool | None) -> SafeHtml:
-    """Return `<name attribute="...">children</name>`; `None` children and attributes are left out.
+    """Return `<name attribute="...">children</name>`; `None` children and attributes are dropped.
 
     A trailing underscore of an attribute's name is dropped (`class_`), others become hyphens (`stroke_width`).
     """

@@ -36,7 +36,7 @@ _NUMBERED = re.compile(r"(?<=learning_rate)\.\d+$")  # groups of parameters
 
 @dataclass(frozen=True)
 class RunData:
-    """What is known of one run."""
+    """Everything known of one run."""
 
     folder: Path
     curves: Mapping[str, Curve]
@@ -109,9 +109,9 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Return what a run's folder says; raises UserError if it is no run's folder."""
+    """Return the data of a run; raises UserError if `folder` is not a run folder."""
     if not is_run(folder):
-        raise UserError(f"{folder} is no run's folder: it has no {CONFIG}, {METRICS} or {SUMMARY}.")
+        raise UserError(f"{folder} is not a run folder: it has no {CONFIG}, {METRICS} or {SUMMARY}.")
     return RunData(
         folder=folder,
         curves=read_curves(folder),
@@ -213,7 +213,7 @@ class Curve:
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Return the metrics of a run by their full names; lines that a kill has torn are left out.
+    """Return the metrics of a run by their full names; lines that were written only in part are skipped.
 
     What was logged again after a resume takes the place of what was logged before at those steps.
     """

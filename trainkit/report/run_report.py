@@ -197,7 +197,7 @@ def _settings(record: RunData) -> Section | None:
         return Section("settings", "Settings", element("p", text, class_="muted"))
     changes = record.config_diff
     if changes is None:
-        summary = element("p", "There is no recipe to compare with.", class_="muted")
+        summary = element("p", "No recipe to compare with is known.", class_="muted")
     elif not changes:
         summary = element("p", f"As the recipe {record.recipe} says.")
     else:

@@ -1,4 +1,4 @@
-"""Where a step's time goes, and what is known of the device's speed."""
+"""Breakdown of a step's time, and the speed of the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainkit.report.record import Curve
 
 
 class Part(NamedTuple):
-    """What a part of a step is called, and its colour: the class of its bar, and the number of a line like it."""
+    """Name and colour of a part of a step: the class of its bar, and the number of its line."""
 
     words: str
     bar: str

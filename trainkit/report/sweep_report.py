@@ -69,7 +69,7 @@ def sweep_report(folder: Path) -> str:
 def _job(folder: Path, outcome: dict[str, Any]) -> Job:
     run_dir = Path(outcome["run_dir"]).name
     values = dict(text.partition("=")[::2] for text in outcome["overrides"])
-    # A number that is not finite is no JSON, and `null` is none.
+    # Numbers that are not finite are `null` in JSON.
     metrics = {name: float("nan" if value is None else value) for name, value in (outcome.get("metrics") or {}).items()}
     report = f"{run_dir}/report.html" if (folder / run_dir / "report.html").is_file() else None
     return Job(int(outcome["number"]), values, metrics, outcome.get("error"), report)

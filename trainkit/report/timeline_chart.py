@@ -108,11 +108,11 @@ class Job:
 
     number: int
     values: dict[str, str]
-    """What was typed for each key."""
+    """The value typed for each key."""
     metrics: dict[str, float]
     error: str | None
     report: str | None
-    """Where its own report is, seen from the sweep's folder."""
+    """Path of its report, relative to the sweep's folder."""
 
 
 def parallel_coordinates(
