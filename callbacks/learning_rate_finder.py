@@ -13,11 +13,11 @@ from trainkit.callback import Callback
 from trainkit.checkpoints.file import write_text
 from trainkit.console import say
 from trainkit.errors import UserError, nearest
-from trainkit.metrics import WeightedMeans
+from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optimization import Optimization
+from trainkit.report.charts import line_chart
 from trainkit.window import Window
 
-from .chart import chart
 from .trial import TriedPhases, trial
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class LearningRateFinder(Callback):
         )
         if run.run_dir is not None:
             titles = ("Loss while the learning rate rises", "learning rate", "loss")
-            write_text(run.run_dir / "learning_rates.svg", chart(rates, losses, marked=found, titles=titles))
+            write_text(run.run_dir / "learning_rates.svg", line_chart(rates, losses, marked=found, titles=titles))
             finite = [loss if math.isfinite(loss) else None for loss in losses]
             kept = {"suggestion": found, "rates": rates, "losses": finite}
             write_text(run.run_dir / "learning_rates.json", json.dumps(kept) + "\n")

@@ -14,11 +14,11 @@ from trainkit.callback import Callback
 from trainkit.checkpoints.file import write_text
 from trainkit.console import Table, say, show
 from trainkit.errors import UserError, nearest
-from trainkit.step_output import read_training_output
+from trainkit.metrics.step_output import read_training_output
+from trainkit.report.charts import line_chart
 from trainkit.way_back import drop_gradients
 from trainkit.window import MicroBatch, Window
 
-from .chart import chart
 from .trial import trial
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class MicroBatchFinder(Callback):
         say(f"micro-batches: {self.suggestion} samples; strategy.micro_batch_size={self.suggestion}")
         if run.run_dir is not None:
             titles = ("Samples a second", "samples of a micro-batch", "samples a second")
-            drawn = chart(list(speeds), list(speeds.values()), marked=self.suggestion, titles=titles)
+            drawn = line_chart(list(speeds), list(speeds.values()), marked=self.suggestion, titles=titles)
             write_text(run.run_dir / "micro_batches.svg", drawn)
             kept = {"suggestion": self.suggestion, "samples_per_second": {str(k): v for k, v in speeds.items()}}
             write_text(run.run_dir / "micro_batches.json", json.dumps({**kept, "out_of_memory": stopped}) + "\n")

@@ -25,7 +25,7 @@ class Throughput(Callback):
     """Adds `train/samples_per_second` and `train/steps_per_second`, over the time since the last log point.
 
     Time spent in evaluations is left out. A log point has waited for the device just before, so that nothing more has
-    to wait here. `train/data_wait_percent` is the part of the time in which the loop waited for this rank's next
+    to wait here. `train/data_wait_fraction` is the fraction of the time in which the loop waited for this rank's next
     samples; where it stays above a fifth, a warning says once what to change.
     """
 
@@ -66,7 +66,7 @@ class Throughput(Callback):
         if run.feed is None:
             return
         waited = run.feed.seconds_waited - self._waited
-        metrics["train/data_wait_percent"] = 100 * min(1.0, waited / seconds)
+        metrics["train/data_wait_fraction"] = min(1.0, waited / seconds)
         self._stretch_waited += waited
         self._stretch_seconds += seconds
         if self._stretch_seconds < SHORTEST_SECONDS:

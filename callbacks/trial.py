@@ -14,8 +14,8 @@ from trainkit.phases import PhaseControl
 from trainkit.rng import rng_untouched
 
 if TYPE_CHECKING:
+    from trainkit.metrics.step_output import StepOutput
     from trainkit.run import Run
-    from trainkit.step_output import StepOutput
     from trainkit.window import Window
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from trainkit.recipes.gpt import TokenFiles
 
 from trainkit.errors import UserError
-from trainkit.interop.huggingface import HuggingFaceTask
+from trainkit.integrations.huggingface import HuggingFaceTask
 
 # Small enough to try everything on a laptop.
 _SMALL: dict[str, Any] = {

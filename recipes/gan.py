@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from trainkit.recipes.digits import NUM_CLASSES, DigitsData
 
 from trainkit.errors import UserError
-from trainkit.metric import Metric
+from trainkit.metrics.metric import Metric
 from trainkit.phases import Phase
 from trainkit.task import TaskModule
 

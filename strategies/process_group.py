@@ -20,8 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainkit.devices import pick_device
 from trainkit.errors import UserError, nearest
+from trainkit.metrics.step_output import StepOutput
 from trainkit.precision import Precision
-from trainkit.step_output import StepOutput
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 

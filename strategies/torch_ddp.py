@@ -12,16 +12,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.batches import to_device
+from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optimization import Optimization
-from trainkit.overlap import Overlap
-from trainkit.step_output import StepOutput, read_training_output
+from trainkit.profiling.timeline import Overlap
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
 from .ddp.buckets import ring_bytes
 from .process_group import ProcessGroupStrategy
-from .torch_reducer_times import TorchReducerTimes
 
+_SAMPLE_RATE = 100  # PyTorch's default: one measured step of this many
 _ITS_ARGUMENTS = signature(DistributedDataParallel.__init__).parameters
 # Buffers are sent after each step, as under all strategies; what leaves them alone has a newer name.
 _WITHOUT_BUFFERS: dict[str, Any] = {
@@ -85,7 +85,7 @@ class TorchDDP(ProcessGroupStrategy):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self._wrapped: DistributedDataParallel | None = None
         self._through: _Through | None = None
-        self._times: TorchReducerTimes | None = None
+        self._times: ReducerTimes | None = None
         self._last: Any = None  # the batch that this rank had last
         self._has_stepped = False
 
@@ -115,7 +115,7 @@ class TorchDDP(ProcessGroupStrategy):
         with self._waiting(f"forward and backward of step {self._steps}"):
             outputs = super().forward_backward(self._through, window)
         if self._times is not None:
-            self._times.look()
+            self._times.add_previous_step()
         return outputs
 
     def contribute_nothing(self) -> None:
@@ -144,7 +144,7 @@ class TorchDDP(ProcessGroupStrategy):
     def watch_overlap(self) -> None:
         """Let PyTorch's Reducer measure every step from now on."""
         if self._wrapped is not None and self.world_size > 1:
-            self._times = TorchReducerTimes(self._wrapped)
+            self._times = ReducerTimes(self._wrapped)
 
     def take_overlap(self, steps: int) -> Overlap | None:
         """Return what PyTorch's Reducer measured since `watch_overlap`, which ends."""
@@ -188,3 +188,31 @@ class _Through(TaskModule):
 
     def training_step(self, batch: Any) -> Any:
         return self.wrapped(batch)
+
+
+class ReducerTimes:
+    """Communication of each step as PyTorch's Reducer measures it, known when the next step begins."""
+
+    def __init__(self, wrapped: DistributedDataParallel) -> None:
+        self._wrapped = wrapped
+        self._times: list[tuple[float, float]] | None = None  # of each step: communication, hidden; seconds
+        wrapped._set_ddp_runtime_logging_sample_rate(1)
+
+    def add_previous_step(self) -> None:
+        """Add the times of the step before the current one, except in the first call."""
+        if self._times is None:
+            self._times = []
+            return
+        data = self._wrapped._get_ddp_logging_data()
+        if "backward_comm_time" in data:  # some modules and devices are not measured
+            communication = data["backward_comm_time"] / 1e9
+            self._times.append((communication, min(data["backward_compute_comm_overlap_time"] / 1e9, communication)))
+
+    def close(self) -> Overlap | None:
+        """Restore the Reducer's sampling rate and return the means; `None` without any measured step."""
+        self._wrapped._set_ddp_runtime_logging_sample_rate(_SAMPLE_RATE)
+        if not self._times:
+            return None
+        communication, hidden = (sum(column) / len(self._times) for column in zip(*self._times, strict=True))
+        note = "behind backward, from the first bucket to the last, on this rank"
+        return Overlap(communication - hidden, communication, len(self._times), note=note)

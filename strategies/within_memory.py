@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainkit.step_output import StepOutput, read_training_output
+from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.task import TaskModule
 from trainkit.window import Window
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainkit.duration import Duration
     from trainkit.errors import Stopped, UserError
     from trainkit.logger import Logger
-    from trainkit.metric import Metric
+    from trainkit.metrics.metric import Metric
     from trainkit.optimization import Schedule
     from trainkit.packing import Packed
     from trainkit.phases import Phase, PhaseControl
@@ -55,7 +55,7 @@ _HOMES = {
     "Duration": "duration",
     "InSequence": "several_datasets",
     "Logger": "logger",
-    "Metric": "metric",
+    "Metric": "metrics.metric",
     "Mixture": "several_datasets",
     "Packed": "packing",
     "Phase": "phases",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from trainkit.metric_states import put_back, states_of
+from trainkit.metrics.sync import preserve_state, restore
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -27,7 +27,7 @@ class BeforeStep:
         import numpy as np
 
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
-        self._metrics = states_of(metrics)
+        self._metrics = preserve_state(metrics)
         self._plain = [(module, _plain(module)) for module in task.modules()] if counters else []
         self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -42,7 +42,7 @@ class BeforeStep:
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
-        put_back(self._metrics)
+        restore(self._metrics)
         for module, attributes in self._plain:
             vars(module).update(attributes)
 

@@ -1,4 +1,4 @@
-"""What a run tells its user on standard output: aligned text, with colours where it is a terminal."""
+"""Tables and messages on standard output, with colours on a terminal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
+
+_ANY_WIDTH = 10_000  # columns of a text that is not wrapped
 
 
 @dataclass
 class Table:
-    """Rows of text under headings; the first column is aligned left, the others as numbers are."""
+    """Rows of text under headings; the first column is aligned left, the others right."""
 
     title: str
     columns: Sequence[str]
@@ -31,12 +34,13 @@ def say(text: str) -> None:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        pass  # whoever read it has gone (`| head`), which is no reason to end hours of training
+        pass  # the reader is gone (`| head`), which must not end the run
 
 
 def show(table: Table) -> None:
-    """Write a table."""
+    """Write a table, with colours on a terminal."""
     if on_terminal():
+        terminal().print(table.title, style="bold", markup=False)
         terminal().print(_drawn(table))
     else:
         say(plain(table))
@@ -50,11 +54,12 @@ def terminal() -> Any:
 
 
 def plain(table: Table) -> str:
-    """Return a table as lines without any control characters."""
-    lines = [table.columns, *table.rows]
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    aligned = [_aligned(cells, widths) for cells in lines]
-    return "\n".join([table.title, *(f"  {line}" for line in aligned)])
+    """Return a table as lines without control characters, of any width."""
+    from rich.console import Console
+
+    text = StringIO()
+    Console(file=text, width=_ANY_WIDTH, color_system=None, highlight=False).print(_drawn(table))
+    return "\n".join([table.title, *(line.rstrip() for line in text.getvalue().splitlines())])
 
 
 def number(value: float) -> str:
@@ -71,21 +76,14 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = (
-        cell.ljust(width) if index == 0 else cell.rjust(width)
-        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join([first, *others]).rstrip()
-
-
 def _drawn(table: Table) -> Any:
-    from rich import box
-    from rich.table import Table as Drawing
+    from rich.table import Table as RichTable
+    from rich.text import Text
 
-    drawing = Drawing(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    drawing = RichTable(box=None, padding=(0, 0, 0, 2))
     for index, column in enumerate(table.columns):
         drawing.add_column(column, justify="right" if index else "left", overflow="fold")
     for index, row in enumerate(table.rows):
-        drawing.add_row(*row, style="bold green" if index in table.highlighted else None)
+        # Text: what looks like markup in a name is not.
+        drawing.add_row(*map(Text, row), style="bold green" if index in table.highlighted else None)
     return drawing

@@ -9,13 +9,12 @@ from typing import Any, Literal
 import torch
 
 from trainkit.batches import concatenate
-from trainkit.exact_means import ExactMeans, Sums, means_over
 from trainkit.feed import Feed
-from trainkit.metric_objects import MetricObjects
-from trainkit.metric_states import set_aside
+from trainkit.metrics.accumulate import WeightedMeans
+from trainkit.metrics.step_output import StepOutput
+from trainkit.metrics.sync import detach_metrics
 from trainkit.rng import rng_untouched
 from trainkit.run import EvaluationProgress, Run
-from trainkit.step_output import StepOutput
 
 _STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
     "validation": "validation_step",
@@ -55,12 +54,11 @@ class EvalLoop:
     def _evaluate(self, feed: Feed, progress: EvaluationProgress) -> dict[str, float] | None:
         """Return the metrics of one dataset over all ranks, `None` if a stop was asked for; collective."""
         run, stage, strategy = self._run, self._stage, self._run.strategy
-        means, objects, num_samples = ExactMeans(strategy.device), MetricObjects(), 0
-        with set_aside(strategy.metrics_of(run.task)):
+        means, num_samples = WeightedMeans(strategy.device), 0
+        with detach_metrics(strategy.metrics_of(run.task)):
             for micro_batch in feed.batches():
                 output = strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])
-                means.add(output)
-                objects.add(output)
+                means.add([output])
                 progress.batch += 1
                 num_samples += micro_batch.num_samples
                 if strategy.stop_evaluating(run.signals.received is not None):
@@ -70,20 +68,8 @@ class EvalLoop:
             of_callbacks: dict[str, float] = {}
             run.emit("on_dataset_end", stage, of_callbacks)
             if of_callbacks and num_samples:
-                means.add(StepOutput(None, num_samples, {**of_callbacks}))
-            return self._over_all_ranks(means, objects)
-
-    def _over_all_ranks(self, means: ExactMeans, objects: MetricObjects) -> dict[str, float]:
-        """Return means and metrics over the samples of all ranks; one collective, two where there are objects."""
-        strategy = self._run.strategy
-        gathered = strategy.all_gather_object((means.sums(), objects.parts(strategy.rank)))
-        ranks: dict[int, Sums] = {}
-        for sums, (rank, _) in gathered:
-            ranks.setdefault(rank, sums)  # those that share a rank's samples have the same
-        reduced = means_over(ranks)
-        if any(counted for _, (_, counted) in gathered):
-            reduced.update(objects.compute([parts for _, parts in gathered], strategy))
-        return reduced
+                means.add([StepOutput(None, num_samples, {**of_callbacks})])
+            return means.reduce(strategy)
 
     def predict(self) -> Any:
         """Return the predictions in the order of the dataset, joined along the first dimension, on rank 0."""

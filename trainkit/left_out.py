@@ -18,9 +18,9 @@ from trainkit.step_replay import Call, Finding, StepReplay, generators_of
 
 if TYPE_CHECKING:
     from trainkit.feed import Feed
+    from trainkit.metrics.step_output import StepOutput
     from trainkit.optimization import Optimization
     from trainkit.run import Run
-    from trainkit.step_output import StepOutput
     from trainkit.task import TaskModule
     from trainkit.window import Window
 

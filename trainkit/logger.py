@@ -1,19 +1,23 @@
-"""Where logged values go."""
+"""Logger: the interface of what writes a run's metrics, and its hyperparameters one by one."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from trainkit.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainkit.histogram import Histogram
+    from trainkit.loggers.media import Histogram
     from trainkit.model_graph import ModelGraph
 
-Setting = str | int | float | bool
+HyperParameter = str | int | float | bool
+"""A leaf of a run's config."""
 
 
 class Logger(ABC):
@@ -24,17 +28,17 @@ class Logger(ABC):
 
     @abstractmethod
     def open(self, folder: Path, *, step: int) -> None:
-        """Write into the run's `folder` from now on; what an earlier part of the run wrote beyond `step` is cut."""
+        """Write into the run's `folder` from now on; what an earlier part of the run wrote beyond `step` is removed."""
 
     @abstractmethod
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Write `metrics` by their full names (`train/loss`) at optimizer step `step`."""
 
     def write_config(self, config: str) -> None:
-        """Keep the run's settings, a YAML text, where the destination has a place for them."""
+        """Keep the run's config, a YAML text, where the destination has a place for it."""
 
-    def write_hyperparameters(self, values: Mapping[str, Setting]) -> None:
-        """Keep the run's settings one by one, by their dotted names (`trainer.seed`), for tables of several runs."""
+    def write_hyperparameters(self, values: Mapping[str, HyperParameter]) -> None:
+        """Keep the hyperparameters by their dotted names (`trainer.seed`), for tables of several runs."""
 
     def write_text(self, name: str, text: str, *, step: int) -> None:
         """Write a text, such as predictions in words."""
@@ -53,8 +57,35 @@ class Logger(ABC):
 
 
 def cut(text: str, limit: int) -> str:
-    """Return `text` in at most `limit` characters, with a note of how much is left out."""
+    """Return `text` in at most `limit` characters, with a note of its full length."""
     if len(text) <= limit:
         return text
     note = f"... ({len(text):,} characters)"
     return text[: max(0, limit - len(note))] + note[:limit]
+
+
+def hyperparameters(config: str) -> dict[str, HyperParameter]:
+    """Return the leaves of a YAML text by their dotted names (`trainer.seed`), without those that are `null`."""
+    if not config.strip():
+        return {}
+    import yaml
+
+    return dict(_flat(yaml.safe_load(config), ""))
+
+
+def require_package(package: str, *, extra: str, where: str) -> None:
+    """Raise UserError with what to type if a package is not installed. Nothing is imported."""
+    if find_spec(package) is None:
+        raise UserError(
+            f"{where} needs the package '{package}', which is not installed: pip install 'trainkit[{extra}]'."
+        )
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, HyperParameter]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _flat(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (str, int, float, bool)):
+        yield name, value
+    elif value is not None:
+        yield name, str(value)

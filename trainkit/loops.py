@@ -13,11 +13,11 @@ from trainkit.evaluation import EvalLoop
 from trainkit.feed import Feed
 from trainkit.left_out import LeftOutSteps
 from trainkit.memory import MemoryFit
+from trainkit.metrics.step_output import StepOutput
 from trainkit.optimization import Optimization
 from trainkit.phases import Phases
 from trainkit.recovery import Recovery
 from trainkit.run import Run
-from trainkit.step_output import StepOutput
 from trainkit.task import TaskModule
 from trainkit.window import Window
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from trainkit.batches import rows
 from trainkit.before_step import BeforeStep
 from trainkit.errors import UserError
+from trainkit.metrics.step_output import StepOutput
 from trainkit.run import Run
-from trainkit.step_output import StepOutput
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 

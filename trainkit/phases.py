@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainkit.errors import UserError, nearest
-from trainkit.step_output import StepOutput
+from trainkit.metrics.step_output import StepOutput
 from trainkit.window import Window
 
 if TYPE_CHECKING:

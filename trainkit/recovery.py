@@ -11,10 +11,10 @@ from trainkit.errors import NonFiniteLoss, UserError
 from trainkit.feed import Feed
 from trainkit.left_out_words import listed
 from trainkit.looking_back import LookingBack, first_of
-from trainkit.metrics import WeightedMeans
+from trainkit.metrics.accumulate import WeightedMeans
+from trainkit.metrics.step_output import StepOutput
 from trainkit.nonfinite import GoBack, untrained_nonfinite_state
 from trainkit.run import Run
-from trainkit.step_output import StepOutput
 from trainkit.way_back import WayBack
 from trainkit.window import Window
 

@@ -21,16 +21,15 @@ from trainkit.checkpoints.writer import AsyncWriter
 from trainkit.data import Data
 from trainkit.errors import UserError
 from trainkit.feed import Feed
-from trainkit.histogram import histogram_of
 from trainkit.linear_scaling import UsualBatch
 from trainkit.logger import Logger
-from trainkit.loggers.guarded import GuardedLogger
-from trainkit.metrics import WeightedMeans
+from trainkit.loggers.guarded import SafeLogger
+from trainkit.loggers.media import histogram_of, to_uint8_image
+from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optimization import Optimization
-from trainkit.peak_memory import PeakMemory
 from trainkit.phases import by_phase, saved_by_phase
-from trainkit.picture import as_picture
 from trainkit.precision import Precision
+from trainkit.profiling.memory import PeakMemoryTracker
 from trainkit.rng import rng_state, seed_everything, set_rng_state
 from trainkit.signals import StopSignals
 from trainkit.state import TrainState
@@ -88,9 +87,9 @@ class Run:
     """Says whether the weights are sound; collective."""
 
     def __post_init__(self) -> None:
-        self.loggers = [GuardedLogger(destination) for destination in self.loggers]
+        self.loggers = [SafeLogger(destination) for destination in self.loggers]
         self.feeds: list[Feed] = []  # of evaluations
-        self.peak_memory = PeakMemory(self.strategy.device)
+        self.peak_memory = PeakMemoryTracker(self.strategy.device)
         self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
         self._hooks = {moment: _overridden(self.callbacks, moment) for moment in MOMENTS}
         self.checkpoints = None if self.run_dir is None else CheckpointStore(self.run_dir / "checkpoints")
@@ -142,7 +141,7 @@ class Run:
     def log_image(self, name: str, image: Tensor) -> None:
         """Write an image: (height, width) or (channels, height, width), from 0 to 1 or in uint8."""
         if self.loggers:
-            picture = as_picture(image)
+            picture = to_uint8_image(image)
             for destination in self.loggers:
                 destination.write_image(name, picture, step=self.state.step)
 

@@ -15,11 +15,11 @@ from trainkit.duration import Duration
 from trainkit.errors import UserError
 from trainkit.evaluation import EvalLoop
 from trainkit.loops import FitLoop
-from trainkit.metrics import WeightedMeans
+from trainkit.metrics.accumulate import WeightedMeans
+from trainkit.metrics.step_output import StepOutput
 from trainkit.rank import eval_loop, prepare_fit, run_on_rank
 from trainkit.run import Run
 from trainkit.state import TrainState
-from trainkit.step_output import StepOutput
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.trainer import Trainer

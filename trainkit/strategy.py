@@ -23,14 +23,14 @@ from trainkit.cutting import cutting_complaint
 from trainkit.data import Source
 from trainkit.devices import pick_device
 from trainkit.errors import UserError
-from trainkit.metric_states import metrics_in
+from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
+from trainkit.metrics.sync import metrics_in
 from trainkit.optimization import Optimization
-from trainkit.overlap import NO_COMMUNICATION, Overlap
 from trainkit.precision import Precision
 from trainkit.prefetch import prefetched
+from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
 from trainkit.sampling import Order, ShareSampler
 from trainkit.signals import ALWAYS
-from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 

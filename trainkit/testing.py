@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
 
-from trainkit.parity import assert_resume_exact, assert_strategies_equal
+from trainkit.parity.compare import assert_resume_exact, assert_strategies_equal
 
-# What users write tests with; the two assertions are at home in `trainkit.parity`.
+# What users write tests with; the two assertions are defined in `trainkit.parity.compare`.
 __all__ = ["Outcome", "RankFailure", "assert_resume_exact", "assert_strategies_equal", "rank_outcomes", "run_ranks"]
 
 # Imported once, in the process that ranks are forked from. torch._dynamo is what an optimizer's first step imports.

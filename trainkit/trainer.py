@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,8 @@ from trainkit.phases import check_phases_run
 from trainkit.precision import Precision
 from trainkit.rank import evaluate_on_rank, fit_on_rank
 from trainkit.recovery import Policy, checked_rollbacks
-from trainkit.report.writing import reported
+from trainkit.report.config_diff import ConfigChange
+from trainkit.report.run_report import reported
 from trainkit.result import FitResult
 from trainkit.run_folder import check_run_dir, choose_run_dir
 from trainkit.run_lock import check_no_other_run
@@ -174,6 +175,8 @@ class Trainer:
         self.config = config
         self.usual_batch: UsualBatch | None = None
         """The global batch that the learning rate was chosen for; the command line knows that of a recipe."""
+        self.config_diff: Callable[[], Sequence[ConfigChange] | None] = _no_changes_known
+        """Returns how the config differs from its recipe; set by the command line."""
         if fast_dev_run:
             self.max_duration, self.evaluate_every = [Duration(1, "step")], Duration(1, "step")
             self.limits = dict.fromkeys(self.limits, 1)
@@ -198,7 +201,8 @@ class Trainer:
         data, checkpoint = self.check(task, data, resume=resume)
         run_dir = self._choose_run_dir(task, checkpoint)
         self.strategy.log_dir = run_dir
-        with reported(run_dir if self.report else None, is_main=lambda: self.strategy.is_main):
+        is_main, report_dir = (lambda: self.strategy.is_main), run_dir if self.report else None
+        with reported(report_dir, is_main=is_main, config_diff=self.config_diff):
             result = self.strategy.launch(partial(fit_on_rank, self, task, data, checkpoint, run_dir))
         if result.weights is not None:
             self.precision.prepare(task)  # to the type that the ranks trained in
@@ -219,7 +223,7 @@ class Trainer:
         return self._evaluate(task, data, checkpoint, stage="test")
 
     def predict(self, task: TaskModule, data: Any, *, checkpoint: str | Path | None = None) -> Any:
-        """Return the predictions in the order of the dataset, joined along their first dimension."""
+        """Return the predictions in the order of the dataset, join_html along their first dimension."""
         data = as_data(data, "predict")
         self._validate(task, data, "predict")
         return self.strategy.launch(partial(evaluate_on_rank, self, task, data, _checked(checkpoint), "predict"))
@@ -287,3 +291,7 @@ def _run_dir_of(checkpoint: Path | None) -> Path | None:
         return None
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     return folder.parent if folder.name == CHECKPOINTS else folder if checkpoint.is_dir() else None
+
+
+def _no_changes_known() -> None:
+    return None

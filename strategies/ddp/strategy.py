@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.errors import UserError, nearest
+from trainkit.metrics.step_output import StepOutput
 from trainkit.optimization import Optimization
-from trainkit.overlap import Overlap
-from trainkit.step_output import StepOutput
+from trainkit.profiling.timeline import Overlap
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
@@ -27,9 +27,8 @@ from .graph import unreached_parameters
 from .hook_choice import choose_hook
 from .hook_run import CommunicationHook
 from .overlap import BucketwiseOptimizer
-from .overlap_watch import OverlapWatch
 from .reducer import Reducer, ReducerSettings, Unused
-from .timeline import Timeline
+from .timeline import OverlapMeter, Timeline
 from .transport import TransportName
 
 logger = logging.getLogger(__name__)
@@ -133,7 +132,7 @@ class DDPStrategy(ProcessGroupStrategy):
             )
         self.record_timeline = timeline
         self.timeline: Timeline | None = None
-        self._overlap_watch: OverlapWatch | None = None
+        self._overlap_meter: OverlapMeter | None = None
         self.reducer: Reducer | None = None
         self._period: AveragePeriod | None = None
         self._trains_all = False  # the optimizer has exactly the reduced parameters
@@ -230,12 +229,12 @@ class DDPStrategy(ProcessGroupStrategy):
     def watch_overlap(self) -> None:
         """Measure from now on what of the reductions backward hides."""
         if self._reducers and self.world_size > 1:
-            self._overlap_watch = OverlapWatch(self._reducers.values(), self._new_timeline())
+            self._overlap_meter = OverlapMeter(self._reducers.values(), self._new_timeline())
 
     def take_overlap(self, steps: int) -> Overlap | None:
         """Stop measuring, and return what was found; `None` on a CUDA device."""
-        watch, self._overlap_watch = self._overlap_watch, None
-        return super().take_overlap(steps) if watch is None else watch.close(steps)
+        meter, self._overlap_meter = self._overlap_meter, None
+        return super().take_overlap(steps) if meter is None else meter.close(steps)
 
     def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
         """Return the context of one backward: its gradients are added up over ranks if `sync`."""

@@ -1,15 +1,17 @@
-"""When each bucket was ready, started and done: a trace to look at, and what to change."""
+"""Timeline of the buckets of a step: their trace, how much backward hid, and suggested changes."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.timeline import Figure, Lane, TimelineSpan, covered_seconds
-from trainkit.timeline import Timeline as DrawnTimeline
+from trainkit.profiling.timeline import Overlap, TimelineFigure, TimelineSpan, Track, covered_seconds
+from trainkit.profiling.timeline import Timeline as DrawnTimeline
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 MAX_STEPS = 200  # kept
 SMALL_SECONDS = 0.0003  # a reduction this short costs more to start than to do
 WORTH_ADVICE = 0.03  # of a step; communication that costs less is left alone
-MOST_LANES = 60  # buckets in the picture
+MOST_TRACKS = 60  # buckets in the picture
 MIB = 1024 * 1024
 
 
@@ -158,13 +160,13 @@ class Timeline:
         if not steps:
             return None
         step = sorted(steps, key=lambda one: one.end - one.begin)[len(steps) // 2]
-        shown = step.buckets[:MOST_LANES]
-        lanes = [Lane("compute", _compute_spans(step))]
-        lanes += [Lane(f"{self.word} {number}", _bucket_spans(bucket)) for number, bucket in enumerate(shown)]
+        shown = step.buckets[:MOST_TRACKS]
+        tracks = [Track("compute", _compute_spans(step))]
+        tracks += [Track(f"{self.word} {number}", _bucket_spans(bucket)) for number, bucket in enumerate(shown)]
         return DrawnTimeline(
             strategy,
             f"Forward and backward of the last micro-batch on rank {self.rank}, and its {self.word}s",
-            lanes,
+            tracks,
             step.step + 1,
             _figures(steps, self.hidden_share, word=self.word),
             self.advice(),
@@ -226,6 +228,36 @@ class Timeline:
         return {"name": name, "ph": "X", "ts": start * 1e6, "dur": duration * 1e6, "pid": self.rank, "tid": row}
 
 
+class OverlapMeter:
+    """Measures how much of the reductions backward hides, until it is closed; other listeners of the Reducers stay.
+
+    Args:
+        reducers: One for each phase of a task.
+        timeline: An empty one, for the steps that are measured.
+
+    """
+
+    def __init__(self, reducers: Collection[Reducer], timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._before = [(reducer, reducer.after_step) for reducer in reducers]
+        for reducer, listener in self._before:
+            reducer.after_step = timeline.record if listener is None else partial(_both, listener, timeline.record)
+
+    def close(self, steps: int) -> Overlap | None:
+        """Stop listening and return the means over `steps`; `None` if nothing is known.
+
+        Work on a CUDA device is not seen by the clock of the CPU.
+        """
+        for reducer, listener in self._before:
+            reducer.after_step = listener
+        measured = [step for step in self._timeline.steps if step.step > 0]  # the first step reduces at its end only
+        if not steps or not measured or self._before[0][0].device.type != "cpu":
+            return None
+        communication = sum(step.communication for step in measured) / steps
+        hidden = sum(step.hidden for step in measured) / steps
+        return Overlap(communication - hidden, communication, steps, note="behind backward, on this rank")
+
+
 def _backward(step: StepTimes) -> float:
     return step.backward_end - step.backward_begin
 
@@ -246,12 +278,17 @@ def _bucket_spans(bucket: BucketTimes) -> list[TimelineSpan]:
     return spans
 
 
-def _figures(steps: list[StepTimes], hidden_share: float, *, word: str) -> list[Figure]:
+def _figures(steps: list[StepTimes], hidden_share: float, *, word: str) -> list[TimelineFigure]:
     last, count = steps[-1], len(steps)
     total = sum(bucket.num_bytes for bucket in last.buckets)
     return [
-        Figure("communication hidden behind backward", hidden_share, note=f"over {count} steps"),
-        Figure("communication of a step", sum(step.communication for step in steps) / count, "seconds"),
-        Figure("waited after backward", sum(step.end - step.backward_end for step in steps) / count, "seconds"),
-        Figure(f"gradients in {len(last.buckets)} {word}{'s' * (len(last.buckets) > 1)}", total, "bytes"),
+        TimelineFigure("communication hidden behind backward", hidden_share, note=f"over {count} steps"),
+        TimelineFigure("communication of a step", sum(step.communication for step in steps) / count, "seconds"),
+        TimelineFigure("waited after backward", sum(step.end - step.backward_end for step in steps) / count, "seconds"),
+        TimelineFigure(f"gradients in {len(last.buckets)} {word}{'s' * (len(last.buckets) > 1)}", total, "bytes"),
     ]
+
+
+def _both(first: Callable[[Reducer], None], second: Callable[[Reducer], None], reducer: Reducer) -> None:
+    first(reducer)
+    second(reducer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -16,19 +15,18 @@ from trainkit.batches import concatenate, to_device
 from trainkit.data import Source
 from trainkit.devices import pick_device
 from trainkit.errors import UserError
-from trainkit.metric_states import fresh_copy, metrics_in, outermost_metrics
-from trainkit.overlap import Overlap
+from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
+from trainkit.metrics.sync import fresh_copy, metrics_in, outermost_metrics
 from trainkit.precision import Precision
-from trainkit.step_output import StepOutput, read_evaluation_output, read_training_output
+from trainkit.profiling.timeline import Overlap
 from trainkit.strategy import BatchPlan, Strategy
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
-from .lane_watch import LaneWatch
 from .replicas import replicate
 from .scatter import cut
-from .stopwatch import MEASURED_STEPS, WARM_UP_STEPS, Stopwatch
 from .threads import ReplicaThreads
+from .timing import MEASURED_STEPS, WARM_UP_STEPS, TransferTimer
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +77,8 @@ class DataParallel(Strategy):
         super().__init__(accumulate=accumulate, micro_batch_size=micro_batch_size)
         self._requested_devices = _checked(devices)
         self._threads: ReplicaThreads | None = None
-        self._watch = Stopwatch([])
-        self._lanes: LaneWatch | None = None  # while overlap is measured
+        self._timer = TransferTimer([])
+        self._measures_overlap = False
         self._metrics: list[dict[int, nn.Module]] | None = None  # of each replica but the first
 
     # ---- Where the devices are
@@ -115,7 +113,7 @@ class DataParallel(Strategy):
         self.precision = precision
         precision.setup(self.device)
         self._threads = ReplicaThreads(self.devices)
-        self._watch = Stopwatch(self.devices)
+        self._timer = TransferTimer(self.devices)
         self._metrics = None
 
     def teardown(self) -> None:
@@ -148,17 +146,13 @@ class DataParallel(Strategy):
 
     def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch."""
-        self._watch.start_step()
-        if self._lanes is not None and not self._watch.measures:  # it would wait for devices meanwhile
-            self._lanes.begin_step()
+        self._timer.start_step()
         outputs: list[StepOutput] = []
         for start in range(0, len(window.micro_batches), len(self.devices)):
             shards = window.micro_batches[start : start + len(self.devices)]
             outputs += self._forward_backward_round(task, shards, window)
         self.finish_gradients(outputs, window)
-        if self._lanes is not None:
-            self._lanes.end_step()
-        if self._watch.end_step():
+        if self._timer.end_step():
             self._tell_shares()
         return outputs
 
@@ -167,11 +161,10 @@ class DataParallel(Strategy):
     ) -> list[StepOutput]:
         """Add to the gradients what the shards, one for each device, contribute."""
         outputs = self._on_replicas(task, shards, partial(_training_step, self._step_name), kind=self._step_name)
-        with self._phase("gather"):
+        with self._timer.phase("gather"):
             outputs = [self._gathered(output) for output in outputs]
             total = self._combined(outputs, shards, window)
-        with nullcontext() if self._lanes is None else self._lanes.computing(*self.devices):
-            self.precision.scale(total).backward()
+        self.precision.scale(total).backward()
         for output in outputs:
             assert output.loss is not None
             output.loss = output.loss.detach()
@@ -181,19 +174,14 @@ class DataParallel(Strategy):
         """Return what `step(replica, shard, precision)` returns on each device."""
         assert self._threads is not None
         devices = self.devices[: len(shards)]
-        with self._phase("scatter"):
+        with self._timer.phase("scatter"):
             moved = [self._scattered(shard, device) for shard, device in zip(shards, devices, strict=True)]
-        with self._phase("replicate"):
-            replicas = replicate(task, devices, phase=self._phase, kept=self._metrics_of_replicas(task))
+        with self._timer.phase("replicate"):
+            replicas = replicate(task, devices, phase=self._timer.phase, kept=self._metrics_of_replicas(task))
         calls: list[Callable[[], Any]] = [
             partial(step, replica, shard, self.precision) for replica, shard in zip(replicas, moved, strict=True)
         ]
-        if self._lanes is not None:
-            calls = [self._lanes.timed(call, device) for call, device in zip(calls, devices, strict=True)]
         return self._threads.run(calls, kind=kind)
-
-    def _phase(self, name: str) -> AbstractContextManager[Any]:
-        return self._watch.phase(name) if self._lanes is None else self._lanes.communicating(self._watch.phase(name))
 
     def _scattered(self, shard: MicroBatch, device: torch.device) -> MicroBatch:
         if device.type == "cpu" and self.precision.batch_type is None:
@@ -225,18 +213,20 @@ class DataParallel(Strategy):
         return 2 * away * sum(parameter.nbytes for parameter in self._all_trained)
 
     def watch_overlap(self) -> None:
-        """Note from now on when each device computes, and when it sends or receives."""
-        self._lanes = LaneWatch(self.devices) if len(self.devices) > 1 else None
+        """Time the copies between devices in every step from now on."""
+        self._measures_overlap = len(self.devices) > 1
+        if self._measures_overlap:
+            self._timer.start_overlap()
 
     def take_overlap(self, steps: int) -> Overlap | None:
-        """Stop measuring, and return what was found."""
-        lanes, self._lanes = self._lanes, None
-        if lanes is None:
+        """Stop measuring, and return the seconds of copies between devices, of which nothing is hidden."""
+        if not self._measures_overlap:
             return super().take_overlap(steps) if len(self.devices) == 1 else None
-        return lanes.overlap()
+        self._measures_overlap = False
+        return self._timer.stop_overlap()
 
     def _tell_shares(self) -> None:
-        shares = self._watch.shares()
+        shares = self._timer.shares()
         logger.warning(
             "dp spent %.0f %% of steps %d to %d on moving things through the master (%s), and all replicas share one "
             "Python process. strategy=ddp trains to the same weights with a process for each device: it moves only "

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainkit.checkpoints.shards import Shards
 from trainkit.errors import UserError, nearest
+from trainkit.metrics.step_output import StepOutput
 from trainkit.optimization import Optimization
-from trainkit.step_output import StepOutput
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.window import Window

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from trainkit.batches import to_device
+from trainkit.metrics.step_output import StepOutput, read_evaluation_output
 from trainkit.precision import Precision
-from trainkit.step_output import StepOutput, read_evaluation_output
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 from trainkit.errors import UserError
-from trainkit.metric_states import metrics_in
+from trainkit.metrics.sync import metrics_in
 
 from . import python_generators
 from .event_mode import EventMode

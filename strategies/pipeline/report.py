@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from trainkit.timeline import Figure, Lane, Timeline, TimelineSpan
+from trainkit.profiling.timeline import Timeline, TimelineFigure, TimelineSpan, Track
 
 from .schedules import BACKWARD, FORWARD, Action, Span, draw, idle_share, simulate
 from .table import PartitionPlan, in_units
@@ -38,13 +38,13 @@ def write_timeline(spans: Sequence[Sequence[Span]], folder: Path, *, expected: f
 
 def drawn_timeline(spans: Sequence[Sequence[Span]], *, expected: float) -> Timeline:
     """Return a window in the form that the report draws: a lane for each rank, a bar for each action."""
-    lanes = [Lane(f"rank {rank}", [_bar(span) for span in rank_spans]) for rank, rank_spans in enumerate(spans)]
+    tracks = [Track(f"rank {rank}", [_bar(span) for span in rank_spans]) for rank, rank_spans in enumerate(spans)]
     num_micro_batches = len({span.action.micro_batch for rank_spans in spans for span in rank_spans})
     idle = idle_share(spans)
     figures = [
-        Figure("bubble, measured", idle, note=f"{expected:.1%} with equal stages: (p-1)/(m+p-1)"),
-        Figure("one window", max((row[-1].end for row in spans if row), default=0.0), "seconds"),
-        Figure("micro-batches", num_micro_batches, "count"),
+        TimelineFigure("bubble, measured", idle, note=f"{expected:.1%} with equal stages: (p-1)/(m+p-1)"),
+        TimelineFigure("one window", max((row[-1].end for row in spans if row), default=0.0), "seconds"),
+        TimelineFigure("micro-batches", num_micro_batches, "count"),
     ]
     advice = []
     if idle > expected + WORTH_ADVICE:
@@ -52,7 +52,7 @@ def drawn_timeline(spans: Sequence[Sequence[Span]], *, expected: float) -> Timel
             "Ranks are idle for longer than equal stages would be. Look at partition.txt for the slowest stage; "
             "strategy.cuts sets where stages begin, and strategy.accumulate gives more micro-batches."
         )
-    return Timeline("pipeline", "Who does which micro-batch when, in one step", lanes, None, figures, advice)
+    return Timeline("pipeline", "Who does which micro-batch when, in one step", tracks, None, figures, advice)
 
 
 def _bar(span: Span) -> TimelineSpan:

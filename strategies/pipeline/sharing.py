@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.step_output import StepOutput
+from trainkit.metrics.step_output import StepOutput
 
 _UNCHANGED, _CHANGED = 0.0, 1.0
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainkit.batches import to_device
 from trainkit.errors import UserError
-from trainkit.metric_states import metrics_in, set_aside
+from trainkit.metrics.sync import detach_metrics, metrics_in
 
 from .choice import Choice
 from .events import Recording
@@ -163,7 +163,7 @@ class Staging:
         answer: Any = None
         if dist.get_rank() == source:
             try:
-                with set_aside(metrics_in(task)):  # what is recorded is trained on, or evaluated, once more
+                with detach_metrics(metrics_in(task)):  # what is recorded is trained on, or evaluated, once more
                     answer = answer_of()
             except Exception as error:
                 self._tell(error, source, everywhere=everywhere)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from trainkit.data import Source
 from trainkit.feed import make_feed
+from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optimization import Clip, Optimization, configure
-from trainkit.overlap import Overlap
 from trainkit.phases import check_phases_run, has_phases
 from trainkit.precision import Precision
-from trainkit.step_output import StepOutput, read_training_output
+from trainkit.profiling.timeline import Overlap
 from trainkit.strategy import BatchPlan
 from trainkit.task import TaskModule
 from trainkit.window import Window

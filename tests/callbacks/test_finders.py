@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from trainkit.callbacks.chart import chart
 from trainkit.callbacks.learning_rate_finder import LearningRateFinder, suggest
 from trainkit.callbacks.micro_batch_finder import MicroBatchFinder
 from trainkit.strategies.ddp.strategy import DDPStrategy
@@ -26,6 +25,7 @@ from trainkit.strategies.torch_ddp import TorchDDP
 
 from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, Phase, Strategy, Trainer, UserError
+from trainkit.report.charts import line_chart
 from trainkit.testing import run_ranks
 
 
@@ -413,6 +413,6 @@ def test_phases_without_methods_of_their_own_are_refused_with_what_to_type(make_
 
 
 def test_a_chart_of_nothing_is_still_a_chart() -> None:
-    drawn = chart([1.0, 2.0], [math.nan, math.inf], marked=None, titles=("a < b", "x", "y"))
+    drawn = line_chart([1.0, 2.0], [math.nan, math.inf], marked=None, titles=("a < b", "x", "y"))
 
     assert ElementTree.fromstring(drawn).tag.endswith("svg")

@@ -16,7 +16,7 @@ from trainkit.callbacks.timer import Timer
 
 from tests.tasks import Recorder, Regression, StopAt, regression_data
 from trainkit import Callback, Data
-from trainkit.peak_memory import PeakMemory
+from trainkit.profiling.memory import PeakMemoryTracker
 
 
 def data() -> Data:
@@ -137,7 +137,7 @@ class Allocator:
 def test_peaks_between_log_points_are_the_same_for_all_who_ask_and_that_of_the_run_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counter, peaks = Allocator(monkeypatch), PeakMemory(torch.device("cuda"))
+    counter, peaks = Allocator(monkeypatch), PeakMemoryTracker(torch.device("cuda"))
     seen = []
     for step, size in ((10, 500), (20, 900), (30, 200)):
         counter.use(size)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
 from trainkit.callbacks.profiler import Profiler
-from trainkit.strategies.dp.lane_watch import LaneSpan, LaneWatch, communicated
 from trainkit.strategies.dp.strategy import DataParallel
-from trainkit.strategies.torch_reducer_times import TorchReducerTimes
+from trainkit.strategies.torch_ddp import ReducerTimes
 
 from tests.tasks import FakeRank, Regression, regression_data
 from trainkit import Data
-
-CPU = torch.device("cpu")
 
 
 class SlowlyValidated(Regression):
@@ -46,7 +40,7 @@ def test_one_device_has_no_communication(make_trainer: Any, capsys: pytest.Captu
 
 def test_replicas_say_what_share_of_a_step_is_moving_things_and_that_nothing_of_it_is_hidden(make_trainer: Any) -> None:
     overlap = overlap_of(make_trainer, DataParallel(devices=["cpu", "cpu"]), evaluate_every="1step")
-    assert overlap["steps"] == 3  # of steps 5 to 8; in step 5 dp still measures its shares
+    assert overlap["steps"] == 4  # steps 5 to 8
     assert 0 < overlap["communication_seconds"] < overlap["step_seconds"] < 0.05  # evaluations are no part of steps
     assert overlap["hidden_share"] == 0
     assert overlap["exposed_seconds"] == overlap["communication_seconds"]
@@ -63,47 +57,6 @@ def test_what_a_strategy_of_ones_own_does_not_tell_is_not_known(make_trainer: An
         pass
 
     assert "not known under Untold on cpu" in overlap_of(make_trainer, Untold(world_size=2))["line"]
-
-
-def test_communication_is_hidden_while_another_lane_computes() -> None:
-    master, other = (0, 0), (1, 0)
-    spans = [
-        LaneSpan(master, 0.0, 10.0, False),  # a backward, and in it the sums
-        LaneSpan(master, 6.0, 10.0, True),
-        LaneSpan(other, 0.0, 7.0, False),
-        LaneSpan(other, 9.0, 11.0, True),
-    ]
-    communication, hidden = communicated(spans)
-    assert (communication, hidden) == (5.0, 1.0)
-    assert communicated([]) == (0.0, 0.0)
-
-
-def test_lanes_are_threads_and_what_one_computes_hides_what_another_sends() -> None:
-    watch = LaneWatch([CPU, CPU])
-    computing, sent = threading.Event(), threading.Event()
-
-    def compute() -> None:
-        computing.set()
-        sent.wait(10)
-
-    watch.begin_step()
-    thread = threading.Thread(target=watch.timed(compute, CPU))
-    thread.start()
-    computing.wait(10)
-    with watch.computing(CPU), watch.communicating(nullcontext()):
-        time.sleep(0.02)
-    sent.set()
-    thread.join()
-    with watch.communicating(nullcontext()):
-        time.sleep(0.06)
-    watch.end_step()
-    with watch.communicating(nullcontext()):
-        time.sleep(0.05)  # of no step
-
-    overlap = watch.overlap()
-    assert overlap is not None and overlap.communication is not None
-    assert overlap.communication == pytest.approx(0.08, abs=0.03)
-    assert overlap.exposed == pytest.approx(0.06, abs=0.02)
 
 
 class Wrapped:
@@ -125,20 +78,20 @@ def told(communication: float, hidden: float) -> dict[str, float]:
 
 def test_the_reducer_of_torch_measures_every_step_while_somebody_looks() -> None:
     wrapped = Wrapped(told(0.4, 0.1), told(0.2, 0.3))
-    times = TorchReducerTimes(wrapped)  # type: ignore[arg-type] # stands in for it
+    times = ReducerTimes(wrapped)  # type: ignore[arg-type] # stands in for it
     for _ in range(3):
-        times.look()
+        times.add_previous_step()
     overlap = times.close()
     assert wrapped.rates == [100, 1, 100]
     assert overlap is not None
-    assert overlap.steps == 2  # the first look is at a step that nobody asked about
+    assert overlap.steps == 2  # the first call is about a step before the measurement
     assert overlap.communication == pytest.approx(0.3)
     assert overlap.exposed == pytest.approx(0.15)
 
 
 def test_a_reducer_that_tells_nothing_is_not_known() -> None:
     wrapped = Wrapped({"iteration": 3.0})
-    times = TorchReducerTimes(wrapped)  # type: ignore[arg-type] # stands in for it
-    times.look()
-    times.look()
+    times = ReducerTimes(wrapped)  # type: ignore[arg-type] # stands in for it
+    times.add_previous_step()
+    times.add_previous_step()
     assert times.close() is None

@@ -38,9 +38,7 @@ def _processor_seconds(*command):
 
 
 def test_help_answers_without_importing_torch_or_hydra():
-    script = (
-        "import sys; from trainkit.cli.main import main; main(sys.argv[1:]); print('|', *sorted(sys.modules))"
-    )
+    script = "import sys; from trainkit.cli.main import main; main(sys.argv[1:]); print('|', *sorted(sys.modules))"
     for argv in (["--help"], ["fit", "--help"], ["recipes"]):
         ran = subprocess.run(
             [sys.executable, "-c", script, *argv], capture_output=True, text=True, check=True, timeout=60

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tasks import MemoryLogger, Regression, regression_data
 from trainkit import Callback, Data
-from trainkit.loggers.guarded import LONGEST_TEXT, MOST_FAILURES, GuardedLogger
+from trainkit.loggers.guarded import LONGEST_TEXT, MOST_FAILURES, SafeLogger
 
 
 class Failing(MemoryLogger):
@@ -46,7 +46,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def written(inner: Failing, tmp_path: Path, num_writes: int) -> None:
-    guarded = GuardedLogger(inner)
+    guarded = SafeLogger(inner)
     guarded.open(tmp_path, step=0)
     for step in range(num_writes):
         guarded.write({"train/loss": 1.0}, step=step)
@@ -63,7 +63,7 @@ def test_a_failure_is_one_warning_and_the_logger_is_tried_again(
     assert [step for step, _ in inner.rows] == [0, 1, 5, 6, 7]
     first, last = warnings_of(caplog)
     assert first.startswith("Failing failed (OSError: [Errno 28] No space left on device); training goes on")
-    assert last == "Failing lost 3 of what it was to write."
+    assert last == "Failing dropped 3 records."
     assert inner.closed == 1
 
 
@@ -76,7 +76,7 @@ def test_a_logger_that_fails_again_and_again_is_switched_off(tmp_path: Path, cap
     assert [text.split(" (")[0] for text in warnings_of(caplog)] == [
         "Failing failed",
         "Failing is switched off for the rest of this run.",
-        "Failing lost 50 of what it was to write.",
+        "Failing dropped 50 records.",
     ]
 
 
@@ -115,7 +115,7 @@ def test_what_asks_python_to_end_is_not_kept_back(tmp_path: Path) -> None:
         def write(self, metrics: Mapping[str, float], *, step: int) -> None:
             raise KeyboardInterrupt
 
-    guarded = GuardedLogger(Interrupted())
+    guarded = SafeLogger(Interrupted())
     guarded.open(tmp_path, step=0)
 
     with pytest.raises(KeyboardInterrupt):
@@ -135,7 +135,7 @@ def test_a_slow_logger_is_named_once(
 
 def test_long_texts_are_cut_before_a_logger_sees_them(tmp_path: Path) -> None:
     inner = Failing()
-    guarded = GuardedLogger(inner)
+    guarded = SafeLogger(inner)
 
     guarded.write_text("samples", "a" * (LONGEST_TEXT + 1), step=0)
     guarded.write_text("samples", "short", step=0)

@@ -10,7 +10,7 @@ import torch
 
 from tests.tasks import Regression, StopAt, regression_data
 from trainkit import Data
-from trainkit.loggers.guarded import GuardedLogger
+from trainkit.loggers.guarded import SafeLogger
 from trainkit.loggers.mlflow import MlflowLogger
 
 pytest.importorskip("mlflow")
@@ -40,7 +40,7 @@ def curve(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_curves_settings_texts_and_images_can_be_read_by_mlflow(tmp_path: Path) -> None:
-    logger = GuardedLogger(MlflowLogger())
+    logger = SafeLogger(MlflowLogger())
     logger.open(tmp_path, step=0)
     logger.write_config("trainer: {seed: 7}\nlong: " + "a" * 7000)
     logger.write({"train/loss": 0.5, "train/learning_rate.0": 1.0}, step=1)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 from tests.tasks import Regression, regression_data
-from trainkit.histogram import histogram_of
-from trainkit.loggers.guarded import GuardedLogger
-from trainkit.loggers.tensorboard import TensorBoardLogger
+from trainkit.loggers.guarded import SafeLogger
+from trainkit.loggers.media import histogram_of
+from trainkit.loggers.tensorboard import EventFile, TensorBoardLogger
 from trainkit.model_graph import record_graph
 
 Read = Callable[[Path], Any]
@@ -93,7 +94,7 @@ def test_numbers_that_are_not_finite_come_back_as_they_were(tmp_path: Path, read
 def test_a_killed_process_loses_nothing(tmp_path: Path, read: Read) -> None:
     program = (
         "import os, pathlib, signal\n"
-        "from trainkit.loggers.tensorboard import TensorBoardLogger\n"
+        "from trainkit.loggers.tensorboard import EventFile, TensorBoardLogger\n"
         f"logger = TensorBoardLogger(); logger.open(pathlib.Path({str(tmp_path)!r}), step=0)\n"
         "logger.write({'train/loss': 0.5}, step=7)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -138,7 +139,7 @@ def test_images_histograms_and_texts_come_back(tmp_path: Path, read: Read) -> No
 def test_settings_are_in_the_table_of_the_plugin_hparams(tmp_path: Path, read: Read) -> None:
     from tensorboard.plugins.hparams import metadata
 
-    logger = GuardedLogger(TensorBoardLogger())
+    logger = SafeLogger(TensorBoardLogger())
     logger.open(tmp_path, step=0)
     logger.write_config(
         "trainer: {seed: 7, compile: false, clip_norm: null, max_duration: [1epoch, 30min]}\nlong: " + "a" * 600
@@ -173,3 +174,21 @@ def test_the_graph_of_a_step_shows_its_operations_by_module(tmp_path: Path, read
     assert task.training
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in task.modules())
+
+
+@pytest.mark.parametrize("text", ["", "loss", "x" * 1000])
+def test_checksums_are_those_that_tensorboard_writes(tmp_path: Path, text: str) -> None:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    file = EventFile(tmp_path)
+    start = file.path.stat().st_size
+    file.add(Event(step=3, file_version=text))
+    file.close()
+
+    record = file.path.read_bytes()[start:]
+    data = record[12:-4]
+    assert Event.FromString(data) == Event(step=3, file_version=text)
+    assert record[:8] == struct.pack("<Q", len(data))
+    assert record[8:12] == struct.pack("<I", masked_crc32c(record[:8]))
+    assert record[-4:] == struct.pack("<I", masked_crc32c(data))

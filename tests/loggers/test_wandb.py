@@ -58,10 +58,10 @@ def test_curves_settings_and_media_are_in_one_run_also_after_a_resume(tmp_path: 
     """In a process of its own: the package starts a service and looks at signals and at how Python ends."""
     program = textwrap.dedent(f"""
         import pathlib, torch
-        from trainkit.histogram import histogram_of
-        from trainkit.loggers.guarded import GuardedLogger
+        from trainkit.loggers.media import histogram_of
+        from trainkit.loggers.guarded import SafeLogger
         from trainkit.loggers.wandb import WandbLogger
-        logger = GuardedLogger(WandbLogger(mode="offline", project="p"))
+        logger = SafeLogger(WandbLogger(mode="offline", project="p"))
         folder = pathlib.Path({str(tmp_path)!r})
         logger.open(folder, step=0)
         logger.write_config("trainer: {{seed: 7}}\\nlong: " + "a" * 5000)

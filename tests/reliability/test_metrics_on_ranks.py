@@ -14,7 +14,7 @@ from trainkit.strategies.single import SingleDevice
 
 from tests.tasks import Recorder
 from trainkit import Data, TaskModule, Trainer
-from trainkit.metric import Metric
+from trainkit.metrics.metric import Metric
 from trainkit.testing import rank_outcomes, run_ranks
 
 pytest.importorskip("torchmetrics")

@@ -20,7 +20,7 @@ from trainkit.strategies.torch_ddp import TorchDDP
 from tests.tasks import Recorder, assert_close, assert_same_bits
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.memory import recut
-from trainkit.metric import Metric
+from trainkit.metrics.metric import Metric
 from trainkit.testing import run_ranks
 from trainkit.window import MicroBatch, Window
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
-from trainkit.report.writing import write_report
+from trainkit.report.run_report import write_report
 
 
 class Hostile(Callback):

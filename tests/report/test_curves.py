@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.report.metrics import Curve, averaged, base_names, read_curves, thinned
-from trainkit.report.numbers import number, seconds, share, short, size, ticks
+from trainkit.report.html import number, seconds, share, short, size, ticks
+from trainkit.report.record import Curve, averaged, base_names, downsample, read_curves
 
 
 def test_what_a_resumed_run_logs_again_replaces_what_was_there(tmp_path):
@@ -28,7 +28,7 @@ def test_texts_that_stand_for_numbers_are_read(tmp_path):
 @given(st.lists(st.floats(allow_infinity=False), min_size=1, max_size=400), st.integers(8, 64))
 def test_thinning_keeps_ends_and_extremes_and_what_is_no_number(values, most):
     curve = Curve(list(range(len(values))), values)
-    thin = thinned(curve, most=most)
+    thin = downsample(curve, most=most)
     assert len(thin.steps) <= max(most + 2, 8)
     assert thin.steps == sorted(set(thin.steps))
     assert (thin.steps[0], thin.steps[-1]) == (0, len(values) - 1)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.report.comparison import comparison_page
+from trainkit.profiling.timeline import Timeline, TimelineSpan, Track
+from trainkit.report.comparison import comparison_report
 from trainkit.report.record import read_run
-from trainkit.report.writing import write_page, write_report
-from trainkit.timeline import Lane, Timeline, TimelineSpan
+from trainkit.report.run_report import write_page, write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SECONDS = 2.0
@@ -67,7 +67,7 @@ def test_pages_fit_a_narrow_screen_and_show_values(finished_run, failed_run, tmp
 
 
 def test_a_comparison_and_a_timeline_open_and_show_values(finished_run, failed_run, tmp_path):
-    page = comparison_page([read_run(finished_run), read_run(failed_run)])
+    page = comparison_report([read_run(finished_run), read_run(failed_run)])
     found = opened(write_page(page, tmp_path / "both.html"), tmp_path)
     assert found["failures"] == [] and not found["wide"]
     assert "finished" in found["tip"] and "failed" in found["tip"]
@@ -75,7 +75,7 @@ def test_a_comparison_and_a_timeline_open_and_show_values(finished_run, failed_r
     folder = tmp_path / "drawn"
     shutil.copytree(finished_run, folder)
     spans = [TimelineSpan("forward", 0.0, 0.02, label="0"), TimelineSpan("backward", 0.02, 0.06, label="0")]
-    Timeline("ddp", "One step", [Lane("rank 0", spans), Lane("bucket 0", spans[1:])], 7).write(folder)
+    Timeline("ddp", "One step", [Track("rank 0", spans), Track("bucket 0", spans[1:])], 7).write(folder)
     for width in (1200, 500):
         found = opened(write_report(folder), tmp_path, width=width)
         assert found["failures"] == [] and not found["wide"]

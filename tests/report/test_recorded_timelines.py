@@ -17,8 +17,8 @@ from trainkit.strategies.torch_ddp import TorchDDP
 
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, TaskModule, Trainer
+from trainkit.profiling.timeline import read_timeline
 from trainkit.testing import run_ranks
-from trainkit.timeline import read_timeline
 
 MS = 1e-3
 FORWARD = 30 * MS
@@ -126,9 +126,9 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize(("name", "word"), [("shared_memory", "bucket"), ("group", "bucket"), ("fusion", "buffer")])
 def test_the_picture_of_buckets_shows_what_happened(runs, name, word):
     timeline = read_timeline(runs / name)
-    forward, backward, wait = timeline.lanes[0].spans
-    buckets = [lane.spans[-1] for lane in timeline.lanes[1:]]
-    assert [lane.name for lane in timeline.lanes] == ["compute", *(f"{word} {number}" for number in range(3))]
+    forward, backward, wait = timeline.tracks[0].spans
+    buckets = [track.spans[-1] for track in timeline.tracks[1:]]
+    assert [track.name for track in timeline.tracks] == ["compute", *(f"{word} {number}" for number in range(3))]
     near = {"abs": 30 * MS}
     own, other = BACKWARD[0], BACKWARD[1]
     begin = forward.end

@@ -4,12 +4,13 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from tests.report.parsed import Page
 from trainkit.cli.main import main
-from trainkit.report.comparison import comparison_page
+from trainkit.report.comparison import comparison_report
 from trainkit.report.record import read_run
 
 
@@ -49,7 +50,7 @@ def test_a_comparison_marks_the_best_value_and_says_how_far_the_others_are_from_
         (tmp_path / name).mkdir()
         line = {"step": 1, "time": 0.0, "validation/loss": loss, "validation/accuracy": accuracy}
         (tmp_path / name / "metrics.jsonl").write_text(f"{json.dumps(line)}\n")
-    html = comparison_page([read_run(tmp_path / name) for name in ("first", "second")])
+    html = comparison_report([read_run(tmp_path / name) for name in ("first", "second")])
     marked = re.findall(r'<b class="good">([^<]*)</b>', html)
     assert sorted(marked) == ["0.25", "0.9"]  # the least loss, the greatest accuracy
     assert html.count("-50.0 %") == 2
@@ -101,17 +102,18 @@ def test_what_cannot_be_reported_is_explained(two_runs, capsys, typed, words):
 
 def test_settings_are_compared_with_the_recipe():
     from trainkit.cli.compose import compose_config
-    from trainkit.report.config_changes import Change, changes_from_recipe
+    from trainkit.cli.run_commands import recipe_diff
+    from trainkit.report.config_diff import ConfigChange
 
     typed = ["recipe=digits_mlp", "strategy=ddp", "strategy.devices=3", "task.lr=0.5", "+callbacks=early_stopping"]
     with compose_config() as composer:
-        tree = composer.settings([*typed, "callbacks.early_stopping.patience=9"]).tree
-    changes = changes_from_recipe(tree)
-    assert changes[0] == Change("strategy", "SingleDevice", "DDPStrategy")
-    assert Change("strategy.devices", "auto", "3") in changes
-    assert Change("task.lr", "0.002", "0.5") in changes
+        settings = composer.settings([*typed, "callbacks.early_stopping.patience=9"])
+    changes = recipe_diff(settings)
+    assert changes[0] == ConfigChange("strategy", "SingleDevice", "DDPStrategy")
+    assert ConfigChange("strategy.devices", "auto", "3") in changes
+    assert ConfigChange("task.lr", "0.002", "0.5") in changes
     (added,) = [change for change in changes if change.key == "callbacks.early_stopping"]
     assert added.before == "" and "patience=9" in added.after
     assert len(changes) == 4
-    assert changes_from_recipe({"recipe": "gone"}) is None
-    assert changes_from_recipe({"recipe": None}) is None
+    assert recipe_diff(replace(settings, tree={**settings.tree, "recipe": "gone"})) is None
+    assert recipe_diff(replace(settings, tree={**settings.tree, "recipe": None})) is None

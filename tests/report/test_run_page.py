@@ -14,8 +14,8 @@ from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
 from trainkit.cli.main import main
 from trainkit.failure import FailureRecord
-from trainkit.report.writing import write_report
-from trainkit.timeline import Figure, Lane, Timeline, TimelineSpan
+from trainkit.profiling.timeline import Timeline, TimelineFigure, TimelineSpan, Track
+from trainkit.report.run_report import write_report
 
 
 def test_a_finished_run_has_curves_checkpoints_settings_and_environment(finished_run):
@@ -138,8 +138,8 @@ def test_a_long_run_is_small_and_keeps_its_extremes(long_run):
 def test_a_timeline_is_drawn_to_scale_with_its_advice(tmp_path):
     (tmp_path / "config.yaml").write_text("recipe: null\n")
     bars = [TimelineSpan("forward", 10.0, 10.25, label="0"), TimelineSpan("backward", 10.5, 11.0, "<b>", "1")]
-    figures = [Figure("hidden", 0.825, note="of all"), Figure("size", 2.5 * 2**20, "bytes")]
-    Timeline("ddp", "a step", [Lane("rank 0", bars)], 7, figures, ["Try strategy.bucket_mb=2."]).write(tmp_path)
+    figures = [TimelineFigure("hidden", 0.825, note="of all"), TimelineFigure("size", 2.5 * 2**20, "bytes")]
+    Timeline("ddp", "a step", [Track("rank 0", bars)], 7, figures, ["Try strategy.bucket_mb=2."]).write(tmp_path)
     page = Page.of(write_report(tmp_path))
     drawn = [(a["x"], a["width"]) for a in page.attributes("rect")]
     assert drawn == [("0.000%", "25.000%"), ("50.000%", "50.000%")]
@@ -157,7 +157,7 @@ def test_a_report_that_cannot_be_written_does_not_end_training(make_trainer, mon
     def refuse(folder):
         raise OSError("no space left")
 
-    monkeypatch.setattr("trainkit.report.writing.write_report", refuse)
+    monkeypatch.setattr("trainkit.report.run_report.write_report", refuse)
     result = make_trainer(max_duration="2step").fit(Regression(), Data(train=regression_data(8), batch_size=4))
     assert result.steps == 2
     assert "could not be written: OSError: no space left" in caplog.text

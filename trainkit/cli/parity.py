@@ -25,7 +25,7 @@ def parity(arguments: Arguments) -> int:
     device = _read(arguments, "device", str, "cpu")
     tolerance = _read(arguments, "tolerance", float, None)
     from trainkit.cli.run_commands import assemble
-    from trainkit.parity import DEFAULT_STRATEGIES, compare_strategies
+    from trainkit.parity.compare import DEFAULT_STRATEGIES, compare_strategies
 
     with compose_config(arguments.config_dirs) as composer:
         _check_keys(arguments)

@@ -31,22 +31,21 @@ def report(arguments: Arguments) -> int:
 
 
 def _written(folders: list[Path], out: Path | None) -> Path:
-    from trainkit.report.comparison import comparison_page
+    from trainkit.report.comparison import comparison_report
     from trainkit.report.record import read_run
-    from trainkit.report.run_page import run_page
-    from trainkit.report.sweep_page import SWEEP, sweep_page
-    from trainkit.report.writing import COMPARISON, REPORT, write_page
+    from trainkit.report.run_report import COMPARISON, REPORT, run_report, write_page
+    from trainkit.report.sweep_report import SWEEP, sweep_report
 
     if len(folders) == 1 and (folders[0] / SWEEP).is_file():
-        return write_page(sweep_page(folders[0]), out or folders[0] / REPORT)
+        return write_page(sweep_report(folders[0]), out or folders[0] / REPORT)
     runs = [_run_in(folder) for folder in folders]
     if len(runs) == 1:
-        return write_page(run_page(read_run(runs[0])), out or runs[0] / REPORT)
+        return write_page(run_report(read_run(runs[0])), out or runs[0] / REPORT)
     same = [str(run) for index, run in enumerate(runs) if run.resolve() in [other.resolve() for other in runs[:index]]]
     if same:
         raise UserError(f"{same[0]} is given twice; a comparison needs different runs.")
     # Beside the last one: what is compared is most often a new run with older ones.
-    return write_page(comparison_page([read_run(run) for run in runs]), out or runs[-1] / COMPARISON)
+    return write_page(comparison_report([read_run(run) for run in runs]), out or runs[-1] / COMPARISON)
 
 
 def _existing(text: str) -> Path:

@@ -22,7 +22,6 @@ from trainkit.callback import Callback
 from trainkit.checkpoints.store import load_from, resolve
 from trainkit.cli.compose import CONFIG_FILE, ConfigComposer, Settings, compose_config, config_file, with_origins
 from trainkit.cli.main import Arguments
-from trainkit.cli.recipe_diff import RecipeDiff
 from trainkit.cli.signatures import install_hint
 from trainkit.cli.validate import ConfigError, Problem, renamed_value
 from trainkit.continuation import run_to_continue
@@ -30,7 +29,7 @@ from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
 from trainkit.linear_scaling import UsualBatch
 from trainkit.logger import Logger
-from trainkit.report.config_changes import changes_from_recipe
+from trainkit.report.config_diff import ConfigChange, differences
 from trainkit.rng import seed_everything
 from trainkit.run_folder import choose_run_dir
 from trainkit.strategy import Strategy
@@ -105,21 +104,27 @@ def check_empty(folder: Path) -> None:
         )
 
 
-def recipe_diff(settings: Settings, config_dirs: Sequence[str] = ()) -> list[Callback]:
-    """Return the callback that writes how the config differs from its recipe; none without a report to show it."""
+def recipe_diff(settings: Settings, config_dirs: Sequence[str] = ()) -> list[ConfigChange] | None:
+    """Return how the config differs from its recipe; `None` where no recipe can be composed."""
     recipe = settings.tree.get("recipe")
-    if recipe is None or not settings.tree["trainer"].get("report", True):
-        return []
-    state = Singleton.get_state()  # a sweep's own Hydra may be running
+    if recipe is None:
+        return None
+    state = Singleton.get_state()  # the Hydra of a sweep may be running
     try:
         with compose_config(config_dirs) as composer:
             own, with_strategy = composer.recipe_trees(recipe, settings.tree["strategy"]["_target_"])
     except UserError as error:  # a recipe whose folder is gone
         logger.debug("the recipe %s cannot be composed: %s", recipe, error)
-        return []
+        return None
     finally:
         Singleton.set_state(state)
-    return [RecipeDiff(changes_from_recipe(settings.tree, own, with_strategy))]
+    changes = differences(with_strategy, settings.tree)
+    if own != with_strategy:
+        names = [
+            str((tree.get("strategy") or {}).get("_target_", "")).rpartition(".")[2] for tree in (own, settings.tree)
+        ]
+        changes.insert(0, ConfigChange("strategy", names[0], names[1]))
+    return changes
 
 
 def _usual_batch(composer: ConfigComposer, settings: Settings) -> UsualBatch | None:
@@ -144,7 +149,7 @@ def _train(
 ) -> int:
     run = assemble(settings, run_dir=run_dir)
     run.trainer.usual_batch = usual
-    run.trainer.callbacks += recipe_diff(settings, arguments.config_dirs)
+    run.trainer.config_diff = partial(recipe_diff, settings, arguments.config_dirs)
     try:
         result = run.trainer.fit(run.task, run.data, resume=resume)
     except Stopped as stopped:

@@ -33,8 +33,8 @@ from trainkit.cli.run_commands import assemble, check_empty, recipe_diff, resume
 from trainkit.cli.signatures import install_hint
 from trainkit.cli.validate import ConfigError, Problem
 from trainkit.errors import Stopped, UserError, nearest
-from trainkit.report.sweep_page import SWEEP, sweep_page
-from trainkit.report.writing import REPORT, write_page
+from trainkit.report.run_report import REPORT, write_page
+from trainkit.report.sweep_report import SWEEP, sweep_report
 from trainkit.run_folder import choose_run_dir
 
 _MOST_CHECKED = 200
@@ -234,7 +234,7 @@ def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
     for group in LISTS:
         drop_unselected(settings.tree, group)
     run = assemble(settings, run_dir=run_dir)
-    run.trainer.callbacks += recipe_diff(settings)
+    run.trainer.config_diff = partial(recipe_diff, settings)
     # A job that SLURM has queued again comes here a second time, with its folder.
     result = run.trainer.fit(run.task, run.data, resume="auto")
     outcome.exit_reason, outcome.seconds = result.exit_reason, result.seconds
@@ -274,7 +274,7 @@ def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: SweepObject
         table.add_row(*(Text(cell, overflow="fold") for cell in cells))
     print(f"\nsweep of {len(outcomes)} jobs in {folder}")
     print_table(table)
-    print(f"drawn in {write_page(sweep_page(folder), folder / REPORT)}")
+    print(f"drawn in {write_page(sweep_report(folder), folder / REPORT)}")
 
 
 def _keep_best(outcomes: Sequence[JobOutcome], path: Path, objective: SweepObjective) -> None:

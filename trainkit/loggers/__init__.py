@@ -1,1 +1,1 @@
-"""Where logged values are written to: one file for each destination."""
+"""Loggers: one file for each destination."""

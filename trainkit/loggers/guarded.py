@@ -1,4 +1,4 @@
-"""A logger that cannot end a run."""
+"""SafeLogger: a logger that cannot end a run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.histogram import Histogram
-from trainkit.hyperparameters import hyperparameters
-from trainkit.logger import Logger, Setting, cut
+from trainkit.logger import HyperParameter, Logger, cut, hyperparameters
+from trainkit.loggers.media import Histogram
 from trainkit.model_graph import ModelGraph
 
 if TYPE_CHECKING:
@@ -19,18 +18,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_TEXT = 100_000
-"""Characters; longer texts are cut before any logger sees them."""
+"""Characters; longer texts are shortened before any logger sees them."""
 MOST_FAILURES = 10
 """Failures in a row after which a logger is switched off."""
 SLOW_SECONDS = 5.0
-"""What one write may take before the user is told, once."""
+"""Seconds of one write above which a warning is given, once."""
 
 
-class GuardedLogger(Logger):
+class SafeLogger(Logger):
     """Passes everything on to another logger, and keeps its failures from the run.
 
     The first failure is one warning that names the logger. Every later write tries again; after ten failures in a row,
-    or if it cannot be opened, the logger is switched off. How many writes were lost is said when the run ends.
+    or if it cannot be opened, the logger is switched off. The number of dropped writes is reported when the run ends.
 
     Args:
         inner: The logger that writes.
@@ -40,10 +39,10 @@ class GuardedLogger(Logger):
     def __init__(self, inner: Logger) -> None:
         self.inner = inner
         self.failures = 0
-        """Writes that were lost."""
+        """Writes that were dropped."""
         self._in_a_row = 0
         self._is_off = False
-        self._said_slow = False
+        self._warned_slow = False
 
     @property
     def name(self) -> str:
@@ -51,7 +50,7 @@ class GuardedLogger(Logger):
         return type(self.inner).__name__
 
     def open(self, folder: Path, *, step: int) -> None:
-        self.failures, self._in_a_row, self._is_off, self._said_slow = 0, 0, False, False
+        self.failures, self._in_a_row, self._is_off, self._warned_slow = 0, 0, False, False
         try:
             self.inner.open(folder, step=step)
         except Exception as error:
@@ -62,11 +61,11 @@ class GuardedLogger(Logger):
         self._attempt(lambda: self.inner.write(metrics, step=step))
 
     def write_config(self, config: str) -> None:
-        """Keep the settings as a text and one by one."""
+        """Keep the config as a text and its values one by one."""
         self._attempt(lambda: self.inner.write_config(cut(config, LONGEST_TEXT)))
         self._attempt(lambda: self.inner.write_hyperparameters(hyperparameters(config)))
 
-    def write_hyperparameters(self, values: Mapping[str, Setting]) -> None:
+    def write_hyperparameters(self, values: Mapping[str, HyperParameter]) -> None:
         self._attempt(lambda: self.inner.write_hyperparameters(values))
 
     def write_text(self, name: str, text: str, *, step: int) -> None:
@@ -83,14 +82,14 @@ class GuardedLogger(Logger):
 
     def close(self) -> None:
         if self.failures:
-            logger.warning("%s lost %d of what it was to write.", self.name, self.failures)
+            logger.warning("%s dropped %d records.", self.name, self.failures)
             self.failures = 0
         self._is_off = False  # also one that is switched off has something to release
         self._attempt(self.inner.close)
         self.failures = 0
 
     def _attempt(self, call: Callable[[], None]) -> None:
-        """Make the call, and keep what it raises; what asks Python to end is passed on."""
+        """Make the call and count its failure; KeyboardInterrupt and SystemExit pass through."""
         if self._is_off:
             self.failures += 1
             return
@@ -101,7 +100,7 @@ class GuardedLogger(Logger):
             self._failed(error)
             return
         self._in_a_row = 0
-        self._look_at_time(time.monotonic() - began)
+        self._check_time(time.monotonic() - began)
 
     def _failed(self, error: Exception) -> None:
         self.failures += 1
@@ -112,11 +111,11 @@ class GuardedLogger(Logger):
             self._is_off = True
             logger.warning("%s is switched off for the rest of this run.", self.name)
 
-    def _look_at_time(self, seconds: float) -> None:
-        if seconds > SLOW_SECONDS and not self._said_slow:
-            self._said_slow = True
+    def _check_time(self, seconds: float) -> None:
+        if seconds > SLOW_SECONDS and not self._warned_slow:
+            self._warned_slow = True
             logger.warning(
-                "%s took %.0f s to write, and training waited; log less often (trainer.log_every) or leave it out.",
+                "%s took %.0f s to write, and training waited; log less often (trainer.log_every) or remove it.",
                 self.name,
                 seconds,
             )

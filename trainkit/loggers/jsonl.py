@@ -63,7 +63,7 @@ def _cut_back(path: Path, *, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """Return the step that a line is about; of one that a power cut has torn, infinity."""
+    """Return the step of a line; infinity for a line that was written only in part."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

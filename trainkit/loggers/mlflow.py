@@ -11,15 +11,14 @@ from urllib.parse import unquote, urlparse
 from zlib import crc32
 
 from trainkit.checkpoints.file import write_text
-from trainkit.logger import Logger, Setting, cut
-from trainkit.loggers.optional_package import require
-from trainkit.picture import png
+from trainkit.logger import HyperParameter, Logger, cut, require_package
+from trainkit.loggers.media import png
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ID_FILE = "mlflow_run_id"
-"""Where the run's folder keeps the name under which MLflow knows the run."""
+"""The file in the run's folder with MLflow's id of the run."""
 LONGEST_SETTING = 6_000
 LONGEST_NAME = 250
 """Characters that MLflow takes."""
@@ -43,7 +42,7 @@ class MlflowLogger(Logger):
     def __init__(
         self, *, experiment: str = "trainkit", name: str | None = None, tracking_uri: str | None = None
     ) -> None:
-        require("mlflow", extra="mlflow", where="the logger mlflow")
+        require_package("mlflow", extra="mlflow", where="the logger mlflow")
         self.experiment = experiment
         self.name = name
         self.tracking_uri = tracking_uri
@@ -86,12 +85,12 @@ class MlflowLogger(Logger):
         if self._client is not None and config:
             self._client.log_text(self._run_id, config, "config.yaml")
 
-    def write_hyperparameters(self, values: Mapping[str, Setting]) -> None:
+    def write_hyperparameters(self, values: Mapping[str, HyperParameter]) -> None:
         if self._client is None:
             return
         from mlflow.entities import Param
 
-        # What a resumed run has been given anew is kept as it was: MLflow refuses to change a setting.
+        # A resumed run keeps its first hyperparameters: MLflow refuses to change them.
         known = self._client.get_run(self._run_id).data.params
         new = [Param(_name(name), cut(str(value), LONGEST_SETTING)) for name, value in values.items()]
         new = [setting for setting in new if setting.key not in known]
@@ -143,6 +142,6 @@ def _cut_back(folder: Path, *, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """Return a line's step; of one that a kill has torn, infinity."""
+    """Return the step of a line; infinity for a line that was written only in part."""
     parts = line.split()
     return int(parts[2]) if line.endswith("\n") and len(parts) >= 3 and parts[2].isdigit() else float("inf")

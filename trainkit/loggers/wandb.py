@@ -1,4 +1,4 @@
-"""Weights & Biases: curves, histograms, images and texts beside the run's settings, online or offline."""
+"""Weights & Biases: curves, histograms, images and texts beside the run's config, online or offline."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.checkpoints.file import write_text
 from trainkit.errors import UserError, nearest
-from trainkit.histogram import Histogram
-from trainkit.logger import Logger, Setting, cut
-from trainkit.loggers.optional_package import require
+from trainkit.logger import HyperParameter, Logger, cut, require_package
+from trainkit.loggers.media import Histogram
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ID_FILE = "wandb_run_id"
-"""Where the run's folder keeps the name under which the server knows the run."""
+"""The file in the run's folder with the server's id of the run."""
 LONGEST_SETTING = 2_000
-"""Characters of one setting."""
+"""Characters of one hyperparameter."""
 _MODES = ("online", "offline", "disabled")
 
 
@@ -50,7 +49,7 @@ class WandbLogger(Logger):
         tags: list[str] | None = None,
         mode: Literal["online", "offline", "disabled"] = "online",
     ) -> None:
-        require("wandb", extra="wandb", where="the logger wandb")
+        require_package("wandb", extra="wandb", where="the logger wandb")
         if mode not in _MODES:
             raise UserError(f"wandb.mode={mode!r} is unknown.{nearest(mode, _MODES)} Choose {', '.join(_MODES)}.")
         self.project = project
@@ -86,7 +85,7 @@ class WandbLogger(Logger):
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._log(dict(metrics), step=step)
 
-    def write_hyperparameters(self, values: Mapping[str, Setting]) -> None:
+    def write_hyperparameters(self, values: Mapping[str, HyperParameter]) -> None:
         if self._run is not None:
             known = {
                 name: cut(value, LONGEST_SETTING) if isinstance(value, str) else value for name, value in values.items()

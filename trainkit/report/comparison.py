@@ -6,20 +6,17 @@ import math
 from collections.abc import Sequence
 from os.path import commonpath
 
-from trainkit.report.chart import chart_grid
-from trainkit.report.config_changes import differing_keys
-from trainkit.report.markup import Markup, element, joined
-from trainkit.report.metric_charts import curve_charts, kind_of
-from trainkit.report.numbers import number, seconds
-from trainkit.report.page import Section, page
-from trainkit.report.record import RunRecord
+from trainkit.report.charts import chart_grid, curve_charts, kind_of
+from trainkit.report.config_diff import differing_keys
+from trainkit.report.html import SafeHtml, Section, element, join_html, number, page, seconds
+from trainkit.report.record import RunData
 from trainkit.report.step_breakdown import breakdown
 
 _SMALL_IS_GOOD = ("loss", "error", "perplexity", "bits_per_character", "mae", "mse")
 _LARGE_IS_GOOD = ("accuracy", "f1", "auc", "precision", "recall", "per_second", "mfu")
 
 
-def comparison_page(records: Sequence[RunRecord]) -> str:
+def comparison_report(records: Sequence[RunData]) -> str:
     """Return the HTML of a comparison; the first run is what the others are compared with."""
     names = short_names(records)
     sections = [
@@ -30,7 +27,7 @@ def comparison_page(records: Sequence[RunRecord]) -> str:
         _differences(records, names),
     ]
     kinds = " and ".join(dict.fromkeys(record.recipe for record in records))
-    header = joined(
+    header = join_html(
         element("h1", f"{len(records)} runs of {kinds}"),
         element(
             "ul", *(_line(record, names[index], index) for index, record in enumerate(records)), class_="legend runs"
@@ -43,20 +40,20 @@ def comparison_page(records: Sequence[RunRecord]) -> str:
     )
 
 
-def short_names(records: Sequence[RunRecord]) -> list[str]:
+def short_names(records: Sequence[RunData]) -> list[str]:
     """Return what tells the folders apart."""
     folders = [str(record.folder.absolute()) for record in records]
     common = commonpath([str(record.folder.absolute().parent) for record in records])
     return [folder[len(common) :].lstrip("/") or folder for folder in folders]
 
 
-def _line(record: RunRecord, name: str, index: int) -> Markup:
+def _line(record: RunData, name: str, index: int) -> SafeHtml:
     layout = record.environment.get("strategy", "")
     told = f"{name}: {record.status}{f', {layout}' if layout else ''}"
     return element("li", element("i", class_=f"swatch c{index % 8}"), told)
 
 
-def _metrics(records: Sequence[RunRecord], names: Sequence[str]) -> Markup:
+def _metrics(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
     known = dict.fromkeys(name for record in records for name in record.metrics)
     wanted = sorted((name for name in known if kind_of(name)), key=lambda name: (name.startswith("train/"), name))
     rows = [
@@ -72,7 +69,7 @@ def _metrics(records: Sequence[RunRecord], names: Sequence[str]) -> Markup:
     return element("div", whole, class_="table-frame")
 
 
-def _row(name: str, values: Sequence[float | None], goal: str) -> Markup:
+def _row(name: str, values: Sequence[float | None], goal: str) -> SafeHtml:
     """Return a row in which the best value stands out, and the others say how far they are from the first run's."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     best = {"min": min, "max": max}[goal](finite) if goal and len(set(finite)) > 1 else None
@@ -84,7 +81,7 @@ def _row(name: str, values: Sequence[float | None], goal: str) -> Markup:
         if index and value is not None and base and math.isfinite(value) and math.isfinite(base) and value != base:
             note = element("small", f" {100 * (value / base - 1):+.1f} %", class_="muted")
         emphasised = element("b", text, class_="good") if value is not None and value == best else text
-        cells.append(element("td", joined(emphasised, note), class_="number"))
+        cells.append(element("td", join_html(emphasised, note), class_="number"))
     return element("tr", element("th", name, scope="row"), *cells)
 
 
@@ -96,13 +93,13 @@ def _goal(name: str) -> str:
 
 
 def _curves(
-    key: str, title: str, records: Sequence[RunRecord], names: Sequence[str], *, kinds: tuple[str, ...]
+    key: str, title: str, records: Sequence[RunData], names: Sequence[str], *, kinds: tuple[str, ...]
 ) -> Section | None:
     charts = curve_charts({name: record.curves for name, record in zip(names, records, strict=True)}, kinds=kinds)
     return Section(key, title, chart_grid(charts)) if charts else None
 
 
-def _breakdowns(records: Sequence[RunRecord], names: Sequence[str]) -> Section | None:
+def _breakdowns(records: Sequence[RunData], names: Sequence[str]) -> Section | None:
     parts = []
     for name, record in zip(names, records, strict=True):
         found = breakdown(record.step_times)
@@ -111,7 +108,7 @@ def _breakdowns(records: Sequence[RunRecord], names: Sequence[str]) -> Section |
     return Section("breakdown", "Where the time goes", element("div", *parts, class_="charts")) if parts else None
 
 
-def _differences(records: Sequence[RunRecord], names: Sequence[str]) -> Section | None:
+def _differences(records: Sequence[RunData], names: Sequence[str]) -> Section | None:
     if not all(record.config for record in records):
         return None
     rows = differing_keys([record.config for record in records])

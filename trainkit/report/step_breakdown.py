@@ -1,19 +1,17 @@
-"""Where a step's time goes, and what is known of the device's speed."""
+"""Breakdown of a step's time, and the speed of the device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trainkit.report.chart import Series, chart
-from trainkit.report.markup import Markup, element, joined
-from trainkit.report.metrics import Curve
-from trainkit.report.numbers import number, seconds, share, size
-from trainkit.report.page import table
+from trainkit.report.charts import Series, chart
+from trainkit.report.html import SafeHtml, element, join_html, number, seconds, share, size, table
+from trainkit.report.record import Curve
 
 
 class Part(NamedTuple):
-    """What a part of a step is called, and its colour: the class of its bar, and the number of a line like it."""
+    """Name and colour of a part of a step: the class of its bar, and the number of its line."""
 
     words: str
     bar: str
@@ -34,7 +32,7 @@ _LETTER_SHARE = 0.08
 _MIB = 1024 * 1024
 
 
-def breakdown(step_times: Sequence[Mapping[str, Any]]) -> Markup | None:
+def breakdown(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
     """Return a bar, and a row for each part of a step; `None` where nothing was measured."""
     steps, totals = totals_of(step_times)
     whole = sum(totals.values())
@@ -53,14 +51,14 @@ def breakdown(step_times: Sequence[Mapping[str, Any]]) -> Markup | None:
     ]
     rows = [
         [
-            joined(element("i", class_=f"swatch {PARTS[part].bar}"), PARTS[part].words),
+            join_html(element("i", class_=f"swatch {PARTS[part].bar}"), PARTS[part].words),
             seconds(value / steps),
             share(shares[part]),
         ]
         for part, value in totals.items()
     ]
-    rows.append([Markup("<b>a step</b>"), seconds(whole / steps), ""])
-    return joined(element("div", *bar, class_="stack"), table(["part of a step", "time", "share"], rows))
+    rows.append([SafeHtml("<b>a step</b>"), seconds(whole / steps), ""])
+    return join_html(element("div", *bar, class_="stack"), table(["part of a step", "time", "share"], rows))
 
 
 def totals_of(step_times: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:
@@ -74,7 +72,7 @@ def totals_of(step_times: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, f
     return sum(int(line["steps"]) for line in counted), totals
 
 
-def waiting_chart(step_times: Sequence[Mapping[str, Any]]) -> Markup | None:
+def waiting_chart(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
     """Return the parts of a step over the run."""
     if len(step_times) < 3:
         return None
@@ -99,7 +97,7 @@ def memory_series(step_times: Sequence[Mapping[str, Any]]) -> list[Series]:
     return series
 
 
-def profile_part(profile: Mapping[str, Any]) -> Markup | None:
+def profile_part(profile: Mapping[str, Any]) -> SafeHtml | None:
     """Return what a profiled window showed: arithmetic, use of the device, the operations that took most time."""
     if not profile:
         return None
@@ -123,11 +121,11 @@ def profile_part(profile: Mapping[str, Any]) -> Markup | None:
     operations = None
     if rows:
         clock = "the device's" if profile.get("on_device") else "the CPU's"
-        operations = joined(
+        operations = join_html(
             element("h3", f"Operations of steps {first} to {last}, by {clock} own time"),
             table(["operation", "calls", "own time", "share"], rows),
         )
-    return joined(element("dl", *items, class_="figures") if items else None, operations)
+    return join_html(element("dl", *items, class_="figures") if items else None, operations)
 
 
 def _overlap(overlap: Mapping[str, Any]) -> tuple[str, str]:

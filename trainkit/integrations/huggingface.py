@@ -1,0 +1,181 @@
+"""Models of the transformers package with their own losses, as tasks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainkit.errors import UserError, nearest
+from trainkit.optimization import OptimizerSpec
+from trainkit.task import TaskModule
+
+IGNORED_LABEL = -100
+"""The label that transformers' losses ignore."""
+_SCHEDULES = ("constant", "linear", "cosine")
+
+
+class HuggingFaceTask(TaskModule):
+    """Trains any transformers model that computes its own loss, chosen by configuration alone.
+
+        task:
+          _target_: trainkit.integrations.huggingface.HuggingFaceTask
+          auto_class: AutoModelForSequenceClassification
+          config: {model_type: bert, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, num_labels: 3}
+
+    A batch is a mapping of the model's arguments, with `labels`; columns that the model does not take are dropped.
+    Rows of a `datasets` dataset in torch format are such batches as they are. Where labels are tokens, a micro-batch
+    counts by the number of those that are not -100, so the loss is the mean over all tokens of the global batch.
+
+    Args:
+        auto_class: The class that makes the model, such as `AutoModelForCausalLM`.
+        config: The model's configuration: `model_type` and its arguments; weights are then random.
+        pretrained: Name or folder of pretrained weights, instead of `config`; a name may be downloaded.
+        learning_rate: Of AdamW, after the warm-up.
+        weight_decay: Of AdamW, for matrices; biases and norms have none.
+        schedule: How the learning rate goes on: `constant`, `linear` or `cosine`, both down to 0.
+        warmup: Part of all steps over which the learning rate rises.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        auto_class: str = "AutoModelForCausalLM",
+        config: Mapping[str, Any] | None = None,
+        pretrained: str | None = None,
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0.01,
+        schedule: str = "linear",
+        warmup: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if (config is None) == (pretrained is None):
+            raise UserError("give one of task.config={model_type: gpt2, ...} and task.pretrained=NAME_OR_FOLDER.")
+        if schedule not in _SCHEDULES:
+            raise UserError(f"task.schedule={schedule!r} is unknown.{nearest(schedule, _SCHEDULES)}")
+        if not 0 <= warmup < 1:
+            raise UserError(f"task.warmup is a part of all steps, from 0 to below 1, got {warmup}.")
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.schedule = schedule
+        self.warmup = warmup
+        self.model = make_model(auto_class, config=config, pretrained=pretrained)
+        self._columns = set(inspect.signature(self.model.forward).parameters)
+        self._shifts_labels = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+    def forward(self, batch: Mapping[str, Any]) -> Any:
+        """Return the model's output for the columns that it takes."""
+        return self.model(**{name: value for name, value in batch.items() if name in self._columns})
+
+    def training_step(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
+        """Return the model's own loss, and its weight."""
+        return self._measured(self(batch), batch)
+
+    def validation_step(self, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
+        """Return the loss, and for classifiers the accuracy."""
+        output = self(batch)
+        measured = self._measured(output, batch)
+        labels, logits = batch.get("labels"), getattr(output, "logits", None)
+        if isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point() and logits is not None:
+            measured["accuracy"] = (logits.argmax(dim=-1) == labels).float().mean()
+        return measured
+
+    def predict_step(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = self({name: value for name, value in batch.items() if name != "labels"}).logits
+        return logits
+
+    def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
+        """Return AdamW that decays matrices only, with its schedule."""
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = AdamW([group for group in groups if group["params"]], lr=self.learning_rate)
+        if self.schedule == "constant" and self.warmup == 0:
+            return optimizer
+        if total_steps is None:
+            raise UserError(
+                f"task.schedule={self.schedule} needs to know how long training takes; give max_duration in steps, "
+                "samples, or epochs of data with a length, or set task.schedule=constant task.warmup=0."
+            )
+        return optimizer, LambdaLR(optimizer, LearningRateCurve(self.schedule, self.warmup, total_steps))
+
+    def _measured(self, output: Any, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
+        if getattr(output, "loss", None) is None:
+            raise UserError(
+                f"{type(self.model).__name__} gave no loss; its batches need labels, and have "
+                f"{', '.join(sorted(batch))}."
+            )
+        measured: dict[str, Tensor | float] = {"loss": output.loss}
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+            counted = labels[:, 1:] if self._shifts_labels else labels
+            weight = measured["weight"] = (counted != IGNORED_LABEL).sum()
+            measured["loss"] = torch.where(weight > 0, output.loss, 0.0)  # a mean over no token is NaN
+        return measured
+
+
+class LearningRateCurve:
+    """The factor of the learning rate at each step: a rise, then what the schedule says."""
+
+    def __init__(self, schedule: str, warmup: float, total_steps: int) -> None:
+        self._schedule = schedule
+        self._warmup_steps = round(warmup * total_steps)
+        self._total_steps = total_steps
+
+    def __call__(self, step: int) -> float:
+        """Return the factor of `step`, counted from 0."""
+        if step < self._warmup_steps:
+            return (step + 1) / self._warmup_steps
+        done = min(1.0, (step - self._warmup_steps) / max(1, self._total_steps - self._warmup_steps))
+        if self._schedule == "linear":
+            return 1.0 - done
+        return 1.0 if self._schedule == "constant" else 0.5 * (1.0 + float(torch.cos(torch.tensor(done * torch.pi))))
+
+
+def make_model(auto_class: str, *, config: Mapping[str, Any] | None, pretrained: str | None) -> Any:
+    """Return a model from its configuration or its pretrained weights; raises UserError for what cannot be made."""
+    transformers = _transformers()
+    factory = getattr(transformers, auto_class, None)
+    if factory is None:
+        known = [name for name in dir(transformers) if name.startswith("AutoModel")]
+        raise UserError(f"task.auto_class={auto_class!r} is not in transformers.{nearest(auto_class, known)}")
+    if pretrained is not None:
+        return _from_pretrained(factory, pretrained)
+    settings = dict(config or {})
+    kind = settings.pop("model_type", None)
+    known = sorted(transformers.CONFIG_MAPPING.keys())
+    if kind not in known:
+        raise UserError(f"task.config.model_type={kind!r} is unknown.{nearest(str(kind), known)}")
+    try:
+        return factory.from_config(transformers.AutoConfig.for_model(kind, **settings))
+    except ValueError as error:
+        raise UserError(f"task.config of model_type={kind} does not make a {auto_class}: {error}") from error
+
+
+def _from_pretrained(factory: Any, name: str) -> Any:
+    try:
+        return factory.from_pretrained(name)
+    except OSError as error:
+        raise UserError(
+            f"task.pretrained={name} could not be loaded: it is not a folder with weights, and cannot be downloaded. "
+            "Give the path of a folder, or task.config={model_type: ...} for random weights."
+        ) from error
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            "HuggingFaceTask needs the transformers package: pip install 'trainkit[huggingface]'"
+        ) from error
+    return transformers

@@ -1,0 +1,247 @@
+"""LightningModule as a task: its steps, optimizers and data."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from trainkit.callback import Callback
+from trainkit.data import Data
+from trainkit.errors import UserError
+from trainkit.integrations.lightning_hooks import (
+    LightningHooks,
+    TrainerProxy,
+    log_value,
+    log_values,
+    overrides,
+    recording,
+    without_stage,
+)
+from trainkit.optimization import OptimizerSpec, Schedule
+from trainkit.task import StepReturn, TaskModule
+
+_CALLED_HOOKS = frozenset(
+    f"on_{moment}_{edge}"
+    for moment in ("fit", "train", "train_epoch", "validation", "validation_epoch", "test", "test_epoch")
+    for edge in ("start", "end")
+)
+_LOADERS = {
+    "train": "train_dataloader",
+    "validation": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+_MOMENTS = {"validation": "validate", "test": "test", "predict": "predict"}
+"""The argument of `setup` for a stage by itself."""
+_OTHER_HOOKS_USED = frozenset({"configure_model", "prepare_data", "setup", *_LOADERS.values()})
+_OVERRIDES_LEFT_OUT = ("configure_callbacks", "configure_gradient_clipping", "lr_scheduler_step", "optimizer_step")
+
+
+class LightningTask(TaskModule):
+    """Runs an unmodified LightningModule with automatic optimization.
+
+    Used are its steps, `configure_optimizers`, `self.log` and `self.log_dict`, `configure_model`, `prepare_data` and
+    `setup`, and the hooks at the start and end of fit, training, epochs and evaluations; a warning names hooks that
+    are overridden and are not called. Every logged value is a weighted mean over samples and ranks;
+    `on_step`, `on_epoch` and `sync_dist` have no effect. `train_`, `val_` and `test_` in front of a name are dropped, as the
+    name of the stage is put there: `val_acc` becomes `validation/acc`.
+
+    Of `self.trainer` there are `current_epoch`, `global_step`, `estimated_stepping_batches`, `world_size`,
+    `global_rank` and `is_global_zero`. `batch_idx` counts the micro-batches of this rank.
+
+    Args:
+        module: The LightningModule. Its parameters are called `module.<name>` in checkpoints.
+
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        _check(module)
+        module.trainer = self.trainer_proxy = TrainerProxy()
+        for name, record in (("log", log_value), ("log_dict", log_values)):
+            setattr(module, name, record)  # Lightning's own reach into its Trainer
+        for prepare in ("prepare_data", "configure_model"):
+            getattr(module, prepare)()
+        module.setup("fit")
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's own forward gives."""
+        return self.module(*args, **kwargs)
+
+    def training_step(self, batch: Any) -> StepReturn:
+        """Return the loss and what was logged."""
+        return self._step("training_step", batch)
+
+    def validation_step(self, batch: Any) -> StepReturn:
+        """Return what the step returned as the loss, and what was logged."""
+        return self._step("validation_step", batch)
+
+    def test_step(self, batch: Any) -> StepReturn:
+        """Return what the step returned as the loss, and what was logged."""
+        return self._step("test_step", batch)
+
+    def predict_step(self, batch: Any) -> Any:
+        """Return what the module predicts."""
+        return _call(self.module.predict_step, batch, self.trainer_proxy)
+
+    def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
+        """Return the module's optimizer and schedules."""
+        self.trainer_proxy.total_steps = total_steps
+        return read_optimizers(self.module.configure_optimizers(), of=type(self.module).__name__)
+
+    def configure_callbacks(self) -> Sequence[Callback]:
+        """Return what calls the module's hooks."""
+        return [LightningHooks(self.module, self.trainer_proxy)]
+
+    def _step(self, name: str, batch: Any) -> StepReturn:
+        with recording() as logged:
+            returned = _call(getattr(self.module, name), batch, self.trainer_proxy)
+        metrics = without_stage(logged)
+        if isinstance(returned, Mapping):
+            returned = returned.get("loss")
+        if returned is None and name == "training_step":
+            raise UserError(
+                f"{type(self.module).__name__}.training_step returned no loss, which Lightning takes as a skipped "
+                "step; return the loss, times 0 for a batch that should not count."
+            )
+        if isinstance(returned, Tensor):
+            metrics["loss"] = returned
+        return metrics
+
+
+def data_of(source: Any, *, batch_size: int | None = None) -> Data:
+    """Return the data of a LightningDataModule, or of a LightningModule that has its own loaders.
+
+    `batch_size` is the global batch; without it, the batch size of the training loader is. Several validation or test
+    loaders are sets by name, `dataloader_0` and so on, or by their own names in a dict.
+    """
+    source.prepare_data()
+    return _LoadersOf(source, batch_size=batch_size)
+
+
+class _LoadersOf(Data):
+    """Calls `setup` and makes loaders when a stage is first read."""
+
+    def __init__(self, source: Any, *, batch_size: int | None) -> None:
+        super().__init__(batch_size=batch_size)
+        self._source = source
+        self._are_set_up: set[str] = set()
+        self._made: dict[str, Any] = {}
+
+    def has(self, stage: str) -> bool:
+        """Return whether the loaders of a stage are defined; those of validation may also turn out to be none."""
+        is_defined = overrides(self._source, _LOADERS[stage])
+        return is_defined and (stage != "validation" or self.dataset(stage) is not None)
+
+    def dataset(self, stage: str) -> Any:
+        """Return a stage's loader, several by name, or `None`."""
+        if stage not in self._made:
+            self._made[stage] = self._make(stage) if overrides(self._source, _LOADERS[stage]) else None
+        return self._made[stage]
+
+    def _make(self, stage: str) -> Any:
+        # As in Lightning, what is validated on while training is set up with what is trained on.
+        in_fit = stage == "train" or (stage == "validation" and "fit" in self._are_set_up)
+        moment = "fit" if in_fit else _MOMENTS[stage]
+        if moment not in self._are_set_up:
+            self._source.setup(moment)
+            self._are_set_up.add(moment)
+        made = getattr(self._source, _LOADERS[stage])()
+        return _named(made, where=f"{type(self._source).__name__}.{_LOADERS[stage]}")
+
+
+def _named(made: Any, *, where: str) -> Any:
+    """Return one loader, or several by name; raises UserError for what is none."""
+    if isinstance(made, (list, tuple)):
+        if len(made) <= 1:
+            return next(iter(made), None)
+        made = {f"dataloader_{index}": loader for index, loader in enumerate(made)}
+    loaders = list(made.values()) if isinstance(made, dict) else [] if made is None else [made]
+    for loader in loaders:
+        if not isinstance(loader, DataLoader):
+            raise UserError(f"{where} returned a {type(loader).__name__}; return a DataLoader, or a list of them.")
+    return made
+
+
+def _check(module: Any) -> None:
+    kinds = {cls.__name__ for cls in type(module).__mro__}
+    if "LightningModule" not in kinds:
+        raise UserError(f"LightningTask takes a LightningModule, got a {type(module).__name__}.")
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise UserError(
+            f"{name} has automatic_optimization=False, which only Lightning's own loop can drive; write it as a "
+            "TaskModule with configure_phases, or with manual = True."
+        )
+    left_out = [hook for hook in sorted(_hooks_of(module)) if overrides(module, hook)]
+    if left_out:
+        warnings.warn(f"{name} overrides hooks that are not called here: {', '.join(left_out)}.", stacklevel=3)
+
+
+def _hooks_of(module: Any) -> set[str]:
+    """Return the names of Lightning's hooks that have no counterpart."""
+    from_mixins = {
+        name
+        for cls in type(module).__mro__
+        if cls.__name__ in ("ModelHooks", "DataHooks", "CheckpointHooks")
+        for name in vars(cls)
+        if not name.startswith("_")
+    }
+    return (from_mixins | set(_OVERRIDES_LEFT_OUT)) - _CALLED_HOOKS - _OTHER_HOOKS_USED - {"teardown"}
+
+
+def _call(step: Callable[..., Any], batch: Any, proxy: TrainerProxy) -> Any:
+    """Call a step with the index of its batch, and that of its loader, if it asks for them."""
+    asked = len(inspect.signature(step).parameters)
+    return step(batch, *(proxy.next_batch(), proxy.loader)[: asked - 1])
+
+
+def read_optimizers(returned: Any, *, of: str) -> OptimizerSpec:
+    """Return the optimizer and schedules of what a module's configure_optimizers returned; `of` names the module."""
+    optimizers, schedulers = _parts(returned)
+    if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
+        raise UserError(
+            f"{of}.configure_optimizers returned {len(optimizers)} optimizers, and automatic optimization has one; "
+            "train several with TaskModule.configure_phases."
+        )
+    return optimizers[0], [_schedule(item, of) for item in schedulers]
+
+
+def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
+    """Return the optimizers and the schedulers in one of the forms that Lightning knows."""
+    if isinstance(returned, Mapping):
+        scheduler = returned.get("lr_scheduler")
+        return [returned["optimizer"]], [] if scheduler is None else [scheduler]
+    if isinstance(returned, tuple | list):
+        if len(returned) == 2 and all(isinstance(item, list | tuple) for item in returned):
+            return list(returned[0]), list(returned[1])
+        if len(returned) == 1:
+            return _parts(returned[0])
+        return list(returned), []
+    return [returned], []
+
+
+def _schedule(item: Any, of: str) -> Schedule:
+    """Return one of Lightning's schedules: a scheduler, stepped each epoch, or a mapping that says when."""
+    config = item if isinstance(item, Mapping) else {"scheduler": item}
+    scheduler: LRScheduler = config["scheduler"]
+    if config.get("frequency", 1) != 1:
+        raise UserError(
+            f"{of}.configure_optimizers asks for a scheduler with frequency={config['frequency']}; schedules step "
+            "after every step or every epoch. Scale the scheduler's own step size instead."
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        monitor = config.get("monitor")
+        if monitor is None:
+            raise UserError(f"{of}.configure_optimizers: ReduceLROnPlateau needs a monitor, such as 'val_loss'.")
+        (name,) = without_stage({monitor: None})
+        return Schedule(scheduler, every="metric", metric=f"validation/{name}")
+    return Schedule(scheduler, every="step" if config.get("interval") == "step" else "epoch")

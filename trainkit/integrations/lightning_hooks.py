@@ -1,0 +1,263 @@
+"""The hooks, self.log and trainer of a LightningModule that runs as a task."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from trainkit.callback import Callback
+from trainkit.errors import UserError
+from trainkit.metrics.sync import (
+    MetricShard,
+    is_metric,
+    merge_metric_states,
+    metrics_in,
+    no_sync_metrics,
+    preserve_state,
+    reset,
+    reset_all,
+    restore,
+    states_on_host,
+)
+
+if TYPE_CHECKING:
+    from trainkit.run import Run
+    from trainkit.strategy import Strategy
+    from trainkit.task import TaskModule
+
+_EVALUATIONS = {"sanity": "validation", "validation": "validation", "test": "test"}
+
+
+class TrainerProxy:
+    """Stands in for `self.trainer` of a module: how far the run is."""
+
+    def __init__(self) -> None:
+        self.current_epoch = 0
+        self.global_step = 0
+        self.world_size = 1
+        self.global_rank = 0
+        self.total_steps: int | None = None
+        self.batch = -1
+        self.loader = 0
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank is the one that writes."""
+        return self.global_rank == 0
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """Optimizer steps of the whole run; raises UserError where the duration does not tell."""
+        if self.total_steps is None:
+            raise UserError(
+                "estimated_stepping_batches is not known; give max_duration in steps, samples, or epochs of data "
+                "with a length."
+            )
+        return self.total_steps
+
+    def next_batch(self) -> int:
+        """Return the index of the batch that comes now."""
+        self.batch += 1
+        return self.batch
+
+    def follow(self, run: Run) -> None:
+        """Take over where the run is."""
+        self.current_epoch, self.global_step = run.state.epoch, run.state.step
+        self.world_size, self.global_rank = run.strategy.world_size, run.strategy.rank
+        self.total_steps = run.max_steps
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UnsupportedLightningFeature(
+            f"self.trainer.{name} is not offered to a LightningModule that runs as a task; there are current_epoch, "
+            "global_step, estimated_stepping_batches, world_size, global_rank and is_global_zero. What else the "
+            "module needs can be an argument of its constructor."
+        )
+
+
+class UnsupportedLightningFeature(UserError, AttributeError):
+    """An attribute of Lightning's Trainer that has no counterpart."""
+
+
+class LightningHooks(Callback):
+    """Calls a module's own hooks at the moments of a run."""
+
+    def __init__(self, module: Any, proxy: TrainerProxy) -> None:
+        self._module = module
+        self._proxy = proxy
+        self._training_batch = -1
+
+    def on_fit_start(self, run: Run) -> None:
+        self._proxy.follow(run)
+        self._module.on_fit_start()
+        self._module.on_train_start()
+
+    def on_fit_end(self, run: Run) -> None:
+        self._module.on_train_end()
+        self._module.on_fit_end()
+
+    def on_epoch_start(self, run: Run) -> None:
+        self._proxy.follow(run)
+        self._proxy.batch = -1
+        self._module.on_train_epoch_start()
+
+    def on_step_end(self, run: Run) -> None:
+        self._proxy.global_step = run.state.step
+
+    def on_epoch_end(self, run: Run) -> None:
+        if not overrides(self._module, "on_train_epoch_end"):
+            return
+        with synced_metrics(run.task, run.strategy, keep_resets=True), recording() as logged:
+            self._module.on_train_epoch_end()
+            own = numbers_of(logged)
+        of_ranks = run.strategy.all_gather_object(own)
+        means = {name: _mean([numbers[name] for numbers in of_ranks if name in numbers]) for name in _names(of_ranks)}
+        if means:
+            run.log({f"train/{name}": value for name, value in means.items()})
+
+    def on_evaluation_start(self, run: Run, stage: str) -> None:
+        self._proxy.follow(run)
+        self._training_batch, self._proxy.batch, self._proxy.loader = self._proxy.batch, -1, 0
+        if stage in _EVALUATIONS:
+            getattr(self._module, f"on_{_EVALUATIONS[stage]}_start")()
+            getattr(self._module, f"on_{_EVALUATIONS[stage]}_epoch_start")()
+
+    def on_dataset_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
+        self._proxy.batch, self._proxy.loader = -1, self._proxy.loader + 1
+        hook = f"on_{_EVALUATIONS[stage]}_epoch_end"
+        if overrides(self._module, hook):
+            with synced_metrics(run.task, run.strategy, keep_resets=False), recording() as logged:
+                getattr(self._module, hook)()
+                metrics.update(numbers_of(logged))
+
+    def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
+        self._proxy.batch = self._training_batch
+        if stage in _EVALUATIONS:
+            getattr(self._module, f"on_{_EVALUATIONS[stage]}_end")()
+
+
+def overrides(module: Any, hook: str) -> bool:
+    """Return whether a user's class defines a hook, and not Lightning alone."""
+    owner = next((cls for cls in type(module).__mro__ if hook in vars(cls)), None)
+    return owner is not None and not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
+
+
+def _names(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, None]:
+    return dict.fromkeys(name for numbers in of_ranks for name in numbers)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+_STAGE_PREFIXES = tuple(f"{stage}{mark}" for stage in ("train", "validation", "valid", "val", "test") for mark in "_/")
+
+_logged: ContextVar[dict[str, Any] | None] = ContextVar("_logged", default=None)
+"""The values logged by the running step; a context variable, as replicas run in threads."""
+
+
+def log_value(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Keep one value that the running step, or hook at the end of an epoch, logs."""
+    logged = _logged.get()
+    if logged is None:
+        warnings.warn(
+            f"self.log({name!r}) is ignored: values are logged in steps, on_train_epoch_end, on_validation_epoch_end "
+            "and on_test_epoch_end.",
+            stacklevel=2,
+        )
+    else:
+        logged[name] = value
+
+
+def log_values(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    """Keep several values that the running step logs."""
+    for name, value in dictionary.items():
+        log_value(name, value)
+
+
+@contextmanager
+def recording() -> Iterator[dict[str, Any]]:
+    """Keep in a dict what is logged in this context."""
+    logged: dict[str, Any] = {}
+    token = _logged.set(logged)
+    try:
+        yield logged
+    finally:
+        _logged.reset(token)
+
+
+def without_stage(logged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the logged values under names without the stage, unless two would then have the same."""
+    metrics: dict[str, Any] = {}
+    for name, value in logged.items():
+        prefix = next((prefix for prefix in _STAGE_PREFIXES if name.startswith(prefix)), "")
+        short = name.removeprefix(prefix) or name
+        metrics[name if short in metrics else short] = value
+    return metrics
+
+
+def numbers_of(logged: Mapping[str, Any]) -> dict[str, float]:
+    """Return what was logged at the end of an epoch as numbers; metric objects are computed and reset."""
+    numbers: dict[str, float] = {}
+    for name, value in without_stage(logged).items():
+        computed = value.compute() if is_metric(value) else value
+        named = computed if isinstance(computed, Mapping) else {name: computed}
+        for key, number in named.items():
+            if isinstance(number, Tensor) and number.numel() != 1:
+                raise UserError(f"self.log({key!r}) was given a tensor of shape {tuple(number.shape)}; log scalars.")
+            numbers[key] = float(number)
+    for value in logged.values():
+        if is_metric(value):
+            reset(value)
+    return numbers
+
+
+@contextmanager
+def synced_metrics(task: TaskModule, strategy: Strategy, *, keep_resets: bool) -> Iterator[None]:
+    """Give a task's metric objects the merged states of all ranks in this context; collective.
+
+    Afterwards they hold what this rank has counted, or nothing if they were reset meanwhile and `keep_resets`.
+    """
+    own = metrics_in(task)
+    if not own:
+        yield
+        return
+    holders = strategy.metrics_of(task)  # of the task, then those of each replica of it
+    replicas = [holders[start : start + len(own)] for start in range(0, len(holders), len(own))]
+    mine = [(sum(map(_updates, replica)), states_on_host(replica)) for replica in replicas]
+    of_ranks: dict[int, Any] = {}
+    for rank, counted in strategy.all_gather_object((strategy.rank, mine)):
+        # Of several processes that share a rank's samples, it may be one alone that counts.
+        of_ranks[rank] = max(of_ranks.get(rank, counted), counted, key=lambda parts: sum(count for count, _ in parts))
+    before = preserve_state(own)
+    merge_metric_states(own, [MetricShard(states, 1) for counted in of_ranks.values() for _, states in counted])
+    counting: list[Any] = [holder for holder in own if hasattr(holder, "_update_count")]
+    for holder in counting:
+        holder._update_count = max(1, holder._update_count)  # or computing warns where this rank had no sample
+    merged = [{name: getattr(holder, name) for name in states} for holder, (_, states) in zip(own, before, strict=True)]
+    try:
+        with no_sync_metrics(own):
+            yield
+    finally:
+        for holder, states, saved, *copies in zip(own, merged, before, *replicas[1:], strict=True):
+            if keep_resets and _was_reset(holder, states):
+                reset_all(copies)
+            else:
+                restore([saved])
+
+
+def _updates(holder: nn.Module) -> int:
+    return int(getattr(holder, "_update_count", 1))
+
+
+def _was_reset(holder: nn.Module, states: Mapping[str, Any]) -> bool:
+    """Return whether a module has been reset since it held these very states."""
+    if hasattr(holder, "_update_count"):
+        return _updates(holder) == 0
+    return any(getattr(holder, name) is not state for name, state in states.items())

@@ -1,0 +1,1 @@
+"""Metrics: what steps return, accumulated over steps and ranks."""

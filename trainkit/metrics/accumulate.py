@@ -1,0 +1,228 @@
+"""Weighted means of step outputs, and their metric objects, accumulated on the device until they are logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import UserError
+from trainkit.metrics.step_output import StepOutput
+from trainkit.metrics.sync import MetricShard, compute_synced, local_states, reset
+
+_FOLD_AT = 512
+"""Outputs that are kept one by one before they are summed up, which bounds memory."""
+_HAS_OBJECTS = "metric objects"
+"""A name among the sums where a rank has metric objects: all ranks then know, without another collective."""
+
+GatheredShards = tuple[int, dict[str, list[MetricShard]]]
+"""The rank of a process, and what it has counted under each name."""
+
+
+class MetricCollectives(Protocol):
+    """The collectives that metrics need, and who takes part in them."""
+
+    @property
+    def rank(self) -> int:
+        """Rank whose samples this process counts; processes that share a rank's samples have the same outputs."""
+
+    @property
+    def process(self) -> int:
+        """Place of this process in what `all_gather_object` returns."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the value of each process; collective."""
+
+    def sum_named(
+        self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
+    ) -> tuple[list[str], Tensor]:
+        """Return the names known to any rank, and their `(names, 2)` sums over ranks; collective."""
+
+
+class WeightedMeans:
+    """Means of each value that steps return, over all samples of all ranks, summed in float64.
+
+    Adding an output only appends it to a list: nothing is computed and nothing waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss_was_finite = True
+        """Whether every loss of every rank in the last `reduce` was finite."""
+        self._device = device
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._outputs: list[StepOutput] = []
+        self._steps: list[int] = []
+        self._sums: dict[str, Tensor] = {}  # name -> (2,): weighted sum, sum of weights
+        self._losses: list[tuple[Tensor, list[int]]] = []  # losses (outputs,) and the steps that they are of
+        self._objects = MetricAccumulator()
+
+    def add(self, outputs: Sequence[StepOutput], *, step: int = 0) -> None:
+        """Count the outputs of one step, or of one evaluation batch."""
+        self._outputs += outputs
+        self._steps += [step] * len(outputs)
+        if len(self._outputs) >= _FOLD_AT:
+            self._fold()
+
+    def reduce(self, collectives: MetricCollectives) -> dict[str, float]:
+        """Return the means over all ranks and clear them; collective, and the one place that waits for the device."""
+        self._fold()
+        if self._objects:
+            self._sums[_HAS_OBJECTS] = torch.ones(2, dtype=self._dtype, device=self._device)
+        names, sums = collectives.sum_named(self._sums, device=self._device, dtype=self._dtype)
+        self._sums, self._losses = {}, []
+        reduced = dict(zip(names, sums.tolist(), strict=True))  # name -> [weighted sum, sum of weights]
+        have_objects = reduced.pop(_HAS_OBJECTS, None) is not None
+        self.loss_was_finite = math.isfinite(reduced["loss"][0]) if "loss" in reduced else True
+        means = {name: total / weight if weight else math.nan for name, (total, weight) in reduced.items()}
+        if have_objects:
+            means.update(self._objects.reduce(collectives))
+        return means
+
+    def state_dict(self, collectives: MetricCollectives) -> dict[str, list[float]]:
+        """Return each name's weighted sum and sum of weights over all ranks, for a checkpoint; collective."""
+        self._fold()
+        names, sums = collectives.sum_named(self._sums, device=self._device, dtype=self._dtype)
+        return dict(zip(names, sums.tolist(), strict=True))
+
+    def load_state_dict(self, saved: Mapping[str, list[float]], collectives: MetricCollectives) -> None:
+        """Replace the sums by those of a `state_dict`; rank 0 counts the samples of all ranks."""
+        own = saved if collectives.rank == 0 else {}
+        self._outputs, self._steps, self._losses = [], [], []
+        self._sums = {name: torch.tensor(s, dtype=self._dtype, device=self._device) for name, s in own.items()}
+        self._objects.reset()
+
+    def first_nonfinite_step(self) -> int | None:
+        """Return the first step since the last `reduce` whose loss was not finite here; waits for the device."""
+        return next(iter(self.nonfinite_steps()), None)
+
+    def nonfinite_steps(self) -> list[int]:
+        """Return the steps since the last `reduce` whose loss was not finite here; waits for the device."""
+        self._fold()
+        # A sum is finite only if all its terms are: usually one number is read.
+        if "loss" not in self._sums or math.isfinite(float(self._sums["loss"][0])):
+            return []
+        found = []
+        for losses, steps in self._losses:
+            finite = torch.isfinite(losses).tolist()
+            found += [step for step, is_finite in zip(steps, finite, strict=True) if not is_finite]
+        return list(dict.fromkeys(found))
+
+    def _fold(self) -> None:
+        """Sum up the outputs that are kept one by one."""
+        outputs, steps = self._outputs, self._steps
+        self._outputs, self._steps = [], []
+        for output in outputs:
+            if output.objects:
+                self._objects.add(output)
+        losses = [output.loss for output in outputs if output.loss is not None]
+        if losses:
+            having = [step for step, output in zip(steps, outputs, strict=True) if output.loss is not None]
+            values = self._add("loss", losses, [output.weight for output in outputs if output.loss is not None])
+            self._losses.append((values, having))
+        for name in dict.fromkeys(name for output in outputs for name in output.metrics):
+            with_name = [output for output in outputs if name in output.metrics]
+            self._add(name, [output.metrics[name] for output in with_name], [output.weight for output in with_name])
+
+    def _add(self, name: str, values: Sequence[Tensor | float], weights: Sequence[Tensor | float]) -> Tensor:
+        """Add to a name's sums, and return the values as one tensor."""
+        stacked, weight = _stack(values, self._device), _stack(weights, self._device)  # (outputs,) each
+        total = torch.stack([stacked @ weight, weight.sum()])
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+        return stacked
+
+
+class MetricAccumulator:
+    """The metric objects that steps have returned, by name, until a pass ends."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[int, tuple[nn.Module, int]]] = {}  # name -> id -> object, samples
+        self._is_elsewhere = False  # on another process that shares this one's samples
+
+    def __bool__(self) -> bool:
+        return bool(self._found) or self._is_elsewhere
+
+    def add(self, output: StepOutput) -> None:
+        """Keep the metric objects of one output."""
+        for name, metric, num_samples in output.objects:
+            if metric is None:
+                self._is_elsewhere = True
+                continue
+            of_name = self._found.setdefault(name, {})
+            _, samples = of_name.get(id(metric), (metric, 0))
+            of_name[id(metric)] = (metric, samples + num_samples)
+
+    def reduce(self, collectives: MetricCollectives) -> dict[str, float]:
+        """Return the metrics over the samples of all ranks and reset the objects; collective."""
+        return self.compute(collectives.all_gather_object(self.shards(collectives.rank)), collectives)
+
+    def shards(self, rank: int) -> GatheredShards:
+        """Return what this process has counted, in host memory."""
+        return rank, {
+            name: [MetricShard(local_states(metric), samples) for metric, samples in of_name.values()]
+            for name, of_name in self._found.items()
+        }
+
+    def compute(self, gathered: list[GatheredShards], collectives: MetricCollectives) -> dict[str, float]:
+        """Return the metrics over what all processes have counted and reset the objects; collective.
+
+        Each name is computed by the first process that counted it, so every rank has the same number.
+        """
+        counted: dict[str, dict[int, list[MetricShard]]] = {}  # name -> rank -> shards
+        owners: dict[str, int] = {}
+        for process, (rank, of_process) in enumerate(gathered):
+            for name, shards in of_process.items():
+                owners.setdefault(name, process)
+                counted.setdefault(name, {}).setdefault(rank, shards)  # processes that share samples count once
+        mine = {
+            name: _numbers(name, self._compute(name, [shard for shards in of_rank.values() for shard in shards]))
+            for name, of_rank in counted.items()
+            if owners[name] == collectives.process
+        }
+        self.reset()
+        computed: dict[str, float] = {}
+        for numbers in collectives.all_gather_object(mine):
+            for own in numbers.values():
+                computed.update(own)
+        return computed
+
+    def reset(self) -> None:
+        """Reset every object to its initial state."""
+        for of_name in self._found.values():
+            for metric, _ in of_name.values():
+                reset(metric)
+        self._found.clear()
+        self._is_elsewhere = False
+
+    def _compute(self, name: str, shards: list[MetricShard]) -> Any:
+        metric, _ = next(iter(self._found[name].values()))
+        return compute_synced(metric, shards)
+
+
+def _numbers(name: str, computed: Any) -> dict[str, float]:
+    """Return a metric's result as numbers by name; a dict's entries lie below its name."""
+    if isinstance(computed, Mapping):
+        return {f"{name}/{key}": _number(f"{name}/{key}", value) for key, value in computed.items()}
+    return {name: _number(name, computed)}
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise UserError(
+            f"the metric {name!r} computed a tensor of shape {tuple(value.shape)}; what is logged is a number. Let "
+            "compute return a scalar or a dict of scalars, for example {'class_0': value[0], 'class_1': value[1]}."
+        )
+    return float(value)
+
+
+def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return numbers or scalar tensors as one tensor on the device, in double precision where there is one."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    if len(tensors) < len(values) or any(tensor.dim() or tensor.device != device for tensor in tensors):
+        tensors = [torch.as_tensor(value).to(device, dtype).reshape(()) for value in values]
+    return torch.stack(tensors).to(dtype)

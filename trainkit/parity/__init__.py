@@ -1,0 +1,1 @@
+"""Parity: proof that strategies train to the same weights."""

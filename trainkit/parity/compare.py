@@ -1,0 +1,277 @@
+"""Proof that strategies agree: one task, data and global batch, trained under each of them from the same weights.
+
+Every strategy is compared with `single` after every step: the loss, the norm of the gradient, and each parameter. All
+compute in fp64 unless told otherwise: the rounding of sums in another order stays small there, so that what is left is
+the strategy's own error.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from trainkit.errors import UserError
+from trainkit.parity.report import Difference, ParityReport, ParityRow
+from trainkit.parity.trials import (
+    REFERENCE,
+    ParityRun,
+    ParityRuns,
+    StopAfterStep,
+    StrategyChoice,
+    make_strategy,
+    strategy_name,
+)
+from trainkit.rng import rng_untouched
+from trainkit.strategy import Strategy
+from trainkit.task import TaskModule
+
+DEFAULT_STRATEGIES = ("single", "dp", "ddp")
+TOLERANCES = {"fp64": 1e-11, "fp32": 1e-5, "bf16-mixed": 2e-2, "fp16-mixed": 5e-3, "bf16-true": 1e-1}
+"""Largest relative difference that rounding explains after some tens of steps, in a precision that is named."""
+DEFAULT_TOLERANCE = 1e-8
+"""The same where none is named, for any optimizer: rounding of 1e-16, made 1e5 times as large in each step by one that
+divides by a gradient that is zero except for rounding (a learning rate of 1e-3 over Adam's 1e-8), of a weight that is a
+hundredth of the others."""
+_PRECISION = "fp64"
+_SECOND_PRECISION = "fp32"  # for tasks that do not compute in the first
+_NORM_SLACK = 10  # a norm is a long fp32 sum, which some strategies add up more exactly than others
+_SMALLEST_SCALE = 0.01  # of a parameter, relative to the largest weight of the task: biases begin at zero
+_WARM_UP_STEPS = 2  # not counted in the time of a step
+_MAX_NAMES = 4  # of modules in a note
+
+Make = Callable[[], Any]
+
+
+def compare_strategies(
+    make_task: TaskModule | Make,
+    make_data: Any,
+    strategies: Sequence[StrategyChoice] = DEFAULT_STRATEGIES,
+    *,
+    steps: int = 20,
+    devices: int = 2,
+    device: str = "cpu",
+    tolerance: float | None = None,
+    trainer: Mapping[str, Any] | None = None,
+) -> ParityReport:
+    """Return how each strategy compares with `single` after every step, from the same initial weights.
+
+    A task or data may be given as they are or as functions that make them. A strategy is an object, a name, or a name
+    with settings: `("ddp", {"hook": "fp16"})`. `devices` (ranks, replicas or stages) and `device` are given to those
+    that are named and take them; `trainer` holds settings of the Trainer such as `{"precision": "fp32"}`. Without that
+    setting all compute in fp64, or in fp32 where `single` does not train the task in fp64; where its losses are of fp32
+    even so, differences may be as large as in that. Both are noted. Raises
+    UserError for what no strategy could train.
+    """
+    if isinstance(steps, bool) or steps < 1:
+        raise UserError(f"steps must be at least 1, got {steps}.")
+    others = [item for item in strategies if item != REFERENCE]
+    chosen = [(name, make_strategy(item, devices, device)) for name, item in zip(_names(others), others, strict=True)]
+    with tempfile.TemporaryDirectory(prefix="trainkit-parity-") as folder, rng_untouched():
+        runs = ParityRuns(make_task, make_data, Path(folder), steps=steps, settings=dict(trainer or {}))
+        runs, single, limit, notes = _reference(runs, device)
+        limit = limit if tolerance is None else tolerance
+        comparison = ParityComparison(runs, single, tolerance=limit)
+        rows = [comparison.reference(), *(comparison.attempt(name, strategy) for name, strategy in chosen)]
+        if any(row.verdict == "different" for row in rows):
+            notes += _expected_differences(runs.task())
+    return ParityReport(tuple(rows), steps, runs.precision, limit, tuple(notes))
+
+
+def assert_strategies_equal(
+    make_task: TaskModule | Make,
+    make_data: Any,
+    strategies: Sequence[StrategyChoice] = DEFAULT_STRATEGIES,
+    *,
+    steps: int = 5,
+    devices: int = 2,
+    device: str = "cpu",
+    tolerance: float | None = None,
+    trainer: Mapping[str, Any] | None = None,
+) -> ParityReport:
+    """Raise AssertionError, with the table, unless all strategies train to the weights of `single`."""
+    report = compare_strategies(
+        make_task,
+        make_data,
+        strategies,
+        steps=steps,
+        devices=devices,
+        device=device,
+        tolerance=tolerance,
+        trainer=trainer,
+    )
+    if not report.is_equal:
+        raise AssertionError(f"strategies do not agree\n{report.as_table()}")
+    return report
+
+
+def assert_resume_exact(
+    make_task: TaskModule | Make,
+    make_data: Any,
+    strategy: StrategyChoice = REFERENCE,
+    *,
+    steps: int = 6,
+    stop_after: int = 3,
+    devices: int = 2,
+    device: str = "cpu",
+    trainer: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise AssertionError unless a run that is stopped and resumed has the weights of one that was not, to the bit."""
+    if not 0 < stop_after < steps:
+        raise UserError(f"stop_after={stop_after} must lie between 0 and steps={steps}.")
+    with tempfile.TemporaryDirectory(prefix="trainkit-resume-") as folder, rng_untouched():
+        runs = ParityRuns(make_task, make_data, Path(folder), steps=steps, settings=dict(trainer or {}))
+
+        def fresh() -> Strategy:
+            return (
+                copy.deepcopy(strategy) if isinstance(strategy, Strategy) else make_strategy(strategy, devices, device)
+            )
+
+        whole = runs.fit("whole", fresh(), callbacks=[])
+        runs.fit("parts", fresh(), callbacks=[StopAfterStep(stop_after)])
+        resumed = runs.fit("parts", fresh(), callbacks=[], resume=True)
+    for name, expected in whole.items():
+        if not torch.equal(resumed[name], expected):
+            largest = distance(resumed[name], expected)
+            raise AssertionError(
+                f"{name} differs by {largest:.3g} between a run of {steps} steps and one that was stopped after "
+                f"{stop_after} and resumed. Random numbers or state outside of parameters, buffers and torch's, "
+                "numpy's and python's generators are not in a checkpoint."
+            )
+
+
+class ParityComparison:
+    """Compares every run with the one of `single`."""
+
+    def __init__(self, runs: ParityRuns, single: ParityRun, *, tolerance: float) -> None:
+        self._runs, self._single, self._tolerance = runs, single, tolerance
+        self._parameters = [name for name, _ in runs.task().named_parameters()]
+        self._loss_scales: dict[str, float] = {}  # by phase
+        for step in range(1, runs.steps + 1):
+            for phase, loss in single.step(step)["losses"].items():
+                self._loss_scales[phase] = max(self._loss_scales.get(phase, 0.0), abs(loss))
+
+    def reference(self) -> ParityRow:
+        """Return the row of `single` itself."""
+        return self.row(REFERENCE, self._single, verdict="reference")
+
+    def attempt(self, name: str, strategy: Strategy) -> ParityRow:
+        """Train under a strategy and return its row, also when that fails."""
+        try:
+            run = self._runs.train(name, strategy)
+        except Exception as error:
+            return ParityRow(name, "failed", error=f"{type(error).__name__}: {error}")
+        row = self.row(name, run, verdict="equal")
+        return row if self.agrees(row) else replace(row, verdict="different")
+
+    def agrees(self, row: ParityRow) -> bool:
+        """Whether the differences are within the tolerance."""
+        # NaN compares false, so it never agrees.
+        norms_agree = row.gradient_norm.value <= _NORM_SLACK * self._tolerance
+        return norms_agree and row.loss.value <= self._tolerance and row.weights.value <= self._tolerance
+
+    def row(self, name: str, run: ParityRun, *, verdict: str) -> ParityRow:
+        """Return the largest differences over all steps."""
+        loss = norm = weights = Difference()
+        seconds = []
+        for step in range(self._runs.steps + 1):
+            ours, expected = run.step(step), self._single.step(step)
+            weights = _larger(weights, self._weights(ours["weights"], expected["weights"], step))
+            if step:
+                for phase, scale in self._loss_scales.items():
+                    losses = ours["losses"][phase], expected["losses"][phase]
+                    loss = _larger(loss, _numbers(*losses, scale=scale, step=step, phase=phase))
+                    norms = ours["norms"][phase], expected["norms"][phase]
+                    norm = _larger(norm, _numbers(*norms, scale=abs(norms[1]), step=step, phase=phase))
+                seconds.append(ours["seconds"])
+        timed = sorted(seconds[_WARM_UP_STEPS:] or seconds)
+        return ParityRow(name, verdict, run.layout, loss, norm, weights, timed[len(timed) // 2], run.bytes_a_step)
+
+    def _weights(self, ours: dict[str, Tensor], expected: dict[str, Tensor], step: int) -> Difference:
+        sizes = {name: _size(expected[name]) for name in self._parameters}
+        floor = _SMALLEST_SCALE * max(sizes.values(), default=0.0)
+        largest = Difference()
+        for name in self._parameters:
+            scale = max(sizes[name], floor)
+            apart = distance(ours[name], expected[name])
+            largest = _larger(largest, Difference(_relative(apart, scale), step, name))
+        return largest
+
+
+def _reference(runs: ParityRuns, device: str) -> tuple[ParityRuns, ParityRun, float, list[str]]:
+    """Return the runs in a precision in which the task trains, the one of `single`, the tolerance, and notes."""
+    if runs.names_precision:
+        return runs, runs.train(REFERENCE, make_strategy(REFERENCE, 1, device)), TOLERANCES[runs.precision], []
+    try:
+        precise = runs.in_precision(_PRECISION)
+        single = precise.train(REFERENCE, make_strategy(REFERENCE, 1, device))
+    except Exception as error:
+        simple = runs.in_precision(_SECOND_PRECISION)
+        single = simple.train(REFERENCE, make_strategy(REFERENCE, 1, device))
+        why = f"{type(error).__name__}: {error}"
+        note = f"compared in {_SECOND_PRECISION}, as single failed in {_PRECISION}: {why}"
+        return simple, single, TOLERANCES[_SECOND_PRECISION], [note]
+    if single.has_losses_of_fp32:
+        note = f"tolerance of {_SECOND_PRECISION}, in which the task computes its losses"
+        return precise, single, TOLERANCES[_SECOND_PRECISION], [note]
+    return precise, single, DEFAULT_TOLERANCE, []
+
+
+def _expected_differences(task: TaskModule) -> list[str]:
+    """Return a note on the modules whose results depend on how a batch is split."""
+    names = [
+        name
+        for name, module in task.named_modules()
+        if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0)
+    ]
+    if not names:
+        return []
+    shown = ", ".join(names[:_MAX_NAMES]) + (" and more" if len(names) > _MAX_NAMES else "")
+    return [
+        f"dropout and batch norm ({shown}) depend on how a batch is split over ranks and micro-batches, so that "
+        "a difference is expected. Set p=0, or use GroupNorm or LayerNorm, to compare."
+    ]
+
+
+def _names(strategies: Sequence[StrategyChoice]) -> list[str]:
+    """Return the names of strategies, numbered where several have the same."""
+    names = [strategy_name(item) for item in strategies]
+    return [
+        name if names.index(name) == place else f"{name} {names[: place + 1].count(name)}"
+        for place, name in enumerate(names)
+    ]
+
+
+def _numbers(ours: float, expected: float, *, scale: float, step: int, phase: str) -> Difference:
+    if ours == expected or (math.isnan(ours) and math.isnan(expected)):  # also where neither tells it
+        return Difference(0.0, step)
+    return Difference(_relative(abs(ours - expected), scale), step, phase)
+
+
+def _relative(apart: float, scale: float) -> float:
+    return apart / scale if scale > 0 and apart else apart
+
+
+def _larger(left: Difference, right: Difference) -> Difference:
+    """Return the larger difference, the first of equal ones; NaN is larger than any number."""
+    return right if right.value > left.value or (math.isnan(right.value) and not math.isnan(left.value)) else left
+
+
+def distance(left: Tensor, right: Tensor) -> float:
+    """Return the largest difference between two elements."""
+    if left.numel() == 0:
+        return 0.0
+    return float((left.detach().cpu().double() - right.detach().cpu().double()).abs().max())
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0

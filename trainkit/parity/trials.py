@@ -1,0 +1,222 @@
+"""ParityRuns: recorded trainings of one task, one for each strategy."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from trainkit import registry
+from trainkit.callback import Callback
+from trainkit.errors import UserError
+from trainkit.precision import Precision
+from trainkit.rng import seed_everything
+from trainkit.run import Run
+from trainkit.strategy import Strategy
+from trainkit.task import TaskModule
+from trainkit.trainer import Trainer
+
+REFERENCE = "single"
+
+StrategyChoice = str | Strategy | tuple[str, Mapping[str, Any]]
+"""A strategy, or the name of one, alone or with settings."""
+
+
+@runtime_checkable
+class ReportsTraffic(Protocol):
+    """A strategy that knows how many bytes it sends."""
+
+    @property
+    def bytes_a_step(self) -> int | None:
+        """Bytes that this rank sends in a step."""
+
+
+@dataclass(frozen=True)
+class ParityRun:
+    """The recorded steps of one training, and what its strategy reports of itself."""
+
+    folder: Path
+    layout: str
+    bytes_a_step: int | None
+    num_steps: int
+
+    @property
+    def has_losses_of_fp32(self) -> bool:
+        """Whether every loss is a number of fp32: the step then computes it in fp32, whatever its inputs are."""
+        losses = [loss for step in range(1, self.num_steps + 1) for loss in self.step(step)["losses"].values()]
+        return all(float(torch.tensor(loss, dtype=torch.float32)) == loss for loss in losses if not math.isnan(loss))
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Return what was recorded after a step; 0 is the start."""
+        seen: dict[str, Any] = torch.load(self.folder / f"{number}.pt", weights_only=True)
+        return seen
+
+
+class ParityRuns:
+    """Trains copies of one task in the same way."""
+
+    def __init__(self, task: Any, data: Any, folder: Path, *, steps: int, settings: dict[str, Any]) -> None:
+        self._task, self._data = task, data
+        self._folder = folder
+        self._settings = settings
+        self.steps = steps
+        self.seed = int(settings.get("seed", 0))
+        self._start = {name: tensor.clone() for name, tensor in self._made_task().state_dict().items()}
+
+    @property
+    def precision(self) -> str:
+        """The precision of all runs."""
+        return Precision(self._settings.get("precision") or "fp32").name
+
+    @property
+    def names_precision(self) -> bool:
+        """Whether the settings name a precision."""
+        return self._settings.get("precision") is not None
+
+    def in_precision(self, name: str) -> ParityRuns:
+        """Return the same trials in another precision."""
+        folder = self._folder / name
+        folder.mkdir()
+        return ParityRuns(
+            self._task, self._data, folder, steps=self.steps, settings={**self._settings, "precision": name}
+        )
+
+    def task(self) -> TaskModule:
+        """Return a new task with the weights that all trials start from."""
+        task = self._made_task()
+        task.load_state_dict(self._start)
+        return task
+
+    def data(self) -> Any:
+        """Return the data."""
+        return self._data() if inspect.isroutine(self._data) or inspect.isclass(self._data) else self._data
+
+    def train(self, name: str, strategy: Strategy) -> ParityRun:
+        """Train and record every step."""
+        folder = self._folder / name
+        folder.mkdir()
+        self.fit(name, strategy, callbacks=[_StepRecorder(folder)], log_every="1step", **self._norm())
+        report = json.loads((folder / "strategy.json").read_text())
+        return ParityRun(folder, report["layout"], report["bytes_a_step"], self.steps)
+
+    def fit(
+        self, name: str, strategy: Strategy, *, callbacks: list[Callback], resume: bool = False, **more: Any
+    ) -> dict[str, Tensor]:
+        """Train and return the weights."""
+        run_dir = self._folder / f"run of {name}"
+        settings = {**self._settings, **more, "max_duration": f"{self.steps}step", "evaluate_every": None}
+        settings |= {"sanity_batches": 0, "callbacks": callbacks, "loggers": [], "run_dir": run_dir}
+        task = self.task()
+        Trainer(strategy, **settings).fit(task, self.data(), resume=run_dir if resume else None)
+        return {key: tensor.detach().cpu() for key, tensor in task.state_dict().items()}
+
+    def _norm(self) -> dict[str, Any]:
+        """Return settings with which the norm of the gradient is known; a limit of infinity changes nothing."""
+        limited = any(self._settings.get(name) is not None for name in ("clip_norm", "clip_value"))
+        return {} if limited else {"clip_norm": math.inf}
+
+    def _made_task(self) -> TaskModule:
+        seed_everything(self.seed)
+        task = copy.deepcopy(self._task) if isinstance(self._task, nn.Module) else self._task()
+        if not isinstance(task, TaskModule):
+            raise UserError(f"the task is a {type(task).__name__}; subclass trainkit.TaskModule.")
+        return task
+
+
+class _StepRecorder(Callback):
+    """Writes what is compared after every step into a folder, from rank 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metrics: dict[str, float] = {}
+        self.before = 0.0
+
+    def on_fit_start(self, run: Run) -> None:
+        self._write(run)
+
+    def on_log(self, run: Run, metrics: dict[str, float]) -> None:
+        self.metrics = {name: float(value) for name, value in metrics.items()}
+
+    def on_step_end(self, run: Run) -> None:
+        self._write(run)
+        self.metrics = {}
+
+    def on_fit_end(self, run: Run) -> None:
+        strategy = run.strategy
+        sent = strategy.bytes_a_step if isinstance(strategy, ReportsTraffic) else None
+        report = {"layout": _layout(run), "bytes_a_step": sent}
+        if run.is_main:
+            (self.folder / "strategy.json").write_text(json.dumps(report))
+
+    def _write(self, run: Run) -> None:
+        seconds = time.perf_counter() - self.before
+        weights = run.strategy.state_dict(run.task)  # collective
+        if run.is_main:
+            seen = {
+                "weights": {name: tensor.detach().cpu() for name, tensor in weights.items()},
+                "losses": self._logged(run, "loss"),
+                "norms": self._logged(run, "gradient_norm"),
+                "seconds": seconds,
+            }
+            torch.save(seen, self.folder / f"{run.state.step}.pt")
+        self.before = time.perf_counter()
+
+    def _logged(self, run: Run, name: str) -> dict[str, float]:
+        """Return what was logged of each phase; NaN if that takes no part in the step."""
+        phases = [optimization.phase for optimization in run.optimizations]
+        keys = {phase: f"train/{phase}/{name}" if phase else f"train/{name}" for phase in phases}
+        return {phase: self.metrics.get(key, math.nan) for phase, key in keys.items()}
+
+
+class StopAfterStep(Callback):
+    """Saves a checkpoint after a step and ends the run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Run) -> None:
+        if run.state.step == self.step:
+            run.save(reason="assert_resume_exact")
+            run.request_stop("assert_resume_exact")
+
+
+def strategy_name(item: StrategyChoice) -> str:
+    """Return the name of a strategy in a report."""
+    if isinstance(item, Strategy):
+        return type(item).__name__
+    return item if isinstance(item, str) else item[0]
+
+
+def make_strategy(item: StrategyChoice, devices: int, device: str) -> Strategy:
+    """Return a strategy; one that is named gets the devices if it takes any."""
+    if isinstance(item, Strategy):
+        return item
+    name, own = (item, {}) if isinstance(item, str) else item
+    strategy: Strategy = registry.make("strategy", name)
+    takes = inspect.signature(type(strategy)).parameters
+    settings: dict[str, Any] = {}
+    if "device" in takes:
+        settings["device"] = device
+    if "devices" in takes:
+        one_process = "device" not in takes  # such a strategy takes a list of devices
+        settings["devices"] = [device] * devices if one_process and device == "cpu" else devices
+    if "stages" in takes:
+        settings["stages"] = devices
+    settings |= own
+    return type(strategy)(**settings)
+
+
+def _layout(run: Run) -> str:
+    plan = run.plan
+    if plan is None:
+        return f"{run.strategy.world_size} x ready-made"
+    return f"{plan.world_size} x {plan.micro_batches} x {plan.micro_batch_size}"

@@ -1,0 +1,178 @@
+"""Timeline: what a strategy recorded of one step, by track, and how much communication it hid.
+
+track     | spans                                  seconds ->
+compute   | [forward ][backward            ][wait]
+bucket 0  |              [communication ]
+bucket 1  |                      [communication  ]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILENAME = "timeline.json"
+KINDS = ("forward", "backward", "communication", "blocked", "wait", "optimizer")
+_VERSION = 2
+_DIGITS = 7  # of a second: tenths of a microsecond
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSpan:
+    """An activity from `start` to `end`, in seconds of one clock."""
+
+    kind: str
+    """One of `KINDS`; the report gives each a colour."""
+    start: float
+    end: float
+    name: str = ""
+    """Shown when the pointer is on it."""
+    label: str = ""
+    """A few characters drawn on it where there is room: the number of a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """A row of the chart: one rank, or one bucket."""
+
+    name: str
+    spans: Sequence[TimelineSpan]
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineFigure:
+    """A number that summarizes the timeline."""
+
+    name: str
+    value: float
+    unit: str = "share"
+    """`share` (of 1), `seconds`, `bytes` or `count`."""
+    note: str = ""
+    """What to compare it with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One step of one strategy."""
+
+    strategy: str
+    title: str
+    tracks: Sequence[Track]
+    step: int | None = None
+    """The optimizer step, where it is known."""
+    figures: Sequence[TimelineFigure] = ()
+    advice: Sequence[str] = field(default_factory=list)
+    """Suggested changes, in sentences; empty if there are none."""
+
+    @property
+    def start(self) -> float:
+        """When the first span starts."""
+        return min((span.start for track in self.tracks for span in track.spans), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last span ends."""
+        return max((span.end for track in self.tracks for span in track.spans), default=0.0)
+
+    def write(self, folder: Path) -> None:
+        """Write `timeline.json` into a run's folder, replacing an earlier one; times start at 0."""
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f".{FILENAME}.part"
+        part.write_text(json.dumps({"version": _VERSION, **asdict(self._from_zero())}) + "\n", encoding="utf-8")
+        os.replace(part, folder / FILENAME)
+
+    def _from_zero(self) -> Timeline:
+        first = self.start
+        tracks = [
+            Track(
+                track.name,
+                [
+                    TimelineSpan(
+                        span.kind,
+                        round(span.start - first, _DIGITS),
+                        round(span.end - first, _DIGITS),
+                        span.name,
+                        span.label,
+                    )
+                    for span in track.spans
+                ],
+            )
+            for track in self.tracks
+        ]
+        figures = [figure for figure in self.figures if math.isfinite(figure.value)]
+        return Timeline(self.strategy, self.title, tracks, self.step, figures, list(self.advice))
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Communication measured on this rank, in seconds of one step."""
+
+    exposed: float
+    """Communication or waiting that no computation hid."""
+    communication: float | None = None
+    """All communication; `None` if only `exposed` is known, 0 if nothing is sent."""
+    steps: int = 0
+    """Steps that were averaged."""
+    note: str = ""
+    """What was measured, in a few words."""
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of communication that computation hid; `None` if there is none or it is not known."""
+        return 1.0 - self.exposed / self.communication if self.communication else None
+
+    def line(self, *, strategy: str, step_seconds: float) -> str:
+        """Return one line, relative to the seconds of a whole step."""
+        if self.communication == 0:
+            return f"overlap: {strategy} has no communication here{self._more()}"
+        taken = self.exposed if self.communication is None else self.communication
+        share = f"{1e3 * taken:.2f} ms ({taken / step_seconds:.0%}) of a step"
+        if self.hidden_share is None:
+            return f"overlap: {strategy} waits for others in {share}{self._more()}"
+        return f"overlap: {strategy} communicates in {share}, {self.hidden_share:.0%} of it hidden{self._more()}"
+
+    def record(self, *, strategy: str, step_seconds: float) -> dict[str, Any]:
+        """Return the numbers and the line, for the run's `profile.json`."""
+        return {
+            "communication_seconds": self.communication,
+            "exposed_seconds": self.exposed,
+            "hidden_share": self.hidden_share,
+            "step_seconds": step_seconds or None,
+            "steps": self.steps,
+            "line": self.line(strategy=strategy, step_seconds=step_seconds),
+        }
+
+    def _more(self) -> str:
+        return f" ({self.note})" if self.note else ""
+
+
+NO_COMMUNICATION = Overlap(0.0, communication=0.0, note="one process, one device")
+
+
+def read_timeline(folder: Path) -> Timeline | None:
+    """Return the timeline recorded in a run's folder; `None` if there is none that can be read."""
+    try:
+        saved: dict[str, Any] = json.loads((folder / FILENAME).read_text(encoding="utf-8"))
+        if saved.pop("version") != _VERSION:
+            return None
+        saved["tracks"] = [
+            Track(track["name"], [TimelineSpan(**span) for span in track["spans"]]) for track in saved["tracks"]
+        ]
+        saved["figures"] = [TimelineFigure(**figure) for figure in saved["figures"]]
+        return Timeline(**saved)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def covered_seconds(spans: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds that the spans cover together, overlaps counted once."""
+    total, covered = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return total

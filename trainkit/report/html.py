@@ -1,0 +1,202 @@
+"""Pages, tables and sections in HTML, escaping, and numbers as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from importlib import resources
+
+# Nothing is fetched, even if a hostile name contains markup.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_VOID = frozenset({"meta", "link", "br", "hr", "img", "input", "rect", "line", "polyline", "path", "circle", "polygon"})
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
+_POWERS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page, with a place in the list at its top."""
+
+    key: str
+    title: str
+    content: SafeHtml
+
+
+def page(title: str, *, header: SafeHtml, sections: Sequence[Section]) -> str:
+    """Return the document."""
+    links = [element("a", section.title, href=f"#{section.key}") for section in sections]
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("title", title),
+        element("style", SafeHtml(_file("page.css"))),
+    )
+    body = element(
+        "body",
+        element("header", header, element("nav", *links) if len(links) > 2 else None),
+        element("main", *(_section(section) for section in sections)),
+        element("footer", _footer()),
+        element("script", SafeHtml(_file("page.js"))),
+    )
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def table(columns: Sequence[Content], rows: Sequence[Sequence[Content]], *, best: int | None = None) -> SafeHtml:
+    """Return a table whose first column names the rows; cells that are numbers go to the right."""
+    numeric = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(columns))]
+    head = element(
+        "tr", *(element("th", name, class_="number" if numeric[i] else None) for i, name in enumerate(columns))
+    )
+    body = [
+        element(
+            "tr",
+            *(
+                element("th", cell, scope="row", class_="text")
+                if i == 0
+                else element("td", cell, class_="number" if numeric[i] else "text")
+                for i, cell in enumerate(row)
+            ),
+            class_="best" if number == best else None,
+        )
+        for number, row in enumerate(rows)
+    ]
+    return element("div", element("table", element("thead", head), element("tbody", *body)), class_="table-frame")
+
+
+def pairs(items: Sequence[tuple[str, Content]]) -> SafeHtml:
+    """Return a list of names with their values, without those that have no value."""
+    known = [(name, value) for name, value in items if value not in (None, "")]
+    return element(
+        "dl", *(join_html(element("dt", name), element("dd", value)) for name, value in known), class_="pairs"
+    )
+
+
+def kpi_tile(name: str, value: str, note: str = "") -> SafeHtml:
+    """Return a figure that stands out."""
+    long = "long" if len(value) > 16 else None
+    return element(
+        "div",
+        element("dt", name),
+        element("dd", value, element("small", note) if note else None, class_=long),
+        class_="tile",
+    )
+
+
+def _section(section: Section) -> SafeHtml:
+    return element("section", element("h2", section.title), section.content, id=section.key)
+
+
+def _is_number(cell: Content) -> bool:
+    if isinstance(cell, int | float):
+        return True
+    text = "" if cell is None or isinstance(cell, SafeHtml) else str(cell)
+    return cell == "" or text[:1].isdigit() or text[:1] in ("-", "∞") or text == "NaN"
+
+
+def _footer() -> str:
+    from trainkit import __version__
+
+    return f"Written by trainkit {__version__}, {datetime.now():%Y-%m-%d %H:%M:%S}."
+
+
+def _file(name: str) -> str:
+    return (resources.files("trainkit.report") / name).read_text(encoding="utf-8")
+
+
+class SafeHtml(str):
+    """A text that is markup already; any other text is escaped where it is put into an element."""
+
+    __slots__ = ()
+
+
+Content = SafeHtml | str | int | float | None
+
+
+def element(name: str, /, *children: Content, **attributes: str | int | float | bool | None) -> SafeHtml:
+    """Return `<name attribute="...">children</name>`; `None` children and attributes are dropped.
+
+    A trailing underscore of an attribute's name is dropped (`class_`), others become hyphens (`stroke_width`).
+    """
+    opening = name + "".join(_attribute(key, value) for key, value in attributes.items())
+    if name in _VOID and not children:
+        return SafeHtml(f"<{opening}/>")
+    return SafeHtml(f"<{opening}>{join_html(*children)}</{name}>")
+
+
+def join_html(*children: Content) -> SafeHtml:
+    """Return the children one after the other, those that are plain text escaped."""
+    return SafeHtml("".join(_escaped(child) for child in children if child is not None))
+
+
+def _attribute(key: str, value: str | int | float | bool | None) -> str:
+    if value is None or value is False:
+        return ""
+    name = key.rstrip("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
+
+
+def _escaped(child: Content) -> str:
+    return child if isinstance(child, SafeHtml) else escape(str(child))
+
+
+def number(value: float) -> str:
+    """Return a number with four significant digits: `12,345`, `0.01235`, `1.2e-05`, `28.7G`, `NaN`."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    if abs(value) >= 1e8:
+        return short(float(f"{value:.4g}")) if abs(value) < 1e15 else f"{value:.4g}"
+    if value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def short(value: float) -> str:
+    """Return a number for the ticks of an axis: `0.25`, `12k`, `3M`."""
+    for power, letter in _POWERS:
+        if abs(value) >= power:
+            return f"{value / power:.4g}{letter}"
+    return f"{value:.6g}"
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes as `12.3 MiB`."""
+    for unit in _SIZES[:-1]:
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} {_SIZES[-1]}"
+
+
+def seconds(value: float) -> str:
+    """Return a short time as `12.3 ms` or `1.25 s`, and a long one as `1:02:03`."""
+    if value < 1e-3:
+        return f"{value * 1e6:.3g} µs"
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    if value < 100:
+        return f"{value:.3g} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d} min"
+
+
+def share(value: float) -> str:
+    """Return a share of one as `12.3 %`."""
+    return f"{100 * value:.1f} %"
+
+
+def ticks(low: float, high: float, *, count: int) -> list[float]:
+    """Return about `count` round numbers from `low` to `high`."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]

@@ -1,0 +1,383 @@
+"""The report of one run, written when the run ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from trainkit.errors import Stopped
+from trainkit.failure import FailureRecord, forget_failures, record_failure_of_caller
+from trainkit.report.charts import chart, chart_grid, curve_charts, kind_of
+from trainkit.report.config_diff import ConfigChange, as_text, write_config_diff
+from trainkit.report.html import (
+    SafeHtml,
+    Section,
+    element,
+    join_html,
+    kpi_tile,
+    number,
+    page,
+    pairs,
+    seconds,
+    short,
+    size,
+    table,
+)
+from trainkit.report.record import METRICS, RunData, files_beside, read_run
+from trainkit.report.step_breakdown import breakdown, memory_series, profile_part, waiting_chart
+from trainkit.report.timeline_chart import timeline_figure, timeline_figures
+
+_SAID_BY_MESSAGE = ("UserError", "NonFiniteLoss", "CheckpointError", "SettingsError", "RankFailure")
+_PYTHON_HEADING = "Traceback (most recent call last)"
+REPORT = "report.html"
+COMPARISON = "comparison.html"
+
+
+def run_report(record: RunData) -> str:
+    """Return the HTML of a run's report."""
+    sections = [
+        _learning(record),
+        _speed(record),
+        _timeline(record),
+        _memory(record),
+        _checkpoints(record),
+        _warnings(record),
+        _settings(record),
+        _environment(record),
+        _files(record),
+    ]
+    header = join_html(_title(record), failure_section(record), _tiles(record))
+    title = f"{record.recipe} · {record.folder.absolute().name}"
+    return page(title, header=header, sections=[section for section in sections if section is not None])
+
+
+# ---- The head
+
+
+def _title(record: RunData) -> SafeHtml:
+    environment, summary = record.environment, record.summary
+    reason = summary.get("exit_reason") if record.status != "failed" else None
+    if record.status == "unfinished":
+        reason = "no end was recorded: the run is still going on, or it was killed"
+    started = environment.get("started")
+    when = f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}" if isinstance(started, int | float) else ""
+    layout = [environment.get("strategy"), environment.get("plan"), environment.get("precision")]
+    return join_html(
+        element(
+            "div",
+            element("h1", record.recipe),
+            element("span", record.status, class_=f"badge {record.status}"),
+            element("span", reason, class_="muted") if reason else None,
+            class_="title-line",
+        ),
+        element("p", " · ".join(str(part) for part in (record.name, when, *layout) if part), class_="subtitle"),
+    )
+
+
+def _tiles(record: RunData) -> SafeHtml:
+    summary, environment = record.summary, record.environment
+    tiles: list[SafeHtml] = []
+    best = record.best
+    if best is not None and record.manifest is not None and record.manifest.monitor is not None:
+        metric = record.manifest.monitor.metric
+        tiles.append(kpi_tile(f"best {metric}", number(best.metrics[metric]), f"at step {best.step:,}"))
+    for name in ("validation/loss", "validation/accuracy", "train/loss"):
+        if name in record.metrics and len(tiles) < 3:
+            tiles.append(kpi_tile(f"last {name}", number(record.metrics[name])))
+    steps = summary.get("steps", max((curve.steps[-1] for curve in record.curves.values()), default=None))
+    if steps is not None:
+        planned = environment.get("max_steps")
+        note = f"of {planned:,} planned" if isinstance(planned, int) and planned > steps else ""
+        tiles.append(kpi_tile("steps", f"{steps:,}", note))
+    if summary:
+        tiles.append(kpi_tile("epochs", f"{float(summary.get('epochs', 0)):.4g}"))
+        tiles.append(kpi_tile("time", seconds(float(summary.get("seconds", 0)))))
+        rate = float(summary.get("samples_per_second", 0))
+        tiles.append(kpi_tile("samples a second", f"{rate:,.0f}" if rate >= 100 else number(rate), "whole run"))
+    parameters = environment.get("parameters")
+    if isinstance(parameters, int):
+        tiles.append(kpi_tile("parameters", short(float(f"{parameters:.3g}"))))
+    return element("dl", *tiles, class_="tiles")
+
+
+# ---- The sections
+
+
+def _learning(record: RunData) -> Section | None:
+    charts = curve_charts({"": record.curves}, kinds=("learning", "optimization"))
+    if not charts:
+        written = (record.folder / METRICS).is_file()
+        hint = "nothing was logged yet" if written else "no metrics.jsonl was written; add the logger jsonl"
+        return Section("learning", "Learning curves", element("p", f"There are no curves: {hint}.", class_="muted"))
+    rows = [[name, number(value)] for name, value in sorted(record.metrics.items()) if kind_of(name) == "learning"]
+    final = element("details", element("summary", "last values"), table(["metric", "last"], rows))
+    return Section("learning", "Learning curves", join_html(chart_grid(charts), final if rows else None))
+
+
+def _speed(record: RunData) -> Section | None:
+    parts = [breakdown(record.step_times), profile_part(record.profile)]
+    charts = curve_charts({"": record.curves}, kinds=("speed",))
+    waiting = waiting_chart(record.step_times)
+    if waiting is not None:
+        charts.append(waiting)
+    if not charts and not any(parts):
+        return None
+    return Section("speed", "Where the time goes", join_html(parts[0], chart_grid(charts), parts[1]))
+
+
+def _timeline(record: RunData) -> Section | None:
+    timeline = record.timeline
+    if timeline is None:
+        return None
+    partition = None
+    if record.partition:
+        partition = element("details", element("summary", "how the task was cut"), element("pre", record.partition))
+    content = join_html(timeline_figure(timeline), timeline_figures(timeline), partition)
+    return Section("timeline", f"One step under {timeline.strategy}", content)
+
+
+def _memory(record: RunData) -> Section | None:
+    charts = curve_charts({"": record.curves}, kinds=("memory",))
+    measured = memory_series(record.step_times)
+    if measured:
+        charts.insert(0, chart("memory (MiB)", measured))
+    return Section("memory", "Memory", chart_grid(charts)) if charts else None
+
+
+def _checkpoints(record: RunData) -> Section | None:
+    if record.manifest is None or not record.manifest.entries:
+        return None
+    monitor, best = record.manifest.monitor, record.best
+    entries = record.manifest.entries
+    rows = [
+        [
+            join_html(entry.name, " ", element("span", "★ best", title="the best") if entry is best else None),
+            f"{entry.step:,}",
+            number(entry.metrics[monitor.metric]) if monitor and monitor.metric in entry.metrics else "-",
+            entry.reason,
+            size(entry.size),
+        ]
+        for entry in entries
+    ]
+    columns = ["checkpoint", "step", monitor.metric if monitor else "metric", "saved because", "size"]
+    marked = entries.index(best) if best is not None else None
+    near = os.path.relpath(record.folder)
+    continued = f"Continue: trainkit resume {record.folder.absolute() if near.startswith('..') else near}"
+    content = join_html(table(columns, rows, best=marked), element("p", element("code", continued), class_="muted"))
+    return Section("checkpoints", "Checkpoints", content)
+
+
+def _warnings(record: RunData) -> Section | None:
+    if not record.warnings:
+        return None
+    items = [
+        element("li", str(item.get("text", "")), " ", element("span", _source(item), class_="muted"))
+        for item in record.warnings
+    ]
+    return Section(
+        "warnings",
+        f"Warnings ({len(items)})",
+        element("div", element("ul", *items, class_="warnings"), class_="table-frame"),
+    )
+
+
+def _source(item: Mapping[str, object]) -> str:
+    return f"rank {item.get('process', 0)}, {str(item.get('where', '')).rpartition('/')[2]}"
+
+
+def _settings(record: RunData) -> Section | None:
+    if not record.config:
+        text = "The run was started from Python without a config; its code is what it did."
+        return Section("settings", "Settings", element("p", text, class_="muted"))
+    changes = record.config_diff
+    if changes is None:
+        summary = element("p", "No recipe to compare with is known.", class_="muted")
+    elif not changes:
+        summary = element("p", f"As the recipe {record.recipe} says.")
+    else:
+        summary = join_html(
+            element("p", f"Against the recipe {record.recipe}:"), changes_table(changes, ("recipe", "this run"))
+        )
+    whole = element("pre", "\n".join(_yaml_lines(record.config)))
+    details = element("details", element("summary", "all settings"), whole)
+    return Section("settings", "Settings", join_html(summary, details))
+
+
+def changes_table(changes: Iterable[ConfigChange], names: tuple[str, str]) -> SafeHtml:
+    """Return a row for each key that differs."""
+    rows = [
+        [element("code", change.key), element("code", change.before or "-"), element("code", change.after or "-")]
+        for change in changes
+    ]
+    return table(["key", *names], rows)
+
+
+def _yaml_lines(tree: Mapping[str, object], indent: int = 0) -> Iterable[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield f"{' ' * indent}{key}:"
+            yield from _yaml_lines(value, indent + 2)
+        else:
+            yield f"{' ' * indent}{key}: {as_text(value)}"
+
+
+def _environment(record: RunData) -> Section | None:
+    known = record.environment
+    if not known:
+        return None
+    git = known.get("git")
+    commit = f"{git['commit'][:12]}{', with changes that are not committed' if git.get('dirty') else ''}" if git else ""
+    versions = known.get("versions")
+    items: list[tuple[str, SafeHtml | str | None]] = [
+        ("command", element("code", known["command"]) if known.get("command") else None),
+        ("task", f"{known.get('task')}, {number(known.get('parameters', 0))} parameters"),
+        ("layout", _layout(known)),
+        ("device", str(known.get("device", ""))),
+        ("precision", str(known.get("precision", ""))),
+        ("seed", str(known.get("seed", ""))),
+        ("resumed from", str(known.get("resumed_from") or "")),
+        ("git", commit),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items()) if versions else ""),
+        ("system", f"{known.get('system')}, {known.get('cpus')} CPUs, {known.get('threads')} thread(s) a process"),
+    ]
+    return Section("environment", "Environment", element("div", pairs(items), class_="card"))
+
+
+def _layout(known: Mapping[str, Any]) -> str:
+    return f"{known.get('strategy')}, {known.get('processes')} process(es): {known.get('plan') or 'ready-made batches'}"
+
+
+def _files(record: RunData) -> Section | None:
+    names = files_beside(record.folder)
+    if not names:
+        return None
+    links = [element("a", name, href=quote(name)) for name in names]
+    listed = [join_html(link, "  ") for link in links]
+    note = element("p", "Chrome traces (.json) open in ui.perfetto.dev or chrome://tracing.", class_="muted")
+    traces = any("trace" in name or name.startswith("timeline_rank") for name in names)
+    return Section("files", "Files", element("div", element("p", *listed), note if traces else None, class_="card"))
+
+
+def failure_section(record: RunData) -> SafeHtml | None:
+    """Return who failed first, where and why, and what every rank did last; `None` for a run that did not fail."""
+    cause = record.cause
+    if record.status != "failed":
+        return None
+    if cause is None:
+        reason = str(record.summary.get("exit_reason", "an error that was not kept"))
+        return element("div", element("h2", "The run failed"), element("p", reason, class_="message"), class_="failure")
+    heading = f"The run failed: {cause.error}"
+    parts: list[SafeHtml | None] = [
+        element("h2", heading),
+        element("p", cause.message, class_="message"),
+        pairs([("where", _where(cause)), ("when", f"{datetime.fromtimestamp(cause.when):%Y-%m-%d %H:%M:%S}")]),
+    ]
+    if cause.traceback:
+        # Such a message says it all; the way that it came is for the curious.
+        shown = element("pre", cause.traceback.strip())
+        folded = cause.error in _SAID_BY_MESSAGE
+        parts.append(
+            element("details", element("summary", "traceback"), shown, open=not folded)
+            if folded or _PYTHON_HEADING in cause.traceback
+            else shown
+        )
+    parts += [_others(record, cause), _logs(record)]
+    return element("div", *parts, class_="failure", id="failure")
+
+
+def _where(cause: FailureRecord) -> str:
+    if cause.process is None:
+        return "told to the caller of all ranks"
+    step = f"after step {cause.step:,}" if cause.step else "before the first step"
+    evaluation = f", in the evaluation of {cause.evaluation}" if cause.evaluation else ""
+    return ", ".join(part for part in (f"rank {cause.process}", step, cause.phase) if part) + evaluation
+
+
+def _others(record: RunData, cause: FailureRecord) -> SafeHtml | None:
+    """Return a table of all ranks that could still say something, the first to fail on top."""
+    ranks = [item for item in record.failures if item.process is not None]
+    if not [item for item in ranks if item is not cause]:
+        return None
+    first = ranks[0].when
+    rows = [
+        [
+            f"rank {item.process}",
+            f"+{item.when - first:.2f} s",
+            str(item.step),
+            item.phase,
+            f"{item.error}: {item.message.splitlines()[0] if item.message else ''}",
+        ]
+        for item in ranks
+    ]
+    return join_html(element("h3", "Every rank"), table(["", "failed", "steps", "in", "with"], rows))
+
+
+def _logs(record: RunData) -> SafeHtml | None:
+    if not record.logs:
+        return None
+    parts = [
+        element("details", element("summary", f"last lines of {name}"), element("pre", tail))
+        for name, tail in record.logs.items()
+    ]
+    return join_html(element("h3", "Last events"), *parts)
+
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def reported(
+    folder: Path | None, *, is_main: Callable[[], bool], config_diff: Callable[[], Sequence[ConfigChange] | None]
+) -> Iterator[None]:
+    """Enter with a run into `folder`; its report is written when it ends, well or not. `None`: nothing is written.
+
+    In the process that started the ranks, or in each of them under torchrun: `is_main` returns afterwards whether this
+    one writes. `config_diff` returns how the config differs from its recipe, `None` if unknown. A report that cannot be
+    written is only logged.
+    """
+    if folder is None:
+        yield
+        return
+    forget_failures(folder)
+    try:
+        yield
+    except BaseException as error:
+        if folder.is_dir():
+            if not isinstance(error, Stopped):
+                record_failure_of_caller(folder, error)
+            _write_or_warn(folder, config_diff)
+        raise
+    if is_main() and folder.is_dir():
+        _write_or_warn(folder, config_diff)
+
+
+def write_report(folder: Path) -> Path:
+    """Write the report of the run in `folder` and return its path; raises UserError if there is no run."""
+    return write_page(run_report(read_run(folder)), folder / REPORT)
+
+
+def write_page(text: str, path: Path) -> Path:
+    """Replace a file at one instant."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def _write_or_warn(folder: Path, config_diff: Callable[[], Sequence[ConfigChange] | None]) -> None:
+    try:
+        changes = config_diff()
+        if changes is not None:
+            write_config_diff(folder, changes)
+        write_report(folder)
+    except Exception as error:
+        logger.warning("the report of %s could not be written: %s: %s", folder, type(error).__name__, error)
