@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.errors import UserError
 from trainkit.phases import PhaseControl
-from trainkit.rng import rng_untouched
+from trainkit.rng import preserve_rng
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -40,7 +40,7 @@ def trial(run: Run, *, who: str) -> Iterator[None]:
     skipped = [one.skipped_steps for one in run.optimizations]
     scaler = run.precision.state_dict()
     try:
-        with rng_untouched():
+        with preserve_rng():
             yield
     finally:
         with torch.no_grad():

@@ -13,7 +13,7 @@ from trainkit.exact_means import ExactMeans, Sums, means_over
 from trainkit.feed import Feed
 from trainkit.metric_objects import MetricObjects
 from trainkit.metric_states import set_aside
-from trainkit.rng import rng_untouched
+from trainkit.rng import preserve_rng
 from trainkit.run import EvaluationProgress, Run
 from trainkit.step_output import StepOutput
 
@@ -114,7 +114,7 @@ def _evaluating(run: Run, progress: EvaluationProgress) -> Iterator[EvaluationPr
     run.task.eval()
     try:
         # Not inference mode: a tensor that a model caches in it could not be used in training later.
-        with rng_untouched(), torch.no_grad():
+        with preserve_rng(), torch.no_grad():
             yield progress
     finally:
         run.evaluation = None

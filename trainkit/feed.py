@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.data import Source
 from trainkit.length_groups import LengthGroupedOrder
 from trainkit.order import GlobalOrder, WeightedOrder
-from trainkit.rng import rng_untouched
+from trainkit.rng import preserve_rng
 from trainkit.sampling import Order, SamplerOrder
 from trainkit.window import MicroBatch, Window
 
@@ -79,7 +79,7 @@ class Feed(ABC):
 
     def example(self) -> MicroBatch | None:
         """Return this rank's first micro-batch, read apart from training; `None` for a stream, which is not read."""
-        with rng_untouched():
+        with preserve_rng():
             window = next(self.windows(0, 0), None)
         return window.micro_batches[0] if window is not None and window.micro_batches else None
 
