@@ -59,10 +59,6 @@ class Feed(ABC):
                 return
             yield window
 
-    def micro_batch(self, size: int) -> MicroBatch | None:
-        """Return the first `size` samples of this rank; `None` where samples cannot be read one by one."""
-        return None
-
     def check_order(self, strategy: Strategy) -> str | None:
         """Return what a user's own sampler does not keep; raises UserError if ranks would draw apart. Collective."""
         sampler = self.source.sampler
@@ -70,9 +66,6 @@ class Feed(ABC):
             return None
         order = SamplerOrder(sampler, seed=self.seed)
         return order.complaint(strategy.all_gather_object(order.first()))
-
-    def plan_again(self, strategy: Strategy) -> None:
-        """Cut global batches from now on as the strategy's settings say now."""
 
     def close(self) -> None:
         """Let worker processes end; may be called twice."""
