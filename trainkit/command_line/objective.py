@@ -30,7 +30,7 @@ class Objective:
 def objective_of(tree: Mapping[str, Any]) -> Objective:
     """Return what a run's checkpoints are chosen by, or what ends it early; the loss where neither says so."""
     callbacks = tree.get("callbacks") or {}
-    nodes = [node for node in callbacks.values() if isinstance(node, Mapping) and isinstance(node.get("metric"), str)]
+    nodes = [node for node in callbacks.values() if isinstance(node, Mapping) and isinstance(node.get("monitor"), str)]
     if nodes:
-        return Objective(nodes[0]["metric"], str(nodes[0].get("mode", "min")))
+        return Objective(nodes[0]["monitor"], str(nodes[0].get("mode", "min")))
     return Objective("validation/loss")
