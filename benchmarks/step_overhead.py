@@ -155,10 +155,10 @@ def ready_batches(steps: int, rounds: int) -> list[dict[str, Any]]:
         "hand-written loop": hand_written(loader),
         "trainkit, everything on": trainkit(lambda: Data(train=loader)),
         "trainkit, everything on but the report": trainkit(lambda: Data(train=loader), report=False),
-        "trainkit, everything on but the report and step_times": trainkit(
+        "trainkit, everything on but the report and the speed monitor": trainkit(
             lambda: Data(train=loader),
             report=False,
-            callbacks=[name for name in DEFAULT_CALLBACKS if name != "step_times"],
+            callbacks=[name for name in DEFAULT_CALLBACKS if name != "speed_monitor"],
         ),
         "trainkit, no callbacks, no loggers": trainkit(lambda: Data(train=loader), callbacks=[], loggers=[]),
         "trainkit, everything on, optimizer not fused": trainkit(lambda: Data(train=loader), fused_optimizer=False),

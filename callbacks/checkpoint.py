@@ -1,4 +1,4 @@
-"""Saving the run: at intervals, when a metric is better than before, at the end, and when something goes wrong."""
+"""Checkpoints: at intervals, when a metric improves, at the end, and after an exception."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from trainkit.callback import Callback
-from trainkit.checkpoints.store import CheckpointEntry, CheckpointError, CheckpointStore, Monitor
+from trainkit.checkpoints.store import (
+    CheckpointEntry,
+    CheckpointError,
+    CheckpointStore,
+    DamagedCheckpoint,
+    Monitor,
+)
 from trainkit.duration import Duration, Interval
 from trainkit.errors import NonFiniteLoss, UserError, nearest
 from trainkit.optimization import Optimization
 from trainkit.state import TrainState
 from trainkit.strategy import Strategy
-
-from .save_retries import SaveRetries
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -37,22 +41,21 @@ class Checkpoint(Callback):
     At most one checkpoint is written after a step. A metric counts only right after the evaluation that gave it.
 
     Args:
-        every: How often to save, best or not; `None` never. Times are looked at when training logs.
-        metric: The metric of validation that the best checkpoints are chosen by, such as `"validation/loss"`.
-        mode: Whether a small (`min`) or a large (`max`) value is good.
-        keep_best: How many of the best to keep.
-        keep_last: How many of the latest to keep, those saved as the best counted; `None` keeps all.
-        save_at_end: Whether the end of training is saved; a run that a signal ends is always saved.
-        save_on_exception: Whether the last complete step is saved when an exception ends a run of one process.
-        background: Whether training goes on while a checkpoint is written: it waits for a copy of the state in host
-            memory only. An error of the writer is noticed after the next step. (Elsewhere this is called `async`,
-            which Python does not allow as a name.)
-        sharded: Whether each rank writes what it holds, where the strategy shards the state (`fusion` with
-            `shard_optimizer`, `pipeline`): no rank gathers all of it. Every machine must see the run's folder. In the
-            background each rank copies what it holds, and after each step until that is written ranks ask each other.
-        retries: How many saves in a row may fail, of a full disk for example, while training goes on; the next ends the
-            run, and so does the save at the end. 0: the first ends it.
-        retry_after: How much is trained before a save is tried again.
+        every: Save interval; `None` disables it. An interval of time is checked at log points.
+        monitor: The validation metric by which the best checkpoints are chosen, such as `"validation/loss"`.
+        mode: `min` if a small value is good, `max` if a large one is.
+        save_top_k: Number of best checkpoints to keep.
+        save_last_k: Number of latest checkpoints to keep, including those saved as the best; `None` keeps all.
+        save_at_end: Save at the end of training. A run that a signal ends is always saved.
+        save_on_exception: Save the last complete step if an exception ends a run of one process.
+        async_save: Write checkpoints in a background thread. Training waits only for a copy of the state in host
+            memory. An error of the writer is noticed after the next step.
+        sharded: Each rank writes its own shard, if the strategy shards the state (`fusion` with `shard_optimizer`,
+            `pipeline`); no rank gathers all of it. Every machine must see the run folder. With `async_save` each rank
+            copies its shard, and ranks ask each other after each step until all shards are written.
+        max_retries: Number of saves in a row that may fail, for example because the disk is full, while training
+            continues. The next failure ends the run, and so does a failure at the end. 0: the first failure ends it.
+        retry_every: Duration of training before a failed save is tried again.
 
     """
 
@@ -60,31 +63,31 @@ class Checkpoint(Callback):
         self,
         *,
         every: str | Duration | None = "1epoch",
-        metric: str | None = None,
+        monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
-        keep_best: int = 1,
-        keep_last: int | None = 1,
+        save_top_k: int = 1,
+        save_last_k: int | None = 1,
         save_at_end: bool = True,
         save_on_exception: bool = True,
-        background: bool = False,
+        async_save: bool = False,
         sharded: bool = False,
-        retries: int = 10,
-        retry_after: str | Duration = "1min",
+        max_retries: int = 10,
+        retry_every: str | Duration = "1min",
     ) -> None:
         if mode not in ("min", "max"):
             raise UserError(f"checkpoint.mode={mode!r} is unknown.{nearest(mode, ('min', 'max'))} Choose min or max.")
-        for name, count in (("keep_best", keep_best), ("keep_last", keep_last)):
+        for name, count in (("save_top_k", save_top_k), ("save_last_k", save_last_k)):
             if count is not None and count < 1:
                 raise UserError(f"checkpoint.{name} must be at least 1, got {count}.")
         self.every = None if every is None else Duration.parse(every, where="checkpoint.every")
-        self.monitor = None if metric is None else Monitor(metric, mode)
-        self.keep_best = keep_best
-        self.keep_last = keep_last
+        self.monitor = None if monitor is None else Monitor(monitor, mode)
+        self.save_top_k = save_top_k
+        self.save_last_k = save_last_k
         self.save_at_end = save_at_end
         self.save_on_exception = save_on_exception
-        self.background = background
+        self.async_save = async_save
         self.sharded = sharded
-        self._retries = SaveRetries(retries, Duration.parse(retry_after, where="checkpoint.retry_after"))
+        self._retry = SaveRetry(max_retries, Duration.parse(retry_every, where="checkpoint.retry_every"))
         self._by_clock = self.every is not None and self.every.unit in ("second", "minute", "hour")
         self._interval = Interval(self.every)
         self._reason: str | None = None
@@ -94,15 +97,15 @@ class Checkpoint(Callback):
     def on_fit_start(self, run: Run) -> None:
         if self.monitor is not None and not run.data.has("validation"):
             raise UserError(
-                f"checkpoint.metric={self.monitor.metric!r} is a metric of validation, but the data has none; give "
-                "Data(validation=...), or set checkpoint.metric=null."
+                f"checkpoint.monitor={self.monitor.metric!r} is a metric of validation, but the data has none; give "
+                "Data(validation=...), or set checkpoint.monitor=null."
             )
         if run.checkpoints is not None:
             run.checkpoints = CheckpointStore(run.checkpoints.folder, monitor=self.monitor)
         self._interval.start(run.state)
         self._reason = None
         self._is_prepared = False
-        self._retries.start()
+        self._retry.start()
         self._saved_step = run.strategy.broadcast_object(_step_saved_last(run)) if run.resumed_from else None
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
@@ -114,7 +117,7 @@ class Checkpoint(Callback):
             return
         if self.monitor.metric not in metrics:
             raise UserError(
-                f"checkpoint.metric={self.monitor.metric!r} is no metric of validation."
+                f"checkpoint.monitor={self.monitor.metric!r} is not a validation metric."
                 f"{nearest(self.monitor.metric, metrics)} There are: {', '.join(sorted(metrics)) or 'none'}."
             )
         value = metrics[self.monitor.metric]
@@ -125,25 +128,25 @@ class Checkpoint(Callback):
     def on_step_end(self, run: Run) -> None:
         try:  # waits for no disk
             if run.check_saving():
-                self._retries.succeeded()
+                self._retry.succeeded()
         except CheckpointError as error:
-            if not self.background:  # another callback's save
+            if not self.async_save:  # another callback's save
                 raise
-            self._retries.failed_in_background(error, run)
-        if self.background and not self._is_prepared:  # the optimizer has its state by now
+            self._retry.failed_in_background(error, run)
+        if self.async_save and not self._is_prepared:  # the optimizer has its state by now
             run.prepare_saving(sharded=self.sharded)
             self._is_prepared = True
         # Saved here and not where it was decided, so that what other callbacks make of an evaluation is saved too.
         if not self._by_clock and self._interval.due(run.state):
             self._reason = self._reason or "interval"
-        if self._retries.step is not None:
-            self._reason = None if run.state.step < self._retries.step else self._reason or "retry"
+        if self._retry.step is not None:
+            self._reason = None if run.state.step < self._retry.step else self._reason or "retry"
         if self._reason is not None:
             self._save(run, self._reason)
 
     def on_fit_end(self, run: Run) -> None:
         # What was written in the background may be of this very step, and only the main rank knows that it failed.
-        if self.background and run.strategy.broadcast_object(self._settle(run)):
+        if self.async_save and run.strategy.broadcast_object(self._settle(run)):
             self._saved_step = None
         # Not what this rank received: a signal that comes now is for none or for all of those that save.
         if run.stopped_by is not None:
@@ -178,36 +181,36 @@ class Checkpoint(Callback):
             assert store is not None
             logger.info("saved %s (%s)", entry.path, reason)
             self._remove_others(store)
-            self._retries.succeeded()
+            self._retry.succeeded()
 
-        if self.background:
+        if self.async_save:
             self._settle(run)
         try:
-            run.save(reason=reason, background=self.background, sharded=self.sharded, then=say_and_remove_others)
+            run.save(reason=reason, background=self.async_save, sharded=self.sharded, then=say_and_remove_others)
         except CheckpointError as error:
             if is_last:
                 raise
-            self._retries.failed(error, run)
+            self._retry.failed(error, run)
             return
-        if not self.background:
-            self._retries.succeeded()
+        if not self.async_save:
+            self._retry.succeeded()
         self._saved_step = run.state.step
 
     def _settle(self, run: Run) -> bool:
         """Return whether the save in the background failed, once it is done; raises its error if too many have."""
         try:
             if run.finish_saving():
-                self._retries.succeeded()
+                self._retry.succeeded()
         except CheckpointError as error:
-            self._retries.failed_in_background(error, run)
+            self._retry.failed_in_background(error, run)
             return True
         return False
 
     def _remove_others(self, store: CheckpointStore) -> None:
-        if self.keep_last is None:
+        if self.save_last_k is None:
             return
         entries = store.entries()
-        kept = [*entries[-self.keep_last :], *self._best(store)]
+        kept = [*entries[-self.save_last_k :], *self._best(store)]
         if len({entry.name for entry in kept}) < len(entries):
             store.prune(kept)
 
@@ -216,7 +219,7 @@ class Checkpoint(Callback):
         best = self._best(store)
         if math.isnan(value):
             return False
-        if len(best) < self.keep_best:
+        if len(best) < self.save_top_k:
             return True
         worst = best[-1].metrics[self.monitor.metric]
         return value < worst if self.monitor.mode == "min" else value > worst
@@ -227,7 +230,73 @@ class Checkpoint(Callback):
             return []
         if not any(self.monitor.metric in entry.metrics for entry in store.entries()):
             return []
-        return [entry for entry in store.ranked(*self.monitor) if entry.reason == BEST][: self.keep_best]
+        return [entry for entry in store.ranked(*self.monitor) if entry.reason == BEST][: self.save_top_k]
+
+
+class SaveRetry:
+    """Failed saves in a row, and the step at which to try again.
+
+    step      100           110           120
+    save      disk full     disk full     saved
+    failures  1             2             0
+
+    Args:
+        limit: Number of saves in a row that may fail; the next failure ends the run.
+        wait: Duration of training before the next try.
+
+    """
+
+    def __init__(self, limit: int, wait: Duration) -> None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise UserError(f"checkpoint.max_retries must be a whole number, 0 or more, got {limit!r}.")
+        self._limit, self._wait = limit, wait
+        self._failures = 0
+        self.step: int | None = None
+        """Step after which to try again; `None` if no save has failed."""
+
+    def start(self) -> None:
+        """Forget the failures of an earlier run."""
+        self._failures, self.step = 0, None
+
+    def succeeded(self) -> None:
+        """Count from the beginning; may be called by the thread that saves."""
+        self._failures, self.step = 0, None
+
+    def failed(self, error: CheckpointError, run: Run) -> None:
+        """Warn and set the step of the next try; raises the error after too many failures. Collective."""
+        self.count(error)
+        self.step = run.state.step + run.strategy.broadcast_object(_steps(self._wait, run))
+        if run.is_main:
+            self._warn(error, f"after step {self.step}")
+
+    def failed_in_background(self, error: CheckpointError, run: Run) -> None:
+        """Warn on the ranks that know of the failure; raises the error after too many. Not collective."""
+        self.count(error)
+        if run.is_main:
+            self._warn(error, "when the next is due")
+
+    def count(self, error: CheckpointError) -> None:
+        """Count a failure; raises the error if it cannot be tried again."""
+        self._failures += 1
+        if self._failures > self._limit or isinstance(error, DamagedCheckpoint):
+            raise error
+
+    def _warn(self, error: CheckpointError, when: str) -> None:
+        logger.warning(
+            "%s Training continues, and saving is tried again %s; %d more failures in a row end the run "
+            "(callbacks.checkpoint.max_retries=%d).",
+            error,
+            when,
+            self._limit - self._failures + 1,
+            self._limit,
+        )
+
+
+def _steps(wait: Duration, run: Run) -> int:
+    """Return about how many steps a duration takes, at the pace so far."""
+    state = run.state
+    elapsed = wait.elapsed(state)
+    return max(1, math.ceil(wait.value * max(state.step, 1) / elapsed)) if elapsed > 0 else 1
 
 
 def _step_saved_last(run: Run) -> int | None:

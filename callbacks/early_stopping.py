@@ -1,4 +1,4 @@
-"""Ending training that no longer gets better."""
+"""Early stopping on a validation metric."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """Ends training when a metric of validation has not improved for some evaluations; NaN is no improvement.
+    """Ends training when a validation metric has not improved for some evaluations. NaN never improves.
 
     Args:
-        metric: The metric of validation.
+        monitor: The validation metric.
         mode: Whether a small (`min`) or a large (`max`) value is good.
         patience: Evaluations in a row without improvement after which training ends.
         min_delta: By how much a value must be better than the best so far to be an improvement.
@@ -27,7 +27,7 @@ class EarlyStopping(Callback):
     def __init__(
         self,
         *,
-        metric: str = "validation/loss",
+        monitor: str = "validation/loss",
         mode: Literal["min", "max"] = "min",
         patience: int = 3,
         min_delta: float = 0.0,
@@ -41,7 +41,7 @@ class EarlyStopping(Callback):
             raise UserError(f"early_stopping.patience must be at least 1 evaluation, got {patience}.")
         if not min_delta >= 0:
             raise UserError(f"early_stopping.min_delta must not be negative, got {min_delta}.")
-        self.metric = metric
+        self.monitor = monitor
         self.mode = mode
         self.patience = patience
         self.min_delta = min_delta
@@ -54,7 +54,7 @@ class EarlyStopping(Callback):
     def on_fit_start(self, run: Run) -> None:
         if not run.data.has("validation"):
             raise UserError(
-                f"early_stopping.metric={self.metric!r} is a metric of validation, but the data has none; give "
+                f"early_stopping.monitor={self.monitor!r} is a metric of validation, but the data has none; give "
                 "Data(validation=...), or leave early_stopping out."
             )
         if run.resumed_from is None:
@@ -63,13 +63,13 @@ class EarlyStopping(Callback):
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
         if stage != "validation" or run.optimization is None:
             return
-        if self.metric not in metrics:
+        if self.monitor not in metrics:
             raise UserError(
-                f"early_stopping.metric={self.metric!r} is no metric of validation.{nearest(self.metric, metrics)} "
+                f"early_stopping.monitor={self.monitor!r} is not a validation metric.{nearest(self.monitor, metrics)} "
                 f"There are: {', '.join(sorted(metrics)) or 'none'}."
             )
-        self._count(metrics[self.metric], step=run.state.step)
-        reason = self._reason(metrics[self.metric])
+        self._count(metrics[self.monitor], step=run.state.step)
+        reason = self._reason(metrics[self.monitor])
         if reason is not None:
             run.request_stop(reason)
 
@@ -88,8 +88,8 @@ class EarlyStopping(Callback):
 
     def _reason(self, value: float) -> str | None:
         if self.threshold is not None and self._sign * value <= self._sign * self.threshold:
-            return f"{self.metric} reached {value:.6g}, the threshold is {self.threshold:.6g}"
+            return f"{self.monitor} reached {value:.6g}, the threshold is {self.threshold:.6g}"
         if self._waited < self.patience:
             return None
         best = "no value so far" if self._best is None else f"best {self._best:.6g} at step {self._best_step:,}"
-        return f"{self.metric} has not improved for {self._waited} evaluations ({best})"
+        return f"{self.monitor} has not improved for {self._waited} evaluations ({best})"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class GradualUnfreezing(Callback):
     """Keeps parameters as they are until their time has come.
 
-        encoder.layers.0.*    --------------------================     at: {"encoder.layers.0.*": 4epoch,
+        encoder.layers.0.*    --------------------================     unfreeze_at: {"encoder.layers.0.*": 4epoch,
         encoder.*             ----------==========================          "encoder.*": 2epoch}
         head                  ====================================
 
@@ -29,15 +29,20 @@ class GradualUnfreezing(Callback):
     saves the computation too.
 
     Args:
-        at: For each pattern of parameters' names (`encoder.*`), how long they stay as they are.
+        unfreeze_at: For each pattern of parameter names (`encoder.*`), the duration for which they stay frozen.
 
     """
 
-    def __init__(self, *, at: Mapping[str, str | Duration] | None = None) -> None:
-        self.at = {pattern: Duration.parse(text, where=f"at.{pattern}") for pattern, text in (at or {}).items()}
-        timed = [pattern for pattern, duration in self.at.items() if duration.unit in ("second", "minute", "hour")]
+    def __init__(self, *, unfreeze_at: Mapping[str, str | Duration] | None = None) -> None:
+        self.unfreeze_at = {
+            pattern: Duration.parse(text, where=f"unfreeze_at.{pattern}")
+            for pattern, text in (unfreeze_at or {}).items()
+        }
+        timed = [
+            pattern for pattern, duration in self.unfreeze_at.items() if duration.unit in ("second", "minute", "hour")
+        ]
         if timed:
-            raise UserError(f"at.{timed[0]} is counted in steps, epochs or samples: clocks differ on ranks.")
+            raise UserError(f"unfreeze_at.{timed[0]} is counted in steps, epochs or samples: clocks differ on ranks.")
         self._frozen: list[tuple[Duration, list[nn.Parameter]]] = []
 
     def on_fit_start(self, run: Run) -> None:
@@ -48,10 +53,10 @@ class GradualUnfreezing(Callback):
             )
         named = dict(run.task.named_parameters())
         self._frozen = []
-        for pattern, duration in sorted(self.at.items(), key=lambda item: item[1].value):
+        for pattern, duration in sorted(self.unfreeze_at.items(), key=lambda item: item[1].value):
             matching = [name for name in named if fnmatchcase(name, pattern)]
             if not matching:
-                raise UserError(f"at.{pattern} fits no parameter; there are {', '.join(list(named)[:20])}.")
+                raise UserError(f"unfreeze_at.{pattern} fits no parameter; there are {', '.join(list(named)[:20])}.")
             self._frozen.append((duration, [named[name] for name in matching]))
         for optimization in run.optimizations:
             optimization.looks.insert(0, lambda: self._drop(run))

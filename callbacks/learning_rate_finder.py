@@ -1,4 +1,4 @@
-"""Which learning rate to begin with."""
+"""Learning-rate range test before training."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.checkpoints.file import write_text
@@ -15,12 +19,14 @@ from trainkit.console import say
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optimization import Optimization
+from trainkit.phases import PhaseControl
 from trainkit.report.charts import line_chart
+from trainkit.rng import preserve_rng
 from trainkit.window import Window
 
-from .trial import TriedPhases, trial
-
 if TYPE_CHECKING:
+    from trainkit.step_output import StepOutput
+
     from trainkit.run import Run
 
 logger = logging.getLogger(__name__)
@@ -32,92 +38,94 @@ _SCALED = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
 class LearningRateFinder(Callback):
-    """Tries learning rates from low to high before training begins, and suggests one.
+    """Tries learning rates from low to high before training starts and suggests one.
 
-    Each step of the trial is one of the run's own, under its strategy, with its global batch; then everything is put
-    back as it was. The suggestion is where the loss falls most steeply. `learning_rates.svg` and `.json` in the run's
-    folder show what was seen. A resumed run does not look again.
+    Each trial step is a real step: under the run's strategy, with its global batch. Afterwards everything is restored.
+    The suggestion is the rate at which the loss falls most steeply. `learning_rates.svg` and `learning_rates.json` in
+    the run folder hold the result. The finder does not run again after a resume.
 
-    Of a task with phases one phase is swept; the others train along with the rates that were set. Its loss counts.
+    In a task with phases the rate of one phase is varied; the others train with their own rates. The loss is that of
+    the varied phase.
 
     Args:
-        lowest: The first rate.
-        highest: The last rate; the trial ends before if the loss explodes.
-        steps: How many rates are tried.
-        then: `stop` ends the run, `apply` trains with the suggestion (schedules are scaled alike), `continue` trains
-            with the rate that was set.
-        phase: Which phase of a task with several is swept.
+        min_lr: The first rate.
+        max_lr: The last rate; the trial ends earlier if the loss explodes.
+        num_steps: Number of rates to try.
+        on_finish: `stop` ends the run, `apply` trains with the suggestion (schedules are scaled to it), `continue`
+            trains with the configured rate.
+        phase: The phase whose rate is varied, in a task with phases.
 
     """
 
     def __init__(
         self,
         *,
-        lowest: float = 1e-7,
-        highest: float = 1.0,
-        steps: int = 100,
-        then: Literal["stop", "apply", "continue"] = "stop",
+        min_lr: float = 1e-7,
+        max_lr: float = 1.0,
+        num_steps: int = 100,
+        on_finish: Literal["stop", "apply", "continue"] = "stop",
         phase: str | None = None,
     ) -> None:
-        if not 0 < lowest < highest:
-            raise UserError(f"learning_rate_finder: 0 < lowest < highest must hold, got {lowest} and {highest}.")
-        if isinstance(steps, bool) or steps < 10:
-            raise UserError(f"learning_rate_finder.steps must be at least 10, got {steps}.")
-        if then not in _ENDINGS:
+        if not 0 < min_lr < max_lr:
+            raise UserError(f"learning_rate_finder: 0 < min_lr < max_lr must hold, got {min_lr} and {max_lr}.")
+        if isinstance(num_steps, bool) or num_steps < 10:
+            raise UserError(f"learning_rate_finder.num_steps must be at least 10, got {num_steps}.")
+        if on_finish not in _ENDINGS:
             raise UserError(
-                f"learning_rate_finder.then={then!r} is unknown.{nearest(then, _ENDINGS)} Choose {', '.join(_ENDINGS)}."
+                f"learning_rate_finder.on_finish={on_finish!r} is unknown.{nearest(on_finish, _ENDINGS)} "
+                f"Choose {', '.join(_ENDINGS)}."
             )
-        self.lowest = lowest
-        self.highest = highest
-        self.steps = steps
-        self.then = then
+        self.min_lr = min_lr
+        self.max_lr = max_lr
+        self.num_steps = num_steps
+        self.on_finish = on_finish
         self.phase = phase
         self.suggestion: float | None = None
-        """What was found, on every rank."""
+        """The suggested rate, the same on every rank; `None` if the loss did not fall."""
 
     def on_fit_start(self, run: Run) -> None:
         if run.resumed_from is not None:
             return
         optimization = self._swept(run)
-        with trial(run, who="learning_rate_finder"):
+        with trial(run):
             rates, losses = self._sweep(run, optimization)
         self.suggestion = suggest(rates, losses)
         if run.is_main:
-            self._tell(run, rates, losses)
-        if self.then == "stop":
-            run.request_stop("learning_rate_finder has looked; set the rate, or learning_rate_finder.then=apply")
-        elif self.then == "apply" and self.suggestion is not None:
+            self._report(run, rates, losses)
+        if self.on_finish == "stop":
+            run.request_stop("learning_rate_finder has finished; set the rate, or learning_rate_finder.on_finish=apply")
+        elif self.on_finish == "apply" and self.suggestion is not None:
             _apply(optimization, self.suggestion)
 
     def _swept(self, run: Run) -> Optimization:
-        """Return the optimizer whose rate is looked for."""
+        """Return the optimizer whose rate is varied."""
         phases = {optimization.phase: optimization for optimization in run.optimizations}
         if (self.phase or "") in phases:
             return phases[self.phase or ""]
         if "" in phases:
             raise UserError(
-                f"learning_rate_finder.phase={self.phase}: {type(run.task).__name__} has no phases; leave it out."
+                f"learning_rate_finder.phase={self.phase}: {type(run.task).__name__} has no phases; remove the key."
             )
         if self.phase is None:
             raise UserError(
-                "learning_rate_finder looks for the rate of one optimizer, and "
-                f"{type(run.task).__name__} has the phases {', '.join(phases)}; say which one, as "
+                "learning_rate_finder varies the rate of one optimizer, and "
+                f"{type(run.task).__name__} has the phases {', '.join(phases)}; choose one, for example "
                 f"learning_rate_finder.phase={next(iter(phases))}."
             )
         raise UserError(
-            f"learning_rate_finder.phase={self.phase} is no phase of {type(run.task).__name__}."
+            f"learning_rate_finder.phase={self.phase} is not a phase of {type(run.task).__name__}."
             f"{nearest(self.phase, list(phases))} Choose {', '.join(phases)}."
         )
 
     def _sweep(self, run: Run, optimization: Optimization) -> tuple[list[float], list[float]]:
-        """Return rates and the losses that were met with them; the same on every rank."""
+        """Return the rates and their losses, the same on every rank. Collective."""
         rates: list[float] = []
         losses: list[float] = []
         means = WeightedMeans(run.strategy.device)
-        control = TriedPhases(run.task, run.strategy, run.optimizations) if optimization.phase else None
+        control = TrialPhases(run.task, run.strategy, run.optimizations) if optimization.phase else None
         name = f"{optimization.phase}/loss" if optimization.phase else "loss"
-        for number, window in zip(range(self.steps * optimization.every), _windows(run), strict=False):
-            rate = self.lowest * (self.highest / self.lowest) ** (len(rates) / (self.steps - 1))
+        for number, window in zip(range(self.num_steps * optimization.every), _windows(run), strict=False):
+            rate = self.min_lr * (self.max_lr / self.min_lr) ** (len(rates) / (self.num_steps - 1))
             _scale(optimization, rate)
             if control is None:
                 means.add(run.strategy.forward_backward(run.task, window))
@@ -125,23 +133,23 @@ class LearningRateFinder(Callback):
             else:
                 means.add(control.make_step(run, window, number=number))
             loss = means.reduce(run.strategy).get(name)
-            if loss is None or number % optimization.every:  # the phase takes no part in this step
+            if loss is None or number % optimization.every:  # the phase is not in this step
                 continue
             rates.append(rate)
             losses.append(loss)
             if not math.isfinite(loss):
                 break
             smooth = _smoothed(losses)
-            if len(rates) > self.steps // 10 + 1 and smooth[-1] > _DIVERGED * min(smooth) > 0:
+            if len(rates) > self.num_steps // 10 + 1 and smooth[-1] > _DIVERGED * min(smooth) > 0:
                 break
         return rates, losses
 
-    def _tell(self, run: Run, rates: list[float], losses: list[float]) -> None:
+    def _report(self, run: Run, rates: list[float], losses: list[float]) -> None:
         found = self.suggestion
         say(
-            "learning rate: no suggestion, as the loss did not fall; look at a wider range"
+            "learning rate: no suggestion, because the loss did not fall; try a wider range"
             if found is None
-            else f"learning rate: {found:.2g} is where the loss fell most steeply, of {len(rates)} that were tried"
+            else f"learning rate: {found:.2g} is where the loss fell most steeply, of {len(rates)} rates"
         )
         if run.run_dir is not None:
             titles = ("Loss while the learning rate rises", "learning rate", "loss")
@@ -151,15 +159,87 @@ class LearningRateFinder(Callback):
             write_text(run.run_dir / "learning_rates.json", json.dumps(kept) + "\n")
 
 
+@contextmanager
+def trial(run: Run) -> Iterator[None]:
+    """Restore weights, buffers, optimizers, gradient-norm averages, scaler and random generators at the end.
+
+    Raises UserError if the strategy shards the optimizer or steps it in backward: then it cannot be restored.
+    """
+    for setting in ("shard_optimizer", "overlap_optimizer"):
+        if getattr(run.strategy, setting, False):
+            raise UserError(
+                f"learning_rate_finder restores the optimizer, which strategy.{setting}=true does not allow; set it to "
+                "false for the search (weights are the same under every strategy)."
+            )
+    held = {name: tensor.detach().clone() for name, tensor in run.strategy.held(run.task).items()}
+    groups = [[_settings(group) for group in one.optimizer.param_groups] for one in run.optimizations]
+    states = [
+        {parameter: _copy(state) for parameter, state in one.optimizer.state.items()} for one in run.optimizations
+    ]
+    spikes = [None if one.spikes is None else one.spikes.state_dict() for one in run.optimizations]
+    skipped = [one.skipped_steps for one in run.optimizations]
+    scaler = run.precision.state_dict()
+    try:
+        with preserve_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in run.strategy.held(run.task).items():
+                tensor.copy_(held[name])
+        for one, own_groups, own_states in zip(run.optimizations, groups, states, strict=True):
+            one.optimizer.state.clear()
+            one.optimizer.state.update(own_states)
+            for group, settings in zip(one.optimizer.param_groups, own_groups, strict=True):
+                group.update(settings)
+            one.zero_grad()
+        for one, own_spikes, own_skipped in zip(run.optimizations, spikes, skipped, strict=True):
+            if one.spikes is not None and own_spikes is not None:
+                one.spikes.load_state_dict(own_spikes)
+            one.skipped_steps = own_skipped
+        run.precision.load_state_dict(scaler)
+        if run.optimizations[0].phase:
+            run.strategy.end_phases()
+
+
+class TrialPhases(PhaseControl):
+    """Drives the steps of a task with phases, without stepping schedules."""
+
+    def make_step(self, run: Run, window: Window, *, number: int) -> list[StepOutput]:
+        """Return the outputs of the phases that take part in step `number`. Collective."""
+        self.begin(window, num_steps=number)
+        if run.task.manual:
+            run.task.manual_step(self)
+        else:
+            for optimization in run.optimizations:
+                if self.due(optimization.phase):
+                    self.backward(optimization.phase)
+                    self.step(optimization.phase)
+        return self.outputs
+
+    def step(self, phase: str) -> None:
+        """Update the parameters of the phase, without its schedules."""
+        self._optimizer_step(self._find(phase))
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: _copy(value) for name, value in group.items() if name != "params"}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return {name: _copy(part) for name, part in value.items()} if isinstance(value, dict) else value
+
+
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
     """Return the rate at which the smoothed loss falls most steeply over the logarithm of the rate.
 
-    `None` if it does not fall by more than a twentieth of itself. What comes after the least loss does not count.
+    `None` if it does not fall by more than a twentieth of itself. Rates after the lowest loss are ignored.
     """
     finite = [loss for loss in losses if math.isfinite(loss)]
     if len(finite) < 5:
         return None
-    reach = max(1, len(finite) // 12)  # batches differ: what one of them says is mostly chance
+    reach = max(1, len(finite) // 12)  # the loss of a single batch is noisy
     smooth = [_mean(finite[max(0, index - reach) : index + reach + 1]) for index in range(len(finite))]
     lowest = min(range(len(smooth)), key=smooth.__getitem__)
     if lowest < 2 or smooth[0] - smooth[lowest] <= 0.05 * abs(smooth[0]):
@@ -176,7 +256,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the moving averages, as if nothing had come before the first loss."""
+    """Return the exponential moving averages, with the bias of the first values corrected."""
     smooth: list[float] = []
     mean = 0.0
     for number, loss in enumerate(losses, start=1):
@@ -186,7 +266,7 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def _windows(run: Run) -> Iterator[Window]:
-    """Yield windows of the first epochs, again and again if they are few."""
+    """Yield the step batches of epoch after epoch."""
     assert run.feed is not None
     for epoch in count():
         seen = False
@@ -198,7 +278,7 @@ def _windows(run: Run) -> Iterator[Window]:
 
 
 def _scale(optimization: Optimization, rate: float) -> None:
-    """Give the groups rates whose largest is `rate`, as they are to each other."""
+    """Set the largest rate of the groups to `rate`, and keep their ratios."""
     groups = [group for group in optimization.optimizer.param_groups if "lr" in group]
     largest = max(float(group.get("initial_lr", group["lr"])) for group in groups)
     for group in groups:
@@ -206,7 +286,7 @@ def _scale(optimization: Optimization, rate: float) -> None:
 
 
 def _apply(optimization: Optimization, rate: float) -> None:
-    """Scale the rates of all groups, and what schedules make of them, so that the largest first one is `rate`."""
+    """Scale the rates of all groups and their schedules, so that the largest initial rate is `rate`."""
     groups = optimization.optimizer.param_groups
     factor = rate / max(float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups)
     for group in groups:

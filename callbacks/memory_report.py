@@ -1,4 +1,4 @@
-"""What takes the memory, and what was in it when it ran out."""
+"""Memory by kind, and a report when it runs out."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 class MemoryReport(Callback):
-    """Shows after the first step, and at the end, what weights, gradients and optimizer take and what the peak was.
+    """Prints after the first step, and at the end, the memory of weights, gradients and optimizer, and the peak.
 
-    If memory runs out, each rank that it happened to leaves `out_of_memory_rank_<k>.txt` in the run's folder: what was
-    there, module by module, and what to change. With `history` torch's record of all allocations lies beside it, for
+    A rank that runs out of memory writes `out_of_memory_rank_<k>.txt` to the run folder: what was in memory, module by
+    module, and what to change. With `record_history` torch's record of all allocations is written beside it, for
     pytorch.org/memory_viz.
 
     Args:
-        history: Whether CUDA's allocations are recorded, which costs a few microseconds each.
+        record_history: Record CUDA allocations, which costs a few microseconds each.
 
     """
 
-    def __init__(self, *, history: bool = False) -> None:
-        self.history = history
+    def __init__(self, *, record_history: bool = False) -> None:
+        self.record_history = record_history
         self._is_recording = False
         self._has_shown = False
 
     def on_fit_start(self, run: Run) -> None:
         self._has_shown = False
-        if self.history and run.strategy.device.type == "cuda":
+        if self.record_history and run.strategy.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=100_000)
             self._is_recording = True
 

@@ -1,4 +1,4 @@
-"""A short window of training under torch's profiler, and how much of the device's speed is used."""
+"""Profile of some steps with torch.profiler, overlap of communication, and model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainkit.callback import Callback
-from trainkit.console import Table, show
+from trainkit.console import Table, say, show
 from trainkit.errors import UserError
 from trainkit.step_cost import FlopCount
-
-from .device_peaks import peak_of
-from .overlap_window import OverlapWindow
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -29,10 +27,13 @@ RECORD = "profile.json"
 TRACE = "profile_trace_rank_{rank}.json"
 _ROWS = 15
 _NAME_LENGTH = 60
+_OVERLAP_STEPS = 4
+_MIN_OVERLAP_STEPS = 2  # some strategies report a step when the next one starts
+_WARMUP_STEPS = 2  # until buckets keep their layout
 
 
 class Profiler(Callback):
-    """Profiles some steps, writes a Chrome trace of them, and shows the operations that took most time.
+    """Profiles some steps, writes a Chrome trace, and prints the operations that took most time.
 
         step    5 ... 8   9             10 ... 15            16
                 overlap   counts FLOPs  recorded, main rank  trace and table are written
@@ -43,32 +44,35 @@ class Profiler(Callback):
     where that is known. Steps count from where this part of the run began. Recorded steps are slower than others.
 
     Args:
-        first: The first step that is recorded.
-        last: The last one.
-        memory: Whether to record what operations allocate.
-        stacks: Whether to record where in the source operations were called.
-        peak_tflops: What one device can do at most in the run's precision, in 1e12 operations a second; `None`: as the
-            maker says for this model, where that is known.
+        start_step: The first recorded step.
+        end_step: The last recorded step.
+        profile_memory: Record the allocations of operations.
+        with_stack: Record the source lines of operations.
+        peak_tflops: Peak of one device in the run's precision, in 1e12 operations per second; `None` takes the
+            vendor's number, if the device is known.
 
     """
 
     def __init__(
         self,
         *,
-        first: int = 10,
-        last: int = 15,
-        memory: bool = False,
-        stacks: bool = False,
+        start_step: int = 10,
+        end_step: int = 15,
+        profile_memory: bool = False,
+        with_stack: bool = False,
         peak_tflops: float | None = None,
     ) -> None:
-        if not 3 <= first <= last:
-            raise UserError(f"profiler.first={first} and last={last}: 3 <= first <= last is needed; write first=10.")
+        if not 3 <= start_step <= end_step:
+            raise UserError(
+                f"profiler.start_step={start_step} and end_step={end_step}: 3 <= start_step <= end_step must hold; "
+                "write start_step=10."
+            )
         if peak_tflops is not None and not peak_tflops > 0:
             raise UserError(f"profiler.peak_tflops must be above 0, got {peak_tflops}.")
-        self.first, self.last = first, last
-        self.memory, self.stacks = memory, stacks
+        self.start_step, self.end_step = start_step, end_step
+        self.profile_memory, self.with_stack = profile_memory, with_stack
         self.peak_tflops = peak_tflops
-        self._overlap = OverlapWindow(end=first - 2)
+        self._overlap = OverlapProfiler(end=start_step - 2)
         self._began = 0
         self._counting: ExitStack | None = None
         self._counted: list[int] = []
@@ -81,23 +85,23 @@ class Profiler(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._began = run.state.step
-        self._overlap = OverlapWindow(end=self.first - 2)
+        self._overlap = OverlapProfiler(end=self.start_step - 2)
         self._own_flops = self._flops = None
         self._record = {}
         self._since, self._since_step = time.perf_counter(), run.state.step
 
     def on_step_end(self, run: Run) -> None:
         step = run.state.step - self._began
-        if step > self.last:
+        if step > self.end_step:
             return
         self._overlap.on_step_end(run, step)
-        if step == self.first - 2:
+        if step == self.start_step - 2:
             self._start_counting(run)
-        elif step == self.first - 1:
+        elif step == self.start_step - 1:
             self._stop_counting()
             if run.is_main and run.run_dir is not None:
                 self._start_recording(run)
-        elif step == self.last:
+        elif step == self.end_step:
             self._stop_recording(run)
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
@@ -110,13 +114,13 @@ class Profiler(Callback):
         self._overlap.on_evaluation_end()
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
-        if self._flops is None and run.state.step - self._began >= self.first:
+        if self._flops is None and run.state.step - self._began >= self.start_step:
             # Every rank comes here after the same step, and with pipelines each has counted its own stages.
             self._flops = sum(run.strategy.all_gather_object(self._own_flops or 0.0))
         now, steps = time.perf_counter(), run.state.step - self._since_step
         seconds = now - self._since - self._evaluating
         # The steps that were recorded are slower than others.
-        recorded = self._since_step - self._began < self.last
+        recorded = self._since_step - self._began < self.end_step
         if self._flops and not recorded and steps > 0 and seconds > 0:
             self._measure(run, metrics, self._flops * steps / seconds)
         self._since, self._since_step, self._evaluating = now, run.state.step, 0.0
@@ -176,7 +180,7 @@ class Profiler(Callback):
         if run.strategy.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         recording: AbstractContextManager[Any] = profile(
-            activities=activities, profile_memory=self.memory, with_stack=self.stacks
+            activities=activities, profile_memory=self.profile_memory, with_stack=self.with_stack
         )
         recording.__enter__()
         self._profile = recording
@@ -194,15 +198,17 @@ class Profiler(Callback):
         on_device = run.strategy.device.type == "cuda"
         operations = _operations(recording.key_averages(), on_device=on_device)
         self._record.update(
-            first_step=self._began + self.first,
-            last_step=min(run.state.step, self._began + self.last),
+            first_step=self._began + self.start_step,
+            last_step=min(run.state.step, self._began + self.end_step),
             on_device=on_device,
             operations=operations,
             peak_bytes=run.peak_memory.of_run() if on_device else None,
             overlap=self._overlap.record,
         )
         self._write(run)
-        logger.info("the trace of steps %d to %d is in %s", self._began + self.first, self._began + self.last, trace)
+        logger.info(
+            "the trace of steps %d to %d is in %s", self._began + self.start_step, self._began + self.end_step, trace
+        )
         rows: list[Sequence[str]] = [
             [row["name"], str(row["calls"]), f"{1e3 * row['self_seconds']:.2f}", f"{row['share']:.1%}"]
             for row in operations
@@ -212,6 +218,63 @@ class Profiler(Callback):
     def _write(self, run: Run) -> None:
         if run.is_main and run.run_dir is not None and self._record:
             (run.run_dir / RECORD).write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8")
+
+
+class OverlapProfiler:
+    """Measures how much communication is hidden, over up to four steps before the recorded ones, which are slower.
+
+    Args:
+        end: The last of the steps.
+
+    """
+
+    def __init__(self, *, end: int) -> None:
+        self._end = end
+        self._begin = max(end - _OVERLAP_STEPS, _WARMUP_STEPS)
+        self._since = 0.0
+        self._evaluating_since = 0.0
+        self.record: dict[str, Any] = {}
+        """The result, on the main rank."""
+
+    def on_step_end(self, run: Run, step: int) -> None:
+        """Start or finish the measurement; `step` counts from the start of this run."""
+        if step == self._begin and self._is_long_enough:
+            run.strategy.watch_overlap()
+            self._since = _now(run)
+        elif step == self._end:
+            self._finish(run, _now(run) - self._since if self._is_long_enough else 0.0)
+
+    def on_evaluation_start(self) -> None:
+        """Count no time until the evaluation has ended."""
+        self._evaluating_since = time.perf_counter()
+
+    def on_evaluation_end(self) -> None:
+        """Count time again."""
+        self._since += time.perf_counter() - self._evaluating_since
+
+    @property
+    def _is_long_enough(self) -> bool:
+        return self._end - self._begin >= _MIN_OVERLAP_STEPS
+
+    def _finish(self, run: Run, seconds: float) -> None:
+        steps = max(self._end - self._begin, 1)
+        found = run.strategy.take_overlap(steps)
+        if not run.is_main:
+            return
+        name = type(run.strategy).__name__
+        if found is not None:
+            self.record = found.record(strategy=name, step_seconds=seconds / steps)
+        elif not self._is_long_enough:
+            self.record = {"line": "overlap: not measured; profiler.start_step=6 or later leaves the steps for it"}
+        else:
+            self.record = {"line": f"overlap: not known under {name} on {run.strategy.device.type}; see the trace"}
+        say(self.record["line"])
+
+
+def _now(run: Run) -> float:
+    if run.strategy.device.type == "cuda":
+        torch.cuda.synchronize(run.strategy.device)
+    return time.perf_counter()
 
 
 def _operations(averages: Any, *, on_device: bool) -> list[dict[str, Any]]:
@@ -230,3 +293,51 @@ def _operations(averages: Any, *, on_device: bool) -> list[dict[str, Any]]:
         for time_of, event in longest
         if time_of > 0
     ]
+
+
+@dataclass(frozen=True)
+class _Peak:
+    half: float
+    """Factors of 16 bits (bf16, fp16)."""
+    tf32: float
+    single: float
+    """Plain fp32."""
+
+
+# The longest name that is part of the device's name counts.
+_PEAKS = {
+    "V100": _Peak(125.0, 15.7, 15.7),
+    "T4": _Peak(65.0, 8.1, 8.1),
+    "A100": _Peak(312.0, 156.0, 19.5),
+    "A10": _Peak(125.0, 62.5, 31.2),
+    "A10G": _Peak(70.0, 35.0, 31.5),
+    "A30": _Peak(165.0, 82.0, 10.3),
+    "A40": _Peak(149.7, 74.8, 37.4),
+    "L4": _Peak(121.0, 60.0, 30.3),
+    "L40": _Peak(181.0, 90.5, 90.5),
+    "L40S": _Peak(362.0, 183.0, 91.6),
+    "H100": _Peak(989.4, 494.7, 66.9),
+    "H100 PCIe": _Peak(756.0, 378.0, 51.0),
+    "H200": _Peak(989.4, 494.7, 66.9),
+    "B200": _Peak(2250.0, 1125.0, 80.0),
+    "RTX 3090": _Peak(71.0, 35.6, 35.6),
+    "RTX 4090": _Peak(165.2, 82.6, 82.6),
+}
+
+
+def peak_of(device: torch.device, *, precision: str, tf32: bool) -> tuple[float | None, str]:
+    """Return a device's peak in operations a second and what it is, or `None` for one that is not known."""
+    if device.type != "cuda":
+        return None, ""
+    return peak_of_model(torch.cuda.get_device_name(device), precision=precision, tf32=tf32)
+
+
+def peak_of_model(name: str, *, precision: str, tf32: bool) -> tuple[float | None, str]:
+    """Return the same for a model by its name."""
+    words = f" {name.replace('-', ' ')} "
+    known = [model for model in _PEAKS if f" {model} " in words]
+    if not known or precision == "fp64":
+        return None, ""
+    peak = _PEAKS[max(known, key=len)]
+    value = peak.half if precision != "fp32" else peak.tf32 if tf32 else peak.single
+    return value * 1e12, f"of {value:g} TFLOP/s for each device ({name}, {precision}{' with TF32' if tf32 else ''})"

@@ -1,20 +1,32 @@
-"""How far the run has come: a live display on a terminal, one line at each log point elsewhere."""
+"""Progress of a run: a live display on a terminal, one line per log point elsewhere.
+
+epoch 3/10  ━━━━━━━━━━━━━━━━━╺──────────────  step 1,240/4,000  31%  ETA 2:10
+loss 0.1234  accuracy 0.9812  learning_rate 0.001  12,345 samples/s  0:58
+validation  ━━━━━━━━━╺───────────────────────  12/40
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
 from trainkit.checkpoints.store import CheckpointEntry, CheckpointError, CheckpointStore, Monitor
-from trainkit.console import Table, clock, number, on_terminal, say, show
+from trainkit.console import Table, clock, number, on_terminal, say, show, terminal
 from trainkit.errors import UserError
 
-from .live_display import LiveDisplay
-from .progress import Progress, named
-
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from trainkit.run import Run
+
+_BAR_WIDTH = 24
+_SHOWN_ELSEWHERE = ("train/epoch", "train/samples_per_second", "train/steps_per_second")
 
 
 class ProgressBar(Callback):
@@ -33,8 +45,8 @@ class ProgressBar(Callback):
                 f"progress_bar.refresh_per_second must be above 0 and at most 60, got {refresh_per_second}."
             )
         self.refresh_per_second = refresh_per_second
-        self._progress: Progress | None = None
-        self._display: LiveDisplay | None = None
+        self._progress: RunProgress | None = None
+        self._display: LiveProgress | None = None
 
     def on_fit_start(self, run: Run) -> None:
         if run.is_main:
@@ -74,9 +86,9 @@ class ProgressBar(Callback):
 
     def _start(self, run: Run) -> None:
         self.close()
-        self._progress = Progress(run)
+        self._progress = RunProgress(run)
         if on_terminal():
-            self._display = LiveDisplay(self._progress, refresh_per_second=self.refresh_per_second)
+            self._display = LiveProgress(self._progress, refresh_per_second=self.refresh_per_second)
             self._display.start()
 
 
@@ -116,3 +128,163 @@ def _best(store: CheckpointStore) -> tuple[Monitor | None, CheckpointEntry | Non
         return monitor, store.best(*monitor)
     except CheckpointError:
         return None, None
+
+
+class RunProgress:
+    """Progress since construction, in numbers and words; only reads, so any thread may call it."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.started = time.monotonic()
+        self._first_step = run.state.step
+        self._first_samples = run.state.samples
+
+    def words(self, metrics: Mapping[str, float], *, now: float) -> list[str]:
+        """Return one line in words, for a log point whose metrics are given."""
+        words = [self.step(), f"epoch {self.epoch()}", *self.training_metrics(metrics)]
+        words += [f"{self.samples_per_second(metrics, now=now):,.0f} samples/s"]
+        remaining = self.seconds_left(now=now)
+        return words if remaining is None else [*words, f"ETA {clock(remaining)}"]
+
+    def step(self) -> str:
+        """Return `step 120/4,000`, without the total where the duration does not tell."""
+        total = self.run.max_steps
+        return f"step {self.run.state.step:,}" + (f"/{total:,}" if total is not None else "")
+
+    def epoch(self) -> str:
+        """Return the present epoch, counted from 1, of how many."""
+        steps = self.run.feed.num_steps if self.run.feed is not None else None
+        total = math.ceil(self.run.max_steps / steps) if steps and self.run.max_steps is not None else None
+        state = self.run.state
+        present = max(1, state.epoch + (state.position > 0))  # after an epoch's last step it is still that epoch
+        return f"{present}" if total is None else f"{min(present, total)}/{total}"
+
+    def fraction(self) -> float | None:
+        """Return the part of the run that is done; of the epoch, where the duration does not tell."""
+        state = self.run.state
+        if self.run.max_steps:
+            return min(1.0, state.step / self.run.max_steps)
+        return min(1.0, state.position / state.epoch_length) if state.epoch_length else None
+
+    def training_metrics(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return `loss 0.6931` and the like for what training logged."""
+        train = {name: value for name, value in metrics.items() if name.startswith("train/")}
+        return named({name: value for name, value in train.items() if name not in _SHOWN_ELSEWHERE}, without="train/")
+
+    def samples_per_second(self, metrics: Mapping[str, float], *, now: float) -> float:
+        """Return what was measured over the last log interval; before there was one, the mean since the start."""
+        measured = metrics.get("train/samples_per_second")
+        if measured is not None:
+            return measured
+        return (self.run.state.samples - self._first_samples) / max(now - self.started, 1e-9)
+
+    def seconds_left(self, *, now: float) -> float | None:
+        """Return how long the rest will take at the mean pace so far, evaluations included."""
+        done = self.run.state.step - self._first_step
+        if self.run.max_steps is None or done == 0:
+            return None
+        return (now - self.started) / done * max(0, self.run.max_steps - self.run.state.step)
+
+
+class LiveProgress:
+    """Draws a run's progress below whatever else is printed, a few times a second, in a thread of its own."""
+
+    def __init__(self, progress: RunProgress, *, refresh_per_second: float) -> None:
+        from rich.text import Text
+
+        self._text = Text
+        self._progress = progress
+        self._refresh_per_second = refresh_per_second
+        self._shown = ExitStack()
+
+    def start(self) -> None:
+        """Draw from now on; what is printed meanwhile appears above."""
+        from rich.live import Live
+
+        live = Live(
+            get_renderable=self.draw,
+            console=terminal(),
+            refresh_per_second=self._refresh_per_second,
+            transient=True,
+        )
+        streams = (sys.stdout, sys.stderr)
+        self._shown.enter_context(live)
+        self._shown.enter_context(_log_to_current_stderr(streams))
+
+    def stop(self) -> None:
+        """Leave the terminal as it was; may be called twice."""
+        self._shown.close()
+
+    def draw(self) -> Text:
+        """Return the display of this moment; it has the same number of lines in every moment of a fit."""
+        run, now = self._progress.run, time.monotonic()
+        lines = [] if run.optimization is None else [self._headline(now), self._numbers(now)]
+        return self._text("\n", no_wrap=True, overflow="ellipsis").join([*lines, self._evaluation()])
+
+    def _headline(self, now: float) -> Text:
+        run, progress = self._progress.run, self._progress
+        line = self._text()
+        line.append(f"epoch {progress.epoch()}  ", style="bold")
+        fraction = progress.fraction()
+        if fraction is not None:
+            self._bar(line, fraction, "cyan")
+        line.append(f"  {progress.step()}")
+        if fraction is not None:
+            line.append(f"  {fraction:.0%}")
+        remaining = progress.seconds_left(now=now)
+        if run.signals.received is not None:
+            line.append(f"  {run.signals.received.name}: stopping", style="bold yellow")
+        elif remaining is not None:
+            line.append(f"  ETA {clock(remaining)}", style="bold")
+        return line
+
+    def _numbers(self, now: float) -> Text:
+        # A copy is made at once, while the main thread may be adding metrics.
+        metrics = dict(self._progress.run.state.metrics)
+        words = self._progress.training_metrics(metrics)
+        words.append(f"{self._progress.samples_per_second(metrics, now=now):,.0f} samples/s")
+        words.append(clock(now - self._progress.started))
+        return self._text("  ".join(words))
+
+    def _evaluation(self) -> Text:
+        """Return the bar of the evaluation that is going on, else the results of the last validation."""
+        evaluation = self._progress.run.evaluation
+        if evaluation is None:
+            metrics = dict(self._progress.run.state.metrics)
+            last = {name: value for name, value in metrics.items() if name.startswith("validation/")}
+            return self._text("  ".join(named(last)), style="green")
+        line = self._text()
+        line.append(f"{evaluation.stage}  ", style="bold")
+        total = evaluation.num_batches
+        if total:
+            self._bar(line, min(1.0, evaluation.batch / total), "green")
+        line.append(f"  {evaluation.batch:,}" + (f"/{total:,}" if total else ""))
+        return line
+
+    def _bar(self, line: Text, fraction: float, colour: str) -> None:
+        done = round(fraction * _BAR_WIDTH)
+        line.append("━" * done, style=colour)
+        line.append("─" * (_BAR_WIDTH - done), style="dim")
+
+
+@contextmanager
+def _log_to_current_stderr(streams: tuple[object, ...]) -> Iterator[None]:
+    """Let handlers of log messages that hold one of the streams write to `sys.stderr` meanwhile.
+
+    They took hold of it before the display replaced it, and would write into the middle of the display.
+    """
+    loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
+    handlers = [handler for found in loggers if isinstance(found, logging.Logger) for handler in found.handlers]
+    held = [(h, h.stream) for h in handlers if isinstance(h, logging.StreamHandler) and h.stream in streams]
+    for handler, _ in held:
+        handler.setStream(sys.stderr)
+    try:
+        yield
+    finally:
+        for handler, stream in held:
+            handler.setStream(stream)
+
+
+def named(metrics: Mapping[str, float], *, without: str = "") -> list[str]:
+    """Return each metric as its name and its value."""
+    return [f"{name.removeprefix(without)} {number(value)}" for name, value in metrics.items()]

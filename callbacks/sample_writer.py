@@ -13,7 +13,7 @@ from trainkit.callback import Callback
 from trainkit.checkpoints.file import write_text
 from trainkit.errors import UserError
 from trainkit.reading import make_reader
-from trainkit.rng import rng_untouched
+from trainkit.rng import preserve_rng
 from trainkit.window import MicroBatch
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class SampleWriter(Callback):
         was_training = run.task.training
         run.task.eval()
         try:
-            with rng_untouched(), torch.no_grad():
+            with preserve_rng(), torch.no_grad():
                 batch = make_reader(source.dataset, source.collate, seed=run.seed).read(torch.arange(count))
                 predictions = run.strategy.predict(run.task, MicroBatch(batch, count))
         finally:

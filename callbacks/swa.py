@@ -1,4 +1,4 @@
-"""The mean of the weights of the last part of training."""
+"""Stochastic weight averaging: the mean of the weights of the last part of training."""
 
 from __future__ import annotations
 
@@ -7,31 +7,35 @@ from typing import TYPE_CHECKING
 from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError
 
-from .averaged_weights import AveragedWeights
+from .ema import WeightAveraging
 
 if TYPE_CHECKING:
     from trainkit.run import Run
 
 
-class SWA(AveragedWeights):
+class SWA(WeightAveraging):
     """Evaluates with the equal mean of the weights at regular points of the last part of training.
 
-    It goes with a learning rate that stays high in that part: constant, or in cycles that end where weights are taken.
+    Use it with a learning rate that stays high in that part: constant, or cyclic with cycles that end at these points.
     Batch-norm statistics are the mean of those at the same points.
 
     Args:
-        start: When averaging begins; a fraction of the run (0.75), or a duration.
-        every: From one point at which weights are taken to the next.
-        leave_average: Whether the task holds the average when training has ended.
+        start: When averaging starts: a fraction of the run (0.75), or a duration.
+        every: Interval between the points.
+        load_average_at_end: Load the average into the task when training ends.
 
     """
 
     def __init__(
-        self, *, start: float | str | Duration = 0.75, every: str | Duration = "1epoch", leave_average: bool = True
+        self,
+        *,
+        start: float | str | Duration = 0.75,
+        every: str | Duration = "1epoch",
+        load_average_at_end: bool = True,
     ) -> None:
         if isinstance(start, (int, float)) and not 0 <= start < 1:
             raise UserError(f"swa.start must be a fraction of the run, from 0 to below 1, or a duration; got {start}.")
-        super().__init__(leave_average=leave_average)
+        super().__init__(load_average_at_end=load_average_at_end)
         self.start = start if isinstance(start, (int, float)) else Duration.parse(start, where="swa.start")
         self.every = Duration.parse(every, where="swa.every")
         if {self.every.unit, getattr(self.start, "unit", "step")} & {"second", "minute", "hour"}:

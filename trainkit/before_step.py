@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from trainkit.metrics.sync import preserve_state, restore
+from trainkit.rng import rng_state, set_rng_state
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -24,18 +24,15 @@ class BeforeStep:
     """
 
     def __init__(self, task: nn.Module, metrics: Sequence[nn.Module], *, counters: bool = False) -> None:
-        import numpy as np
-
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
         self._metrics = preserve_state(metrics)
         self._plain = [(module, _plain(module)) for module in task.modules()] if counters else []
-        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self._rng = rng_state()
 
     def put_back(self) -> None:
         """Let everything be as it was."""
         self.put_back_state()
-        self._put_back_generators()
+        set_rng_state(self._rng)
 
     def put_back_state(self) -> None:
         """Let buffers, metrics and counters be as they were; random numbers that were drawn stay drawn."""
@@ -45,15 +42,6 @@ class BeforeStep:
         restore(self._metrics)
         for module, attributes in self._plain:
             vars(module).update(attributes)
-
-    def _put_back_generators(self) -> None:
-        import numpy as np
-
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
 
 
 def _plain(module: nn.Module) -> dict[str, object]:

@@ -13,7 +13,7 @@ from trainkit.feed import Feed
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import detach_metrics
-from trainkit.rng import rng_untouched
+from trainkit.rng import preserve_rng
 from trainkit.run import EvaluationProgress, Run
 
 _STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
@@ -100,7 +100,7 @@ def _evaluating(run: Run, progress: EvaluationProgress) -> Iterator[EvaluationPr
     run.task.eval()
     try:
         # Not inference mode: a tensor that a model caches in it could not be used in training later.
-        with rng_untouched(), torch.no_grad():
+        with preserve_rng(), torch.no_grad():
             yield progress
     finally:
         run.evaluation = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.data import Source
 from trainkit.length_groups import LengthGroupedOrder
 from trainkit.order import GlobalOrder, WeightedOrder
-from trainkit.rng import rng_untouched
+from trainkit.rng import preserve_rng
 from trainkit.sampling import Order, SamplerOrder
 from trainkit.window import MicroBatch, Window
 
@@ -59,10 +59,6 @@ class Feed(ABC):
                 return
             yield window
 
-    def micro_batch(self, size: int) -> MicroBatch | None:
-        """Return the first `size` samples of this rank; `None` where samples cannot be read one by one."""
-        return None
-
     def check_order(self, strategy: Strategy) -> str | None:
         """Return what a user's own sampler does not keep; raises UserError if ranks would draw apart. Collective."""
         sampler = self.source.sampler
@@ -71,15 +67,12 @@ class Feed(ABC):
         order = SamplerOrder(sampler, seed=self.seed)
         return order.complaint(strategy.all_gather_object(order.first()))
 
-    def plan_again(self, strategy: Strategy) -> None:
-        """Cut global batches from now on as the strategy's settings say now."""
-
     def close(self) -> None:
         """Let worker processes end; may be called twice."""
 
     def example(self) -> MicroBatch | None:
         """Return this rank's first micro-batch, read apart from training; `None` for a stream, which is not read."""
-        with rng_untouched():
+        with preserve_rng():
             window = next(self.windows(0, 0), None)
         return window.micro_batches[0] if window is not None and window.micro_batches else None
 

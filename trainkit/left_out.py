@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.left_out_words import Told, what_was_seen, why_left_out
-from trainkit.rng import rng_untouched
+from trainkit.rng import preserve_rng
 from trainkit.step_replay import Call, Finding, StepReplay, generators_of
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class LeftOutSteps:
         run = self._run
         if not self._replay.sees_modules:
             return Finding()
-        with rng_untouched():
+        with preserve_rng():
             window = feed.window_of(step, run.state)
         if window is None:
             return Finding()

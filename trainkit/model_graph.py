@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from trainkit.batches import tensors_in
 from trainkit.module_scopes import module_scopes
-from trainkit.rng import rng_untouched
+from trainkit.rng import preserve_rng
 
 if TYPE_CHECKING:
     from trainkit.task import TaskModule
@@ -50,7 +50,7 @@ def record_graph(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
     recorder = _Recorder(task, batch)
     task.eval()
     try:
-        with rng_untouched(), torch.no_grad(), module_scopes(task) as scopes, recorder.inside(scopes):
+        with preserve_rng(), torch.no_grad(), module_scopes(task) as scopes, recorder.inside(scopes):
             for name in steps:
                 getattr(task, name)(batch)
     finally:

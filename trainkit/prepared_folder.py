@@ -1,31 +1,30 @@
-"""A folder that is made once, whoever asks for it: the ranks of a run, or runs side by side."""
+"""A folder that is made once, although several processes ask for it: the ranks of a run, or runs side by side."""
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
+from trainkit.checkpoints.folder_lock import file_lock
+
 
 def prepare_folder(folder: Path, *, make: Callable[[Path], None]) -> None:
-    """Have `folder` there and complete; a folder that is there is never touched.
+    """Make `folder` unless it exists; an existing folder is never changed.
 
-    Processes that ask at once wait for the first of them. Where the file system knows no locks, each makes its own and
-    the first to be ready is kept.
+    Processes that ask at the same time wait for the first of them. Where the file system has no locks, each makes its
+    own folder and the first complete one is kept.
 
     Args:
-        folder: What is asked for.
-        make: Fills the empty folder that it is given, which gets its name when it is complete.
+        folder: The folder to make.
+        make: Fills the empty folder that it is given, which is renamed to `folder` when it is complete.
 
     """
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(folder.parent):
+    with file_lock(folder.with_name(f".{folder.name}.lock")):
         if folder.exists():
             return
         part = folder.with_name(f"{folder.name}.part_{uuid4().hex[:8]}")
@@ -43,15 +42,3 @@ def _publish(part: Path, folder: Path) -> None:
     except OSError:  # a folder that is not empty is never replaced
         if not folder.exists():
             raise
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold `folder` against other processes; the system lets go when this one is killed."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # the file system knows no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -29,7 +29,7 @@ from trainkit.result import FitResult, Progress, result_of
 from trainkit.rng import seed_everything
 from trainkit.run import Run
 from trainkit.run_folder import forget_summary, make_run_dir, write_config, write_summary
-from trainkit.run_lock import only_run_in
+from trainkit.run_lock import lock_run_dir
 from trainkit.signals import EXIT_CODES, StopSignals
 from trainkit.task import TaskModule
 from trainkit.warning_log import warnings_kept
@@ -101,7 +101,7 @@ def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | 
             )
             if run.run_dir is not None and run.is_main:
                 make_run_dir(run.run_dir)
-                stack.enter_context(only_run_in(run.run_dir))
+                stack.enter_context(lock_run_dir(run.run_dir))
             try:
                 with warnings_kept(run.run_dir, process=strategy.process):
                     yield run

@@ -1,4 +1,4 @@
-"""The state of every random generator that training may draw from."""
+"""Random generators of python, numpy and torch: seed, capture, restore."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def seed_everything(seed: int) -> None:
 def rng_state(*, devices: bool = True) -> dict[str, Any]:
     """Return the state of python's, numpy's and torch's generators, as tensors and plain values.
 
-    Without `devices`, as in a worker process, those of GPUs are left out.
+    Args:
+        devices: Include the generators of GPUs; a worker process has none.
+
     """
     import numpy as np
 
@@ -32,7 +34,7 @@ def rng_state(*, devices: bool = True) -> dict[str, Any]:
     return {
         "python": {"version": version, "internal": list(internal), "gauss": gauss},
         "numpy": {
-            "keys": torch.tensor(numpy_state["state"]["key"].tolist(), dtype=torch.int64),
+            "keys": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
             "position": numpy_state["state"]["pos"],
             "has_gauss": numpy_state["has_gauss"],
             "cached": numpy_state["gauss"],
@@ -43,12 +45,12 @@ def rng_state(*, devices: bool = True) -> dict[str, Any]:
 
 
 def set_rng_state(saved: dict[str, Any]) -> None:
-    """Let every generator go on from a state that `rng_state` returned."""
+    """Restore a state that `rng_state` returned. GPUs are restored only if their number is the same."""
     import numpy as np
 
     python, arrays = saved["python"], saved["numpy"]
     random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
-    keys = np.array(arrays["keys"].tolist(), dtype=np.uint32)
+    keys = arrays["keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, arrays["position"], arrays["has_gauss"], arrays["cached"]))
     torch.set_rng_state(saved["torch"])
     if saved["cuda"] and len(saved["cuda"]) == torch.cuda.device_count():
@@ -56,8 +58,8 @@ def set_rng_state(saved: dict[str, Any]) -> None:
 
 
 @contextmanager
-def rng_untouched() -> Iterator[None]:
-    """Leave the generators as they were, whatever is drawn inside: evaluating must not change training."""
+def preserve_rng() -> Iterator[None]:
+    """Restore every generator at the end of the block: evaluating must not change training."""
     saved = rng_state()
     try:
         yield

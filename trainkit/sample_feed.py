@@ -51,13 +51,6 @@ class SampleFeed(Feed):
             stop = min(start + self._batch_size, self._length)
             yield Window(micro_batches, stop - start, stop - start, stop == self._length)
 
-    def micro_batch(self, size: int) -> MicroBatch | None:
-        indices = self._sampler.share(0, 0, min(size * self.world_size, self._length))[:size]
-        return MicroBatch(self._reader.read(indices, 0), len(indices))
-
-    def plan_again(self, strategy: Strategy) -> None:
-        self._plan = strategy.plan(self._batch_size, even=self.source.stage == "train")
-
     def batches(self) -> Iterator[MicroBatch]:
         mine = self._sampler.share(0, 0, self._length)
         size = self._plan.micro_batch_size

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from trainkit.errors import UserError
 from trainkit.order import sample_seed
-from trainkit.rng import rng_untouched, seed_everything
+from trainkit.rng import preserve_rng, seed_everything
 
 _COMPARED = 1000
 """Indices of an epoch that are looked at, to know whether a sampler draws the same again."""
@@ -116,7 +116,7 @@ class SamplerOrder:
             set_epoch(epoch)
         seed = sample_seed(self._seed, epoch, 0) % 2**63
         generator = getattr(self._sampler, "generator", None)
-        with rng_untouched():
+        with preserve_rng():
             seed_everything(seed)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)

@@ -15,7 +15,7 @@ from trainkit.errors import UserError, nearest
 from trainkit.logger import Logger
 from trainkit.recovery import Policy
 
-DEFAULT_CALLBACKS = ("model_summary", "learning_rate", "throughput", "step_times", "checkpoint", "progress_bar")
+DEFAULT_CALLBACKS = ("model_summary", "learning_rate_monitor", "speed_monitor", "checkpoint", "progress_bar")
 DEFAULT_LOGGERS = ("tensorboard", "jsonl")
 _POLICIES: dict[str, Policy] = {"raise": "raise", "skip": "skip", "stop": "stop", "rollback": "rollback"}
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.module_scopes import module_scopes
-from trainkit.rng import rng_untouched
+from trainkit.rng import preserve_rng
 
 if TYPE_CHECKING:
     from trainkit.optimization import Optimization
@@ -41,7 +41,7 @@ def cost_of_step(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
     parameters = {parameter.untyped_storage().data_ptr() for parameter in task.parameters()}
     task.eval()
     try:
-        with rng_untouched(), torch.enable_grad(), module_scopes(task) as scopes:
+        with preserve_rng(), torch.enable_grad(), module_scopes(task) as scopes:
             for name in steps:
                 own = StepCost()
                 kept = _Kept(own, scopes, set(parameters))

@@ -29,7 +29,7 @@ from trainkit.report.config_diff import ConfigChange
 from trainkit.report.run_report import reported
 from trainkit.result import FitResult
 from trainkit.run_folder import check_run_dir, choose_run_dir
-from trainkit.run_lock import check_no_other_run
+from trainkit.run_lock import check_not_locked
 from trainkit.settings import (
     as_data,
     checked_duration,
@@ -273,7 +273,7 @@ class Trainer:
             return None
         run_dir = self.run_dir or _run_dir_of(checkpoint) or choose_run_dir(type(task).__name__)
         check_run_dir(run_dir)
-        check_no_other_run(run_dir)
+        check_not_locked(run_dir)
         return run_dir
 
 

@@ -69,7 +69,7 @@ def raising(error: BaseException) -> Callable[[], object]:
 def test_a_checkpoint_is_saved_at_every_interval_and_at_the_end(
     fit: Fit, scripted: Any, store: CheckpointStore
 ) -> None:
-    fit(scripted(), Checkpoint(every="6step", keep_last=None))
+    fit(scripted(), Checkpoint(every="6step", save_last_k=None))
 
     assert saved(store) == [(6, "interval"), (12, "interval"), (18, "interval"), (20, "end")]
 
@@ -79,13 +79,13 @@ def test_a_step_is_saved_once_though_the_interval_the_metric_and_the_end_ask_for
 ) -> None:
     task = scripted([1.0 / n for n in range(1, 11)])
 
-    fit(task, Checkpoint(every="10step", metric="validation/loss", keep_last=None))
+    fit(task, Checkpoint(every="10step", monitor="validation/loss", save_last_k=None))
 
     assert [entry.step for entry in store.entries()] == list(range(2, 21, 2))
 
 
 def test_only_the_latest_are_kept(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    fit(scripted(), Checkpoint(every="3step", keep_last=2))
+    fit(scripted(), Checkpoint(every="3step", save_last_k=2))
 
     assert [entry.step for entry in store.entries()] == [18, 20]
     assert {path.name for path in store.folder.glob("*.pt")} == {entry.path.name for entry in store.entries()}
@@ -95,7 +95,7 @@ def test_the_best_two_and_the_latest_are_kept(fit: Fit, scripted: Any, store: Ch
     # steps                2    4    6    8    10   12   14   16   18   20
     task = scripted([0.9, 0.3, 0.8, 0.2, 0.7, 0.6, 0.9, 0.9, 0.9, 0.9])
 
-    fit(task, Checkpoint(every="5step", metric="validation/loss", keep_best=2))
+    fit(task, Checkpoint(every="5step", monitor="validation/loss", save_top_k=2))
 
     assert [entry.step for entry in store.entries()] == [4, 8, 20]
     assert [entry.step for entry in store.ranked("validation/loss", "min") if entry.reason == "best"] == [8, 4]
@@ -105,7 +105,7 @@ def test_the_best_two_and_the_latest_are_kept(fit: Fit, scripted: Any, store: Ch
 def test_the_largest_value_is_the_best_in_mode_max(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
     task = scripted([0.1, 0.9, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
 
-    fit(task, Checkpoint(every=None, metric="validation/loss", mode="max"))
+    fit(task, Checkpoint(every=None, monitor="validation/loss", mode="max"))
 
     assert [entry.step for entry in store.entries()] == [4, 20]
 
@@ -116,33 +116,33 @@ def test_a_metric_measured_before_an_interval_does_not_make_its_checkpoint_one_o
     """Step 9 is saved while the latest value is still that of step 8; it must not push step 8 out."""
     task = scripted([0.9, 0.8, 0.7, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9])
 
-    fit(task, Checkpoint(every="9step", metric="validation/loss"), max_duration="11step")
+    fit(task, Checkpoint(every="9step", monitor="validation/loss"), max_duration="11step")
 
     assert [entry.step for entry in store.entries()] == [8, 11]
 
 
 def test_nan_is_never_the_best(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    fit(scripted([float("nan")] * 10), Checkpoint(every=None, metric="validation/loss"))
+    fit(scripted([float("nan")] * 10), Checkpoint(every=None, monitor="validation/loss"))
 
     assert saved(store) == [(20, "end")]
 
 
 def test_of_equal_values_the_first_stays_the_best(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    fit(scripted([0.5] * 10), Checkpoint(every=None, metric="validation/loss"))
+    fit(scripted([0.5] * 10), Checkpoint(every=None, monitor="validation/loss"))
 
     assert saved(store) == [(2, "best"), (20, "end")]
 
 
 def test_an_unknown_metric_is_answered_with_the_nearest_name(fit: Fit, scripted: Any) -> None:
     with pytest.raises(UserError, match=r"validation/acuracy.*Did you mean 'validation/accuracy'"):
-        fit(scripted(), Checkpoint(metric="validation/acuracy"))
+        fit(scripted(), Checkpoint(monitor="validation/acuracy"))
 
 
 def test_a_metric_without_validation_data_is_refused_at_the_start(fit: Fit, scripted: Any) -> None:
     task = scripted()
 
     with pytest.raises(UserError, match="the data has none"):
-        fit(task, Checkpoint(metric="validation/loss"), without_validation=True)
+        fit(task, Checkpoint(monitor="validation/loss"), without_validation=True)
 
     assert task.steps == 0
 
@@ -151,8 +151,8 @@ def test_a_metric_without_validation_data_is_refused_at_the_start(fit: Fit, scri
     ("settings", "message"),
     [
         ({"mode": "mim"}, "Did you mean 'min'"),
-        ({"keep_best": 0}, "keep_best must be at least 1"),
-        ({"keep_last": 0}, "keep_last must be at least 1"),
+        ({"save_top_k": 0}, "save_top_k must be at least 1"),
+        ({"save_last_k": 0}, "save_last_k must be at least 1"),
         ({"every": "5 stepp"}, "checkpoint.every.*Did you mean"),
     ],
 )
@@ -305,7 +305,7 @@ def test_an_older_checkpoint_outlives_a_newer_one_that_is_damaged(
 
 
 def test_time_intervals_are_looked_at_when_training_logs(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    fit(scripted(), Checkpoint(every="0.0001s", keep_last=None))
+    fit(scripted(), Checkpoint(every="0.0001s", save_last_k=None))
 
     assert [entry.step for entry in store.entries()] == [5, 10, 15, 20]
 
@@ -314,7 +314,7 @@ def test_a_time_is_over_on_all_ranks_when_it_is_over_on_one(fit: Fit, scripted: 
     """Or those that save would wait for the others for ever."""
     strategy = OtherRanksAreSlower(device="cpu")
 
-    fit(scripted(), Checkpoint(every="4h", keep_last=None), strategy=strategy, evaluate_every=None)
+    fit(scripted(), Checkpoint(every="4h", save_last_k=None), strategy=strategy, evaluate_every=None)
 
     assert [entry.step for entry in store.entries()] == [5, 10, 15, 20]
 
@@ -334,12 +334,12 @@ def test_an_exception_on_one_of_several_ranks_does_not_wait_for_the_others(
 def test_the_best_of_before_a_resume_stay_the_best(
     fit: Fit, scripted: Any, store: CheckpointStore, tmp_path: Path
 ) -> None:
-    fit(scripted([0.9, 0.1, 0.5]), Checkpoint(every=None, metric="validation/loss"), max_duration="6step")
+    fit(scripted([0.9, 0.1, 0.5]), Checkpoint(every=None, monitor="validation/loss"), max_duration="6step")
     before = [entry.step for entry in store.entries()]
 
     fit(
         scripted([0.5, 0.4]),
-        Checkpoint(every=None, metric="validation/loss"),
+        Checkpoint(every=None, monitor="validation/loss"),
         max_duration="10step",
         resume=tmp_path / "run",
     )
@@ -363,7 +363,7 @@ def test_what_other_callbacks_made_of_an_evaluation_is_in_the_checkpoint_that_it
     fit: Fit, scripted: Any, store: CheckpointStore
 ) -> None:
     """Early stopping comes after the checkpoint in the list, and still is saved with this evaluation counted."""
-    fit(scripted([0.5]), Checkpoint(metric="validation/loss"), EarlyStopping(), max_duration="3step")
+    fit(scripted([0.5]), Checkpoint(monitor="validation/loss"), EarlyStopping(), max_duration="3step")
 
     best = next(entry for entry in store.entries() if entry.step == 2)
     assert store.load(best)["callbacks"]["EarlyStopping"] == {"best": 0.5, "best_step": 2, "waited": 0}

@@ -77,7 +77,7 @@ def test_a_second_run_counts_from_nothing(fit: Fit, scripted: Any, tmp_path: Pat
 
 def test_an_unknown_metric_is_answered_with_the_nearest_name(fit: Fit, scripted: Any) -> None:
     with pytest.raises(UserError, match="Did you mean 'validation/loss'"):
-        fit(scripted(), EarlyStopping(metric="validation/los"))
+        fit(scripted(), EarlyStopping(monitor="validation/los"))
 
 
 def test_a_run_without_validation_data_is_refused_at_the_start(fit: Fit, scripted: Any) -> None:

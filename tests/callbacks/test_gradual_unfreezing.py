@@ -33,7 +33,7 @@ def adamw(task: Any) -> Any:
 
 def trained(make_trainer: Any, at: dict[str, str], **settings: Any) -> list[dict[str, torch.Tensor]]:
     steps = Steps()
-    trainer = make_trainer(callbacks=[GradualUnfreezing(at=at), steps], max_duration="2epoch", **settings)
+    trainer = make_trainer(callbacks=[GradualUnfreezing(unfreeze_at=at), steps], max_duration="2epoch", **settings)
     trainer.fit(Regression(adamw, hidden=3), Data(train=regression_data(32), batch_size=8))
     return steps.steps
 
@@ -69,7 +69,7 @@ def test_a_pattern_that_fits_nothing_is_told(make_trainer: Any) -> None:
 def weights_on_this_rank(run_dir: str, strategy: str) -> dict[str, torch.Tensor]:
     made = {"single": SingleDevice, "ddp": DDPStrategy, "torch_ddp": TorchDDP, "fusion": FusionStrategy}[strategy]
     settings = {"loggers": [], "clip_norm": 0.01, "evaluate_every": None, "sanity_batches": 0}
-    callbacks = [GradualUnfreezing(at={"network.0.*": "1epoch"})]
+    callbacks = [GradualUnfreezing(unfreeze_at={"network.0.*": "1epoch"})]
     task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=1.0), hidden=3)
     trainer = Trainer(made(device="cpu"), max_duration="2epoch", callbacks=callbacks, run_dir=run_dir, **settings)
     trainer.fit(task, Data(train=regression_data(32), batch_size=8))

@@ -12,7 +12,7 @@ import torch
 from trainkit.callbacks.device_stats import DeviceStats, resident_bytes
 from trainkit.callbacks.garbage_collection import GarbageCollection
 from trainkit.callbacks.memory_report import MemoryReport
-from trainkit.callbacks.timer import Timer
+from trainkit.callbacks.speed_monitor import SpeedMonitor
 
 from tests.tasks import Recorder, Regression, StopAt, regression_data
 from trainkit import Callback, Data
@@ -47,9 +47,9 @@ def test_time_in_evaluations_is_counted_over_a_resume(make_trainer: Any, tmp_pat
             return super().validation_step(batch)
 
     settings = {"evaluate_every": "2step", "log_every": "1step", "run_dir": tmp_path}
-    make_trainer(callbacks=[Timer(), StopAt(2)], **settings).fit(Slow(), data())
+    make_trainer(callbacks=[SpeedMonitor(log_hours=True), StopAt(2)], **settings).fit(Slow(), data())
     recorder = Recorder()
-    make_trainer(callbacks=[Timer(), recorder], **settings).fit(Slow(), data(), resume=tmp_path)
+    make_trainer(callbacks=[SpeedMonitor(log_hours=True), recorder], **settings).fit(Slow(), data(), resume=tmp_path)
 
     assert recorder.logged[0]["time/evaluation_hours"] * 3600 >= 0.1
     assert recorder.logged[0]["time/hours"] >= recorder.logged[0]["time/evaluation_hours"]
@@ -57,11 +57,11 @@ def test_time_in_evaluations_is_counted_over_a_resume(make_trainer: Any, tmp_pat
 
 @pytest.mark.parametrize(("stage", "counts"), [("sanity", False), ("validation", True)])
 def test_the_batches_that_are_tried_before_training_are_no_evaluation(stage: str, counts: bool) -> None:
-    timer: Any = Timer()
+    timer: Any = SpeedMonitor(log_hours=True)
     timer.on_evaluation_start(None, stage)
     time.sleep(0.01)
     timer.on_evaluation_end(None, stage, {})
-    assert (timer.state_dict()["evaluating"] > 0) == counts
+    assert (timer.state_dict()["evaluation_seconds"] > 0) == counts
 
 
 def test_garbage_is_collected_at_its_steps_only_and_all_is_as_before(

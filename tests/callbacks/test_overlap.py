@@ -22,7 +22,9 @@ class SlowlyValidated(Regression):
 
 
 def overlap_of(make_trainer: Any, *strategy: Any, first: int = 10, **settings: Any) -> dict[str, Any]:
-    trainer = make_trainer(*strategy, callbacks=[Profiler(first=first, last=first)], max_duration="9step", **settings)
+    trainer = make_trainer(
+        *strategy, callbacks=[Profiler(start_step=first, end_step=first)], max_duration="9step", **settings
+    )
     data = Data(train=regression_data(80), validation=regression_data(8), batch_size=8)
     trainer.fit(SlowlyValidated(hidden=32), data)
     kept: dict[str, Any] = json.loads((trainer.run_dir / "profile.json").read_text())["overlap"]
@@ -49,7 +51,7 @@ def test_replicas_say_what_share_of_a_step_is_moving_things_and_that_nothing_of_
 
 def test_a_window_without_room_for_it_says_which_one_has(make_trainer: Any) -> None:
     overlap = overlap_of(make_trainer, DataParallel(devices=["cpu", "cpu"]), first=5)
-    assert overlap == {"line": "overlap: not measured; profiler.first=6 or later leaves the steps for it"}
+    assert overlap == {"line": "overlap: not measured; profiler.start_step=6 or later leaves the steps for it"}
 
 
 def test_what_a_strategy_of_ones_own_does_not_tell_is_not_known(make_trainer: Any) -> None:

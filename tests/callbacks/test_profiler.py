@@ -5,9 +5,8 @@ import time
 
 import pytest
 import torch
-from trainkit.callbacks.device_peaks import peak_of_model
-from trainkit.callbacks.profiler import Profiler
-from trainkit.callbacks.step_times import StepTimes
+from trainkit.callbacks.profiler import Profiler, peak_of_model
+from trainkit.callbacks.speed_monitor import SpeedMonitor
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 
@@ -25,7 +24,7 @@ def test_a_window_is_recorded_and_its_arithmetic_counted(make_trainer):
         max_duration="12step",
         log_every="2step",
         loggers=["jsonl"],
-        callbacks=[Profiler(first=4, last=6, peak_tflops=1.0)],
+        callbacks=[Profiler(start_step=4, end_step=6, peak_tflops=1.0)],
     )
     result = trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8))
     trace = json.loads((trainer.run_dir / "profile_trace_rank_0.json").read_text())
@@ -49,7 +48,7 @@ def test_the_arithmetic_of_replicas_counts_and_that_of_an_evaluation_does_not(ma
         max_duration="9step",
         log_every="3step",
         evaluate_every="3step",
-        callbacks=[Profiler(first=4, last=6, peak_tflops=1.0)],
+        callbacks=[Profiler(start_step=4, end_step=6, peak_tflops=1.0)],
     )
     data = Data(train=regression_data(96), validation=regression_data(8), batch_size=8)
     result = trainer.fit(Regression(), data)
@@ -66,7 +65,7 @@ def test_the_use_of_the_peak_counts_every_device_of_one_process(make_trainer):
         OnTwoDevices(devices=["cpu", "cpu"]),
         max_duration="6step",
         log_every="3step",
-        callbacks=[Profiler(first=3, last=3, peak_tflops=1.0)],
+        callbacks=[Profiler(start_step=3, end_step=3, peak_tflops=1.0)],
     )
     result = trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8))
     assert result.metrics["train/mfu"] == pytest.approx(result.metrics["train/flops_per_second"] / 2e12)
@@ -79,7 +78,7 @@ def profile_on_two_ranks(folder):
         max_duration="6step",
         log_every="3step",
         loggers=[],
-        callbacks=[Profiler(first=3, last=3, peak_tflops=1.0)],
+        callbacks=[Profiler(start_step=3, end_step=3, peak_tflops=1.0)],
     )
     return trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8)).metrics
 
@@ -94,7 +93,7 @@ def test_the_arithmetic_and_the_peak_are_those_of_all_ranks(tmp_path):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_profiling_is_one_word_and_settings_of_ones_own_stay(own, make_trainer):
-    callbacks = [Profiler(first=4, last=6)] if own else []
+    callbacks = [Profiler(start_step=4, end_step=6)] if own else []
     trainer = make_trainer(profile=True, max_duration="20step", callbacks=callbacks)
     trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8))
     record = json.loads((trainer.run_dir / "profile.json").read_text())
@@ -110,12 +109,12 @@ def test_profile_true_on_the_command_line_records_steps(tmp_path):
 
 
 def test_a_run_that_ends_before_its_window_leaves_no_profiler_on(make_trainer):
-    trainer = make_trainer(max_duration="5step", callbacks=[Profiler(first=5, last=9)])
+    trainer = make_trainer(max_duration="5step", callbacks=[Profiler(start_step=5, end_step=9)])
     trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8))
     assert not torch.autograd._profiler_enabled()
 
 
-@pytest.mark.parametrize("settings", [{"first": 1}, {"first": 9, "last": 8}, {"peak_tflops": 0}])
+@pytest.mark.parametrize("settings", [{"start_step": 1}, {"start_step": 9, "end_step": 8}, {"peak_tflops": 0}])
 def test_a_window_that_cannot_be_is_refused(settings):
     with pytest.raises(UserError, match="profiler"):
         Profiler(**settings)
@@ -141,7 +140,9 @@ def _slow_collate(samples):
 
 
 def test_the_parts_of_a_step_are_where_the_time_went(make_trainer):
-    trainer = make_trainer(max_duration="8step", log_every="4step", callbacks=[StepTimes(log=True)], loggers=["jsonl"])
+    trainer = make_trainer(
+        max_duration="8step", log_every="4step", callbacks=[SpeedMonitor(log_step_times=True)], loggers=["jsonl"]
+    )
     data = Data(train=regression_data(32), batch_size=4, collate=_slow_collate)
     result = trainer.fit(_SlowTask(), data)
     lines = [json.loads(line) for line in (trainer.run_dir / "step_times.jsonl").read_text().splitlines()]
@@ -156,7 +157,7 @@ def test_the_parts_of_a_step_are_where_the_time_went(make_trainer):
 
 
 def test_forwards_are_left_as_they_were(make_trainer):
-    trainer = make_trainer(max_duration="2step", callbacks=[StepTimes()])
+    trainer = make_trainer(max_duration="2step", callbacks=[SpeedMonitor()])
     before = trainer.precision._autocast
     trainer.fit(Regression(), Data(train=regression_data(16), batch_size=4))
     assert trainer.precision._autocast is before  # or each fit would add a layer

@@ -54,7 +54,7 @@ dataset = TensorDataset(x, x.sum(1, keepdim=True))
 data = Data(train=dataset, validation=TensorDataset(x[:40], x[:40].sum(1, keepdim=True)), batch_size=4)
 trainer = Trainer(
     max_duration="2epoch", evaluate_every="20step", log_every="5step", run_dir=sys.argv[1], loggers=[],
-    callbacks=["model_summary", "throughput", Checkpoint(metric="validation/loss", every=None), "progress_bar"],
+    callbacks=["model_summary", "speed_monitor", Checkpoint(monitor="validation/loss", every=None), "progress_bar"],
 )
 mode = sys.argv[2]
 try:

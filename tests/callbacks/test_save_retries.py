@@ -49,7 +49,9 @@ def test_training_goes_on_and_a_later_step_is_saved(
 ) -> None:
     full_disk |= {8}
     with caplog.at_level(logging.WARNING):
-        result = fit(scripted(), Checkpoint(every="4step", keep_last=None, retry_after="3step", background=background))
+        result = fit(
+            scripted(), Checkpoint(every="4step", save_last_k=None, retry_every="3step", async_save=background)
+        )
     assert result.steps == 20
     assert saved(result.run_dir) == ([4, 12, 16, 20] if background else [4, 11, 12, 16, 20])
     for part in ("No space left on device", "are free there", "run_dir=", "tried again"):
@@ -62,7 +64,7 @@ def test_too_many_failures_in_a_row_end_the_run_with_the_earlier_checkpoint(
     full_disk |= set(range(8, 21))
     task = scripted()
     with pytest.raises(CheckpointError, match="No space left"):
-        fit(task, Checkpoint(every="4step", retries=2, retry_after="1step"))
+        fit(task, Checkpoint(every="4step", max_retries=2, retry_every="1step"))
     assert task.steps == 10  # 8, 9, 10
     assert saved(tmp_path / "run") == [4]
 
@@ -73,27 +75,27 @@ def test_the_end_of_training_is_not_lost_in_silence(
 ) -> None:
     full_disk |= {20}
     with pytest.raises(CheckpointError, match="No space left"):
-        fit(scripted(), Checkpoint(every="4step", background=background))
+        fit(scripted(), Checkpoint(every="4step", async_save=background))
     assert saved(tmp_path / "run") == [16]
 
 
 def test_no_retries_end_the_run_at_once(fit: Fit, scripted: Any, full_disk: set[int]) -> None:
     full_disk |= {4}
     with pytest.raises(CheckpointError, match="No space left"):
-        fit(scripted(), Checkpoint(every="4step", retries=0))
+        fit(scripted(), Checkpoint(every="4step", max_retries=0))
 
 
 def test_the_wait_is_counted_in_steps_from_the_time_that_they_have_taken(
     fit: Fit, scripted: Any, full_disk: set[int], tmp_path: Path
 ) -> None:
     full_disk |= {4}
-    fit(scripted(), Checkpoint(every="4step", keep_last=None, retry_after="1h"))
+    fit(scripted(), Checkpoint(every="4step", save_last_k=None, retry_every="1h"))
     assert saved(tmp_path / "run") == [20]  # the hour is not over, but training is
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"retries": -1}, "checkpoint.retries"), ({"retry_after": "soon"}, "checkpoint.retry_after")],
+    [({"max_retries": -1}, "checkpoint.max_retries"), ({"retry_every": "soon"}, "checkpoint.retry_every")],
 )
 def test_a_wrong_number_of_retries_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -110,7 +112,7 @@ class SlowerFirst(Callback):
 def on_two_ranks(run_dir: Path) -> int:
     with pytest.MonkeyPatch.context() as monkeypatch:
         fill(monkeypatch, {2})
-        callbacks = [SlowerFirst(), Checkpoint(every="2step", keep_last=None, retry_after="1s")]
+        callbacks = [SlowerFirst(), Checkpoint(every="2step", save_last_k=None, retry_every="1s")]
         trainer = Trainer(DDPStrategy(device="cpu"), callbacks=callbacks, loggers=[], run_dir=run_dir)
         return trainer.fit(Regression(), Data(train=regression_data(20), batch_size=4)).steps
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from trainkit.callbacks.ema import EMA
-from trainkit.callbacks.functions import LambdaCallback
 from trainkit.callbacks.histograms import Histograms
+from trainkit.callbacks.lambda_callback import LambdaCallback
 from trainkit.callbacks.model_graph import ModelGraph
 from trainkit.callbacks.sample_writer import SampleWriter
 
@@ -114,9 +114,9 @@ def test_functions_are_called_at_their_moments_alone(make_trainer: Any) -> None:
 
 def test_a_function_may_be_a_dotted_path_and_mistakes_are_told() -> None:
     assert LambdaCallback({"on_step_end": "gc.collect"}).on_step_end.__name__ == "collect"
-    with pytest.raises(UserError, match=r"no moment of a run\. Did you mean 'on_step_end'"):
+    with pytest.raises(UserError, match=r"not a hook of a callback\. Did you mean 'on_step_end'"):
         LambdaCallback({"on_step_ended": print})
     with pytest.raises(UserError, match=r"functions\.on_step_end: there is no 'gc\.colect'"):
         LambdaCallback({"on_step_end": "gc.colect"})
-    with pytest.raises(UserError, match="is a int, and a function is wanted"):
+    with pytest.raises(UserError, match="is a int, not a function"):
         LambdaCallback({"on_step_end": "gc.DEBUG_STATS"})

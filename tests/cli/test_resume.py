@@ -39,9 +39,9 @@ def test_a_run_continued_in_mid_epoch_has_the_weights_of_one_never_stopped():
 def test_a_run_continues_with_other_settings_and_another_choice_of_callbacks():
     assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=2step"]) == 0
     argv = ["resume", "checkpoint=run", "trainer.max_duration=4step", "strategy=single", "strategy.accumulate=2"]
-    assert main([*argv, "+callbacks=throughput", "logger=csv"]) == 0
+    assert main([*argv, "+callbacks=speed_monitor", "logger=csv"]) == 0
     settings = Path("run/config.yaml").read_text()
-    for part in ("accumulate: 2", "Checkpoint", "Throughput", "CsvLogger", "recipe: digits_mlp", "width: 8"):
+    for part in ("accumulate: 2", "Checkpoint", "SpeedMonitor", "CsvLogger", "recipe: digits_mlp", "width: 8"):
         assert part in settings
     assert "JsonlLogger" not in settings
     assert load_from("run").entry.step == 4

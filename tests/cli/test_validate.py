@@ -45,8 +45,8 @@ def _message(*overrides, config_dirs=()):
         ("strategy.acumulate=2", "strategy.accumulate"),
         ("strategi.accumulate=2", "strategy"),
         ("callbacks.checkpoint.evry=1epoch", "callbacks.checkpoint.every"),
-        ("callbacks.checkpoint.async=true", "callbacks.checkpoint.background"),
-        ("async=true", "callbacks.checkpoint.background"),
+        ("callbacks.checkpoint.async=true", "callbacks.checkpoint.async_save"),
+        ("async=true", "callbacks.checkpoint.async_save"),
         ("checkpoint.async=true", "callbacks.checkpoint"),
         ("callbacks.progres_bar.refresh_per_second=1", "callbacks.progress_bar"),
         ("logger.jsonl.file_name=a", "logger.jsonl.filename"),
@@ -221,8 +221,8 @@ def test_callbacks_and_loggers_are_added_taken_away_and_replaced():
     assert list(taken["callbacks"]) == [name for name in defaults if name != "progress_bar"]
     assert list(taken["logger"]) == ["jsonl"]
     # The recipe wishes something of the checkpoint callback, which is not there any more.
-    replaced = _settings("recipe=digits", "callbacks=[throughput]", "+callbacks=progress_bar", "logger=[]").tree
-    assert list(replaced["callbacks"]) == ["throughput", "progress_bar"]
+    replaced = _settings("recipe=digits", "callbacks=[speed_monitor]", "+callbacks=progress_bar", "logger=[]").tree
+    assert list(replaced["callbacks"]) == ["speed_monitor", "progress_bar"]
     assert not replaced.get("logger")
     assert not _settings("recipe=digits", "callbacks=null").tree.get("callbacks")
 
@@ -282,7 +282,7 @@ def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
         (["trainer.clip_norm=1", "trainer.clip_value=1"], "trainer.clip_value: excludes trainer.clip_norm"),
         (
             ["+callbacks=early_stopping", "trainer.evaluate_every=null"],
-            "null leaves callbacks.early_stopping.metric=validation/loss never measured",
+            "null leaves callbacks.early_stopping.monitor=validation/loss never measured",
         ),
         (["strategy.device=cuda"], "built without CUDA; set strategy.device=cpu"),
         (["strategy=dp", "strategy.devices=[cuda:0,cuda:1]"], "strategy.devices: device 'cuda:0' is not there"),

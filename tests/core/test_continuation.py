@@ -16,7 +16,7 @@ from trainkit.errors import Stopped, UserError
 
 DATA = Data(train=regression_data(20), batch_size=4)
 TINY = ["recipe=digits_mlp", "data.num_train=96", "data.batch_size=16", "task.width=8", "logger=[jsonl]"]
-CHECKPOINTS = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=1step", "callbacks.checkpoint.keep_last=null"]
+CHECKPOINTS = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=1step", "callbacks.checkpoint.save_last_k=null"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ class Fail(Callback):
 
 
 def checkpoint():
-    return Checkpoint(every="1step", keep_last=None)
+    return Checkpoint(every="1step", save_last_k=None)
 
 
 def first_step(recorder):

@@ -117,10 +117,10 @@ class Slow(Dataset[Any]):
 def test_a_run_that_waits_for_its_data_is_told_once_what_to_change(
     make_trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float
 ) -> None:
-    monkeypatch.setattr("trainkit.callbacks.throughput.SHORTEST_SECONDS", 0.0)
-    monkeypatch.setattr("trainkit.callbacks.throughput.MOST_WAITING", 0.6)
+    monkeypatch.setattr("trainkit.callbacks.speed_monitor.MIN_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("trainkit.callbacks.speed_monitor.MAX_DATA_WAIT", 0.6)
     recorder = Recorder()
-    trainer = make_trainer(callbacks=["throughput", recorder], log_every="3step")
+    trainer = make_trainer(callbacks=["speed_monitor", recorder], log_every="3step")
 
     class Computes(Regression):
         def training_step(self, batch: Any) -> Any:

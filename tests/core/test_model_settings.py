@@ -93,7 +93,7 @@ def test_no_decay_is_a_group_of_its_own_with_the_same_learning_rate(make_trainer
         return optimizer, LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
     recorder = Recorder()
-    callbacks = ["learning_rate", recorder]
+    callbacks = ["learning_rate_monitor", recorder]
     make_trainer(no_weight_decay=["bias", "norm"], callbacks=callbacks, log_every="4step").fit(Blocks(build), data())
 
     assert recorder.logged[0]["train/learning_rate"] == pytest.approx(0.05 / 5)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
-from trainkit.callbacks.step_times import StepTimes
+from trainkit.callbacks.speed_monitor import SpeedMonitor
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -145,7 +145,7 @@ def test_a_manual_task_drives_its_phases_itself(tmp_path):
 def test_several_devices_have_the_weights_of_one(kind, strategy, tmp_path):
     alone, together = made(kind), made(kind)
     fit(alone, tmp_path / "alone")
-    result = fit(together, tmp_path / "together", strategy, callbacks=["step_times"])
+    result = fit(together, tmp_path / "together", strategy, callbacks=["speed_monitor"])
     torch.testing.assert_close(weights(together), weights(alone), rtol=0, atol=1e-12)
     assert result.steps == 6
     waits_for_ranks = isinstance(strategy, DDPStrategy)
@@ -155,7 +155,7 @@ def test_several_devices_have_the_weights_of_one(kind, strategy, tmp_path):
 
 
 def test_metrics_carry_the_name_of_their_phase(tmp_path):
-    result = fit(made(), tmp_path, callbacks=["learning_rate"])
+    result = fit(made(), tmp_path, callbacks=["learning_rate_monitor"])
     found = {name for name in result.metrics if name.startswith("train/")}
     assert found == {
         "train/discriminator/loss",
@@ -264,7 +264,7 @@ class LeavesOut(Callback):
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_step_that_is_left_out_steps_the_schedules_of_phases_that_were_due(step, tmp_path):
-    result = fit(made(every=2), tmp_path, duration="4step", callbacks=["learning_rate", LeavesOut(step)])
+    result = fit(made(every=2), tmp_path, duration="4step", callbacks=["learning_rate_monitor", LeavesOut(step)])
     assert result.metrics["train/generator/learning_rate"] == pytest.approx(0.05 * 0.9**2)
 
 
@@ -321,7 +321,7 @@ def step_times(folder):
 
 
 def test_the_parts_of_a_step_are_those_of_all_its_phases(tmp_path):
-    result = fit(made(Slow), tmp_path, duration="2step", callbacks=[StepTimes(log=True)])
+    result = fit(made(Slow), tmp_path, duration="2step", callbacks=[SpeedMonitor(log_step_times=True)])
     first, second = step_times(tmp_path)
     assert (first["steps"], second["steps"]) == (1, 1)
     assert second["seconds"]["forward"] >= 0.05

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from trainkit.checkpoints.store import CheckpointStore
-from trainkit.rng import rng_state, rng_untouched, seed_everything, set_rng_state
+from trainkit.rng import preserve_rng, rng_state, seed_everything, set_rng_state
 
 
 def draw():
@@ -45,7 +45,7 @@ def test_drawing_inside_leaves_the_generators_as_they_were():
     seed_everything(3)
     expected = draw()
     seed_everything(3)
-    with rng_untouched():
+    with preserve_rng():
         draw()
         torch.manual_seed(9)
     assert draw() == expected
@@ -56,7 +56,7 @@ def test_the_generators_are_as_they_were_also_after_an_error():
     expected = draw()
     seed_everything(3)
     try:
-        with rng_untouched():
+        with preserve_rng():
             draw()
             raise RuntimeError
     except RuntimeError:

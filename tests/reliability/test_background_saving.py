@@ -79,7 +79,12 @@ def test_the_same_checkpoints_are_kept_as_without_a_background(make_trainer, mon
     kept = []
     for background in (False, True):
         checkpoint = Checkpoint(
-            every="7step", metric="validation/loss", mode="max", keep_best=1, keep_last=keep_last, background=background
+            every="7step",
+            monitor="validation/loss",
+            mode="max",
+            save_top_k=1,
+            save_last_k=keep_last,
+            async_save=background,
         )
         trainer = make_trainer(callbacks=[checkpoint], max_duration="20step", evaluate_every="2step")
         trainer.fit(Regression(), data())
@@ -120,7 +125,7 @@ def test_an_error_of_the_writer_is_raised_after_the_next_step(make_trainer, monk
 
     slowly(monkeypatch, full)
     weights = Weights()
-    callbacks = [weights, At(5, wait_for_writer), Checkpoint(every="2step", background=True, retries=0)]
+    callbacks = [weights, At(5, wait_for_writer), Checkpoint(every="2step", async_save=True, max_retries=0)]
     trainer = make_trainer(callbacks=callbacks, max_duration="20step")
     with pytest.raises(CheckpointError, match="the disk is full"):
         trainer.fit(Regression(momentum), data())
@@ -135,7 +140,7 @@ def test_an_error_of_the_last_save_is_raised_too(make_trainer, monkeypatch):
             raise CheckpointError("the disk is full")
 
     slowly(monkeypatch, full)
-    trainer = make_trainer(callbacks=[Checkpoint(every="5step", background=True)], max_duration="10step")
+    trainer = make_trainer(callbacks=[Checkpoint(every="5step", async_save=True)], max_duration="10step")
     with pytest.raises(CheckpointError, match="the disk is full"):
         trainer.fit(Regression(momentum), data())
     assert [step for step, _, _ in entries(trainer)] == [5]
@@ -143,7 +148,7 @@ def test_an_error_of_the_last_save_is_raised_too(make_trainer, monkeypatch):
 
 def test_the_end_of_training_waits_for_what_is_being_written(make_trainer, monkeypatch):
     slowly(monkeypatch, lambda step: time.sleep(0.2))
-    trainer = make_trainer(callbacks=[Checkpoint(every="10step", background=True)], max_duration="10step")
+    trainer = make_trainer(callbacks=[Checkpoint(every="10step", async_save=True)], max_duration="10step")
     trainer.fit(Regression(momentum), data())
     assert [step for step, _, _ in entries(trainer)] == [10]
 
@@ -152,7 +157,7 @@ def test_an_exception_leaves_the_last_complete_step(make_trainer):
     def fail() -> None:
         raise RuntimeError("broken")
 
-    trainer = make_trainer(callbacks=[At(7, fail), Checkpoint(every="5step", background=True)], max_duration="10step")
+    trainer = make_trainer(callbacks=[At(7, fail), Checkpoint(every="5step", async_save=True)], max_duration="10step")
     with pytest.raises(RuntimeError, match="broken"):
         trainer.fit(Regression(momentum), data())
     assert [(step, reason) for step, reason, _ in entries(trainer)] == [(7, "exception")]
@@ -161,7 +166,7 @@ def test_an_exception_leaves_the_last_complete_step(make_trainer):
 def test_a_run_goes_on_from_what_was_written_in_the_background_to_the_last_bit(make_trainer):
     whole, resumed = Regression(momentum, hidden=8, dropout=0.5), Regression(momentum, hidden=8, dropout=0.5)
     make_trainer(max_duration="15step").fit(whole, data())
-    trainer = make_trainer(callbacks=[Checkpoint(every="3step", background=True)], max_duration="7step")
+    trainer = make_trainer(callbacks=[Checkpoint(every="3step", async_save=True)], max_duration="7step")
     trainer.fit(Regression(momentum, hidden=8, dropout=0.5), data())
     make_trainer(max_duration="15step").fit(resumed, data(), resume=trainer.run_dir)
     assert_same_bits(resumed, whole)
@@ -177,12 +182,12 @@ def test_memory_for_the_first_save_is_ready_before_it(make_trainer, monkeypatch)
         save(self, payload, **settings)
 
     monkeypatch.setattr(AsyncWriter, "save", noted)
-    trainer = make_trainer(callbacks=[Checkpoint(every="4step", background=True)], max_duration="4step")
+    trainer = make_trainer(callbacks=[Checkpoint(every="4step", async_save=True)], max_duration="4step")
     trainer.fit(Regression(momentum), data())
     assert {"task.network.0.weight", "optimizer.state.0.momentum_buffer"} <= ready[0]
 
 
 def test_no_thread_outlives_a_run(make_trainer):
-    trainer = make_trainer(callbacks=[Checkpoint(every="2step", background=True)], max_duration="10step")
+    trainer = make_trainer(callbacks=[Checkpoint(every="2step", async_save=True)], max_duration="10step")
     trainer.fit(Regression(momentum), data())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-")]

@@ -33,7 +33,7 @@ def test_training_goes_on_while_the_disk_is_full_and_saves_when_there_is_room(sm
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    callbacks = [Cleaner(), Checkpoint(every="2step", keep_last=None, retry_after="1step")]
+    callbacks = [Cleaner(), Checkpoint(every="2step", save_last_k=None, retry_every="1step")]
     trainer = Trainer(callbacks=callbacks, loggers=[], run_dir=small_disk, report=False)
     trainer.fit(Wide(), Data(train=TensorDataset(torch.ones(8, 1)), batch_size=1))
     assert [entry.step for entry in CheckpointStore(small_disk / "checkpoints").entries()] == [5, 6, 8]

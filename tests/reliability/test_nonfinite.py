@@ -77,7 +77,7 @@ def of_one_rank_alone() -> list[str]:
     told = []
     for task in (Regression(), Summing()):
         strategy = DDPStrategy(device="cpu", broadcast_buffers=False, timeout=20)
-        callbacks = [Checkpoint(every="1step", keep_last=None)]
+        callbacks = [Checkpoint(every="1step", save_last_k=None)]
         trainer = Trainer(strategy, log_every="5step", callbacks=callbacks, loggers=[], run_dir=type(task).__name__)
         with pytest.raises(NonFiniteLoss) as caught:
             trainer.fit(task, Data(train=TensorDataset(inputs), batch_size=4, shuffle=False))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,14 +17,14 @@ import pytest
 
 from tests.tasks import Regression, SaveAtEnd, regression_data
 from trainkit import Data, UserError
-from trainkit.run_lock import LOCK, check_no_other_run, only_run_in
+from trainkit.run_lock import LOCK, OWNER, check_not_locked, lock_run_dir
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from trainkit.run_lock import only_run_in
+from trainkit.run_lock import lock_run_dir
 
-with only_run_in(Path(sys.argv[1])):
+with lock_run_dir(Path(sys.argv[1])):
     if os.fork() == 0:  # as a DataLoader's worker, it has the lock's descriptor too
         time.sleep(60)
         os._exit(0)
@@ -67,14 +67,14 @@ def test_a_second_fit_in_the_folder_of_a_live_process_names_it_and_changes_nothi
 
 def test_a_killed_process_is_in_nobodys_way_though_its_workers_live_on(tmp_path):
     with holder(tmp_path) as other:
-        with pytest.raises(UserError, match="in use"), only_run_in(tmp_path):
+        with pytest.raises(UserError, match="in use"), lock_run_dir(tmp_path):
             pass
         os.kill(other.pid, signal.SIGKILL)
         other.wait()
-        check_no_other_run(tmp_path)
-        with only_run_in(tmp_path, same_job_seconds=0):
-            assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
-            with pytest.raises(UserError, match=f"process {os.getpid()} "), only_run_in(tmp_path):
+        check_not_locked(tmp_path)
+        with lock_run_dir(tmp_path, timeout=0):
+            assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()
+            with pytest.raises(UserError, match=f"process {os.getpid()} "), lock_run_dir(tmp_path):
                 pass
 
 
@@ -84,19 +84,19 @@ def test_a_process_that_ends_lets_go_at_once_though_its_workers_live_on(tmp_path
         other.stdin.write("\n")
         other.stdin.flush()
         other.wait(20)
-        with only_run_in(tmp_path, same_job_seconds=0):
+        with lock_run_dir(tmp_path, timeout=0):
             pass
 
 
 def test_an_earlier_part_of_the_same_job_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     with holder(tmp_path) as other:
-        check_no_other_run(tmp_path)
-        with pytest.raises(UserError, match="in use"), only_run_in(tmp_path, same_job_seconds=0.3):
+        check_not_locked(tmp_path)
+        with pytest.raises(UserError, match="in use"), lock_run_dir(tmp_path, timeout=0.3):
             pass
         threading.Timer(0.5, other.kill).start()
         start = time.monotonic()
-        with only_run_in(tmp_path, same_job_seconds=60):
+        with lock_run_dir(tmp_path, timeout=60):
             assert 0.4 < time.monotonic() - start < 30
 
 
@@ -104,26 +104,18 @@ def without_locks(descriptor: int, operation: int) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-def test_without_locks_a_process_of_this_machine_is_noticed_and_others_are_warned_of(tmp_path, monkeypatch, caplog):
-    flock: Callable[..., None] = fcntl.flock
-    with holder(tmp_path):
-        monkeypatch.setattr(fcntl, "flock", without_locks)
-        with pytest.raises(UserError, match="in use"), only_run_in(tmp_path):
-            pass
-    with only_run_in(tmp_path):
-        assert "without locks (No locks available): a process of another machine" in caplog.text
-    monkeypatch.setattr(fcntl, "flock", flock)
-    assert not (tmp_path / LOCK).exists()
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with lock_run_dir(tmp_path):
+        assert "without locks (No locks available): another process" in caplog.text
 
 
 def test_a_lock_of_another_machine_holds_as_long_as_the_file_system_says_so(tmp_path):
-    with holder(tmp_path) as other:
-        lock = json.loads((tmp_path / LOCK).read_text())
-        (tmp_path / LOCK).write_text(json.dumps({**lock, "host": "far", "process": "another-boot/pid:[1]/7"}))
-        os.kill(other.pid, signal.SIGKILL)
-        other.wait()
-        with pytest.raises(UserError, match="on far has been training"), only_run_in(tmp_path):
+    with holder(tmp_path):
+        owner = json.loads((tmp_path / OWNER).read_text())
+        (tmp_path / OWNER).write_text(json.dumps({**owner, "host": "far"}))
+        with pytest.raises(UserError, match="on far has been training"), lock_run_dir(tmp_path):
             pass
-    (tmp_path / LOCK).write_text(json.dumps({**lock, "host": "far", "process": "another-boot/pid:[1]/7"}))
-    with only_run_in(tmp_path, same_job_seconds=0):
+    (tmp_path / OWNER).write_text(json.dumps({**owner, "host": "far"}))
+    with lock_run_dir(tmp_path, timeout=0):
         pass

@@ -64,7 +64,7 @@ def fit(
     trainer = Trainer(
         strategy,
         max_duration=f"{steps}step",
-        callbacks=[*first, Checkpoint(every="4step", **{"keep_last": None, **saving})],
+        callbacks=[*first, Checkpoint(every="4step", **{"save_last_k": None, **saving})],
         loggers=[],
         run_dir=folder,
     )
@@ -87,7 +87,7 @@ def resumed(folder: Path, copy: Path) -> dict[str, torch.Tensor]:
 def saved_on_two_ranks(folder: Path) -> list[str]:
     fit(folder / "whole", fusion(), 8)
     fit(folder / "sharded", fusion(), 8, sharded=True)
-    fit(folder / "pruned", fusion(), 8, sharded=True, keep_last=1)
+    fit(folder / "pruned", fusion(), 8, sharded=True, save_last_k=1)
     fit(folder / "failed", fusion(), 5, sharded=True, save_at_end=False)
     for name, sharded in (("staged_whole", False), ("staged", True)):
         fit(folder / name, Pipeline(device="cpu", stages=2), 4, sharded=sharded)
@@ -102,7 +102,7 @@ def saved_on_two_ranks(folder: Path) -> list[str]:
             errors.append(str(error))
         failing = Steps({9: wait_for_threads})
         try:
-            fit(folder / "failed", fusion(), 12, first=[failing], sharded=True, background=True, retries=0)
+            fit(folder / "failed", fusion(), 12, first=[failing], sharded=True, async_save=True, max_retries=0)
         except UserError as error:
             errors.append(f"{failing.last}: {error}")
     return errors
@@ -138,7 +138,7 @@ def save_in_background(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardWriting, "write", later)
-        fit(folder / "background", fusion(), 8, first=[Steps({7: went_on.set})], sharded=True, background=True)
+        fit(folder / "background", fusion(), 8, first=[Steps({7: went_on.set})], sharded=True, async_save=True)
         went_on.clear()
         first = [Steps({3: went_on.set})]
         fit(
@@ -147,13 +147,13 @@ def save_in_background(folder: Path) -> None:
             4,
             first=first,
             sharded=True,
-            background=True,
+            async_save=True,
         )
-        fit(folder / "pruned_background", fusion(), 8, sharded=True, background=True, keep_last=1)
+        fit(folder / "pruned_background", fusion(), 8, sharded=True, async_save=True, save_last_k=1)
         patch.setattr(ShardWriting, "write", slowly)
         stop = Steps({5: lambda: os.kill(os.getpid(), signal.SIGTERM)} if dist.get_rank() == 1 else {})
         with pytest.raises(Stopped):
-            fit(folder / "stopped", fusion(), 200, first=[stop], sharded=True, background=True)
+            fit(folder / "stopped", fusion(), 200, first=[stop], sharded=True, async_save=True)
 
 
 def refuse(*arguments: Any) -> Any:
@@ -321,7 +321,7 @@ def killed_while_saving(folder: Path, rank: int, at: str, background: bool) -> N
     if dist.get_rank() == rank:
         target = (FileSystemWriter, "write_data") if at == "writing" else (CheckpointStore, "_list")
         setattr(*target, lambda *arguments, **settings: os.kill(os.getpid(), signal.SIGKILL))
-    fit(folder, fusion(), 8, sharded=True, background=background)
+    fit(folder, fusion(), 8, sharded=True, async_save=background)
 
 
 @pytest.mark.slow

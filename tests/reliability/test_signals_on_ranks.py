@@ -139,7 +139,7 @@ def fit(folder: Path, task: TaskModule, *callbacks: Callback, **settings: Any) -
         DDPStrategy(device="cpu"),
         max_duration=f"{NUM_STEPS}step",
         evaluate_every="3step",
-        callbacks=[*callbacks, Checkpoint(every=None, keep_last=None, save_at_end=False), last],
+        callbacks=[*callbacks, Checkpoint(every=None, save_last_k=None, save_at_end=False), last],
         loggers=[],
         sanity_batches=0,
         run_dir=folder,

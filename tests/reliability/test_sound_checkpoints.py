@@ -50,7 +50,7 @@ def data(bad: int | None = BAD) -> Data:
 
 
 def fit(run_dir: str, policy: str = "raise", *, strategy: Any = None, bad: int | None = BAD, **settings: Any) -> Root:
-    chosen = {"callbacks": [Checkpoint(every="2step", keep_last=1)], "loggers": [], "log_every": "10step", **settings}
+    chosen = {"callbacks": [Checkpoint(every="2step", save_last_k=1)], "loggers": [], "log_every": "10step", **settings}
     task = Root()
     Trainer(strategy or SingleDevice(device="cpu"), on_nonfinite=policy, run_dir=run_dir, **chosen).fit(task, data(bad))
     return task
@@ -77,7 +77,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("settings", [{}, {"max_duration": f"{BAD}step"}, {"callbacks": None}], ids=str)
 def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_saved(settings):
     if "callbacks" in settings:  # the end of a run that is asked to stop is saved as well
-        settings = {"callbacks": [Checkpoint(every="3step", keep_last=1), StopAt()]}
+        settings = {"callbacks": [Checkpoint(every="3step", save_last_k=1), StopAt()]}
     with pytest.raises(NonFiniteLoss, match=rf"step {BAD} left line\.weight not finite.*earlier checkpoints stay"):
         fit("run", **settings)
     assert is_sound("run", step=3 if "callbacks" in settings else 2)

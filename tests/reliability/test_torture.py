@@ -97,7 +97,7 @@ def train(run_dir: Path, tell: Callable[[str], None], *, background: bool) -> No
     CheckpointStore.whole_save = CheckpointStore.save  # type: ignore[attr-defined]
     CheckpointStore.save = TellingStore.save  # type: ignore[method-assign]
     saving = Checkpoint(
-        every="3step", metric="validation/loss", keep_last=2, save_on_exception=False, background=background
+        every="3step", monitor="validation/loss", save_last_k=2, save_on_exception=False, async_save=background
     )
     trainer = Trainer(
         SingleDevice(device="cpu"),

@@ -50,7 +50,7 @@ def _fit(folder: Path, callbacks: list[Callback]) -> Path:
         log_every="2step",
         run_dir=folder,
         loggers=["jsonl"],
-        callbacks=["learning_rate", "throughput", "step_times", "checkpoint", *callbacks],
+        callbacks=["learning_rate_monitor", "speed_monitor", "checkpoint", *callbacks],
     )
     trainer.fit(Regression(), Data(train=regression_data(32), validation=regression_data(16, seed=1), batch_size=8))
     return folder

@@ -91,7 +91,7 @@ def train_under_each(folder):
         trainer = Trainer(
             strategy(device="cpu", timeline=True),
             run_dir=folder / name,
-            callbacks=[Profiler(first=6, last=6)],  # looks at overlap in steps 3 and 4
+            callbacks=[Profiler(start_step=6, end_step=6)],  # looks at overlap in steps 3 and 4
             **settings,
         )
         trainer.fit(SlowLayers(), Data(train=TensorDataset(torch.randn(32, 64)), batch_size=8))
@@ -100,14 +100,14 @@ def train_under_each(folder):
         trainer = Trainer(
             TorchDDP(device="cpu", bucket_mb=0.015),
             run_dir=folder / name,
-            callbacks=[Profiler(first=6, last=6), *callbacks],
+            callbacks=[Profiler(start_step=6, end_step=6), *callbacks],
             **settings,
         )
         trainer.fit(SlowLayers(), Data(train=TensorDataset(torch.randn(32, 64)), batch_size=8))
     trainer = Trainer(
         Pipeline(stages=2, device="cpu", accumulate=2),
         run_dir=folder / "pipeline",
-        callbacks=[Profiler(first=6, last=6), LateStage()],
+        callbacks=[Profiler(start_step=6, end_step=6), LateStage()],
         **settings,
     )
     trainer.fit(Regression(hidden=8), Data(train=regression_data(32), batch_size=8))

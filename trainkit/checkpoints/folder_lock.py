@@ -1,45 +1,56 @@
-"""One writer at a time in a folder."""
+"""Lock files: one process or thread at a time."""
 
 from __future__ import annotations
 
-import fcntl
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from trainkit.checkpoints.disk import opened_folder
+from filelock import FileLock, Timeout
 
 _WAIT_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Hold the folder against every other writer, in this process or another; wait up to a minute for it.
+def file_lock(path: Path, *, timeout: float = -1) -> Iterator[OSError | None]:
+    """Hold the lock file `path` against other processes and threads, and remove it at the end.
 
-    The system lets go when the process is killed, so nothing is left behind. Where the file system knows
-    no locks, nothing is held.
+    The system releases the lock when its process dies. Where the file system has no locks, nothing is held and the
+    error is given instead of `None`.
+
+    Args:
+        path: The lock file. Its folder must exist.
+        timeout: Seconds to wait for the lock; -1 waits without limit.
+
+    Raises:
+        filelock.Timeout: Another process or thread still holds it.
+
     """
-    with opened_folder(folder) as descriptor:
-        held = _lock(descriptor, folder)
-        try:
-            yield
-        finally:
-            # A worker process forked meanwhile shares the descriptor: closing ours alone would not let go.
-            if held:
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    lock = FileLock(path, poll_interval=_POLL_SECONDS)
+    try:
+        lock.acquire(timeout)
+    except Timeout:
+        raise
+    except OSError as error:
+        with suppress(OSError):
+            path.unlink()
+        yield error
+        return
+    try:
+        yield None
+    finally:
+        with suppress(OSError):  # before the release, so that a process that waits sees an unlinked file and retries
+            path.unlink()
+        lock.release()
 
 
-def _lock(descriptor: int, folder: Path) -> bool:
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while True:
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold the checkpoint folder against every other writer; wait up to a minute, then raise TimeoutError."""
+    with ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"another process has been saving into {folder} for a minute") from None
-            time.sleep(_POLL_SECONDS)
-        except OSError:
-            return False
+            stack.enter_context(file_lock(folder / ".lock", timeout=_WAIT_SECONDS))
+        except Timeout:
+            raise TimeoutError(f"another process has been saving into {folder} for a minute") from None
+        yield

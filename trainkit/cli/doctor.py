@@ -213,7 +213,7 @@ def _run_folder(folder: Path) -> Finding:
     if free < _LEAST_DISK:
         return Finding("run folder", WARNING, found, "make room, or choose another disk: run_dir=PATH")
     if speed < _SLOW_WRITE_MB_PER_SECOND:
-        return Finding("run folder", WARNING, found, "slow: set callbacks.checkpoint.background=true")
+        return Finding("run folder", WARNING, found, "slow: set callbacks.checkpoint.async_save=true")
     return Finding("run folder", OK, found)
 
 

@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,9 @@ class SweepObjective:
 def find_objective(tree: Mapping[str, Any]) -> SweepObjective:
     """Return what a run's checkpoints are chosen by, or what ends it early; the loss where neither says so."""
     callbacks = tree.get("callbacks") or {}
-    nodes = [node for node in callbacks.values() if isinstance(node, Mapping) and isinstance(node.get("metric"), str)]
+    nodes = [node for node in callbacks.values() if isinstance(node, Mapping) and isinstance(node.get("monitor"), str)]
     if nodes:
-        return SweepObjective(nodes[0]["metric"], str(nodes[0].get("mode", "min")))
+        return SweepObjective(nodes[0]["monitor"], str(nodes[0].get("mode", "min")))
     return SweepObjective("validation/loss")
 
 

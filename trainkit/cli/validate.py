@@ -456,12 +456,12 @@ def _evaluation(trainer: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Ite
     if trainer.get("evaluate_every", "1epoch") is not None:
         return
     for name, node in callbacks.items():
-        metric = _mapping(node).get("metric")
+        metric = _mapping(node).get("monitor")
         # Without the metric a checkpoint callback only keeps no best ones; others have nothing left to do.
         if name != "checkpoint" and isinstance(metric, str) and metric.startswith("validation/"):
             yield Problem(
                 "trainer.evaluate_every",
-                f"null leaves callbacks.{name}.metric={metric} never measured; set a duration such as 1epoch, or "
+                f"null leaves callbacks.{name}.monitor={metric} never measured; set a duration such as 1epoch, or "
                 f"type ~callbacks.{name}",
             )
 

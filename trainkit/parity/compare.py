@@ -31,7 +31,7 @@ from trainkit.parity.trials import (
     make_strategy,
     strategy_name,
 )
-from trainkit.rng import rng_untouched
+from trainkit.rng import preserve_rng
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
@@ -76,7 +76,7 @@ def compare_strategies(
         raise UserError(f"steps must be at least 1, got {steps}.")
     others = [item for item in strategies if item != REFERENCE]
     chosen = [(name, make_strategy(item, devices, device)) for name, item in zip(_names(others), others, strict=True)]
-    with tempfile.TemporaryDirectory(prefix="trainkit-parity-") as folder, rng_untouched():
+    with tempfile.TemporaryDirectory(prefix="trainkit-parity-") as folder, preserve_rng():
         runs = ParityRuns(make_task, make_data, Path(folder), steps=steps, settings=dict(trainer or {}))
         runs, single, limit, notes = _reference(runs, device)
         limit = limit if tolerance is None else tolerance
@@ -128,7 +128,7 @@ def assert_resume_exact(
     """Raise AssertionError unless a run that is stopped and resumed has the weights of one that was not, to the bit."""
     if not 0 < stop_after < steps:
         raise UserError(f"stop_after={stop_after} must lie between 0 and steps={steps}.")
-    with tempfile.TemporaryDirectory(prefix="trainkit-resume-") as folder, rng_untouched():
+    with tempfile.TemporaryDirectory(prefix="trainkit-resume-") as folder, preserve_rng():
         runs = ParityRuns(make_task, make_data, Path(folder), steps=steps, settings=dict(trainer or {}))
 
         def fresh() -> Strategy:

@@ -156,7 +156,7 @@ def test_two_stages_and_two_replicas_have_the_weights_of_one_process_on_augmente
 
 @pytest.mark.slow
 def test_a_run_that_is_resumed_with_dropout_is_equal_to_the_bit(tmp_path):
-    settings = {"callbacks": [Checkpoint(every="3step", keep_last=5)]}
+    settings = {"callbacks": [Checkpoint(every="3step", save_last_k=5)]}
     whole, *_ = _fit("digits with dropout", Pipeline(stages=2, device="cpu"), tmp_path / "whole", **settings)
     half = tmp_path / "whole" / "checkpoints" / "step_00000003.pt"
 

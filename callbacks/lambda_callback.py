@@ -1,4 +1,4 @@
-"""Functions of the user's as a callback."""
+"""Functions as a callback."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Function = Callable[..., object]
 
 
 class LambdaCallback(Callback):
-    """Calls a function at each of the moments that are given.
+    """Calls a function for each given hook.
 
-    `LambdaCallback({"on_step_end": lambda run: ...})`. In YAML a function is the dotted path to it.
+    `LambdaCallback({"on_step_end": lambda run: ...})`. In YAML a function is given by its dotted path.
 
     Args:
-        functions: For each moment, what is called with the arguments of that moment.
+        functions: For each hook, the function that is called with the arguments of the hook.
 
     """
 
@@ -26,7 +26,7 @@ class LambdaCallback(Callback):
         for moment, function in (functions or {}).items():
             if moment not in MOMENTS:
                 raise UserError(
-                    f"functions.{moment} is no moment of a run.{nearest(moment, MOMENTS)} There are: "
+                    f"functions.{moment} is not a hook of a callback.{nearest(moment, MOMENTS)} There are: "
                     f"{', '.join(MOMENTS)}."
                 )
             setattr(self, moment, _found(function, moment) if isinstance(function, str) else function)
@@ -39,6 +39,6 @@ def _found(path: str, moment: str) -> Function:
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"functions.{moment}: there is no {path!r} ({error}); write my_package.my_function.") from None
     if not callable(found):
-        raise UserError(f"functions.{moment}: {path} is a {type(found).__name__}, and a function is wanted.")
+        raise UserError(f"functions.{moment}: {path} is a {type(found).__name__}, not a function.")
     function: Function = found
     return function

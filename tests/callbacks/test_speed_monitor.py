@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from trainkit.callbacks.throughput import Throughput
+from trainkit.callbacks.speed_monitor import SpeedMonitor
 
 from trainkit.callback import Callback
 from trainkit.run import Run
@@ -30,7 +30,7 @@ def test_steps_and_samples_are_counted_over_the_last_log_interval(fit: Fit, scri
     task, log = scripted(), Log()
     task.at_step = {step: lambda: time.sleep(0.02) for step in range(1, 6)}
 
-    fit(task, Throughput(), log, evaluate_every=None)
+    fit(task, SpeedMonitor(step_times=False), log, evaluate_every=None)
 
     slow, *fast = [entry["train/steps_per_second"] for entry in log.entries]
     assert slow < 50 < min(fast)
@@ -42,7 +42,7 @@ def test_steps_of_earlier_intervals_are_not_counted_again(fit: Fit, scripted: An
     task, log = scripted(), Log()
     task.at_step = {step: lambda: time.sleep(0.01) for step in range(1, 21)}
 
-    fit(task, Throughput(), log, evaluate_every=None)
+    fit(task, SpeedMonitor(step_times=False), log, evaluate_every=None)
 
     assert max(entry["train/steps_per_second"] for entry in log.entries) < 100
 
@@ -57,7 +57,7 @@ def test_evaluation_time_is_left_out(fit: Fit, scripted: Any) -> None:
 
     task.validation_step = slow_validation_step
 
-    fit(task, Throughput(), log, evaluate_every="4step", log_every="5step")
+    fit(task, SpeedMonitor(step_times=False), log, evaluate_every="4step", log_every="5step")
 
     assert min(entry["train/steps_per_second"] for entry in log.entries) > 5 / 0.2
 
@@ -70,7 +70,7 @@ def test_waiting_for_more_than_a_fifth_of_the_time_is_told_once_however_short_lo
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     feed = SimpleNamespace(seconds_waited=0.0, source=SimpleNamespace(workers=0))
     run: Any = SimpleNamespace(feed=feed, state=SimpleNamespace(step=0, samples=0))
-    callback = Throughput()
+    callback = SpeedMonitor(step_times=False)
     callback.on_fit_start(run)
     told_at = []
     for number in range(1, 101):

@@ -1,4 +1,4 @@
-"""What the schedules make of the learning rate."""
+"""Learning rates in the log."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Adds `train/learning_rate`; with several parameter groups one value each, `train/learning_rate.0` and so on.
 
-    Those of a phase are `train/<phase>/learning_rate`. A group that has a `"name"` is called by it. At step n it is the
-    rate of step n + 1: schedules have stepped.
+    Those of a phase are `train/<phase>/learning_rate`. A group with a `"name"` is logged under it. The value logged at
+    step n is the rate of step n + 1, because schedules have stepped.
     """
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:

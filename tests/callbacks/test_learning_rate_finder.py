@@ -1,4 +1,4 @@
-"""The learning-rate finder and the micro-batch finder: what they suggest, and that they leave nothing behind."""
+"""The learning-rate finder: what it suggests, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from trainkit.callbacks.learning_rate_finder import LearningRateFinder, suggest
-from trainkit.callbacks.micro_batch_finder import MicroBatchFinder
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -51,20 +50,12 @@ def data(batch_size: int = 8) -> Data:
     return Data(train=regression_data(40), batch_size=batch_size)
 
 
-FINDERS = {
-    "learning rate": lambda: LearningRateFinder(steps=12, then="continue"),
-    "micro-batch": lambda: MicroBatchFinder(then="continue"),
-}
-
-
-@pytest.mark.parametrize("finder", FINDERS)
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp16-mixed"}, {"on_nonfinite": "skip"}], ids=str)
-def test_training_after_a_look_is_training_without_one_to_the_bit(
-    make_trainer: Any, finder: str, settings: dict[str, Any]
-) -> None:
+def test_training_after_a_look_is_training_without_one_to_the_bit(make_trainer: Any, settings: dict[str, Any]) -> None:
     looked, plain = Model(), Model()
+    finder = LearningRateFinder(num_steps=12, on_finish="continue")
 
-    make_trainer(callbacks=[FINDERS[finder]()], max_duration="2epoch", **settings).fit(looked, data())
+    make_trainer(callbacks=[finder], max_duration="2epoch", **settings).fit(looked, data())
     make_trainer(max_duration="2epoch", **settings).fit(plain, data())
 
     assert_same_bits(looked, plain)
@@ -76,22 +67,20 @@ def test_norms_of_a_look_are_not_in_the_average_that_tells_spikes(make_trainer: 
             self.seen = run.optimization.spikes.state_dict()
 
     averages = Averages()
-    finder = LearningRateFinder(steps=12, then="continue")
+    finder = LearningRateFinder(num_steps=12, on_finish="continue")
     make_trainer(callbacks=[finder, averages], spike_factor=10.0).fit(Model(), data())
     assert averages.seen == {}
 
 
 def test_a_look_leaves_nothing_behind_on_several_devices_of_one_process(make_trainer: Any, tmp_path: Path) -> None:
     looked, plain = Model(), Model()
-    finder = MicroBatchFinder(then="continue")
-    finders = [LearningRateFinder(steps=10, then="continue"), finder]
+    finder = LearningRateFinder(num_steps=10, on_finish="continue")
 
-    trainer = make_trainer(DataParallel(devices=["cpu", "cpu"]), callbacks=finders, max_duration="3step")
+    trainer = make_trainer(DataParallel(devices=["cpu", "cpu"]), callbacks=[finder], max_duration="3step")
     trainer.fit(looked, data())
     make_trainer(DataParallel(devices=["cpu", "cpu"]), max_duration="3step").fit(plain, data())
 
     assert_same_bits(looked, plain)
-    assert finder.suggestion in (2, 4, 8)
 
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -103,21 +92,20 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 
 def look_on_two_ranks(folder: Path) -> dict[str, Any]:
-    """Return for each strategy the weights with and without a look, and what was suggested."""
+    """Return for each strategy the weights with and without a look."""
     found: dict[str, Any] = {}
     settings: dict[str, Any] = {"max_duration": "3step", "loggers": [], "sanity_batches": 0}
     for name, strategy in STRATEGIES.items():
-        looked, plain, by_size = Model(), Model(), MicroBatchFinder(then="continue")
-        finders: list[Callback] = [LearningRateFinder(steps=10, then="continue")]
-        finders.append(by_size)
-        Trainer(strategy(), callbacks=finders, run_dir=folder / name, **settings).fit(looked, data())
+        looked, plain = Model(), Model()
+        finder = LearningRateFinder(num_steps=10, on_finish="continue")
+        Trainer(strategy(), callbacks=[finder], run_dir=folder / name, **settings).fit(looked, data())
         Trainer(strategy(), callbacks=[], run_dir=folder / f"{name}_plain", **settings).fit(plain, data())
-        found[name] = weights(looked), weights(plain), by_size.suggestion
-    looked, plain, by_size = InPhases(), InPhases(), MicroBatchFinder(then="continue")
-    finders = [LearningRateFinder(steps=10, then="continue", phase="second"), by_size]
-    Trainer(DDPStrategy(device="cpu"), callbacks=finders, run_dir=folder / "phases", **settings).fit(looked, data())
+        found[name] = weights(looked), weights(plain)
+    looked, plain = InPhases(), InPhases()
+    finder = LearningRateFinder(num_steps=10, on_finish="continue", phase="second")
+    Trainer(DDPStrategy(device="cpu"), callbacks=[finder], run_dir=folder / "phases", **settings).fit(looked, data())
     Trainer(DDPStrategy(device="cpu"), run_dir=folder / "phases_plain", **settings).fit(plain, data())
-    found["phases"] = weights(looked), weights(plain), by_size.suggestion
+    found["phases"] = weights(looked), weights(plain)
     return found
 
 
@@ -126,13 +114,9 @@ def test_a_look_leaves_nothing_behind_on_several_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(look_on_two_ranks, 2, tmp_path)
 
     for name in (*STRATEGIES, "phases"):
-        for looked, plain, _ in (first[name], second[name]):
+        for looked, plain in (first[name], second[name]):
             assert_same_bits(looked, plain)
         assert len(json.loads((tmp_path / name / "learning_rates.json").read_text())["losses"]) == 10
-        assert first[name][2] == second[name][2]
-        assert first[name][2] in (2, 4)
-    tried = json.loads((tmp_path / "pipeline" / "micro_batches.json").read_text())["samples_per_second"]
-    assert list(tried) == ["2", "4"]  # what was set, and its half
 
 
 # ---- Learning rates
@@ -155,13 +139,13 @@ def test_where_the_loss_does_not_fall_there_is_no_suggestion(losses: list[float]
 
 
 def test_a_look_ends_the_run_with_a_plot_and_the_numbers(make_trainer: Any, tmp_path: Path) -> None:
-    finder = LearningRateFinder(lowest=1e-5, highest=10.0, steps=60)
+    finder = LearningRateFinder(min_lr=1e-5, max_lr=10.0, num_steps=60)
 
     result = make_trainer(callbacks=[finder], run_dir=tmp_path).fit(Model(), data())
 
     kept = json.loads((tmp_path / "learning_rates.json").read_text())
     assert result.steps == 0
-    assert result.exit_reason.startswith("learning_rate_finder has looked")
+    assert result.exit_reason.startswith("learning_rate_finder has finished")
     assert kept["suggestion"] == finder.suggestion
     assert finder.suggestion is not None
     assert 1e-4 < finder.suggestion < 1.0
@@ -171,7 +155,7 @@ def test_a_look_ends_the_run_with_a_plot_and_the_numbers(make_trainer: Any, tmp_
 
 def test_the_trial_ends_when_the_loss_explodes(make_trainer: Any, tmp_path: Path) -> None:
     task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=0.01))
-    make_trainer(callbacks=[LearningRateFinder(lowest=1e-3, highest=10.0, steps=60)], run_dir=tmp_path).fit(
+    make_trainer(callbacks=[LearningRateFinder(min_lr=1e-3, max_lr=10.0, num_steps=60)], run_dir=tmp_path).fit(
         task, data()
     )
 
@@ -203,7 +187,7 @@ def test_the_suggestion_is_applied_as_if_it_had_been_set(make_trainer: Any, sche
         make_trainer(callbacks=[*callbacks, Looks()], max_duration="2epoch").fit(task, data())
         return seen
 
-    finder = LearningRateFinder(lowest=1e-5, highest=10.0, steps=60, then="apply")
+    finder = LearningRateFinder(min_lr=1e-5, max_lr=10.0, num_steps=60, on_finish="apply")
     applied = rates(Model(build(0.01)), finder)
     assert finder.suggestion is not None
     expected = rates(Model(build(finder.suggestion)))
@@ -221,80 +205,15 @@ def test_a_resumed_run_does_not_look_again(make_trainer: Any, tmp_path: Path) ->
     assert finder.suggestion is None
 
 
-# ---- Micro-batches
-
-
-def test_the_largest_size_that_fits_is_found_and_the_global_batch_stays(
-    make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every size takes the same time, so that the largest that fits is the quickest."""
-    monkeypatch.setattr(MicroBatchFinder, "_seconds", timed(MicroBatchFinder._seconds))
-    finder, recorder = MicroBatchFinder(), Recorder()
-    looked, plain = Model(most=5), Model()
-
-    make_trainer(callbacks=[finder, recorder], run_dir=tmp_path).fit(looked, data(20))
-    make_trainer(SingleDevice(device="cpu", micro_batch_size=4)).fit(plain, data(20))
-
-    kept = json.loads((tmp_path / "micro_batches.json").read_text())
-    assert finder.suggestion == kept["suggestion"] == 4
-    assert kept["out_of_memory"] is True
-    assert list(kept["samples_per_second"]) == ["2", "4"]
-    assert str(recorder.run.plan) == "global batch 20 = 1 rank x 5 micro-batches x 4 samples"
-    assert_same_bits(looked, plain)
-
-
-def test_without_a_gain_the_smaller_size_is_suggested(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MicroBatchFinder, "_seconds", timed(MicroBatchFinder._seconds, per_sample=True))
-    finder = MicroBatchFinder(then="stop")
-
-    result = make_trainer(callbacks=[finder]).fit(Model(), data(20))
-
-    assert finder.suggestion == 2
-    assert result.steps == 0
-
-
-def test_a_single_sample_is_tried_where_two_are_too_many(make_trainer: Any) -> None:
-    finder = MicroBatchFinder(then="stop")
-
-    make_trainer(callbacks=[finder]).fit(Single(), data())
-
-    assert finder.suggestion == 1
-
-
-class Single(Regression):
-    """Takes one sample at once."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if len(inputs) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return super().forward(inputs)
-
-
-def timed(original: Any, *, per_sample: bool = False) -> Any:
-    def seconds(self: MicroBatchFinder, run: Any, size: int) -> float:
-        original(self, run, size)
-        return 0.01 * size if per_sample else 0.01
-
-    return seconds
-
-
-def test_a_model_that_takes_no_single_sample_is_told(make_trainer: Any) -> None:
-    with pytest.raises(UserError, match="not even a single sample fits"):
-        make_trainer(callbacks=[MicroBatchFinder()]).fit(Model(most=0), data())
-
-
-@pytest.mark.parametrize("finder", FINDERS)
 @pytest.mark.parametrize("setting", ["shard_optimizer", "overlap_optimizer"])
-def test_an_optimizer_that_is_kept_in_parts_is_refused_with_what_to_set(
-    make_trainer: Any, finder: str, setting: str
-) -> None:
+def test_an_optimizer_that_is_kept_in_parts_is_refused_with_what_to_set(make_trainer: Any, setting: str) -> None:
     class InParts(SingleDevice):
         pass
 
     setattr(InParts, setting, True)
-    message = rf"finder puts the optimizer back.*strategy\.{setting}=true"
+    message = rf"finder restores the optimizer.*strategy\.{setting}=true"
     with pytest.raises(UserError, match=message):
-        make_trainer(InParts(device="cpu"), callbacks=[FINDERS[finder]()]).fit(Model(), data())
+        make_trainer(InParts(device="cpu"), callbacks=[LearningRateFinder()]).fit(Model(), data())
 
 
 # ---- Phases
@@ -324,26 +243,18 @@ class Manual(InPhases):
             control.step(name)
 
 
-IN_PHASES: dict[str, Callable[[], list[Callback]]] = {
-    "learning rate": lambda: [LearningRateFinder(steps=12, then="continue", phase="second")],
-    "micro-batch": lambda: [MicroBatchFinder(then="continue")],
-}
-
-
 @pytest.mark.parametrize("kind", [InPhases, Manual])
-@pytest.mark.parametrize("finder", IN_PHASES)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_look_at_phases_leaves_nothing_behind(
-    make_trainer: Any, finder: str, kind: type[InPhases], devices: int
-) -> None:
+def test_a_look_at_phases_leaves_nothing_behind(make_trainer: Any, kind: type[InPhases], devices: int) -> None:
     class Looks(Callback):
         def on_fit_start(self, run: Any) -> None:
             assert all(parameter.requires_grad for parameter in run.task.parameters())  # as before any phase
 
     looked, plain = kind(), kind()
     strategy = partial(DataParallel, devices=["cpu"] * devices)
+    finder = LearningRateFinder(num_steps=12, on_finish="continue", phase="second")
 
-    make_trainer(strategy(), callbacks=[*IN_PHASES[finder](), Looks()], max_duration="6step").fit(looked, data())
+    make_trainer(strategy(), callbacks=[finder, Looks()], max_duration="6step").fit(looked, data())
     make_trainer(strategy(), max_duration="6step").fit(plain, data())
 
     assert_same_bits(looked, plain)
@@ -353,7 +264,7 @@ def test_a_look_at_phases_leaves_nothing_behind(
 def test_one_phase_is_swept_and_the_other_keeps_its_rate(
     make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, above: float
 ) -> None:
-    finder = LearningRateFinder(steps=10, lowest=1e-4, highest=1e-1, then="apply", phase=phase)
+    finder = LearningRateFinder(num_steps=10, min_lr=1e-4, max_lr=1e-1, on_finish="apply", phase=phase)
     recorder, seen = Recorder(), []
     monkeypatch.setattr("trainkit.callbacks.learning_rate_finder.suggest", lambda rates, losses: 0.02)
     step = SingleDevice.optimizer_step
@@ -381,35 +292,14 @@ def test_one_phase_is_swept_and_the_other_keeps_its_rate(
 @pytest.mark.parametrize(
     ("kind", "phase", "message"),
     [
-        (InPhases, None, r"has the phases first, second; say which one, as learning_rate_finder\.phase=first"),
-        (InPhases, "secnd", r"phase=secnd is no phase of InPhases\..*second.* Choose first, second"),
-        (Model, "first", "Model has no phases; leave it out"),
+        (InPhases, None, r"has the phases first, second; choose one, for example learning_rate_finder\.phase=first"),
+        (InPhases, "secnd", r"phase=secnd is not a phase of InPhases\..*second.* Choose first, second"),
+        (Model, "first", "Model has no phases; remove the key"),
     ],
 )
 def test_a_phase_to_sweep_must_be_there(make_trainer: Any, kind: type[Model], phase: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_trainer(callbacks=[LearningRateFinder(phase=phase)]).fit(kind(), data())
-
-
-def test_memory_that_ends_in_one_phase_ends_the_trial(make_trainer: Any) -> None:
-    class Hungry(InPhases):
-        def second_step(self, batch: Any) -> Any:
-            assert not next(self.network.parameters()).requires_grad  # as when this phase is trained
-            if len(batch[0]) > 4:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return super().second_step(batch)
-
-    finder = MicroBatchFinder(then="stop")
-    make_trainer(callbacks=[finder]).fit(Hungry(), data())
-    assert finder.suggestion in (2, 4)
-
-
-def test_phases_without_methods_of_their_own_are_refused_with_what_to_type(make_trainer: Any) -> None:
-    class Nameless(Manual):
-        second_step = None  # type: ignore[assignment] # as if manual_step named another method
-
-    with pytest.raises(UserError, match=r"no method second_step; .*strategy\.micro_batch_size=8"):
-        make_trainer(callbacks=[MicroBatchFinder()]).fit(Nameless(), data())
 
 
 def test_a_chart_of_nothing_is_still_a_chart() -> None:

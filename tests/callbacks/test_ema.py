@@ -94,7 +94,7 @@ def test_the_task_is_left_with_the_average_unless_asked_otherwise(make_trainer: 
     left, not_left, trace = task(), task(), Trace()
 
     make_trainer(callbacks=[EMA(decay=0.9, warm_up=False), trace]).fit(left, data())
-    make_trainer(callbacks=[EMA(decay=0.9, leave_average=False)]).fit(not_left, data())
+    make_trainer(callbacks=[EMA(decay=0.9, load_average_at_end=False)]).fit(not_left, data())
 
     assert_near(weights(left), ema_of(trace.trained, 0.9))
     assert_same_bits(not_left, trace.trained[-1])
@@ -156,7 +156,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_average_to_the_bit(
 
 
 def test_a_checkpoint_is_evaluated_with_the_average_that_chose_it(make_trainer: Any, tmp_path: Path) -> None:
-    best = Checkpoint(metric="validation/loss", every=None)
+    best = Checkpoint(monitor="validation/loss", every=None)
     trainer = make_trainer(
         callbacks=[EMA(decay=0.8), best], run_dir=tmp_path / "run", evaluate_every="1epoch", max_duration="2epoch"
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from trainkit.callbacks.learning_rate import LearningRateMonitor
+from trainkit.callbacks.learning_rate_monitor import LearningRateMonitor
 
 from trainkit.trainer import FitResult
 
