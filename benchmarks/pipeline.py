@@ -18,11 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from trainkit.strategies.pipeline.partition import StageCosts, dearest
-from trainkit.strategies.pipeline.planning import plan
+from trainkit.strategies.pipeline.partition import StageCosts, slowest_stage
+from trainkit.strategies.pipeline.plan_report import PlanReport
+from trainkit.strategies.pipeline.planner import plan
 from trainkit.strategies.pipeline.schedules import Span, bubble, idle_share
-from trainkit.strategies.pipeline.strategy import Pipeline
-from trainkit.strategies.pipeline.table import PartitionPlan
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from trainkit.precision import Precision
 from trainkit.task import TaskModule
@@ -181,8 +181,8 @@ def _unevenness(spans: Sequence[Sequence[Span]]) -> float:
     return max(busy) * len(busy) / sum(busy)
 
 
-def _own(schedule: str, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor], count: int) -> tuple[Step, Pipeline]:
-    strategy = Pipeline(stages=2, schedule=schedule, cuts=[f"blocks.{cut}"], device="cpu")
+def _own(schedule: str, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor], count: int) -> tuple[Step, PipelineStrategy]:
+    strategy = PipelineStrategy(stages=2, schedule=schedule, split_points=[f"blocks.{cut}"], device="cpu")
     strategy.setup(Precision())
     strategy.prepare(task)
     pairs = zip(batch[0].chunk(count), batch[1].chunk(count), strict=True)
@@ -249,17 +249,17 @@ def show_balance() -> None:
         "ResNet": (ResNet(), (image, labels)),
         "U-Net": (UNet(), (image, labels)),
     }
-    print(f"\n{'model':>8} {'stages':>7} {'events':>7} {'imbalance':>10} {'best cuts':>10} {'seconds':>8}")
+    print(f"\n{'model':>8} {'stages':>7} {'nodes':>7} {'imbalance':>10} {'best cuts':>10} {'seconds':>8}")
     for name, (task, batch) in cases.items():
         for stages in (2, 4):
             start = time.perf_counter()
-            recording, partition = plan(task, task.training_step, batch, num_stages=stages)
+            graph, partition = plan(task, task.training_step, batch, num_stages=stages)
             seconds = time.perf_counter() - start
-            shown = PartitionPlan.of(recording, partition, bubble=0.0)
-            costs = StageCosts.of(recording, num_stages=stages, balance=0.0)
-            best = _best_limit([costs(0, index, index + 1) for index in range(len(recording.events))], stages)
-            ratio = dearest(partition.cuts, len(recording.events), costs) / best
-            sizes = f"{name:>8} {stages:>7} {len(recording.events):>7}"
+            shown = PlanReport.of(graph, partition, bubble=0.0)
+            costs = StageCosts.of(graph, num_stages=stages, balance=0.0)
+            best = _best_limit([costs(0, index, index + 1) for index in range(len(graph.nodes))], stages)
+            ratio = slowest_stage(partition.cuts, len(graph.nodes), costs) / best
+            sizes = f"{name:>8} {stages:>7} {len(graph.nodes):>7}"
             print(f"{sizes} {shown.imbalance:>10.3f} {ratio:>10.3f} {seconds:>8.2f}")
 
 
@@ -282,16 +282,16 @@ def show_planning() -> None:
     task = Gpt(64, depth)
     for costs in ("measured", "estimated", "fake"):
         start = time.perf_counter()
-        recording, _ = plan(task, task.training_step, (tokens, tokens), num_stages=4, costs=costs)
+        graph, _ = plan(task, task.training_step, (tokens, tokens), num_stages=4, costs=costs)
         print(
-            f"\n{depth} layers, 4 stages, {costs}: {time.perf_counter() - start:.2f} s, {len(recording.events)} events"
+            f"\n{depth} layers, 4 stages, {costs}: {time.perf_counter() - start:.2f} s, {len(graph.nodes)} nodes"
         )
 
 
 def overhead_on_rank(depth: int) -> dict[str, float]:
     """Return microseconds of a stage's forward in the pipeline, and of the same modules called directly."""
     task = Gpt(64, depth)
-    strategy = Pipeline(stages=2, cuts=[f"blocks.{depth // 2}"], device="cpu")
+    strategy = PipelineStrategy(stages=2, split_points=[f"blocks.{depth // 2}"], device="cpu")
     strategy.setup(Precision())
     strategy.prepare(task)
     tokens = torch.randint(0, VOCABULARY, (1, LENGTH))
@@ -300,7 +300,7 @@ def overhead_on_rank(depth: int) -> dict[str, float]:
         strategy.forward_backward(task, window)
     assert strategy._staging is not None
     staged = strategy._staging.first
-    segment, player = staged.segments[dist.get_rank()], staged.player
+    segment, player = staged.stage_graphs[dist.get_rank()], staged.player
     shapes = next(iter(staged.shapes.values()))
     hidden = torch.randn(1, LENGTH, 64)
     received = {transfer.value: hidden for transfer in segment.receives}

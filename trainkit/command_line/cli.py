@@ -52,7 +52,7 @@ COMMANDS = {
         flags=("--json",),
     ),
     "partition": Command(
-        "trainkit.strategies.pipeline.command:partition",
+        "trainkit.strategies.pipeline.strategy:partition_command",
         "show how a pipeline would be cut, without training",
         "recipe=digits strategy.stages=4",
     ),

@@ -10,7 +10,7 @@ from trainkit.strategies.pipeline.schedules import (
     forward_only,
     idle_share,
     interleaved,
-    interleaved_virtual,
+    interleaved_one_f_one_b,
     prerequisites,
     simple,
     simulate,
@@ -50,9 +50,9 @@ def test_the_drawing_in_the_docstring_is_the_schedule(schedule):
 
 
 def test_the_drawing_of_several_stages_a_rank_is_the_schedule():
-    spans = simulate(_actions(interleaved_virtual, 2, 4), _costs(4, backward=1.0), 4)
+    spans = simulate(_actions(interleaved_one_f_one_b, 2, 4), _costs(4, backward=1.0), 4)
 
-    assert draw(spans, with_stage=True) == _drawing(interleaved_virtual)
+    assert draw(spans, with_stage=True) == _drawing(interleaved_one_f_one_b)
 
 
 sizes = {"num_ranks": st.integers(1, 6), "num_micro_batches": st.integers(1, 17)}
@@ -77,7 +77,7 @@ def test_several_stages_a_rank_never_wait_for_themselves_also_with_a_short_last_
     num_ranks, num_micro_batches, stages_per_rank
 ):
     num_stages = num_ranks * stages_per_rank
-    actions = _actions(interleaved_virtual, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
+    actions = _actions(interleaved_one_f_one_b, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
 
     spans = simulate(actions, _costs(num_stages), num_stages)
 
@@ -114,7 +114,7 @@ def test_interleaved_holds_no_more_micro_batches_than_there_are_stages_behind_it
 @given(stages_per_rank=st.integers(2, 4), **sizes)
 def test_several_stages_a_rank_hold_a_bounded_number_of_micro_batches(num_ranks, num_micro_batches, stages_per_rank):
     for rank, actions in enumerate(
-        _actions(interleaved_virtual, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
+        _actions(interleaved_one_f_one_b, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
     ):
         limit = (num_ranks - rank - 1) * 2 + (stages_per_rank - 1) * num_ranks + 1
         assert _most_in_flight(actions) <= limit
@@ -130,10 +130,10 @@ def test_the_idle_share_of_balanced_stages_is_the_formula(schedule, num_ranks, n
 
 def test_two_stages_a_rank_are_idle_for_half_as_long():
     one = simulate(_actions(interleaved, 4, 8), _costs(4, backward=1.0), 4)
-    two = simulate(_actions(interleaved_virtual, 4, 8), _costs(8, backward=1.0), 8)
+    two = simulate(_actions(interleaved_one_f_one_b, 4, 8), _costs(8, backward=1.0), 8)
 
     assert idle_share(two) == pytest.approx(bubble(4, 8, stages_per_rank=2))
-    assert Schedule("interleaved_virtual", 4, 2).bubble(8) == pytest.approx(idle_share(two))
+    assert Schedule("interleaved_1f1b", 4, 2).bubble(8) == pytest.approx(idle_share(two))
     assert idle_share(two) < idle_share(one)
 
 
