@@ -1,4 +1,4 @@
-"""ModuleInterceptor of module calls and torch functions."""
+"""Interception of module calls and torch functions."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .graph import Node, TracedGraph, estimated_seconds, leaves, rebuild, tensors
-from .interceptor import GRADIENT, Call, ModuleInterceptor, TracingMode
+from .interception import GRADIENT, Call, ModuleInterceptor, TracingMode
 from .tracer import CONSTANTS, Step, copy_batch, preserve_state
 
 WORTH_SECONDS = 50e-6

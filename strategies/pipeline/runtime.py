@@ -1,4 +1,4 @@
-"""PipelineRuntime of a rank: carries out the actions of its schedule for one step batch."""
+"""Runtime of a rank: carries out the actions of its schedule for one step batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who does which micro-batch when: pure generators of actions, one list for each rank of a pipeline."""
+"""Schedules of micro-batches (GPipe, 1F1B, interleaved 1F1B): pure generators of actions, one list for each rank."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from .graph import (
     rebuild,
     tensors,
 )
-from .interceptor import Call, ModuleInterceptor, TracingMode
+from .interception import Call, ModuleInterceptor, TracingMode
 from .stage import StageGraph
 from .tracer import Step
 

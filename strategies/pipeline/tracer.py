@@ -40,7 +40,7 @@ from .graph import (
     rebuild,
     tensors,
 )
-from .interceptor import GRADIENT, SIDE_EFFECTS, Call, ModuleInterceptor, TracingMode
+from .interception import GRADIENT, SIDE_EFFECTS, Call, ModuleInterceptor, TracingMode
 
 Step = Callable[[Any], Any]
 
