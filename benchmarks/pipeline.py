@@ -151,8 +151,8 @@ def speed_on_rank(width: int, depth: int, rounds: int, count: int) -> dict[str, 
     tokens = torch.randint(0, VOCABULARY, (BATCH_SIZE, LENGTH))
     batch = (tokens, torch.randint(0, VOCABULARY, (BATCH_SIZE, LENGTH)))
     contenders = {
-        "trainkit simple": _own("simple", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
-        "trainkit interleaved": _own("interleaved", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
+        "trainkit gpipe": _own("gpipe", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
+        "trainkit 1f1b": _own("1f1b", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
         "torch GPipe": _upstream(ScheduleGPipe, task=Gpt(width, depth), cut=cut, batch=batch, count=count),
         "torch 1F1B": _upstream(Schedule1F1B, task=Gpt(width, depth), cut=cut, batch=batch, count=count),
     }
@@ -168,7 +168,7 @@ def speed_on_rank(width: int, depth: int, rounds: int, count: int) -> dict[str, 
             dist.barrier()
             if index >= WARM_UP_ROUNDS:
                 found[name].append(time.perf_counter() - start)
-                if name == "trainkit interleaved":
+                if name == "trainkit 1f1b":
                     spans = strategy.timeline()
                     found["idle"].append(idle_share(spans))
                     found["uneven"].append(_unevenness(spans))
@@ -181,7 +181,9 @@ def _unevenness(spans: Sequence[Sequence[Span]]) -> float:
     return max(busy) * len(busy) / sum(busy)
 
 
-def _own(schedule: str, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor], count: int) -> tuple[Step, PipelineStrategy]:
+def _own(
+    schedule: str, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor], count: int
+) -> tuple[Step, PipelineStrategy]:
     strategy = PipelineStrategy(stages=2, schedule=schedule, split_points=[f"blocks.{cut}"], device="cpu")
     strategy.setup(Precision())
     strategy.prepare(task)
@@ -215,11 +217,11 @@ def _upstream(schedule: Any, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor
 
 def show_speed(arguments: argparse.Namespace) -> None:
     """Print step times beside those of torch.distributed.pipelining: medians, and least times against noise."""
-    names = ["trainkit simple", "trainkit interleaved", "torch GPipe", "torch 1F1B"]
+    names = ["trainkit gpipe", "trainkit 1f1b", "torch GPipe", "torch 1F1B"]
     print(f"\nms a step: median (least of {arguments.rounds}); {BATCH_SIZE} x {LENGTH} tokens, width {arguments.width}")
     titles = " ".join(f"{name:>21}" for name in names)
     print(
-        f"{'micro-batches':>14} {titles} {'interleaved / best':>19} {'idle':>7} {'formula':>8} {'uneven':>7}",
+        f"{'micro-batches':>14} {titles} {'1f1b / best':>19} {'idle':>7} {'formula':>8} {'uneven':>7}",
         flush=True,
     )
     for count in [int(count) for count in arguments.micro_batches.split(",")]:
@@ -283,9 +285,7 @@ def show_planning() -> None:
     for costs in ("measured", "estimated", "fake"):
         start = time.perf_counter()
         graph, _ = plan(task, task.training_step, (tokens, tokens), num_stages=4, costs=costs)
-        print(
-            f"\n{depth} layers, 4 stages, {costs}: {time.perf_counter() - start:.2f} s, {len(graph.nodes)} nodes"
-        )
+        print(f"\n{depth} layers, 4 stages, {costs}: {time.perf_counter() - start:.2f} s, {len(graph.nodes)} nodes")
 
 
 def overhead_on_rank(depth: int) -> dict[str, float]:
@@ -298,23 +298,22 @@ def overhead_on_rank(depth: int) -> dict[str, float]:
     window = Window([MicroBatch((tokens, tokens), 1) for _ in range(4)], 4, 4, False)
     for _ in range(3):
         strategy.forward_backward(task, window)
-    assert strategy._staging is not None
-    staged = strategy._staging.first
-    segment, player = staged.stage_graphs[dist.get_rank()], staged.player
+    staged = next(iter(strategy.staged_model.steps.values()))
+    stage_graph, executor = staged.stage_graphs[dist.get_rank()], staged.executor
     shapes = next(iter(staged.shapes.values()))
     hidden = torch.randn(1, LENGTH, 64)
-    received = {transfer.value: hidden for transfer in segment.receives}
+    received = {transfer.value: hidden for transfer in stage_graph.receives}
     with_pipeline, direct = [], []
     for _ in range(60):
-        with player.interception.installed():
+        with executor.interceptor.installed():
             start = time.perf_counter()
-            player.run(segment, task.training_step, (tokens, tokens), received=received, shapes=shapes, seed=0)
+            executor.run(stage_graph, task.training_step, (tokens, tokens), received=received, shapes=shapes, seed=0)
             with_pipeline.append(time.perf_counter() - start)
         start = time.perf_counter()
-        x = hidden if segment.index else task.tokens(tokens) + task.positions
-        for block in task.blocks[depth // 2 :] if segment.index else task.blocks[: depth // 2]:
+        x = hidden if stage_graph.index else task.tokens(tokens) + task.positions
+        for block in task.blocks[depth // 2 :] if stage_graph.index else task.blocks[: depth // 2]:
             x = block(x)
-        if segment.index:
+        if stage_graph.index:
             loss_of(task.head(task.norm(x)), tokens)
         direct.append(time.perf_counter() - start)
     return {"pipeline": median(with_pipeline) * 1e6, "direct": median(direct) * 1e6}

@@ -45,7 +45,7 @@ class PendingReceive:
             return self.local.popleft()
         assert self.tensor is not None
         if self.work is not None:
-            _wait(self.work, f"waited in vain for {what}")
+            _wait(self.work, f"timed out waiting for {what}")
         return self.tensor
 
 

@@ -18,7 +18,7 @@ RETURN = "return"
 
 
 class ValueRef:
-    """Stands in a recorded structure for the tensor of a value."""
+    """Stands in a traced structure for the tensor of a value."""
 
     __slots__ = ("value",)
 
@@ -27,7 +27,7 @@ class ValueRef:
 
 
 class ParameterRef:
-    """Stands in a recorded structure for a parameter or buffer of the task itself."""
+    """Stands in a traced structure for a parameter or buffer of the task itself."""
 
     __slots__ = ("name",)
 
@@ -36,7 +36,7 @@ class ParameterRef:
 
 
 class ScalarValue:
-    """Stands in a recorded structure for a Python number, truth value or shape, which another batch may change."""
+    """Stands in a traced structure for a Python number, truth value or shape, which another batch may change."""
 
     __slots__ = ("count", "kind", "start")
 
@@ -50,7 +50,7 @@ class ScalarValue:
 
 
 class Constant:
-    """Stands in a recorded structure for an object that is neither tensor nor constant."""
+    """Stands in a traced structure for an object that is neither tensor nor constant."""
 
     __slots__ = ("kind",)
 
@@ -60,7 +60,7 @@ class Constant:
 
 @dataclass(slots=True)
 class Value:
-    """A tensor of the recorded step, no parameter or buffer; written in place it stays the same value."""
+    """A tensor of the traced step that is not a parameter or buffer; written in place it stays the same value."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,7 +78,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class NodeOutput:
-    """A value that an node makes or writes, and whether gradients flow back to it from then on."""
+    """A value that a node makes or writes, and whether gradients flow back to it from then on."""
 
     value: int
     requires_grad: bool
@@ -86,7 +86,7 @@ class NodeOutput:
 
 @dataclass(slots=True)
 class NodeCost:
-    """What an node takes for one micro-batch."""
+    """What a node takes for one micro-batch."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -103,11 +103,11 @@ class NodeCost:
 
 @dataclass(slots=True)
 class Node:
-    """One call of a unit module, or of a torch function between leaf_modules."""
+    """One call of a leaf module, or of a torch function between leaf modules."""
 
     index: int
     name: str
-    """The unit's name in the task, or the function's."""
+    """The leaf module's name in the task, or the function's."""
     is_leaf_module: bool
     path: str
     """The module whose code makes the call."""
@@ -115,7 +115,7 @@ class Node:
     """`file:line` of that code."""
     inputs: tuple[int, ...] = ()
     num_given: int = 0
-    """How many of the inputs, the first ones, were arguments of the call; others a unit found by itself."""
+    """How many of the inputs, the first ones, were arguments of the call; others a leaf module found by itself."""
     result: Any = None
     """The result's structure, with a `ValueRef` for each tensor."""
     has_plain: bool = False
@@ -159,7 +159,7 @@ class CutConstraint:
     """What to do about it, where that is known."""
 
     def forbids(self, cut: int) -> bool:
-        """Return whether a stage that begins at node `cut` would tear the constraint."""
+        """Return whether a stage that begins at node `cut` would violate the constraint."""
         return self.first < cut <= self.last
 
 
@@ -262,11 +262,11 @@ def decoded(number: ScalarValue, codes: Sequence[int]) -> Any:
 
 
 def changed(node: Node, result: Any) -> Iterator[tuple[ScalarValue, list[int]]]:
-    """Yield the numbers in the result of an node, encoded; raises ValueError where it is not built as recorded."""
-    recorded, found = list(leaves(node.result)), list(leaves(result))
-    if len(recorded) != len(found):
-        raise ValueError(f"{len(found)} values in its result in place of {len(recorded)}")
-    for expected, value in zip(recorded, found, strict=True):
+    """Yield the numbers in the result of a node, encoded; raises ValueError for another structure."""
+    traced, found = list(leaves(node.result)), list(leaves(result))
+    if len(traced) != len(found):
+        raise ValueError(f"{len(found)} values in its result in place of {len(traced)}")
+    for expected, value in zip(traced, found, strict=True):
         if isinstance(expected, ScalarValue):
             codes = encoded(value) if is_number(value) and type(value) is expected.kind else []
             if len(codes) != expected.count:
@@ -280,8 +280,8 @@ def changed(node: Node, result: Any) -> Iterator[tuple[ScalarValue, list[int]]]:
             raise ValueError(f"{value!r:.80} in its result where {expected!r:.80} was")
 
 
-def _described(recorded: Any) -> str:
-    return "a tensor" if isinstance(recorded, (ValueRef, ParameterRef)) else f"{type(recorded).__name__}"
+def _described(traced: Any) -> str:
+    return "a tensor" if isinstance(traced, (ValueRef, ParameterRef)) else f"{type(traced).__name__}"
 
 
 Signature = tuple[tuple[tuple[int, ...], str], ...]

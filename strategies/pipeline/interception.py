@@ -24,7 +24,7 @@ class ModuleInterceptor:
     """Gives the chosen modules, while installed, a class that asks the open handler on each call.
 
     Hooks, parameters, names and `isinstance` stay as they are; without an open handler the modules behave as
-    ever. The class is swapped because a hook cannot prevent a call, and `__call__` is looked up on the class.
+    before. The class is swapped because a hook cannot prevent a call, and `__call__` is looked up on the class.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]):
@@ -116,7 +116,7 @@ class TracingMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer questions about metadata at once; everything else may be an node."""
+        """Answer questions about metadata at once; everything else may be a node."""
         name = function_name(func)
         if name in METADATA:
             return func(*args, **(kwargs or {}))

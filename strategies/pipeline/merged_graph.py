@@ -19,12 +19,12 @@ RETURN_TOGETHER = "all steps return in the last stage"
 class MergedGraph:
     """The steps of a task's phases in one list, in which each step keeps its order.
 
-        step of phase a    G1  G2          D  return            G1: an node that uses the parameters of G1
+        step of phase a    G1  G2          D  return            G1: a node that uses the parameters of G1
         step of phase b    G1  G2  G1  G2  D  return
         merged              [G1 G2 G1 G2 G1 G2] [D D] [return return]
 
-    Events that must be in one stage are neighbours in a constraint: those that one step holds together, and the users of a
-    parameter in all steps. So every cut that tears no constraint puts each parameter in one stage.
+    Nodes that must be in one stage are neighbours under one constraint: those that one step holds together, and the
+    users of a parameter in all steps. So every cut that violates no constraint puts each parameter in one stage.
     """
 
     graph: TracedGraph
@@ -82,7 +82,7 @@ def merge_graphs(steps: Sequence[TracedGraph], shares: Sequence[float]) -> Merge
 
 
 NodeKey = tuple[int, int]
-"""A step and an node of it."""
+"""A step and a node of it."""
 Reason = tuple[str, str]
 """Why nodes stay together, and what to do about it where that is known."""
 
@@ -218,7 +218,7 @@ def _heaviest(piece: Sequence[NodeKey], steps: Sequence[TracedGraph]) -> int:
 
 
 def _moved(node: Node, index: int, *, offset: int, share: float) -> Node:
-    """Return an node at another place of a longer list."""
+    """Return a node at another place of a longer list."""
     cost = replace(
         node.cost,
         forward_seconds=share * node.cost.forward_seconds,

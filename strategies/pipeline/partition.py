@@ -13,9 +13,9 @@ from trainkit.errors import UserError, nearest
 from .graph import CutConstraint, Node, TracedGraph
 
 SLACK = 0.04
-"""How much dearer than the optimum the slowest_stage stage may be for fewer bytes across cuts."""
+"""Factor over the optimum that the slowest stage may take for fewer bytes across cuts, less one."""
 SAME_STAGE_AT_MOST = 1.25
-"""Users of a shared parameter stay in one stage if that makes the slowest_stage stage at most this many times dearer."""
+"""Users of a shared parameter stay in one stage if the slowest stage takes at most this many times longer."""
 STATES_PER_PARAMETER = 4
 """Parameter, gradient and two moments of the optimizer."""
 MOST_CANDIDATES = 160
@@ -32,7 +32,7 @@ class Partition:
     replicated: tuple[str, ...]
 
     def stage_of(self, node: int) -> int:
-        """Return the stage that runs an node."""
+        """Return the stage that runs a node."""
         return sum(cut <= node for cut in self.cuts)
 
     @property
@@ -87,10 +87,10 @@ class StageCosts:
 def partition(
     graph: TracedGraph, *, num_stages: int, balance: float = 0.0, shared_parameters: SharedParameters = "auto"
 ) -> Partition:
-    """Return the cuts with the cheapest slowest_stage stage, and among those nearly as good the fewest bytes across cuts.
+    """Return the cuts with the fastest slowest stage, and among nearly equal ones the fewest bytes across cuts.
 
-    All users of a shared parameter are in one stage (`same_stage`), or anywhere (`replicated`: stages have copies, whose
-    gradients are added up), or in one stage unless that is much dearer (`auto`).
+    All users of a shared parameter are in one stage (`same_stage`), or anywhere (`replicated`: stages have copies,
+    whose gradients are summed), or in one stage unless that is much slower (`auto`).
     """
     costs = StageCosts.of(graph, num_stages=num_stages, balance=balance)
     crossing = crossing_bytes(graph)
@@ -121,7 +121,7 @@ def replicate_shared(graph: TracedGraph, cuts: Sequence[int]) -> Partition:
 
 
 def slowest_stage(cuts: Sequence[int], num_nodes: int, costs: Callable[[int, int, int], float]) -> float:
-    """Return the cost of the slowest_stage stage."""
+    """Return the cost of the slowest stage."""
     edges = [0, *cuts, num_nodes]
     return max(costs(stage, edges[stage], edges[stage + 1]) for stage in range(len(edges) - 1))
 
@@ -148,7 +148,7 @@ def crossing_bytes(graph: TracedGraph) -> list[int]:
 
 
 def candidates(graph: TracedGraph, constraints: Sequence[CutConstraint], crossing: Sequence[int]) -> list[int]:
-    """Return the nodes before which a cut may be: of very many, one between each two leaf_modules with the fewest bytes."""
+    """Return the nodes that may begin a stage: of very many, the one with the fewest bytes between two leaf modules."""
     leaf_modules = [node.index for node in graph.nodes if node.is_leaf_module or node.parameters]
     edges = sorted({0, *leaf_modules, len(graph.nodes) - 1})
     allowed = _allowed(graph, constraints)
@@ -183,8 +183,8 @@ def too_few_cut_points(graph: TracedGraph, num_stages: int, kept: Mapping[str, C
         widest = max(graph.constraints, key=lambda constraint: constraint.last - constraint.first)
         message += f" What holds it together: {widest.reason}.{widest.advice}"
     else:
-        dear = max(graph.nodes, key=lambda node: node.cost.seconds)
-        message += f" The slowest_stage piece that cannot be expanded is {dear}."
+        expensive = max(graph.nodes, key=lambda node: node.cost.seconds)
+        message += f" The slowest_stage piece that cannot be expanded is {expensive}."
     return UserError(f"{message} Or type strategy.stages={max(found, 1)}.")
 
 
@@ -280,13 +280,14 @@ def manual_partition(
         places = [_first_node(graph, name) for name in cuts]
         if len(places) != num_stages - 1:
             raise UserError(
-                f"strategy.split_points names {len(places)} modules, which makes {len(places) + 1} stages, but strategy.stages="
-                f"{num_stages}. Type strategy.stages={len(places) + 1}, or name {num_stages - 1} modules."
+                f"strategy.split_points names {len(places)} modules, which makes {len(places) + 1} stages, but "
+                f"strategy.stages={num_stages}. Type strategy.stages={len(places) + 1}, or name "
+                f"{num_stages - 1} modules."
             )
         if places != sorted(set(places)) or 0 in places:
             raise UserError(
-                f"strategy.split_points={list(cuts)} must be in the order in which the step calls the modules, each once, "
-                "and not begin with the first one: a cut is the beginning of the second and later stages."
+                f"strategy.split_points={list(cuts)} must be in the order in which the step calls the modules, each "
+                "once, and not begin with the first one: a split point is the beginning of the second and later stages."
             )
     for place in places:
         for constraint in graph.constraints:
@@ -304,8 +305,9 @@ def _check_sharing(graph: TracedGraph, places: Sequence[int]) -> None:
                 first, last = (_called(graph.nodes[index]) for index in (constraint.first, constraint.last))
                 raise UserError(
                     f"strategy.split_points begins a stage at {_called(graph.nodes[place])}, between users of the "
-                    f"parameter '{name}': {first} and {last}. Type strategy.shared_parameters=replicated to give each stage "
-                    f"that uses it a copy, with gradients added up, or cut before {first} or after {last}."
+                    f"parameter '{name}': {first} and {last}. Type strategy.shared_parameters=replicated to "
+                    f"give each stage that uses it a copy, with gradients summed, or split before "
+                    f"{first} or after {last}."
                 )
 
 
@@ -342,8 +344,8 @@ def _cuts_of_patterns(graph: TracedGraph, patterns: dict[str, int], num_stages: 
         ]
         if asked and asked[0] < current:
             raise UserError(
-                f"strategy.split_points puts {node} in stage {asked[0]}, but what runs before it in stage {current}: a step "
-                "goes through the stages once, in order."
+                f"strategy.split_points puts {node} in stage {asked[0]}, but what runs before it in stage {current}: "
+                "a step goes through the stages once, in order."
             )
         if asked and asked[0] > current + 1:
             raise UserError(f"strategy.split_points leaves stage {current + 1} empty: {node} is in stage {asked[0]}.")

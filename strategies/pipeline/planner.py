@@ -39,9 +39,9 @@ Costs = Literal["measured", "estimated", "fake"]
 NEEDS_ELEMENTS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 GOOD_IMBALANCE = 1.05
-"""Modules are not expanded further once the slowest_stage stage is this close to the mean."""
+"""Modules are not expanded further once the slowest stage is this close to the mean."""
 WORTH_EXPANDING = 0.98
-"""More nodes make every interpreter longer: finer leaf_modules must make the slowest_stage stage cheaper by this factor."""
+"""More nodes make every step longer: finer leaf modules must make the slowest stage cheaper by this factor."""
 GRANULARITIES = (2, 4, 8, 16)
 """A module is expanded where it takes more than this part of a stage; tried in turn."""
 
@@ -52,7 +52,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class TraceInput:
-    """A task's step with one batch, which can be observed as often as needed."""
+    """A task's step with one batch, which can be traced as often as needed."""
 
     task: nn.Module
     step: Step
@@ -73,7 +73,7 @@ class TraceInput:
         except NEEDS_ELEMENTS as error:
             raise UserError(
                 f"{type(self.task).__name__}'s step looks at elements of a tensor ({error.func}), which are not known "
-                "while it is recorded without computing anything. Give the task real parameters (not on the meta "
+                "while it is traced without computing anything. Give the task real parameters (not on the meta "
                 "device) and set strategy.trace=eager."
             ) from None
 
@@ -91,7 +91,7 @@ class TraceInput:
 
 @dataclass(frozen=True, slots=True)
 class PartitionPlan:
-    """The recorded steps of a task's phases, or its one step, and how they are cut together."""
+    """The traced steps of a task's phases, or its one step, and how they are cut together."""
 
     steps: tuple[TracedGraph, ...]
     whole: TracedGraph
@@ -189,7 +189,7 @@ def plan_steps(
 
 
 def restore_plan(trace_inputs: Sequence[TraceInput], saved_partition: SavedPartition) -> PartitionPlan | None:
-    """Return graphs cut as they were when `saved_partition` was made, or nothing if the steps make other calls by now."""
+    """Return the plan of `saved_partition`, or `None` if the steps make other calls than they did then."""
     steps = [trace_input.trace(frozenset(saved_partition.leaf_modules)).graph for trace_input in trace_inputs]
     merged = _costed(trace_inputs, steps, measure=False)
     if not saved_partition.fits(merged.graph):
@@ -250,7 +250,7 @@ def _trace_alike(
 
 
 def _record(trace_input: TraceInput, survey: TraceResult, *, limit: float, expanded: frozenset[str]) -> TracedGraph:
-    """Return a graph whose leaf_modules take at most `limit` of the step, where they can be expanded."""
+    """Return a graph whose leaf modules take at most `limit` of the step, where they can be expanded."""
     kept_whole: frozenset[str] = frozenset()
     while True:
         leaf_modules = choose_leaf_modules(
@@ -322,7 +322,7 @@ def _ancestors(name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SavedPartition:
-    """The leaf_modules and cuts of a step. Both follow from measured times, and random numbers from the leaf_modules."""
+    """Leaf modules and cuts of a partition, as a checkpoint keeps them: they follow from measured times."""
 
     settings: str
     """What the user asked for: with another settings, another number of stages say, a run is cut anew."""

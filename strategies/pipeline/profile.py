@@ -52,7 +52,7 @@ def estimate(graph: TracedGraph) -> None:
 
 
 class NotRepeatable(Exception):
-    """Units that run several times change what the step does, for example by hooks that collect results."""
+    """Leaf modules that run several times change what the step does, for example by hooks that collect results."""
 
 
 class _Stopwatch(TracingMode):
@@ -64,16 +64,16 @@ class _Stopwatch(TracingMode):
         self._interceptor = interceptor
         self._repeats = repeats
         self.has_stateful = False
-        """Whether a unit was given an object with a state, such as a cache: such calls cannot be repeated."""
+        """Whether a leaf module was given an object with a state, such as a cache: such calls cannot be repeated."""
         self._next = 0
         self._inside = False
 
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Measure a unit."""
+        """Measure a leaf module."""
         return self._measure(name, call, args, kwargs)
 
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Measure a torch function between leaf_modules."""
+        """Measure a torch function between leaf modules."""
         if self._inside or not (tensors((args, kwargs)) or self._nodes[self._next].name == name):
             return call(*args, **kwargs)
         return self._measure(name, call, args, kwargs)
@@ -81,7 +81,7 @@ class _Stopwatch(TracingMode):
     def _measure(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node = self._nodes[self._next]
         if node.name != name:
-            raise NotRepeatable(f"{name} was recorded as {node}")
+            raise NotRepeatable(f"{name} was traced as {node}")
         self._inside = True
         try:
             with self._interceptor.handled_by(None):
@@ -92,7 +92,7 @@ class _Stopwatch(TracingMode):
                 worth = (node.is_leaf_module or seconds > WORTH_SECONDS) and not node.is_batch_only
                 if self._repeats and worth and not node.written and name not in UNREPEATED:
                     if all(isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in leaves((args, kwargs))):
-                        # A checkpoint around the unit must not see what the repetitions save.
+                        # A checkpoint around the leaf module must not see what the repetitions save.
                         with torch.autograd.graph.saved_tensors_hooks(_same, _same):
                             self._repeat(node, call, args, kwargs)
                     else:

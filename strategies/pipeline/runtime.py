@@ -23,7 +23,7 @@ from .stage_executor import PartitionedStep, Shapes, TraceMismatchError
 from .tracer import Step
 
 AHEAD = 2
-"""Receives are posted so many actions before they are needed, so that channel travel while others compute."""
+"""Receives are posted so many actions before they are needed, so that messages travel while others compute."""
 Around = Callable[[int], AbstractContextManager[Any]]
 
 
@@ -140,7 +140,7 @@ class _InFlight:
 
 @dataclass(slots=True)
 class StepRun:
-    """One window under way."""
+    """One step batch under way."""
 
     channel: StageChannel
     device: torch.device
@@ -206,7 +206,7 @@ class StepRun:
         nodes = self.partitioned.graph.nodes
         maker = next(node for node in nodes if any(output.value == transfer.value for output in node.outputs))
         return TraceMismatchError(
-            f"{maker} made a tensor that needs a gradient, and made one that needs none in the recorded step. Freeze "
+            f"{maker} made a tensor that needs a gradient, and made one that needs none in the traced step. Freeze "
             "parameters, and detach tensors, for the whole run or not at all, or train with strategy=ddp."
         )
 

@@ -37,7 +37,7 @@ Shapes = list[tuple[int, ...] | None]
 
 
 class TraceMismatchError(UserError):
-    """The step did not make the calls that were recorded."""
+    """The step did not make the calls of the traced step."""
 
 
 class _StageFinished(BaseException):
@@ -55,7 +55,7 @@ class StageOutput:
 
 
 class StageExecutor:
-    """Runs stage_graphs of a recorded step."""
+    """Runs stage_graphs of a traced step."""
 
     def __init__(self, graph: TracedGraph, task: nn.Module, device: torch.device):
         leaf_modules = {node.name for node in graph.nodes if node.is_leaf_module}
@@ -78,9 +78,9 @@ class StageExecutor:
         shapes: Shapes,
         seed: int,
     ) -> StageOutput:
-        """Run `step` up to the end of `stage_graph`; the interceptor must be installed.
+        """Run `step` up to the end of the stage; the interceptor must be installed.
 
-        `shapes` are those of all values for a batch like this, `None` where they are not known yet; what the stage_graph
+        `shapes` are those of all values for a batch like this, `None` where they are not known yet; what the stage
         makes must have them. Random nodes draw from generators seeded by `seed` and their own names.
         """
         if (
@@ -174,14 +174,14 @@ class _StageInterpreter(TracingMode):
         return updates_watched(metrics, position=lambda: self._next, executes=self._stage_graph.executes)
 
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run or skip a unit."""
+        """Run or skip a leaf module."""
         node = self._expect(name)
         if not self._stage_graph.executes[node.index]:
             return self._end(node, self._skip(node))
         with self._executor.interceptor.handled_by(None):
             if _get_current_function_mode() is not self:
                 return self._end(node, self._run_inside(node, call, args, kwargs))
-            self.__exit__(None, None, None)  # so that torch calls inside the unit cost nothing
+            self.__exit__(None, None, None)  # so that torch calls inside the leaf module cost nothing
             try:
                 result = self._execute(node, call, args, kwargs)
             finally:
@@ -189,15 +189,15 @@ class _StageInterpreter(TracingMode):
         return self._end(node, result)
 
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run or skip a torch function between leaf_modules."""
+        """Run or skip a torch function between leaf modules."""
         if self._inside:
             return call(*args, **kwargs)
         if self._next >= len(self._nodes) or self._nodes[self._next].name != name:
             if not tensors((args, kwargs)):
                 result = call(*args, **kwargs)
                 if not tensors(result):
-                    return result  # such as `torch.is_grad_enabled()`: no node
-            raise self._mismatch(f"`{name}`")
+                    return result  # such as `torch.is_grad_enabled()`: not a node
+            raise self._mismatch(f"called `{name}`")
         node = self._expect(name)
         if not self._stage_graph.executes[node.index]:
             return self._end(node, self._skip(node))
@@ -208,14 +208,14 @@ class _StageInterpreter(TracingMode):
         return torch.tensor(self._numbers, dtype=torch.int64, device=self._executor.device)
 
     def check_end(self) -> None:
-        """Raise unless the step has come to its recorded end."""
+        """Raise unless the step has ended where the traced step ends."""
         if self._nodes[self._next].name != RETURN:
-            raise self._mismatch("the end of the step")
+            raise self._mismatch("ended")
 
     def _expect(self, name: str) -> Node:
         node = self._nodes[min(self._next, len(self._nodes) - 1)]
         if node.name != name:
-            raise self._mismatch(f"'{name}'")
+            raise self._mismatch(f"called '{name}'")
         self._next += 1
         return node
 
@@ -237,7 +237,7 @@ class _StageInterpreter(TracingMode):
             self._executor.seed(self._seed, self._nodes[start])
 
     def _run_inside(self, node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit under a mode of the user's own, which lies above this one and so cannot be left."""
+        """Run a leaf module under a mode of the user, which lies above this one and so cannot be left."""
         self._inside = True
         try:
             return self._execute(node, call, args, kwargs)
@@ -290,7 +290,7 @@ class _StageInterpreter(TracingMode):
     def _keep(self, node: Node, count: int, places: list[tuple[int, int]], made: list[Tensor]) -> None:
         if len(made) != count:
             raise TraceMismatchError(
-                f"{node} has {len(made)} tensors in its result, and the recorded step has {count} there. Return the "
+                f"{node} has {len(made)} tensors in its result, and the traced step has {count} there. Return the "
                 "same structure for every batch, or train with strategy=ddp."
             )
         for place, value in places:
@@ -317,7 +317,7 @@ class _StageInterpreter(TracingMode):
                 return found
             shape = self._shapes[leaf.value]
             assert shape is not None, f"the shape of value {leaf.value} was not passed on"
-            outer, self._inside = self._inside, True  # what makes a placeholder is no node
+            outer, self._inside = self._inside, True  # what makes a placeholder is not a node
             try:
                 return self._executor.placeholder(leaf.value, shape)
             finally:
@@ -328,33 +328,33 @@ class _StageInterpreter(TracingMode):
             return self._executor.held[leaf.name]
         return None if isinstance(leaf, Constant) else leaf
 
-    def _mismatch(self, met: str) -> TraceMismatchError:
+    def _mismatch(self, done: str) -> TraceMismatchError:
         expected = self._nodes[min(self._next, len(self._nodes) - 1)]
         return TraceMismatchError(
-            f"the step came to {met} where the recorded step has {expected}. A pipeline needs a step that makes the "
-            "same calls for every batch. Move the branch into one module's forward, where anything may happen, or "
+            f"the step {done}, but the traced step calls {expected} here. A pipeline needs a step that makes the "
+            "same calls for every batch. Move the branch into one module's forward, which may run any code, or "
             "train with strategy=ddp."
         )
 
 
 @dataclass(slots=True)
 class PartitionedStep:
-    """One step of the task, cut into stage_graphs, and the shapes that its values have for each kind of batch."""
+    """One step of the task, divided among stages, and the shapes that its values have for each kind of batch."""
 
     executor: StageExecutor
     stage_graphs: list[StageGraph]
     shapes: dict[tuple[int, Signature], Shapes] = field(default_factory=dict)
-    """By stage_graph and batch; filled as batches of new shapes come."""
+    """By stage and batch; filled as batches of new shapes come."""
 
     @classmethod
-    def of(cls, executor: StageExecutor, stage_graphs: list[StageGraph], recorded: Signature) -> PartitionedStep:
-        """Return the step with the shapes of the batch that was recorded."""
+    def of(cls, executor: StageExecutor, stage_graphs: list[StageGraph], traced: Signature) -> PartitionedStep:
+        """Return the step with the shapes of the batch that was traced."""
         known: Shapes = [value.shape for value in executor.graph.values]
-        return cls(executor, stage_graphs, {(stage_graph.index, recorded): known for stage_graph in stage_graphs})
+        return cls(executor, stage_graphs, {(stage_graph.index, traced): known for stage_graph in stage_graphs})
 
     @property
     def graph(self) -> TracedGraph:
-        """What was recorded of the step."""
+        """The traced step."""
         return self.executor.graph
 
 

@@ -21,7 +21,7 @@ from .partition import SharedParameters
 from .plan_report import PlanReport, draw_schedule, draw_stages
 from .planner import Costs, PartitionPlan, SavedPartition, SplitPoints, TraceInput, plan_steps, restore_plan
 from .schedules import Schedule
-from .stage import Placement, StageGraph, has_meta, place_parameters, stage_bounds, stage_graphs
+from .stage import Placement, has_meta, place_parameters, stage_bounds, stage_graphs
 from .stage_executor import PartitionedStep, StageExecutor
 from .tracer import Step, trace
 
@@ -152,7 +152,8 @@ class StagedModel:
         for name, (graph, partition) in zip(specs, parts, strict=True):
             bounds = partition.bounds(len(graph.nodes))
             ranks = [index % num_ranks for index in range(len(bounds))]
-            self._add(name, task, graph, stage_graphs(graph, bounds, ranks), traced, device)
+            executor = StageExecutor(graph, task, device)
+            self.steps[name] = PartitionedStep.of(executor, stage_graphs(graph, bounds, ranks), traced)
         return self.placement
 
     def add_step(
@@ -172,7 +173,8 @@ class StagedModel:
 
         graph, seen = _on_one_rank(task, traced, mesh, all_replicas=False)
         bounds, ranks = stage_bounds(graph, self.placement, num_ranks=self.schedule.num_ranks)
-        self._add(name, task, graph, stage_graphs(graph, bounds, ranks), seen, device)
+        executor = StageExecutor(graph, task, device)
+        self.steps[name] = PartitionedStep.of(executor, stage_graphs(graph, bounds, ranks), seen)
 
     def preview(
         self,
@@ -194,17 +196,6 @@ class StagedModel:
     ) -> list[TraceInput]:
         costs = cost_source(self.trace_mode, task, device)
         return [TraceInput(task, spec.step, batch, costs, spec.begin, spec.share) for spec in specs.values()]
-
-    def _add(
-        self,
-        name: str,
-        task: nn.Module,
-        graph: TracedGraph,
-        stages: list[StageGraph],
-        traced: Signature,
-        device: torch.device,
-    ) -> None:
-        self.steps[name] = PartitionedStep.of(StageExecutor(graph, task, device), stages, traced)
 
     def _plan(self, trace_inputs: Sequence[TraceInput]) -> PartitionPlan:
         if self._restored is not None and self._restored.settings == self._settings:

@@ -56,9 +56,9 @@ def trace(
 ) -> TraceResult:
     """Return what one run of `step` on a copy of `batch` showed; the task and all generators are as they were.
 
-    Calls of the modules named in `leaf_modules` are one node each; every torch call outside of them is one too. With `fake`
-    nothing is computed and no memory is taken: parameters may lie on the meta device. `earlier` are tensors of other
-    steps, which this one cannot use.
+    Calls of the modules named in `leaf_modules` are one node each; every torch call outside of them is one too. With
+    `fake` nothing is computed and no memory is taken: parameters may lie on the meta device. `earlier` are tensors
+    of other steps, which this one cannot use.
     """
     modules = {name: module for name, module in task.named_modules() if name}
     interceptor = ModuleInterceptor(modules)
@@ -93,14 +93,14 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class TraceResult:
-    """A graph, with what is needed to choose other leaf_modules: the module calls and what opening them would meet."""
+    """A graph, with what is needed to choose other leaf modules: the module calls, and what prevents expanding them."""
 
     graph: TracedGraph
     module_calls: dict[str, ModuleCall]
     opaque_leaf_modules: set[str]
-    """Units whose result holds objects that a later stage could not be given."""
+    """Leaf modules whose result holds objects that a later stage could not be given."""
     reading_modules: set[str]
-    """Opened modules whose own code looks at elements of values that only one stage has."""
+    """Expanded modules whose own code looks at elements of values that only one stage has."""
     reentrant: list[Node]
     """Calls inside a checkpoint with `use_reentrant=True`, which hides their gradients from the other stages."""
     made: list[weakref.ref[Tensor]]
@@ -178,7 +178,7 @@ class Tracer(TracingMode):
     # -- What is called
 
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module: as one node if it is a unit, else as code whose calls are nodes."""
+        """Run a module: as one node if it is a leaf module, else as code whose calls are nodes."""
         statistics = self._module_calls.setdefault(name, ModuleCall())
         self._module_calls[self._path[-1]].callees.add(name)
         statistics.num_calls += 1
@@ -193,15 +193,15 @@ class Tracer(TracingMode):
             self._add_since(mark, statistics.cost)
 
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function: as an node outside of leaf_modules, else watched for what it uses."""
+        """Run a torch function: as a node outside of leaf modules, else to see what it uses."""
         if self._is_muted:
             return call(*args, **kwargs)
         if self._node is not None:
             return self._watch(self._node, call, args, kwargs)
         if name == "backward":
             raise UserError(
-                f"the step calls `backward` itself (at {caller_location()}), but in a pipeline backward goes from stage to "
-                "stage. Return the loss from training_step, and trainkit runs backward."
+                f"the step calls `backward` itself (at {caller_location()}), but in a pipeline backward goes from "
+                "stage to stage. Return the loss from training_step, and trainkit runs backward."
             )
         return self._record(name, call, args, kwargs, is_leaf_module=False)
 
@@ -294,7 +294,7 @@ class Tracer(TracingMode):
 
     def _complete(self, node: Node, result: Any, written: list[Tensor]) -> None:
         outputs: dict[int, bool] = {}
-        node.result = rebuild(result, lambda leaf: self._recorded_leaf(node, leaf, outputs))
+        node.result = rebuild(result, lambda leaf: self._traced_leaf(node, leaf, outputs))
         for tensor in written:
             if id(tensor) in self._buffers:
                 node.written_buffers += (self._buffers[id(tensor)],)
@@ -316,7 +316,7 @@ class Tracer(TracingMode):
         node.key = zlib.crc32(f"{node.name}#{occurrence}".encode())
         self._nodes.append(node)
 
-    def _recorded_leaf(self, node: Node, leaf: Any, outputs: dict[int, bool]) -> Any:
+    def _traced_leaf(self, node: Node, leaf: Any, outputs: dict[int, bool]) -> Any:
         if not isinstance(leaf, Tensor):
             if node.is_leaf_module and is_number(leaf):
                 return self._new_number(leaf)
@@ -429,8 +429,8 @@ _SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "unique_consecutive",
 
 
 def mark_batch_only_nodes(nodes: Sequence[Node], values: Sequence[Value]) -> None:
-    """Mark the nodes and values that follow from the batch and constants alone, dear ones excepted."""
-    dear = max(CHEAP_SHARE * sum(estimated_seconds(node.cost) for node in nodes), CHEAP_SECONDS)
+    """Mark the nodes and values that follow from the batch and constants alone, except expensive ones."""
+    expensive = max(CHEAP_SHARE * sum(estimated_seconds(node.cost) for node in nodes), CHEAP_SECONDS)
     tainted: set[int] = set()
     while True:
         before = len(tainted)
@@ -442,7 +442,7 @@ def mark_batch_only_nodes(nodes: Sequence[Node], values: Sequence[Value]) -> Non
                 or node.name == RETURN
                 or (node.is_random and node.checkpoint is not None)  # draws after others of its stage
                 or {*node.inputs, *made} & tainted
-                or estimated_seconds(node.cost) > dear
+                or estimated_seconds(node.cost) > expensive
             )
             if not node.is_batch_only:
                 tainted.update(made)
@@ -477,7 +477,7 @@ def alias_constraints(nodes: Sequence[Node], writes: Sequence[tuple[Sequence[int
 
 
 def gradient_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
-    """Yield constraints around what a call of `torch.autograd.grad` looks back at: from what it differentiates by to it."""
+    """Yield constraints from what a call of `torch.autograd.grad` differentiates by to the call."""
     for node in nodes:
         if node.name == GRADIENT and not node.is_leaf_module:
             first = 0 if node.parameters else _first_touched(nodes[: node.index], node.inputs)

@@ -51,8 +51,8 @@ def _stages(strategy: Mapping[str, Any]) -> Iterator[Problem]:
     if len(points) != stages - 1:
         yield Problem(
             "strategy.split_points",
-            f"{len(points)} split points make {len(points) + 1} stages, not {stages}; name {stages - 1} modules, or set "
-            f"strategy.stages={len(points) + 1}",
+            f"{len(points)} split points make {len(points) + 1} stages, not {stages}; name {stages - 1} modules, or "
+            f"set strategy.stages={len(points) + 1}",
         )
 
 

@@ -55,11 +55,11 @@ def test_a_value_that_several_stages_use_gets_the_gradients_of_all_of_them():
     _assert_equal(4, [_case(EncoderDecoder, num_steps=3)], tolerance=DOUBLE)
 
 
-BOTH = ("interleaved", "simple")
+BOTH = ("1f1b", "gpipe")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "schedules"), [(2, ["simple"]), (4, BOTH)])
+@pytest.mark.parametrize(("num_ranks", "schedules"), [(2, ["gpipe"]), (4, BOTH)])
 def test_every_kind_of_task_has_the_weights_of_one_process_under_every_schedule(num_ranks, schedules):
     cases = [
         _case(model, schedule=schedule, name=f"{model.__name__} {schedule}")
@@ -282,7 +282,7 @@ def _masks(schedule, cut):
 
 
 def _both_masks():
-    return _masks("simple", "net.7"), _masks("interleaved", "net.7"), _masks("interleaved", "net.18")
+    return _masks("gpipe", "net.7"), _masks("1f1b", "net.7"), _masks("1f1b", "net.18")
 
 
 def test_the_same_random_numbers_are_drawn_under_every_schedule_and_cut():

@@ -23,7 +23,7 @@ from trainkit.errors import UserError
 
 
 def _chain(seconds, num_elements, *, constraints=(), shared_parameters=()):
-    """Return a graph of leaf modules in a row, each with a parameter; `shared_parameters` names pairs with one parameter."""
+    """Return a graph of leaf modules in a row, each with a parameter; `shared_parameters`: pairs that share one."""
     nodes = []
     for index, (cost, _) in enumerate(zip(seconds, num_elements, strict=True)):
         node = Node(index, f"unit{index}", True, "", "here", inputs=(index - 1,) if index else ())
@@ -146,7 +146,9 @@ def test_users_of_a_shared_parameter_may_be_told_to_stay_together_or_not():
 
     assert (together.cuts, together.replicated) == ((3,), ())
     assert (replicated.cuts, replicated.replicated) == ((2,), ("weight0",))
-    with pytest.raises(UserError, match=r"at most 2 stages.*'weight0' are to stay together; strategy.shared_parameters=auto"):
+    with pytest.raises(
+        UserError, match=r"at most 2 stages.*'weight0' are to stay together; strategy.shared_parameters=auto"
+    ):
         partition(graph, num_stages=3, shared_parameters="same_stage")
 
 
@@ -163,7 +165,9 @@ def test_manual_cuts_begin_stages_at_the_modules_named():
 
 
 def test_manual_cuts_may_map_patterns_to_stages():
-    graph, found = _plan(Gpt, num_stages=2, split_points={"blocks.[01]": 0, "blocks.[23]": 1}, shared_parameters="replicated")
+    graph, found = _plan(
+        Gpt, num_stages=2, split_points={"blocks.[01]": 0, "blocks.[23]": 1}, shared_parameters="replicated"
+    )
 
     assert found.cuts[0] == min(node.index for node in graph.nodes if node.name.startswith("blocks.2"))
 
@@ -182,9 +186,13 @@ def test_manual_cuts_may_map_patterns_to_stages():
         ({"num_stages": 200}, r"at most .* stages"),
         (
             {"num_stages": 2, "split_points": ["blocks.2"]},
-            r"users of the parameter 'tokens.weight'.*Type strategy.shared_parameters=replicated.*before .*tokens.* or after",
+            r"users of the parameter 'tokens.weight'.*Type strategy.shared_parameters=replicated"
+            r".*before .*tokens.* or after",
         ),
-        ({"num_stages": 2, "split_points": ["blocks.2"], "shared_parameters": "same_stage"}, "between users of the parameter"),
+        (
+            {"num_stages": 2, "split_points": ["blocks.2"], "shared_parameters": "same_stage"},
+            "between users of the parameter",
+        ),
     ],
 )
 def test_cuts_that_cannot_be_are_refused_with_the_remedy(settings, message):
@@ -233,6 +241,6 @@ def test_times_are_measured_where_the_step_can_be_run_again(model):
 
     graph, _ = plan(task, task.training_step, model.batch(4, torch.Generator()), num_stages=2)
 
-    dear = [node for node in graph.nodes if node.cost.flops]
+    expensive = [node for node in graph.nodes if node.cost.flops]
     assert graph.measured
-    assert all(node.cost.forward_seconds > 0 and node.cost.backward_seconds > 0 for node in dear)
+    assert all(node.cost.forward_seconds > 0 and node.cost.backward_seconds > 0 for node in expensive)

@@ -97,7 +97,7 @@ def _in_two_stages(cases):
 def test_phases_in_two_stages_have_the_weights_of_one_process_and_state_where_their_parameters_are():
     cases = [
         (SmallGAN, {}),
-        (SmallGAN, {"schedule": "simple", "clip": 0.3}),
+        (SmallGAN, {"schedule": "gpipe", "clip": 0.3}),
         (SmallGAN, {"schedule": "interleaved_1f1b", "num_steps": 3}),
         (Elsewhere, {"split_points": ["second"]}),
         (OutOfTurn, {"split_points": ["second"], "clip": 0.3, "num_steps": 3}),
@@ -112,8 +112,11 @@ def test_phases_in_two_stages_have_the_weights_of_one_process_and_state_where_th
 
 @pytest.mark.slow
 def test_phases_in_stages_with_copies_and_in_single_precision_have_the_weights_of_one_process():
-    doubles = [(SmallGAN, {"replicas": 2, "clip": 0.3}), (WithoutStatistics, {"replicas": 2, "split_points": ["second"]})]
-    singles = [(SmallGAN, {"precision": "fp32", "schedule": schedule}) for schedule in ("interleaved", "simple")]
+    doubles = [
+        (SmallGAN, {"replicas": 2, "clip": 0.3}),
+        (WithoutStatistics, {"replicas": 2, "split_points": ["second"]}),
+    ]
+    singles = [(SmallGAN, {"precision": "fp32", "schedule": schedule}) for schedule in ("1f1b", "gpipe")]
     singles += [(SmallGAN, {"precision": "fp16-mixed", "clip": 0.3})]  # of which a step overflows
 
     differences = run_ranks(_differences, 4, doubles + singles, timeout=150)[0]
@@ -160,7 +163,9 @@ def test_every_parameter_is_in_one_stage_in_all_steps_and_the_sum_of_their_costs
         assert all(cut.cuts == tuple(sorted(cut.cuts)) for cut in cuts)
         assert all(cut.cuts[-1] < len(step.nodes) for cut, step in zip(cuts, steps, strict=True))
     assert [len(places) for places in merged.places] == [5, 5, 3]
-    (reason,) = (constraint.reason for constraint in merged.graph.constraints if constraint.last - constraint.first == 6)
+    (reason,) = (
+        constraint.reason for constraint in merged.graph.constraints if constraint.last - constraint.first == 6
+    )
     assert reason.startswith("'c.weight' is used by module 'c'")
 
 
@@ -182,10 +187,15 @@ def test_steps_that_use_modules_in_opposite_orders_cannot_be_cut_between_them():
 
 
 def test_a_bond_of_one_step_holds_in_all():
-    steps = [_step("a", "b", "c", constraints=[CutConstraint(1, 2, "they talk", "Let them be quiet.")]), _step("b", "c")]
+    steps = [
+        _step("a", "b", "c", constraints=[CutConstraint(1, 2, "they talk", "Let them be quiet.")]),
+        _step("b", "c"),
+    ]
     merged = merge_graphs(steps, [1.0, 1.0])
 
-    assert merged.partitions(partition(merged.graph, num_stages=2, shared_parameters="replicated"), steps)[1].cuts == (0,)
+    assert merged.partitions(partition(merged.graph, num_stages=2, shared_parameters="replicated"), steps)[1].cuts == (
+        0,
+    )
     with pytest.raises(UserError, match=r"they talk.*Let them be quiet\."):
         partition(merged.graph, num_stages=3, shared_parameters="replicated")
 

@@ -99,9 +99,9 @@ def _same(first, second):
 @pytest.mark.parametrize(
     ("name", "stages", "schedule"),
     [
-        ("char_lm", 2, "interleaved"),
-        pytest.param("digits", 4, "interleaved", marks=pytest.mark.slow),
-        pytest.param("digits_mlp", 2, "simple", marks=pytest.mark.slow),
+        ("char_lm", 2, "1f1b"),
+        pytest.param("digits", 4, "1f1b", marks=pytest.mark.slow),
+        pytest.param("digits_mlp", 2, "gpipe", marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, stages, schedule, tmp_path):
@@ -160,7 +160,9 @@ def test_a_run_that_is_resumed_with_dropout_is_equal_to_the_bit(tmp_path):
     whole, *_ = _fit("digits with dropout", PipelineStrategy(stages=2, device="cpu"), tmp_path / "whole", **settings)
     half = tmp_path / "whole" / "checkpoints" / "step_00000003.pt"
 
-    resumed, *_ = _fit("digits with dropout", PipelineStrategy(stages=2, device="cpu"), tmp_path / "resumed", resume=half)
+    resumed, *_ = _fit(
+        "digits with dropout", PipelineStrategy(stages=2, device="cpu"), tmp_path / "resumed", resume=half
+    )
 
     assert load_from(half).payload["strategy"]["pipeline"]["wish"].startswith("2 x 1 stages")
     assert _difference(resumed, whole) == 0.0
@@ -219,5 +221,7 @@ def test_a_run_goes_from_one_process_to_four_stages_to_two_and_back(tmp_path):
     task, _, _ = _handed_on("char_lm", strategies, tmp_path / "run")
 
     assert _difference(task, expected) <= 1e-10
-    tested = Trainer(PipelineStrategy(stages=2, device="cpu"), precision="fp64", callbacks=[], loggers=[]).test(task, data)
+    tested = Trainer(PipelineStrategy(stages=2, device="cpu"), precision="fp64", callbacks=[], loggers=[]).test(
+        task, data
+    )
     assert tested == pytest.approx(wanted, rel=1e-9)

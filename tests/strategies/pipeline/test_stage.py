@@ -50,8 +50,7 @@ def _batch(model):
 
 def _described(graph):
     return [
-        (node.name, node.inputs, node.outputs, node.parameters, node.is_local, node.cost.flops)
-        for node in graph.nodes
+        (node.name, node.inputs, node.outputs, node.parameters, node.is_local, node.cost.flops) for node in graph.nodes
     ]
 
 

@@ -14,10 +14,8 @@ class _Chain:
 
     def __init__(self, task, batch, num_stages, **settings):
         self.task = task
-        graph, partition = plan(
-            task, task.training_step, batch, num_stages=num_stages, costs="estimated", **settings
-        )
-        self.player = StageExecutor(graph, task, torch.device("cpu"))
+        graph, partition = plan(task, task.training_step, batch, num_stages=num_stages, costs="estimated", **settings)
+        self.executor = StageExecutor(graph, task, torch.device("cpu"))
         self.shapes = [value.shape for value in graph.values]
         self.stage_graphs = stage_graphs(graph, partition.bounds(len(graph.nodes)), list(range(num_stages)))
         self.values = {}
@@ -26,8 +24,8 @@ class _Chain:
         for segment in self.stage_graphs:
             if only is None or segment.index == only:
                 received = {transfer.value: self.values[transfer.value] for transfer in segment.receives}
-                with self.player.interception.installed():
-                    result = self.player.run(
+                with self.executor.interceptor.installed():
+                    result = self.executor.run(
                         segment, self.task.training_step, batch, received=received, shapes=self.shapes, seed=0
                     )
                 self.values.update(result.values)
@@ -100,7 +98,9 @@ def test_a_call_that_was_not_recorded_is_named_with_the_one_that_was():
     chain = _Chain(_Branches(), torch.ones(2, 3), 2)
     chain.task.branch = True
 
-    with pytest.raises(TraceMismatchError, match=r"came to `sin` where the recorded step has module 'second'.*test_replay"):
+    with pytest.raises(
+        TraceMismatchError, match=r"called `sin`, but the traced step calls module 'second'.*test_stage_executor"
+    ):
         chain.run(torch.ones(2, 3))
 
 
@@ -129,7 +129,7 @@ THREE = torch.tensor(3)
         ((3,), (3, "long"), "has 3 values in its result in place of 2"),
         ((3, "long"), (3, "short"), "has 'short' in its result where 'long' was"),
         ((3, None), (3, THREE), "has Tensor in its result where NoneType was"),
-        ((THREE,), (THREE, THREE), "has 3 tensors in its result, and the recorded step has 2 there"),
+        ((THREE,), (THREE, THREE), "has 3 tensors in its result, and the traced step has 2 there"),
     ],
 )
 def test_a_module_whose_result_is_built_otherwise_than_recorded_is_refused(recorded, found, message):
@@ -153,7 +153,7 @@ def test_a_step_that_ends_before_its_recorded_end_is_refused():
     chain.run(torch.ones(2, 3))
     chain.task.branch = True
 
-    with pytest.raises(TraceMismatchError, match=r"came to .* where the recorded step has module 'second'"):
+    with pytest.raises(TraceMismatchError, match=r"called .*, but the traced step calls module 'second'"):
         chain.run(torch.ones(2, 3), only=1)
 
 
@@ -168,7 +168,7 @@ def test_a_step_that_returns_before_its_last_call_is_refused():
     chain.run(torch.ones(2, 3))
     chain.task.branch = True
 
-    with pytest.raises(TraceMismatchError, match="came to the end of the step where the recorded step has `sum`"):
+    with pytest.raises(TraceMismatchError, match="ended, but the traced step calls `sum`"):
         chain.run(torch.ones(2, 3), only=1)
 
 
@@ -192,7 +192,9 @@ def test_a_tensor_that_a_hook_carries_to_another_stage_is_refused_by_name():
     chain.run(torch.ones(2, 3), only=0)
     chain.task.kept["first"] = torch.zeros(2, 3)  # of another micro-batch
 
-    with pytest.raises(TraceMismatchError, match=r"module 'second'.*another tensor than the one that module 'first'.*Return"):
+    with pytest.raises(
+        TraceMismatchError, match=r"module 'second'.*another tensor than the one that module 'first'.*Return"
+    ):
         chain.run(torch.ones(2, 3), only=1)
 
 

@@ -64,7 +64,9 @@ class _Once(IterableDataset):
 
 
 def _fit(data, *, sanity, replicas=1):
-    strategy = PipelineStrategy(stages=dist.get_world_size() // replicas, replicas=replicas, device="cpu", split_points=["side"])
+    strategy = PipelineStrategy(
+        stages=dist.get_world_size() // replicas, replicas=replicas, device="cpu", split_points=["side"]
+    )
     task = make(_Backwards).eval()  # as it may come from an evaluation
     trainer = Trainer(
         strategy,

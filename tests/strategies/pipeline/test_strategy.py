@@ -182,7 +182,7 @@ def _scaler():
 
 def _memory():
     """Count the activations that are alive at once."""
-    cuts = {"simple": ["net.7"], "interleaved": ["net.7"], "interleaved_1f1b": ["net.4", "net.8", "net.12"]}
+    cuts = {"gpipe": ["net.7"], "1f1b": ["net.7"], "interleaved_1f1b": ["net.4", "net.8", "net.12"]}
     return {
         f"micro-batches alive, {schedule}": _most_alive(_pipeline(Mlp, schedule=schedule, split_points=names))
         for schedule, names in cuts.items()
@@ -429,7 +429,7 @@ def _train(model, cuts):
 
 
 def test_a_step_that_departs_from_the_recording_stops_with_the_place_and_the_remedy():
-    with pytest.raises(RankFailure, match=r"micro-batch 2 in stage .*came to `sin`.*.*Move the branch"):
+    with pytest.raises(RankFailure, match=r"micro-batch 2 in stage .*called `sin`.*.*Move the branch"):
         run_ranks(_train, 2, _Departs, ["net.8"], timeout=60)
 
 

@@ -97,7 +97,9 @@ def test_writing_through_a_view_binds_all_that_share_the_memory():
 
     graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
-    assert any(constraint.forbids(2) and "several tensors share" in constraint.reason for constraint in graph.constraints)
+    assert any(
+        constraint.forbids(2) and "several tensors share" in constraint.reason for constraint in graph.constraints
+    )
 
 
 def test_a_tensor_left_behind_in_a_module_binds_its_maker_and_its_user():
