@@ -45,7 +45,7 @@ class PendingReceive:
             return self.local.popleft()
         assert self.tensor is not None
         if self.work is not None:
-            _wait(self.work, f"timed out waiting for {what}")
+            _wait(self.work, f"waiting for {what}")
         return self.tensor
 
 
@@ -106,14 +106,15 @@ class StageChannel:
         """Return when everything sent has left."""
         while self._under_way:
             work, tensor = self._under_way.popleft()
-            _wait(work, f"could not send a tensor of shape {tuple(tensor.shape)}")
+            _wait(work, f"sending a tensor of shape {tuple(tensor.shape)}")
 
 
 def _wait(work: dist.Work, what: str) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise RuntimeError(f"rank {dist.get_rank()} {what}: {error}") from error
+        outcome = "timed out" if "imed out" in str(error) else "failed"
+        raise RuntimeError(f"rank {dist.get_rank()} {outcome} {what}: {error}") from error
 
 
 _BYTES = {1: [0x7D], 2: [0xD5, 0x7F], 4: [0x55, 0x55, 0xD5, 0x7F], 8: [0x55, 0x55, 0x55, 0x55, 0x55, 0x55, 0xFD, 0x7F]}

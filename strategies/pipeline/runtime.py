@@ -313,5 +313,5 @@ class StepRun:
 
 
 def _description(action: Action, other: int) -> str:
-    work = "forward" if action.kind == FORWARD else "backward"
-    return f"stage {other}'s part of micro-batch {action.micro_batch}, for the {work} of stage {action.stage}"
+    tensors = "activations" if action.kind == FORWARD else "gradients"
+    return f"the {tensors} of micro-batch {action.micro_batch} from stage {other}"

@@ -57,7 +57,7 @@ def test_a_departure_from_the_recording_is_named_on_every_rank():
     outcomes = rank_outcomes(_train, 2, _Departs, 60.0, timeout=60)
 
     for outcome in outcomes:
-        assert "`sin` where the traced step has" in outcome.failure
+        assert "`sin`, but the traced step calls" in outcome.failure
         assert "micro-batch 2 in stage" in outcome.failure and "Move the branch" in outcome.failure
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_answer_is_named_with_its_stage_and_micro_batch():
     outcomes = rank_outcomes(_train, 2, _Hangs, 2.5, timeout=60)
 
     waiting = next(outcome for outcome in outcomes if outcome.rank == 0)
-    assert "timed out waiting for stage 1's part of micro-batch 0, for the backward of stage 0" in waiting.failure
+    assert "timed out waiting for the gradients of micro-batch 0 from stage 1" in waiting.failure
     assert re.search(r"rank 1: has not come; it is in step 1, .*test_failures.py:\d+", waiting.failure)
     assert waiting.seconds < 30
 
