@@ -127,7 +127,8 @@ class PipelineStrategy(ProcessGroupStrategy):
         for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
-        known = check_name("schedule", SYNONYMS.get(schedule, schedule), SCHEDULES)
+        known = check_name("schedule", schedule, [*SCHEDULES, *SYNONYMS])
+        known = SYNONYMS.get(known, known)
         self.schedule = Schedule(known, stages, stages_per_rank if known == "interleaved_1f1b" else 1)
         self.mesh = PipelineMesh(stages=stages, replicas=replicas)
         self.staged_model = StagedModel(

@@ -50,7 +50,7 @@ def _batch(model):
 
 def _described(graph):
     return [
-        (node.name, node.inputs, node.outputs, node.parameters, node.is_local, node.cost.flops) for node in graph.nodes
+        (node.name, node.inputs, node.outputs, node.parameters, node.is_batch_only, node.cost.flops) for node in graph.nodes
     ]
 
 
@@ -84,7 +84,7 @@ def test_a_step_is_timed_only_where_it_is_run_on_the_device_that_trains(record, 
 
 
 def test_a_task_on_the_meta_device_cannot_be_recorded_for_real():
-    with pytest.raises(UserError, match=r"strategy\.trace=real needs a task with real parameters"):
+    with pytest.raises(UserError, match=r"strategy\.trace=eager needs a task with real parameters"):
         cost_source("real", _on_meta(Mlp), torch.device("cpu"))
 
 
@@ -120,7 +120,7 @@ def test_a_step_that_looks_at_elements_is_refused_with_the_remedy():
             return logits.sum() if logits.max() > 0 else logits.mean()
 
     task = Looks()
-    with pytest.raises(UserError, match=r"Looks's step looks at elements.*strategy.trace=real"):
+    with pytest.raises(UserError, match=r"Looks's step looks at elements.*strategy.trace=eager"):
         plan(task, task.training_step, _batch(Mlp), num_stages=2, costs="fake")
 
 

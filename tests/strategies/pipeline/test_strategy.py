@@ -45,7 +45,7 @@ def _ownership():
         "identity": before == {name: id(parameter) for name, parameter in named.items()},
         "shapes": {name: tuple(parameter.shape) for name, parameter in named.items()},
         "optimizer": {name for name, parameter in named.items() if parameter in state} == held,
-        "plan": str(training.strategy.partition_plan),
+        "plan": str(training.strategy.plan_report),
     }
 
 
@@ -190,7 +190,7 @@ def _memory():
 
 
 def _most_alive(training):
-    runtime = training.strategy._runtime
+    runtime = training.strategy.runtime
     window = windows(Mlp, sizes=[2] * 12, num_steps=1)[0]
     training.strategy.forward_backward(training.task, window)
     in_flight = most = 0

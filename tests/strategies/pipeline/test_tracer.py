@@ -51,14 +51,14 @@ def test_questions_about_shapes_are_no_events():
     assert _names(graph) == ["first", "sum", "return"]
 
 
-def test_what_follows_from_the_batch_alone_is_local():
+def test_what_follows_from_the_batch_alone_is_batch_only():
     def step(task, batch):
         mask = torch.ones(2, dtype=torch.bool) & (batch["x"].sum(1) > 0)
         return (task.first(batch["x"]).sum(1) * mask).sum()
 
     graph = _record(_Step(step, first=nn.Linear(64, 64)), {"x": torch.randn(2, 64)}, "first")
 
-    local = {node.name: node.is_local for node in graph.nodes}
+    local = {node.name: node.is_batch_only for node in graph.nodes}
     assert local["__and__"] and local["gt"] and local["ones"]
     assert not local["first"] and not local["mul"]
 
@@ -84,7 +84,7 @@ def test_a_constant_that_a_model_value_is_written_to_is_not_local():
 
     graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
-    assert [node.name for node in graph.nodes if node.is_local] == []
+    assert [node.name for node in graph.nodes if node.is_batch_only] == []
 
 
 def test_writing_through_a_view_binds_all_that_share_the_memory():

@@ -71,9 +71,9 @@ class Training:
             if control.due(optimization.phase):
                 control.backward(optimization.phase)
                 control.step(optimization.phase)
-        self.losses.append([float(output.loss) for output in control.result])
+        self.losses.append([float(output.loss) for output in control.outputs])
         self.norms.append({phase: float(norm) for phase, norm in control.norms.items()})
-        return control.result, None
+        return control.outputs, None
 
     def run(self, steps):
         for window in steps:
