@@ -24,7 +24,7 @@ class PendingReceive:
     """In host memory: the ranks of a pipeline talk through gloo."""
     work: dist.Work | None
     local: deque[Tensor | None] | None
-    """Where the tensor comes from, if this very rank sends it."""
+    """Source of the tensor if this rank itself sends it."""
     device: torch.device
 
     def open(self, what: str) -> Tensor:
@@ -121,13 +121,17 @@ _BYTES = {1: [0x7D], 2: [0xD5, 0x7F], 4: [0x55, 0x55, 0xD5, 0x7F], 8: [0x55, 0x5
 
 
 def missing_gradient(tensor: Tensor) -> Tensor:
-    """Return what says that there is no gradient of `tensor`, in host memory."""
+    """Return a tensor in host memory that stands for a missing gradient of `tensor`.
+
+    A parameter with a gradient of zeros is moved by weight decay and momentum, one without is not. So all elements are
+    one particular NaN, whose bits no computation leaves: what computes sets all of the lowest bits, or none of them.
+    """
     pattern = torch.tensor(_pattern(tensor), dtype=torch.uint8)
     return pattern.repeat(tensor.numel()).view(tensor.dtype).view(tensor.shape)
 
 
 def is_missing_gradient(tensor: Tensor) -> bool:
-    """Return whether a tensor in host memory says that there is no gradient."""
+    """Return whether a tensor in host memory stands for a missing gradient."""
     pattern = _pattern(tensor)
     flat = tensor.view(-1)
     if flat[:1].view(torch.uint8).tolist() != pattern:

@@ -65,7 +65,7 @@ class StageGradients:
             self._reducer = Reducer(mine, group=mesh.replica_group, settings=settings, board=board)
 
     def reduce_around(self, actions: Sequence[Action]) -> Callable[[int], AbstractContextManager[Any]] | None:
-        """Return what gives the context of each action: backwards reduce over replicas, the last one for all."""
+        """Return the context of each action: backwards add up gradients, and the last one reduces over replicas."""
         reducer = self._reducer
         if reducer is None or not actions:
             return None
@@ -110,7 +110,7 @@ class StageGradients:
         return square.sqrt().to(device, self._norm_type)
 
     def close(self) -> None:
-        """Leave the parameters to themselves."""
+        """Remove the hooks of the reducer."""
         if self._reducer is not None:
             self._reducer.close()
 

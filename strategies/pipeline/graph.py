@@ -86,7 +86,7 @@ class NodeOutput:
 
 @dataclass(slots=True)
 class NodeCost:
-    """What a node takes for one micro-batch."""
+    """Cost of a node for one micro-batch."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -115,7 +115,7 @@ class Node:
     """`file:line` of that code."""
     inputs: tuple[int, ...] = ()
     num_given: int = 0
-    """How many of the inputs, the first ones, were arguments of the call; others a leaf module found by itself."""
+    """Number of inputs, the first ones, that were arguments of the call; a leaf module found the others by itself."""
     result: Any = None
     """The result's structure, with a `ValueRef` for each tensor."""
     has_plain: bool = False
@@ -128,19 +128,19 @@ class Node:
     written_buffers: tuple[str, ...] = ()
     is_batch_only: bool = False
     reads: bool = False
-    """Gives Python a number or a truth value taken from its inputs' elements."""
+    """True if the call returns a number or a truth value taken from its inputs' elements."""
     is_random: bool = False
     draws_in_python: bool = False
     """A module that draws from the generators of Python or numpy."""
     checkpoint: int | None = None
-    """Which of the step's checkpoints around root-level code makes the call, and makes it again in backward."""
+    """Index of the activation checkpoint around root-level code that makes the call, and makes it again in backward."""
     key: int = 0
     """Stable identity of the call, from its name and how often that was met before."""
     cost: NodeCost = field(default_factory=NodeCost)
 
     @property
     def has_numbers(self) -> bool:
-        """Whether it is a module whose result holds numbers."""
+        """True for a module whose result holds numbers."""
         return self.has_plain and any(isinstance(leaf, ScalarValue) for leaf in leaves(self.result))
 
     def __str__(self) -> str:
@@ -156,10 +156,10 @@ class CutConstraint:
     last: int
     reason: str
     advice: str = ""
-    """What to do about it, where that is known."""
+    """Remedy, where one is known."""
 
     def forbids(self, cut: int) -> bool:
-        """Return whether a stage that begins at node `cut` would violate the constraint."""
+        """Check whether a stage that begins at node `cut` would violate the constraint."""
         return self.first < cut <= self.last
 
 
@@ -176,7 +176,7 @@ class TracedGraph:
     numbers: int | None = None
     """The value that holds all numbers that modules return; none where they return tensors only."""
     measured: bool = False
-    """Whether seconds were measured; else they are estimated from FLOPs and bytes."""
+    """True if seconds were measured, not estimated from FLOPs and bytes."""
 
     @property
     def parameter_users(self) -> dict[str, list[int]]:
@@ -236,7 +236,7 @@ LARGEST = 1 << 63
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value can be sent as whole numbers of 64 bits: a number or truth value, or a shape."""
+    """Check whether a value can be sent as whole numbers of 64 bits: a number or truth value, or a shape."""
     if isinstance(value, (torch.Size, float)):
         return True
     return isinstance(value, int) and -LARGEST <= value < LARGEST

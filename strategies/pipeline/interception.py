@@ -14,14 +14,14 @@ Call = Callable[..., Any]
 
 
 class CallHandler(Protocol):
-    """What decides about the calls of intercepted modules while it is open."""
+    """Handler of the calls of intercepted modules."""
 
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the module `name`; `call` is the module as it is without interceptor."""
 
 
 class ModuleInterceptor:
-    """Gives the chosen modules, while installed, a class that asks the open handler on each call.
+    """Interceptor of chosen modules: while installed, their class passes each call to the open handler.
 
     Hooks, parameters, names and `isinstance` stay as they are; without an open handler the modules behave as
     before. The class is swapped because a hook cannot prevent a call, and `__call__` is looked up on the class.
@@ -35,7 +35,7 @@ class ModuleInterceptor:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Give the modules their intercepting classes, and take them away again."""
+        """Install the intercepting classes in the block."""
         originals = [(module, type(module)) for module in self._modules.values()]
         try:
             for module, original in originals:
@@ -97,7 +97,7 @@ SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook",
 
 
 GRADIENT = "autograd.grad"
-"""What `torch.autograd.grad` is called, which is no question about a tensor as its attribute `grad` is."""
+"""Name of `torch.autograd.grad`, to tell it from the attribute `grad`."""
 
 
 def function_name(function: Any) -> str:

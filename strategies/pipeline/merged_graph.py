@@ -88,7 +88,7 @@ Reason = tuple[str, str]
 
 
 class _ConstraintGroups:
-    """Which nodes of some steps must be in one stage, and why."""
+    """Groups of nodes that must be in one stage, with the reasons."""
 
     def __init__(self, steps: Sequence[TracedGraph]) -> None:
         self._steps = steps
@@ -130,7 +130,7 @@ class _ConstraintGroups:
             return self._in_order(sorter, members)
 
     def reasons(self, pieces: Sequence[Sequence[NodeKey]]) -> list[Reason]:
-        """Return why each piece stays together, and what to do about it; nothing of one node alone."""
+        """Return the reason and the remedy of each piece; empty strings for one node alone."""
         strongest: dict[NodeKey, Reason] = {}
         for key, reason in self._reasons:
             strongest.setdefault(self._find(key), reason)

@@ -40,7 +40,7 @@ class PipelineMesh:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the process groups exist."""
+        """True while the process groups exist."""
         return self._groups is not None
 
     @property
@@ -57,7 +57,7 @@ class PipelineMesh:
 
     @property
     def timeout(self) -> timedelta:
-        """How long a collective waits for another rank."""
+        """Longest wait of a collective for another rank."""
         return self._timeout
 
     def join(self, *, timeout: timedelta) -> None:

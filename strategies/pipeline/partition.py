@@ -21,7 +21,7 @@ STATES_PER_PARAMETER = 4
 MOST_CANDIDATES = 160
 
 SharedParameters = Literal["auto", "same_stage", "replicated"]
-"""Where the parameters are that several places of the step use, as `partition` says."""
+"""Stage of a parameter that several nodes use; see `partition`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Partition:
 
 @dataclass(slots=True)
 class StageCosts:
-    """What a stage from one node to another costs, as a share of the whole step; constant time for any stage."""
+    """Cost of a stage from one node to another, as a share of the whole step; found in constant time."""
 
     seconds: list[float]
     parameter_bytes: list[float]

@@ -107,7 +107,7 @@ class PlanReport:
             f"{self.predicted_bubble:.1%} ({self.bubble:.1%} if all stages were equal)"
         )
         if self.replicated:
-            lines.append(f"in more than one stage, with gradients added up: {', '.join(self.replicated)}")
+            lines.append(f"in more than one stage, with gradients summed: {', '.join(self.replicated)}")
         return "\n".join(lines)
 
 

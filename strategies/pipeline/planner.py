@@ -61,10 +61,10 @@ class TraceInput:
     begin: Callable[[], None] = _nothing
     """Called before the step is run: it turns to the phase that the step belongs to."""
     share: float = 1.0
-    """How often the step is made, for one of the task's."""
+    """Calls per step of the task."""
 
     def trace(self, leaf_modules: frozenset[str], earlier: Sequence[weakref.ref[Tensor]] = ()) -> TraceResult:
-        """Return what one run shows; raises UserError where only computing could tell what the step does."""
+        """Trace one run; raises UserError if the fake trace needs elements of a tensor."""
         self.begin()
         if self.costs != "fake":
             return trace(self.task, self.step, self.batch, leaf_modules=leaf_modules, earlier=earlier)
@@ -325,15 +325,15 @@ class SavedPartition:
     """Leaf modules and cuts of a partition, as a checkpoint keeps them: they follow from measured times."""
 
     settings: str
-    """What the user asked for: with another settings, another number of stages say, a run is cut anew."""
+    """Settings of the strategy; with others, such as another number of stages, the task is partitioned again."""
     leaf_modules: tuple[str, ...]
     cuts: tuple[int, ...]
     digest: int
-    """Of all nodes: a step that makes other calls is cut anew."""
+    """Digest of all nodes; a step with other calls is partitioned again."""
 
     @classmethod
     def of(cls, settings: str, graph: TracedGraph, partition: Partition) -> SavedPartition:
-        """Return what was chosen."""
+        """Return the partition of a graph in the form that a checkpoint keeps."""
         leaf_modules = sorted({node.name for node in graph.nodes if node.is_leaf_module})
         return cls(settings, tuple(leaf_modules), partition.cuts, _digest(graph))
 
@@ -347,7 +347,7 @@ class SavedPartition:
         return asdict(self)
 
     def fits(self, graph: TracedGraph) -> bool:
-        """Return whether a graph has the nodes that were cut."""
+        """Check whether a graph has the nodes of this partition."""
         return _digest(graph) == self.digest
 
 

@@ -64,7 +64,7 @@ class _Stopwatch(TracingMode):
         self._interceptor = interceptor
         self._repeats = repeats
         self.has_stateful = False
-        """Whether a leaf module was given an object with a state, such as a cache: such calls cannot be repeated."""
+        """True if a leaf module was given an object with a state, such as a cache; such calls cannot be repeated."""
         self._next = 0
         self._inside = False
 
@@ -153,7 +153,7 @@ def _has_gradient(node: Node) -> bool:
 
 
 def _pool(graph: TracedGraph) -> None:
-    """Give calls that do the same work the same time, so that noise does not move the cuts."""
+    """Set calls that do the same work to the same time, so that noise does not move the cuts."""
     groups: dict[Any, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         shapes = tuple(graph.values[value].shape for value in node.inputs)

@@ -70,7 +70,7 @@ class PipelineRuntime:
     def forward(
         self, partitioned: PartitionedStep, step: Step, batches: Sequence[Any], *, actions: Iterable[Action]
     ) -> dict[int, Any]:
-        """Return what the step returned for each micro-batch, on the rank of the last stage; elsewhere nothing."""
+        """Return the results of the step by micro-batch, on the rank of the last stage; elsewhere nothing."""
         seed = _draw_seed()  # before the state of the generators is kept, so that the next step draws another
         with preserve_generators(self._device):
             run = StepRun(self._channel, self._device, partitioned, step, batches, seed, None)
@@ -111,7 +111,7 @@ def _draw_seed() -> int:
 
 @contextmanager
 def preserve_generators(device: torch.device) -> Iterator[None]:
-    """Put the random generators back at the end: each stage draws differently, and ranks must stay in step."""
+    """Restore the random generators at the end: each stage draws differently, and ranks must stay in step."""
     torch_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     python_state = python_rng_state()
@@ -131,7 +131,7 @@ HEADERS = 1 << 8
 
 @dataclass(slots=True)
 class _InFlight:
-    """What a stage keeps of a micro-batch between its forward and its backward."""
+    """State of a micro-batch between its forward and its backward in one stage."""
 
     inputs: list[tuple[Transfer, Tensor]]
     outputs: dict[int, Tensor]

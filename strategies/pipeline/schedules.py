@@ -21,7 +21,7 @@ class Action:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
     def place(self) -> str:
-        """Return what to call it in channel."""
+        """Return the name of the action in messages."""
         work = "forward" if self.kind == FORWARD else "backward"
         return f"{work} of micro-batch {self.micro_batch} in stage {self.stage}"
 
@@ -44,7 +44,7 @@ class Schedule:
         return self.num_ranks * self.stages_per_rank
 
     def actions(self, rank: int, num_micro_batches: int) -> list[Action]:
-        """Return what a rank does in a window, in order."""
+        """Return the actions of a rank for one step batch, in order."""
         if self.name == "interleaved_1f1b":
             per_rank = self.stages_per_rank
             return list(interleaved_one_f_one_b(rank, self.num_ranks, num_micro_batches, stages_per_rank=per_rank))

@@ -25,7 +25,7 @@ class Transfer:
     source: int
     destination: int
     differentiable: bool
-    """Whether a gradient comes back."""
+    """True if a gradient comes back."""
 
 
 @dataclass(slots=True)
@@ -123,14 +123,14 @@ class Placement:
 
     holders: dict[str, tuple[int, ...]]
     used: frozenset[str]
-    """What training uses at all; the rest is on every rank."""
+    """Parameters that training uses; the others are on every rank."""
 
     def is_held(self, name: str, rank: int) -> bool:
-        """Return whether a rank holds a parameter or buffer."""
+        """Check whether a rank holds a parameter or buffer."""
         return rank in self.holders[name]
 
     def counted(self, name: str, rank: int) -> bool:
-        """Return whether a rank answers for a parameter: one of its holders does."""
+        """Check whether a rank counts a parameter in norms and checkpoints: the first of its holders does."""
         return self.holders[name][0] == rank
 
     def shared_by(self) -> dict[tuple[int, ...], list[str]]:
@@ -143,7 +143,7 @@ class Placement:
 
 
 def place_parameters(task: nn.Module, cut: Sequence[tuple[TracedGraph, Partition]], *, num_ranks: int) -> Placement:
-    """Return where the parts of `task` belong, which all these steps use; stage `s` is on rank `s % num_ranks`."""
+    """Return the stages of the parameters and buffers of `task`, which all these steps use; stage `s` is on rank `s % num_ranks`."""
     everywhere = tuple(range(num_ranks))
     ranks: dict[str, set[int]] = defaultdict(set)
     used: set[str] = set()
@@ -213,7 +213,7 @@ RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def has_meta(task: nn.Module) -> bool:
-    """Return whether any parameter or buffer has no elements yet."""
+    """Check whether any parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in chain(task.parameters(), task.buffers()))
 
 
@@ -224,7 +224,7 @@ def materialize(
     device: torch.device | str = "cpu",
     keep: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Leave every parameter and buffer that lay on the meta device with the values of its module's own reset.
+    """Create every parameter and buffer of the meta device with the values of its module's own reset.
 
     Each module's `reset_parameters` draws from a generator seeded by `seed` and the module's name, so the values do not
     depend on what else is made: stages that each `keep` a part have together what one process has. What is not kept
@@ -261,7 +261,7 @@ def _direct_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _become(tensor: Tensor, content: Tensor) -> None:
-    """Give a tensor other contents on another device; it stays the same object, which an optimizer may know."""
+    """Replace the contents and the device of a tensor; it stays the same object, which an optimizer may know."""
     if isinstance(tensor, nn.Parameter):
         content = nn.Parameter(content, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, content)

@@ -46,10 +46,10 @@ class _StageFinished(BaseException):
 
 @dataclass(slots=True)
 class StageOutput:
-    """What a stage's part of a step comes to."""
+    """Result of a stage for one micro-batch."""
 
     returned: Any
-    """What the step returned, in the last stage."""
+    """Return value of the step, in the last stage."""
     values: dict[int, Tensor]
     """The values made or received."""
 

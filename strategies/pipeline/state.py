@@ -17,7 +17,7 @@ from .stage import Placement, has_meta, keep_local_parameters, materialize
 
 
 class PipelineState:
-    """Puts a task and its optimizer together and takes them apart; until `keep_local` every stage has the whole."""
+    """State of a task and its optimizers, of which each stage holds a part from `keep_local` on."""
 
     def __init__(self) -> None:
         self._placement: Placement | None = None
@@ -36,7 +36,9 @@ class PipelineState:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Leave only the own part on the device; parameters on the meta device are made there. Collective."""
+        """Keep the local part of the task and its optimizers on the device, and drop the rest. Collective.
+
+        Parameters on the meta device are created here."""
         self._placement, self._group, self._stage = placement, group, group.rank()
         if has_meta(task):
             # Replicas train together; they evaluate each for itself.
@@ -76,7 +78,7 @@ class PipelineState:
         return state
 
     def load_task(self, task: nn.Module, saved: dict[str, Any]) -> None:
-        """Give the task what this stage holds of a whole state dict."""
+        """Load the part of a whole state dict that this stage holds."""
         current = task.state_dict()
         if set(current) != set(saved) or (self._placement is None and not has_meta(task)):
             task.load_state_dict(saved)  # raises with the names that differ
@@ -91,7 +93,7 @@ class PipelineState:
                     tensor.copy_(saved[key])
 
     def make_whole(self, task: nn.Module) -> None:
-        """Leave every parameter and buffer complete in host memory on every stage. Collective over stages."""
+        """Gather every parameter and buffer, complete in host memory on every stage. Collective over stages."""
         if self._placement is None:
             return
         for name, tensor in (*task.named_parameters(), *task.named_buffers()):
@@ -125,7 +127,7 @@ class PipelineState:
         return Shards(stage.of_task(_canonical_names(task)), described, list(stage.pieces.values()))
 
     def load_optimizer(self, task: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Give the optimizer the state of the parameters that this stage holds."""
+        """Load the optimizer state of the parameters that this stage holds."""
         if self._placement is None and has_meta(task):
             self._waiting_optimizers.append((optimizer, saved))
             return
@@ -201,7 +203,7 @@ class ShardedStateDict:
             }
             for index, state in whole["state"].items()
         }
-        known = {index: state for told in reversed(all_gather(described)) for index, state in told.items()}
+        known = {index: state for part in reversed(all_gather(described)) for index, state in part.items()}
         return {**whole, "state": dict(sorted(known.items()))}
 
     def _taken(self, place: str, value: Any, *, owner: str) -> Any:

@@ -54,7 +54,7 @@ def trace(
     fake: bool = False,
     earlier: Sequence[weakref.ref[Tensor]] = (),
 ) -> TraceResult:
-    """Return what one run of `step` on a copy of `batch` showed; the task and all generators are as they were.
+    """Trace one run of `step` on a copy of `batch`; the task and all generators are restored.
 
     Calls of the modules named in `leaf_modules` are one node each; every torch call outside of them is one too. With
     `fake` nothing is computed and no memory is taken: parameters may lie on the meta device. `earlier` are tensors
@@ -84,7 +84,7 @@ def _same(value: Any) -> Any:
 
 @dataclass(slots=True)
 class ModuleCall:
-    """What the calls of one module take together, and which modules its code calls."""
+    """Total cost of the calls of one module, and the modules that its code calls."""
 
     cost: NodeCost = field(default_factory=NodeCost)
     num_calls: int = 0
@@ -104,7 +104,7 @@ class TraceResult:
     reentrant: list[Node]
     """Calls inside a checkpoint with `use_reentrant=True`, which hides their gradients from the other stages."""
     made: list[weakref.ref[Tensor]]
-    """What the step made, of which an attribute may keep something for the step of another phase."""
+    """Tensors that the step made; an attribute may keep one for the step of another phase."""
 
 
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
@@ -259,7 +259,7 @@ class Tracer(TracingMode):
             self._reentrant.append(node)
 
     def _random_state(self) -> bytes | int:
-        """Return what is another after a call that drew random numbers."""
+        """Return a state that differs after a call that drew random numbers."""
         if not self._draws_are_real:
             return self.counter.num_draws
         self._is_muted = True
@@ -422,7 +422,7 @@ def _version(tensor: Tensor) -> int:
 
 
 CHEAP_SHARE = 0.01
-"""What follows from the batch alone is computed by every stage if it takes less than this share of the step,"""
+"""Nodes that depend on the batch alone are computed by every stage if they take less than this share of the step,"""
 CHEAP_SECONDS = 1e-4
 """or less than this."""
 _SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
@@ -533,7 +533,7 @@ _TENSORS = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def fake_tensors(task: nn.Module) -> Iterator[None]:
-    """Give the task fake parameters and buffers; afterwards it is what it was.
+    """Replace the parameters and buffers of the task by fake tensors in the block.
 
     What is computed with them is fake too, and on the CPU as far as the step can tell. What follows from the batch
     alone is computed, so that the step takes the same branches as ever. Whatever the step leaves in attributes of
@@ -576,7 +576,7 @@ def _fake(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def preserve_state(task: nn.Module) -> Iterator[None]:
-    """Put back the task's buffers and the random generators when the block has ended."""
+    """Restore the task's buffers and the random generators at the end of the block."""
     places = [
         (module, name, buffer)
         for module in task.modules()
