@@ -18,11 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from trainkit.strategies.pipeline.partition import StageCosts, dearest
-from trainkit.strategies.pipeline.planning import plan
+from trainkit.strategies.pipeline.partition import StageCosts, slowest_stage
+from trainkit.strategies.pipeline.plan_report import PlanReport
+from trainkit.strategies.pipeline.planner import plan
 from trainkit.strategies.pipeline.schedules import Span, bubble, idle_share
-from trainkit.strategies.pipeline.strategy import Pipeline
-from trainkit.strategies.pipeline.table import PartitionPlan
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from trainkit.precision import Precision
 from trainkit.task import TaskModule
@@ -151,8 +151,8 @@ def speed_on_rank(width: int, depth: int, rounds: int, count: int) -> dict[str, 
     tokens = torch.randint(0, VOCABULARY, (BATCH_SIZE, LENGTH))
     batch = (tokens, torch.randint(0, VOCABULARY, (BATCH_SIZE, LENGTH)))
     contenders = {
-        "trainkit simple": _own("simple", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
-        "trainkit interleaved": _own("interleaved", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
+        "trainkit gpipe": _own("gpipe", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
+        "trainkit 1f1b": _own("1f1b", task=Gpt(width, depth), cut=cut, batch=batch, count=count),
         "torch GPipe": _upstream(ScheduleGPipe, task=Gpt(width, depth), cut=cut, batch=batch, count=count),
         "torch 1F1B": _upstream(Schedule1F1B, task=Gpt(width, depth), cut=cut, batch=batch, count=count),
     }
@@ -168,7 +168,7 @@ def speed_on_rank(width: int, depth: int, rounds: int, count: int) -> dict[str, 
             dist.barrier()
             if index >= WARM_UP_ROUNDS:
                 found[name].append(time.perf_counter() - start)
-                if name == "trainkit interleaved":
+                if name == "trainkit 1f1b":
                     spans = strategy.timeline()
                     found["idle"].append(idle_share(spans))
                     found["uneven"].append(_unevenness(spans))
@@ -181,8 +181,10 @@ def _unevenness(spans: Sequence[Sequence[Span]]) -> float:
     return max(busy) * len(busy) / sum(busy)
 
 
-def _own(schedule: str, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor], count: int) -> tuple[Step, Pipeline]:
-    strategy = Pipeline(stages=2, schedule=schedule, cuts=[f"blocks.{cut}"], device="cpu")
+def _own(
+    schedule: str, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor], count: int
+) -> tuple[Step, PipelineStrategy]:
+    strategy = PipelineStrategy(stages=2, schedule=schedule, split_points=[f"blocks.{cut}"], device="cpu")
     strategy.setup(Precision())
     strategy.prepare(task)
     pairs = zip(batch[0].chunk(count), batch[1].chunk(count), strict=True)
@@ -215,11 +217,11 @@ def _upstream(schedule: Any, *, task: Gpt, cut: int, batch: tuple[Tensor, Tensor
 
 def show_speed(arguments: argparse.Namespace) -> None:
     """Print step times beside those of torch.distributed.pipelining: medians, and least times against noise."""
-    names = ["trainkit simple", "trainkit interleaved", "torch GPipe", "torch 1F1B"]
+    names = ["trainkit gpipe", "trainkit 1f1b", "torch GPipe", "torch 1F1B"]
     print(f"\nms a step: median (least of {arguments.rounds}); {BATCH_SIZE} x {LENGTH} tokens, width {arguments.width}")
     titles = " ".join(f"{name:>21}" for name in names)
     print(
-        f"{'micro-batches':>14} {titles} {'interleaved / best':>19} {'idle':>7} {'formula':>8} {'uneven':>7}",
+        f"{'micro-batches':>14} {titles} {'1f1b / best':>19} {'idle':>7} {'formula':>8} {'uneven':>7}",
         flush=True,
     )
     for count in [int(count) for count in arguments.micro_batches.split(",")]:
@@ -249,17 +251,17 @@ def show_balance() -> None:
         "ResNet": (ResNet(), (image, labels)),
         "U-Net": (UNet(), (image, labels)),
     }
-    print(f"\n{'model':>8} {'stages':>7} {'events':>7} {'imbalance':>10} {'best cuts':>10} {'seconds':>8}")
+    print(f"\n{'model':>8} {'stages':>7} {'nodes':>7} {'imbalance':>10} {'best cuts':>10} {'seconds':>8}")
     for name, (task, batch) in cases.items():
         for stages in (2, 4):
             start = time.perf_counter()
-            recording, partition = plan(task, task.training_step, batch, num_stages=stages)
+            graph, partition = plan(task, task.training_step, batch, num_stages=stages)
             seconds = time.perf_counter() - start
-            shown = PartitionPlan.of(recording, partition, bubble=0.0)
-            costs = StageCosts.of(recording, num_stages=stages, balance=0.0)
-            best = _best_limit([costs(0, index, index + 1) for index in range(len(recording.events))], stages)
-            ratio = dearest(partition.cuts, len(recording.events), costs) / best
-            sizes = f"{name:>8} {stages:>7} {len(recording.events):>7}"
+            shown = PlanReport.of(graph, partition, bubble=0.0)
+            costs = StageCosts.of(graph, num_stages=stages, balance=0.0)
+            best = _best_limit([costs(0, index, index + 1) for index in range(len(graph.nodes))], stages)
+            ratio = slowest_stage(partition.cuts, len(graph.nodes), costs) / best
+            sizes = f"{name:>8} {stages:>7} {len(graph.nodes):>7}"
             print(f"{sizes} {shown.imbalance:>10.3f} {ratio:>10.3f} {seconds:>8.2f}")
 
 
@@ -282,39 +284,36 @@ def show_planning() -> None:
     task = Gpt(64, depth)
     for costs in ("measured", "estimated", "fake"):
         start = time.perf_counter()
-        recording, _ = plan(task, task.training_step, (tokens, tokens), num_stages=4, costs=costs)
-        print(
-            f"\n{depth} layers, 4 stages, {costs}: {time.perf_counter() - start:.2f} s, {len(recording.events)} events"
-        )
+        graph, _ = plan(task, task.training_step, (tokens, tokens), num_stages=4, costs=costs)
+        print(f"\n{depth} layers, 4 stages, {costs}: {time.perf_counter() - start:.2f} s, {len(graph.nodes)} nodes")
 
 
 def overhead_on_rank(depth: int) -> dict[str, float]:
     """Return microseconds of a stage's forward in the pipeline, and of the same modules called directly."""
     task = Gpt(64, depth)
-    strategy = Pipeline(stages=2, cuts=[f"blocks.{depth // 2}"], device="cpu")
+    strategy = PipelineStrategy(stages=2, split_points=[f"blocks.{depth // 2}"], device="cpu")
     strategy.setup(Precision())
     strategy.prepare(task)
     tokens = torch.randint(0, VOCABULARY, (1, LENGTH))
     window = Window([MicroBatch((tokens, tokens), 1) for _ in range(4)], 4, 4, False)
     for _ in range(3):
         strategy.forward_backward(task, window)
-    assert strategy._staging is not None
-    staged = strategy._staging.first
-    segment, player = staged.segments[dist.get_rank()], staged.player
+    staged = next(iter(strategy.staged_model.steps.values()))
+    stage_graph, executor = staged.stage_graphs[dist.get_rank()], staged.executor
     shapes = next(iter(staged.shapes.values()))
     hidden = torch.randn(1, LENGTH, 64)
-    received = {transfer.value: hidden for transfer in segment.receives}
+    received = {transfer.value: hidden for transfer in stage_graph.receives}
     with_pipeline, direct = [], []
     for _ in range(60):
-        with player.interception.installed():
+        with executor.interceptor.installed():
             start = time.perf_counter()
-            player.run(segment, task.training_step, (tokens, tokens), received=received, shapes=shapes, seed=0)
+            executor.run(stage_graph, task.training_step, (tokens, tokens), received=received, shapes=shapes, seed=0)
             with_pipeline.append(time.perf_counter() - start)
         start = time.perf_counter()
-        x = hidden if segment.index else task.tokens(tokens) + task.positions
-        for block in task.blocks[depth // 2 :] if segment.index else task.blocks[: depth // 2]:
+        x = hidden if stage_graph.index else task.tokens(tokens) + task.positions
+        for block in task.blocks[depth // 2 :] if stage_graph.index else task.blocks[: depth // 2]:
             x = block(x)
-        if segment.index:
+        if stage_graph.index:
             loss_of(task.head(task.norm(x)), tokens)
         direct.append(time.perf_counter() - start)
     return {"pipeline": median(with_pipeline) * 1e6, "direct": median(direct) * 1e6}

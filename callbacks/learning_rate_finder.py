@@ -25,8 +25,7 @@ from trainkit.rng import preserve_rng
 from trainkit.window import Window
 
 if TYPE_CHECKING:
-    from trainkit.step_output import StepOutput
-
+    from trainkit.metrics.step_output import StepOutput
     from trainkit.run import Run
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,3 +66,37 @@ def preserve_rng() -> Iterator[None]:
         yield
     finally:
         set_rng_state(saved)
+
+
+def python_rng_state() -> tuple[Any, ...]:
+    """Return the state of python's generator and, where it is imported, numpy's; it differs after a draw."""
+    if "numpy" not in sys.modules:
+        return (random.getstate(),)
+    kind, keys, *rest = sys.modules["numpy"].random.get_state()
+    return random.getstate(), (kind, keys.tobytes(), *rest)
+
+
+def set_python_rng_state(saved: tuple[Any, ...]) -> None:
+    """Restore what `python_rng_state` returned."""
+    random.setstate(saved[0])
+    for kind, keys, *rest in saved[1:]:
+        numpy = sys.modules["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+def seed_python(seed: int) -> None:
+    """Seed python's generator and, where it is imported, numpy's."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+@contextmanager
+def seeded_python(seed: int) -> Iterator[None]:
+    """Seed python's and numpy's generators in the block, and restore them at its end."""
+    before = python_rng_state()
+    seed_python(seed)
+    try:
+        yield
+    finally:
+        set_python_rng_state(before)

@@ -1,1 +1,1 @@
-"""One task over several devices: recorded, cut into stages, and run by a schedule of micro-batches."""
+"""Pipeline parallelism: one task over several devices, traced, partitioned into stages and run by a schedule."""

@@ -1,53 +1,54 @@
-"""Where a recorded step is cut into stages."""
+"""Partition of a traced step into stages: balanced, or at the split points of the user."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from trainkit.errors import UserError
+from trainkit.errors import UserError, nearest
 
-from .events import Bond, Recording
+from .graph import CutConstraint, Node, TracedGraph
 
 SLACK = 0.04
-"""How much dearer than the optimum the dearest stage may be for fewer bytes across cuts."""
-TOGETHER_AT_MOST = 1.25
-"""Users of a shared parameter stay in one stage if that makes the dearest stage at most this many times dearer."""
+"""Factor over the optimum that the slowest stage may take for fewer bytes across cuts, less one."""
+SAME_STAGE_AT_MOST = 1.25
+"""Users of a shared parameter stay in one stage if the slowest stage takes at most this many times longer."""
 STATES_PER_PARAMETER = 4
 """Parameter, gradient and two moments of the optimizer."""
 MOST_CANDIDATES = 160
 
-Shared = Literal["auto", "together", "replicated"]
-"""Where the parameters are that several places of the step use, as `partition` says."""
+SharedParameters = Literal["auto", "same_stage", "replicated"]
+"""Stage of a parameter that several nodes use; see `partition`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The first event of every stage but the first, and the parameters that more than one stage uses."""
+    """The first node of every stage but the first, and the parameters that more than one stage uses."""
 
     cuts: tuple[int, ...]
     replicated: tuple[str, ...]
 
-    def stage_of(self, event: int) -> int:
-        """Return the stage that runs an event."""
-        return sum(cut <= event for cut in self.cuts)
+    def stage_of(self, node: int) -> int:
+        """Return the stage that runs a node."""
+        return sum(cut <= node for cut in self.cuts)
 
     @property
     def num_stages(self) -> int:
         """One more than there are cuts."""
         return len(self.cuts) + 1
 
-    def bounds(self, num_events: int) -> list[tuple[int, int]]:
-        """Return each stage's first event and the one after its last."""
-        edges = [0, *self.cuts, num_events]
+    def bounds(self, num_nodes: int) -> list[tuple[int, int]]:
+        """Return each stage's first node and the one after its last."""
+        edges = [0, *self.cuts, num_nodes]
         return list(pairwise(edges))
 
 
 @dataclass(slots=True)
 class StageCosts:
-    """What a stage from one event to another costs, as a share of the whole step; constant time for any stage."""
+    """Cost of a stage from one node to another, as a share of the whole step; found in constant time."""
 
     seconds: list[float]
     parameter_bytes: list[float]
@@ -56,15 +57,15 @@ class StageCosts:
     num_stages: int
 
     @classmethod
-    def of(cls, recording: Recording, *, num_stages: int, balance: float) -> StageCosts:
-        """Return the costs of a recording's stages; `balance` is 0 for speed and 1 for memory."""
+    def of(cls, graph: TracedGraph, *, num_stages: int, balance: float) -> StageCosts:
+        """Return the costs of a graph's stages; `balance` is 0 for speed and 1 for memory."""
         seen: set[str] = set()
         parameter_bytes = []
-        for event in recording.events:
-            new = set(event.parameters) - seen
+        for node in graph.nodes:
+            new = set(node.parameters) - seen
             seen |= new
-            parameter_bytes.append(float(sum(recording.parameter_bytes[name] for name in new)))
-        costs = [event.cost for event in recording.events]
+            parameter_bytes.append(float(sum(graph.parameter_bytes[name] for name in new)))
+        costs = [node.cost for node in graph.nodes]
         return cls(
             list(accumulate((cost.seconds for cost in costs), initial=0.0)),
             list(accumulate(parameter_bytes, initial=0.0)),
@@ -74,7 +75,7 @@ class StageCosts:
         )
 
     def __call__(self, stage: int, start: int, stop: int) -> float:
-        """Return the cost of stage number `stage` if it were the events from `start` to before `stop`."""
+        """Return the cost of stage number `stage` if it were the nodes from `start` to before `stop`."""
         time = (self.seconds[stop] - self.seconds[start]) / (self.seconds[-1] or 1.0)
         states = STATES_PER_PARAMETER * (self.parameter_bytes[stop] - self.parameter_bytes[start])
         in_flight = self.num_stages - stage
@@ -83,73 +84,75 @@ class StageCosts:
         return (1.0 - self.balance) * time + self.balance * (states + activations) / (whole or 1.0)
 
 
-def partition(recording: Recording, *, num_stages: int, balance: float = 0.0, shared: Shared = "auto") -> Partition:
-    """Return the cuts with the cheapest dearest stage, and among those nearly as good the fewest bytes across cuts.
+def partition(
+    graph: TracedGraph, *, num_stages: int, balance: float = 0.0, shared_parameters: SharedParameters = "auto"
+) -> Partition:
+    """Return the cuts with the fastest slowest stage, and among nearly equal ones the fewest bytes across cuts.
 
-    All users of a shared parameter are in one stage (`together`), or anywhere (`replicated`: stages have copies, whose
-    gradients are added up), or in one stage unless that is much dearer (`auto`).
+    All users of a shared parameter are in one stage (`same_stage`), or anywhere (`replicated`: stages have copies,
+    whose gradients are summed), or in one stage unless that is much slower (`auto`).
     """
-    costs = StageCosts.of(recording, num_stages=num_stages, balance=balance)
-    crossing = crossing_bytes(recording)
-    kept = {} if shared == "replicated" else sharing_bonds(recording)
+    costs = StageCosts.of(graph, num_stages=num_stages, balance=balance)
+    crossing = crossing_bytes(graph)
+    kept = {} if shared_parameters == "replicated" else sharing_constraints(graph)
     while True:
-        together = _best_cuts(recording, [*recording.bonds, *kept.values()], num_stages, costs, crossing)
-        if not kept or shared == "together":
+        together = _best_cuts(graph, [*graph.constraints, *kept.values()], num_stages, costs, crossing)
+        if not kept or shared_parameters == "same_stage":
             break
-        apart = _best_cuts(recording, recording.bonds, num_stages, costs, crossing)
+        apart = _best_cuts(graph, graph.constraints, num_stages, costs, crossing)
         if together and apart:
-            limit = TOGETHER_AT_MOST * dearest(apart, len(recording.events), costs)
-            if dearest(together, len(recording.events), costs) <= limit:
+            limit = SAME_STAGE_AT_MOST * slowest_stage(apart, len(graph.nodes), costs)
+            if slowest_stage(together, len(graph.nodes), costs) <= limit:
                 break
         widest = max(kept, key=lambda name: kept[name].last - kept[name].first)
         del kept[widest]
     if together is None:
-        raise too_few_places(recording, num_stages, kept)
-    return with_replicas(recording, together)
+        raise too_few_cut_points(graph, num_stages, kept)
+    return replicate_shared(graph, together)
 
 
-def with_replicas(recording: Recording, cuts: Sequence[int]) -> Partition:
+def replicate_shared(graph: TracedGraph, cuts: Sequence[int]) -> Partition:
     """Return the partition with these cuts."""
     bare = Partition(tuple(cuts), ())
     replicated = tuple(
-        name for name, users in recording.parameter_users.items() if len({bare.stage_of(user) for user in users}) > 1
+        name for name, users in graph.parameter_users.items() if len({bare.stage_of(user) for user in users}) > 1
     )
     return Partition(tuple(cuts), replicated)
 
 
-def dearest(cuts: Sequence[int], num_events: int, costs: Callable[[int, int, int], float]) -> float:
-    """Return the cost of the dearest stage."""
-    edges = [0, *cuts, num_events]
+def slowest_stage(cuts: Sequence[int], num_nodes: int, costs: Callable[[int, int, int], float]) -> float:
+    """Return the cost of the slowest stage."""
+    edges = [0, *cuts, num_nodes]
     return max(costs(stage, edges[stage], edges[stage + 1]) for stage in range(len(edges) - 1))
 
 
-def crossing_bytes(recording: Recording) -> list[int]:
-    """Return for each event the bytes that cross a cut before it."""
-    num_events = len(recording.events)
+def crossing_bytes(graph: TracedGraph) -> list[int]:
+    """Return for each node the bytes that cross a cut before it."""
+    num_nodes = len(graph.nodes)
     made: dict[int, int] = {}
     used: dict[int, int] = {}
-    for event in recording.events:
-        for value in event.inputs:
-            used[value] = event.index
-        if event.reads and not event.is_local:
-            used.update(dict.fromkeys(event.inputs, num_events))
-        for product in event.products:
-            made.setdefault(product.value, event.index)
-    change = [0] * (num_events + 2)
+    for node in graph.nodes:
+        for value in node.inputs:
+            used[value] = node.index
+        if node.reads and not node.is_batch_only:
+            used.update(dict.fromkeys(node.inputs, num_nodes))
+        for output in node.outputs:
+            made.setdefault(output.value, node.index)
+    change = [0] * (num_nodes + 2)
     for value, last in used.items():
-        if not recording.values[value].local and value in made:
-            num_bytes = recording.values[value].num_bytes
+        if not graph.values[value].local and value in made:
+            num_bytes = graph.values[value].num_bytes
             change[made[value] + 1] += num_bytes
-            change[min(last, num_events) + 1] -= num_bytes
-    return list(accumulate(change))[: num_events + 1]
+            change[min(last, num_nodes) + 1] -= num_bytes
+    return list(accumulate(change))[: num_nodes + 1]
 
 
-def candidates(recording: Recording, bonds: Sequence[Bond], crossing: Sequence[int]) -> list[int]:
-    """Return the events before which a cut may be: of very many, one between each two units with the fewest bytes."""
-    units = [event.index for event in recording.events if event.is_unit or event.parameters]
-    edges = sorted({0, *units, len(recording.events) - 1})
-    allowed = _allowed(recording, bonds)
-    places = [place for place in range(1, len(recording.events) - 1) if allowed[place]]  # a stage does more than return
+def candidates(graph: TracedGraph, constraints: Sequence[CutConstraint], crossing: Sequence[int]) -> list[int]:
+    """Return the nodes that may begin a stage: of very many, the one with the fewest bytes between two leaf modules."""
+    leaf_modules = [node.index for node in graph.nodes if node.is_leaf_module or node.parameters]
+    edges = sorted({0, *leaf_modules, len(graph.nodes) - 1})
+    allowed = _allowed(graph, constraints)
+    places = [place for place in range(1, len(graph.nodes) - 1) if allowed[place]]  # a stage does more than return
     if len(places) <= MOST_CANDIDATES:
         return places
     chosen = set()
@@ -159,59 +162,61 @@ def candidates(recording: Recording, bonds: Sequence[Bond], crossing: Sequence[i
             chosen.add(min(places, key=lambda place: (crossing[place], -place)))
         if allowed[last]:
             chosen.add(last)
-    places = sorted(chosen - {0, len(recording.events) - 1})
+    places = sorted(chosen - {0, len(graph.nodes) - 1})
     if len(places) > MOST_CANDIDATES:
         stride = len(places) / MOST_CANDIDATES
         places = [places[int(index * stride)] for index in range(MOST_CANDIDATES)]
     return places
 
 
-def too_few_places(recording: Recording, num_stages: int, kept: Mapping[str, Bond]) -> UserError:
+def too_few_cut_points(graph: TracedGraph, num_stages: int, kept: Mapping[str, CutConstraint]) -> UserError:
     """Return the error that says why the step does not come apart into so many stages; `kept` are shared parameters."""
-    crossing = crossing_bytes(recording)
-    found = len(candidates(recording, [*recording.bonds, *kept.values()], crossing)) + 1
+    crossing = crossing_bytes(graph)
+    found = len(candidates(graph, [*graph.constraints, *kept.values()], crossing)) + 1
     message = f"the step can be cut into at most {found} stages, but strategy.stages={num_stages} were asked for."
     if kept:
         names = ", ".join(f"'{name}'" for name in kept)
-        message += f" The users of {names} are to stay together; strategy.shared=auto lets stages have copies."
-    elif recording.bonds:
-        widest = max(recording.bonds, key=lambda bond: bond.last - bond.first)
+        message += (
+            f" The users of {names} are to stay together; strategy.shared_parameters=auto lets stages have copies."
+        )
+    elif graph.constraints:
+        widest = max(graph.constraints, key=lambda constraint: constraint.last - constraint.first)
         message += f" What holds it together: {widest.reason}.{widest.advice}"
     else:
-        dear = max(recording.events, key=lambda event: event.cost.seconds)
-        message += f" The dearest piece that cannot be opened is {dear}."
+        expensive = max(graph.nodes, key=lambda node: node.cost.seconds)
+        message += f" The slowest_stage piece that cannot be expanded is {expensive}."
     return UserError(f"{message} Or type strategy.stages={max(found, 1)}.")
 
 
-def sharing_bonds(recording: Recording) -> dict[str, Bond]:
-    """Return for each parameter that several events use the stretch that keeps them in one stage."""
+def sharing_constraints(graph: TracedGraph) -> dict[str, CutConstraint]:
+    """Return for each parameter that several nodes use the stretch that keeps them in one stage."""
     return {
-        name: Bond(users[0], users[-1], f"parameter '{name}' is shared")
-        for name, users in recording.parameter_users.items()
+        name: CutConstraint(users[0], users[-1], f"parameter '{name}' is shared")
+        for name, users in graph.parameter_users.items()
         if len(users) > 1
     }
 
 
 def _best_cuts(
-    recording: Recording,
-    bonds: Sequence[Bond],
+    graph: TracedGraph,
+    constraints: Sequence[CutConstraint],
     num_stages: int,
     costs: StageCosts,
     crossing: Sequence[int],
 ) -> list[int] | None:
-    places = candidates(recording, bonds, crossing)
+    places = candidates(graph, constraints, crossing)
     if len(places) < num_stages - 1:
         return None
-    edges = [0, *places, len(recording.events)]
-    limit = _least_dearest(edges, num_stages, costs) * (1.0 + SLACK)
+    edges = [0, *places, len(graph.nodes)]
+    limit = _least_cost(edges, num_stages, costs) * (1.0 + SLACK)
     return _fewest_bytes(edges, num_stages, costs, crossing, limit)
 
 
-def _least_dearest(edges: Sequence[int], num_stages: int, costs: StageCosts) -> float:
+def _least_cost(edges: Sequence[int], num_stages: int, costs: StageCosts) -> float:
     last = len(edges) - 1
     best = [0.0] + [float("inf")] * last
     for stage in range(num_stages):
-        # best[stop]: the dearest of the stages so far, if they end before edge `stop`
+        # best[stop]: the slowest_stage of the stages so far, if they end before edge `stop`
         best = [
             min(
                 (max(best[start], costs(stage, edges[start], edges[stop])) for start in range(stop)),
@@ -250,9 +255,120 @@ def _fewest_bytes(
     return cuts[-2::-1]
 
 
-def _allowed(recording: Recording, bonds: Sequence[Bond]) -> list[bool]:
-    change = [0] * (len(recording.events) + 2)
-    for bond in bonds:
-        change[bond.first + 1] += 1
-        change[bond.last + 1] -= 1
+def _allowed(graph: TracedGraph, constraints: Sequence[CutConstraint]) -> list[bool]:
+    change = [0] * (len(graph.nodes) + 2)
+    for constraint in constraints:
+        change[constraint.first + 1] += 1
+        change[constraint.last + 1] -= 1
     return [depth == 0 for depth in accumulate(change)]
+
+
+def manual_partition(
+    graph: TracedGraph,
+    cuts: Sequence[str] | dict[str, int],
+    *,
+    num_stages: int,
+    shared_parameters: SharedParameters = "auto",
+) -> Partition:
+    """Return the cuts that a user asked for: names of the modules that begin a stage, or a stage for each pattern.
+
+    Unless `shared` is `replicated`, they must not come between the users of a parameter.
+    """
+    if isinstance(cuts, dict):
+        places = _cuts_of_patterns(graph, cuts, num_stages)
+    else:
+        places = [_first_node(graph, name) for name in cuts]
+        if len(places) != num_stages - 1:
+            raise UserError(
+                f"strategy.split_points names {len(places)} modules, which makes {len(places) + 1} stages, but "
+                f"strategy.stages={num_stages}. Type strategy.stages={len(places) + 1}, or name "
+                f"{num_stages - 1} modules."
+            )
+        if places != sorted(set(places)) or 0 in places:
+            raise UserError(
+                f"strategy.split_points={list(cuts)} must be in the order in which the step calls the modules, each "
+                "once, and not begin with the first one: a split point is the beginning of the second and later stages."
+            )
+    for place in places:
+        for constraint in graph.constraints:
+            if constraint.forbids(place):
+                raise UserError(f"a stage cannot begin at {graph.nodes[place]}: {constraint.reason}.")
+    if shared_parameters != "replicated":
+        _check_sharing(graph, places)
+    return replicate_shared(graph, places)
+
+
+def _check_sharing(graph: TracedGraph, places: Sequence[int]) -> None:
+    for name, constraint in sharing_constraints(graph).items():
+        for place in places:
+            if constraint.forbids(place):
+                first, last = (_called(graph.nodes[index]) for index in (constraint.first, constraint.last))
+                raise UserError(
+                    f"strategy.split_points begins a stage at {_called(graph.nodes[place])}, between users of the "
+                    f"parameter '{name}': {first} and {last}. Type strategy.shared_parameters=replicated to "
+                    f"give each stage that uses it a copy, with gradients summed, or split before "
+                    f"{first} or after {last}."
+                )
+
+
+def _called(node: Node) -> str:
+    return f"'{node.name}'" if node.is_leaf_module else str(node)
+
+
+def _first_node(graph: TracedGraph, name: str) -> int:
+    names = _module_names(graph)
+    matches = [known for known in names if known == name or known.endswith(f".{name}")]
+    full = name if name in matches else matches[0] if len(matches) == 1 else None
+    if full is None:
+        found = "more than one module" if matches else "no module that the step calls"
+        raise UserError(f"strategy.split_points names '{name}', which is {found}.{nearest(name, names)}")
+    return min(node.index for node in graph.nodes if _is_in(node, full))
+
+
+def _cuts_of_patterns(graph: TracedGraph, patterns: dict[str, int], num_stages: int) -> list[int]:
+    names = _module_names(graph)
+    for pattern, stage in patterns.items():
+        if not any(_matches(name, pattern) for name in names):
+            raise UserError(
+                f"strategy.split_points has the pattern '{pattern}', which no module matches.{nearest(pattern, names)}"
+            )
+        if not 0 <= stage < num_stages:
+            raise UserError(
+                f"strategy.split_points puts '{pattern}' in stage {stage}; stages are 0 to {num_stages - 1}."
+            )
+    places: list[int] = []
+    current = 0
+    for node in graph.nodes:
+        asked = [
+            stage for pattern, stage in patterns.items() if any(_matches(name, pattern) for name in _ancestry(node))
+        ]
+        if asked and asked[0] < current:
+            raise UserError(
+                f"strategy.split_points puts {node} in stage {asked[0]}, but what runs before it in stage {current}: "
+                "a step goes through the stages once, in order."
+            )
+        if asked and asked[0] > current + 1:
+            raise UserError(f"strategy.split_points leaves stage {current + 1} empty: {node} is in stage {asked[0]}.")
+        if asked and asked[0] == current + 1:
+            places.append(node.index)
+            current += 1
+    if current < num_stages - 1:
+        raise UserError(f"strategy.split_points leaves stage {current + 1} empty. Give it a pattern of its own.")
+    return places
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _module_names(graph: TracedGraph) -> list[str]:
+    return list(dict.fromkeys(name for node in graph.nodes for name in _ancestry(node)))
+
+
+def _ancestry(node: Node) -> list[str]:
+    parts = (node.name if node.is_leaf_module else node.path).split(".")
+    return [".".join(parts[: length + 1]) for length in range(len(parts)) if parts[0]]
+
+
+def _is_in(node: Node, name: str) -> bool:
+    return name in _ancestry(node)

@@ -1,4 +1,4 @@
-"""Who does which micro-batch when: pure generators of actions, one list for each rank of a pipeline."""
+"""Schedules of micro-batches (GPipe, 1F1B, interleaved 1F1B): pure generators of actions, one list for each rank."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ class Action:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
     def place(self) -> str:
-        """Return what to call it in messages."""
+        """Return the name of the action in messages."""
         work = "forward" if self.kind == FORWARD else "backward"
         return f"{work} of micro-batch {self.micro_batch} in stage {self.stage}"
 
 
-SCHEDULES = ("simple", "interleaved", "interleaved_virtual")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+SYNONYMS = {"simple": "gpipe", "interleaved": "1f1b"}
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One of the schedules, for so many ranks; only `interleaved_virtual` has several stages on each."""
+    """One of the schedules, for so many ranks; only `interleaved_1f1b` has several stages on each."""
 
     name: str
     num_ranks: int
@@ -43,18 +44,18 @@ class Schedule:
         return self.num_ranks * self.stages_per_rank
 
     def actions(self, rank: int, num_micro_batches: int) -> list[Action]:
-        """Return what a rank does in a window, in order."""
-        if self.name == "interleaved_virtual":
+        """Return the actions of a rank for one step batch, in order."""
+        if self.name == "interleaved_1f1b":
             per_rank = self.stages_per_rank
-            return list(interleaved_virtual(rank, self.num_ranks, num_micro_batches, stages_per_rank=per_rank))
-        return list((simple if self.name == "simple" else interleaved)(rank, self.num_ranks, num_micro_batches))
+            return list(interleaved_one_f_one_b(rank, self.num_ranks, num_micro_batches, stages_per_rank=per_rank))
+        return list((gpipe if self.name == "gpipe" else one_f_one_b)(rank, self.num_ranks, num_micro_batches))
 
     def bubble(self, num_micro_batches: int) -> float:
         """Return the idle share if all stages were equal."""
         return bubble(self.num_ranks, max(num_micro_batches, 1), stages_per_rank=self.stages_per_rank)
 
 
-def simple(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
+def gpipe(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
     """Yield all forwards, then all backwards; every micro-batch is in flight at once.
 
     Three ranks, four micro-batches, a backward twice as long as a forward::
@@ -70,7 +71,7 @@ def simple(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action
         yield Action(BACKWARD, rank, micro_batch)
 
 
-def interleaved(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
+def one_f_one_b(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
     """Yield each backward as soon as it is possible; at most `num_ranks - rank` micro-batches are in flight.
 
     Three ranks, four micro-batches, a backward twice as long as a forward::
@@ -85,13 +86,13 @@ def interleaved(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[A
     yield from _one_forward_one_backward(forwards, backwards, warm_up=warm_up)
 
 
-def interleaved_virtual(
+def interleaved_one_f_one_b(
     rank: int, num_ranks: int, num_micro_batches: int, *, stages_per_rank: int = 2
 ) -> Iterator[Action]:
-    """Yield `interleaved` work over several stages a rank: stage `s` belongs to rank `s % num_ranks`.
+    """Yield `1f1b` work over several stages a rank: stage `s` belongs to rank `s % num_ranks`.
 
     Micro-batches go in groups of `num_ranks` through all stages of a rank, so the pipeline fills in one
-    stage's time, not in one rank's: the idle share falls by `stages_per_rank`, for more messages and memory.
+    stage's time, not in one rank's: the idle share falls by `stages_per_rank`, for more channel and memory.
     Two ranks, two stages each, four micro-batches (`sFm`: stage s, micro-batch m), all equally long::
 
         rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 ... 2B2 ... 2B3 0B2 0B3
@@ -132,7 +133,7 @@ class Span:
 def simulate(
     actions: Sequence[Sequence[Action]], costs: Mapping[tuple[str, int], float], num_stages: int
 ) -> list[list[Span]]:
-    """Return every rank's actions with their times, where messages cost nothing.
+    """Return every rank's actions with their times, where channel cost nothing.
 
     `actions` has one list for each rank; `costs` gives the time of ("F" or "B", stage). A schedule that waits
     for itself raises `ValueError`.

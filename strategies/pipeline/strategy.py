@@ -1,75 +1,94 @@
-"""The strategy `pipeline`: one task over several devices, cut into stages, with copies of the whole if asked."""
+"""Pipeline strategy: one task over several devices, partitioned into stages, with replicas if asked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.batches import to_device
+from trainkit.checkpoints.shards import Shards
 from trainkit.data import Source
+from trainkit.errors import UserError
 from trainkit.feed import make_feed
-from trainkit.metrics.step_output import StepOutput, read_training_output
+from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.optimization import Clip, Optimization, configure
 from trainkit.phases import check_phases_run, has_phases
 from trainkit.precision import Precision
 from trainkit.profiling.timeline import Overlap
 from trainkit.strategy import BatchPlan
 from trainkit.task import TaskModule
-from trainkit.window import Window
+from trainkit.window import MicroBatch, Window
 
-from ..ddp.agreement import broadcast, gather
-from .evaluation_pass import EvaluationPass, draw_seed
-from .partition import Shared
-from .planning import Costs
-from .preview import preview
-from .report import write_timeline
-from .scaled_together import ScaledTogether
-from .schedules import Span
-from .staging import act_name, costs_of, rehearsals
-from .table import PartitionPlan
+from ..ddp.agreement import broadcast, check_same_model, gather, tensors_of
+from ..ddp.failure import StoreBoard
+from ..process_group import ProcessGroupStrategy
+from ..shared_buffers import SharedBuffers
+from .gradients import StageGradients, SyncedScaler
+from .mesh import PipelineErrors, PipelineMesh
+from .partition import SharedParameters
+from .plan_report import PlanReport, write_plan, write_timeline
+from .runtime import PipelineRuntime
+from .schedules import SCHEDULES, SYNONYMS, Schedule, Span, forward_only
+from .stage_executor import PartitionedStep
+from .staged_model import StagedModel, TrainingStepSpec, check_name, single_step, step_key
+from .state import PipelineState
+
+if TYPE_CHECKING:
+    from trainkit.cli.main import Arguments
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 MICRO_BATCHES_PER_STAGE = 2
-"""Micro-batches for each stage where the user says nothing: a third of the time is idle with so many."""
+"""Default number of micro-batches per stage; a third of the time is idle with this many."""
 
 
-class Pipeline(EvaluationPass):
-    """Cuts the task into stages, one a process, and leads the micro-batches of each step through them.
+class PipelineStrategy(ProcessGroupStrategy):
+    """Partitions the task into stages, one a process, and passes the micro-batches of each step through them.
 
-    Four ranks as two stages and two copies (replicas); replicas read different samples, stages the same::
+    Four ranks as two stages and two replicas; replicas read different samples, stages the same::
 
                     stage 0    stage 1
         replica 0   rank 0 --> rank 1
         replica 1   rank 2 --> rank 3
 
-    The task needs no change: its step is recorded on the first batch, cut, and run again on every rank, which
-    executes only its own part.
+    The task needs no change: its step is traced on the first batch, partitioned, and run again on every rank, which
+    executes only the nodes of its own stage.
 
     Args:
-        stages: Processes that share one copy of the task.
-        replicas: Copies that train on different samples.
-        schedule: `interleaved` (a backward as soon as it is possible), `simple` (all forwards, then all
-            backwards), `interleaved_virtual` (`interleaved`, with several stages on each rank).
-        stages_per_rank: Stages on each rank, for `interleaved_virtual`.
-        cuts: Names of the modules that begin the second and later stages, or a stage for each pattern of names;
-            by default found from what each module costs.
-        shared: Where a parameter is that several places of the step use, as tied embeddings: `together` (these are in
-            one stage), `replicated` (each stage that uses it has a copy, and gradients are added up), `auto`
-            (together, unless that is much slower; cuts of your own must not come between).
+        stages: Number of pipeline stages (processes per replica).
+        replicas: Copies of the task, which train on different samples.
+        schedule: `gpipe` (all forwards, then all backwards), `1f1b` (each backward as soon as possible) or
+            `interleaved_1f1b` (`1f1b` with several stages per rank). `simple` and `interleaved` also name the first
+            two.
+        stages_per_rank: Stages on each rank, for `interleaved_1f1b`.
+        split_points: Names of the modules that begin the second and later stages, or a stage for each pattern of
+            names; by default found from the cost of each module.
+        shared_parameters: Stage of a parameter that several nodes of the step use, such as tied embeddings:
+            `same_stage` (all its users are in one stage), `replicated` (each stage that uses it has a copy, and
+            gradients are summed), `auto` (`same_stage`, unless that is much slower or split points come between).
         balance: `speed`, `memory`, or a share between 0 and 1 of memory against time.
-        record: How the step is recorded: `real` (run on the CPU, and timed there if that is where it trains), `fake`
-            (nothing is computed; times follow from operations), `auto` (`fake` for a task on the meta device).
+        trace: `eager` (run and time one step on the CPU), `fake` (FakeTensor, no compute; times are estimated from
+            operations), `auto` (`fake` for a task on the meta device).
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each replica; by default two for each stage.
-        micro_batch_size: Samples of a micro-batch, at most; another way to say it.
+        micro_batch_size: Largest number of samples of a micro-batch, in place of `accumulate`.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of the first replica after every step.
-        timeline: Whether each step leaves a picture of who did which micro-batch when in the run's folder.
+        timeline: Whether each step writes a picture of its schedule to the run's folder.
         timeout: Seconds to wait for another rank.
-        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed, for what replicas say
-            to each other; between stages it is always gloo.
+        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed, for the communication of
+            replicas; stages always use gloo.
         launch: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
 
     """
@@ -81,12 +100,12 @@ class Pipeline(EvaluationPass):
         *,
         stages: int = 2,
         replicas: int = 1,
-        schedule: str = "interleaved",
+        schedule: str = "1f1b",
         stages_per_rank: int = 2,
-        cuts: Sequence[str] | Mapping[str, int] | None = None,
-        shared: Shared = "auto",
+        split_points: Sequence[str] | Mapping[str, int] | None = None,
+        shared_parameters: SharedParameters = "auto",
         balance: str | float = "speed",
-        record: str = "auto",
+        trace: str = "auto",
         device: str = "auto",
         accumulate: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
@@ -97,14 +116,6 @@ class Pipeline(EvaluationPass):
         launch: str = "local",
     ) -> None:
         super().__init__(
-            stages=stages,
-            replicas=replicas,
-            schedule=schedule,
-            stages_per_rank=stages_per_rank,
-            cuts=cuts,
-            shared=shared,
-            balance=balance,
-            record=record,
             device=device,
             accumulate=accumulate,
             micro_batch_size=micro_batch_size,
@@ -113,25 +124,274 @@ class Pipeline(EvaluationPass):
             backend=backend,
             launch=launch,
         )
-        self.draws_timeline = timeline
-        self._waited_before: float | None = None  # when overlap was asked for
+        for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
+        known = check_name("schedule", schedule, [*SCHEDULES, *SYNONYMS])
+        known = SYNONYMS.get(known, known)
+        self.schedule = Schedule(known, stages, stages_per_rank if known == "interleaved_1f1b" else 1)
+        self.mesh = PipelineMesh(stages=stages, replicas=replicas)
+        self.staged_model = StagedModel(
+            schedule=self.schedule,
+            split_points=split_points,
+            shared_parameters=shared_parameters,
+            balance=balance,
+            trace=trace,
+        )
+        self.state = PipelineState()
+        self.runtime: PipelineRuntime | None = None
+        """The runtime of this rank, from `setup` on."""
+        self.plan_report: PlanReport | None = None
+        """The stages, from the first step on."""
+        self.writes_timeline = timeline
+        self._errors: PipelineErrors | None = None
+        self._gradients: dict[str, StageGradients] = {}  # by phase
+        self._optimizations: dict[str, Optimization] = {}  # by phase
+        self._phase = ""
+        self._begun: Iterator[Window] | None = None  # training's windows, of which the first has been traced
+        self._waited_before: float | None = None  # `waited_seconds` at the start of the overlap profile
 
-    # ---- Who reads what
+    # ---- Ranks
+
+    def num_ranks(self) -> int:
+        """Return the number of processes: one for each stage of each replica."""
+        return self.mesh.stages * self.mesh.replicas
+
+    def name_of_process(self, process: int) -> str:
+        """Return the name of a process in messages, with its stage."""
+        return self.mesh.rank_name(process)
+
+    @property
+    def stage(self) -> int:
+        """The stage of this rank; for `interleaved_1f1b` the first of them."""
+        return self.mesh.stage
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks with copies of this rank's parameters: the same stage of every replica."""
+        return self.mesh.replica_group if self.mesh.is_joined else super().group
+
+    @property
+    def process(self) -> int:
+        """The rank among all stages and replicas."""
+        return self.rank * self.mesh.stages + self.mesh.stage
+
+    @property
+    def num_processes(self) -> int:
+        """All stages of all replicas."""
+        return self.mesh.replicas * self.mesh.stages
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and messages: the first stage of the first replica."""
+        return self.rank == 0 and self.mesh.stage == 0
+
+    def setup(self, precision: Precision) -> None:
+        """Join the other ranks, with nothing partitioned; collective."""
+        super().setup(precision)
+        mesh = self.mesh
+        mesh.join(timeout=timedelta(seconds=self.timeout_seconds))
+        self.rank, self.world_size = mesh.replica, mesh.replicas
+        self._errors = PipelineErrors(
+            self._board or StoreBoard(mesh.stage_group, token="pipeline"),
+            name=f"stage {mesh.stage} of replica {mesh.replica}",
+            step=lambda: max(self._steps - 1, 0),
+        )
+        self.runtime = PipelineRuntime(mesh, device=self.device, errors=self._errors)
+        self.staged_model.clear()
+        self.state = PipelineState()
+        self._optimizations, self._gradients, self._phase, self._begun = {}, {}, "", None
+
+    def tell_failure(self, why: str) -> None:
+        """Publish why this rank stops."""
+        if self._errors is not None:
+            self._errors.publish(why)
+
+    def teardown(self) -> None:
+        """Leave the other ranks and release what was acquired; may be called twice."""
+        for gradients in self._gradients.values():
+            gradients.close()
+        self._gradients, self._begun = {}, None
+        self.staged_model.clear()
+        self.mesh.leave()
+        super().teardown()
+
+    # ---- Collectives: over replicas, except where the docstring says all ranks
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
+        """Return the reduction of `tensor` over replicas; collective."""
+        return tensor.detach().clone() if self.mesh.replicas == 1 else super().all_reduce(tensor, op)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return the value of each process, of all ranks; collective."""
+        with self._waiting(self._after("an all_gather")):
+            return gather(value, self._ranks)
+
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's value on all ranks; collective."""
+        box: list[Any] = [value]
+        with self._waiting(self._after("a broadcast")):
+            dist.broadcast_object_list(box, src=0)
+        received: T = box[0]
+        return received
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it; collective."""
+        with self._waiting(self._after("a barrier")):
+            dist.barrier()
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether `flag` is true on any of all ranks; collective."""
+        found = torch.tensor([int(flag)], device=self.device)
+        with self._waiting(self._after("an agreement")):
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found.item())
+
+    def stop_evaluating(self, requested: bool) -> bool:
+        """Return whether any stage of this replica was asked to stop; collective over its stages."""
+        with self._waiting(self._after("the agreement whether to go on evaluating")):
+            return bool(self.mesh.max_over_stages(torch.tensor([int(requested)])).item())
+
+    # ---- Preparation
 
     @property
     def micro_batches_of_a_step(self) -> int:
-        """Micro-batches in which each replica takes its part of a step."""
-        return self.accumulate or MICRO_BATCHES_PER_STAGE * self.stages
+        """Micro-batches of a step on each replica."""
+        return self.accumulate or MICRO_BATCHES_PER_STAGE * self.mesh.stages
 
     def plan(self, batch_size: int, *, even: bool = True) -> BatchPlan:
-        """Return how a global batch is cut; without a wish of the user's into enough micro-batches for all stages."""
+        """Return how a global batch is split; by default into enough micro-batches for all stages."""
         if self.accumulate is not None or self.micro_batch_size is not None:
             return super().plan(batch_size, even=even)
         share = -(-batch_size // self.world_size)
         size = -(-share // min(self.micro_batches_of_a_step, share))
         return BatchPlan(batch_size, self.world_size, -(-share // size), size)
 
-    # ---- A step
+    def check_phases(self, task: TaskModule) -> None:
+        """Raise UserError for phases with replicated parameters, which are not supported together."""
+        if self.staged_model.shared_parameters == "replicated":
+            raise UserError(
+                f"{type(task).__name__} has phases, and strategy.shared_parameters=replicated would give stages copies "
+                "of what several of them use. Each parameter is in one stage there: type "
+                "strategy.shared_parameters=same_stage."
+            )
+
+    def prepare(self, task: TaskModule) -> None:
+        """Leave rank 0's parameters and buffers on every rank, in host memory until the first step is partitioned.
+
+        Tensors on the meta device stay there until then, and are created only on the ranks that hold them.
+        """
+        self.precision.prepare(task)
+        check_same_model(tensors_of(task), self._ranks)  # or the broadcasts that follow might crash or hang
+        everything = [tensor for tensor in (*task.parameters(), *task.buffers()) if not tensor.is_meta]
+        for tensor in everything:
+            tensor.data = tensor.data.cpu()
+        self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        self._all_trained = self._trained
+        if self.mesh.stage == 0:
+            broadcast(everything, self.group)
+        broadcast(everything, self.mesh.stage_group)
+
+    def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
+        """Register an optimizer, whose state follows the parameters to their stages."""
+        if not callable(getattr(task, optimization.step_name, None)):
+            raise UserError(
+                f"{type(task).__name__} has no method {optimization.step_name}, by which a pipeline would cut it for "
+                f"the phase '{optimization.phase}'. Define {optimization.step_name}(self, batch), which returns the "
+                "loss, or type strategy=ddp."
+            )
+        self._optimizations[optimization.phase] = optimization
+
+    def prepare_steps(self, task: TaskModule, windows: Iterator[Window]) -> None:
+        """Trace training's first micro-batch, partition the task, and keep each stage's part; collective."""
+        first = next(windows, None)
+        if first is None:
+            return
+        self._begun = chain([first], windows)
+        task.train()
+        batches = [self._move_for_evaluation(micro_batch.batch) for micro_batch in first.micro_batches[:1]]
+        with self._publishing_errors():
+            self._partition(task, batches, len(first.micro_batches))
+
+    def windows(self, windows: Iterator[Window], source: Source) -> Iterator[Window]:
+        """Return the windows with their micro-batches on the device, beginning with the traced one."""
+        begun, self._begun = self._begun, None
+        return super().windows(windows if begun is None else begun, source)
+
+    def begin_phase(self, optimization: Optimization, *, step_name: str) -> None:
+        """Make the next `forward_backward` train the parameters of a phase alone, by the method `step_name`."""
+        super().begin_phase(optimization, step_name=step_name)
+        self._phase = optimization.phase
+
+    def end_phases(self) -> None:
+        """Make every parameter require a gradient again that some phase trains."""
+        super().end_phases()
+        self._phase = ""
+
+    def _partition(self, task: TaskModule, batches: Sequence[Any], num_micro_batches: int) -> None:
+        """Partition the task by its training steps, and keep this stage's part on the device. Collective."""
+        phase, step_name = self._phase, self._step_name
+        specs, batch = self._training_steps(task), batches[0] if batches else None
+        model, mesh = self.staged_model, self.mesh
+        placement = model.partition(task, specs, batch, mesh=mesh, device=self.device, all_replicas=True)
+        if any(self._optimizations):  # phases: without them, what is frozen stays so
+            self.end_phases()
+        self._keep_local(task, num_micro_batches)
+        self._gradients = {
+            name: StageGradients(task, placement, mesh, board=self._board, phase=self._phase_parameters(task, name))
+            for name in self._optimizations or [""]
+        }
+        if self.broadcast_buffers:
+            self._buffers = SharedBuffers(task, is_shared=lambda name: placement.is_held(name, mesh.stage))
+        if phase:
+            self.begin_phase(self._optimizations[phase], step_name=step_name)
+
+    def _training_steps(self, task: TaskModule) -> dict[str, TrainingStepSpec]:
+        if not any(self._optimizations):
+            return {self._step_name: single_step(partial(self._call, task.training_step))}
+        return {
+            step_key(phase, optimization.step_name): TrainingStepSpec(
+                partial(self._call, getattr(task, optimization.step_name)),
+                partial(self.begin_phase, optimization, step_name=optimization.step_name),
+                1.0 / optimization.every,
+            )
+            for phase, optimization in self._optimizations.items()
+        }
+
+    def _phase_parameters(self, task: TaskModule, phase: str) -> dict[str, torch.nn.Parameter] | None:
+        """Return the parameters that a phase trains, as far as its step uses them; `None` without phases."""
+        if not phase:
+            return None
+        optimization = self._optimizations[phase]
+        trained = {id(parameter) for parameter in optimization.parameters}
+        users = self.staged_model.steps[step_key(phase, optimization.step_name)].graph.parameter_users
+        named = task.named_parameters()
+        return {name: parameter for name, parameter in named if id(parameter) in trained and name in users}
+
+    def _keep_local(self, task: TaskModule, num_micro_batches: int) -> None:
+        placement = self.staged_model.placement
+        assert placement is not None
+        optimizers = [optimization.optimizer for optimization in self._optimizations.values()]
+        self.state.keep_local(task, optimizers, placement, group=self.mesh.stage_group, device=self.device)
+        self.mesh.sync_rng()
+        self.plan_report = report = self.staged_model.report(num_micro_batches)
+        if not self.is_main:
+            return
+        if not self._optimizations or self.log_dir is None:
+            logger.info("pipeline:\n%s", report)
+            return
+        print(f"Pipeline of {len(report.stages)} stages\n{report}", flush=True)
+        write_plan(report, Path(self.log_dir))
+
+    def _call(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        with self.precision.forward():
+            return step(batch)
+
+    def _publishing_errors(self) -> AbstractContextManager[None]:
+        assert self._errors is not None
+        return self._errors.published()
+
+    # ---- Training
 
     def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
         """Leave in every `.grad` of this stage the gradient of the weighted mean loss over the global batch.
@@ -139,13 +399,13 @@ class Pipeline(EvaluationPass):
         Returns the outputs of this replica's micro-batches, on every stage. Collective.
         """
         self._steps += 1
-        with self._told():
+        with self._publishing_errors():
             return self._forward_backward(task, window)
 
     def _forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
-        step = partial(self._call, getattr(task, self._step_name))
+        assert self.runtime is not None
         batches = [micro_batch.batch for micro_batch in window.micro_batches]
-        staged = self._staged_training(task, batches)
+        partitioned = self._training_step(task, batches)
         outputs: dict[int, StepOutput] = {}
 
         def read_loss(index: int, returned: Any) -> Tensor:
@@ -159,78 +419,173 @@ class Pipeline(EvaluationPass):
 
         self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss, on every stage
         gradients = self._gradients[self._phase]
-        assert self._runtime is not None
-        actions = self._schedule.actions(self.stage, len(batches))
-        around, seed = gradients.session_around(actions), draw_seed()
-        self._runtime.train(staged, step, batches, actions=actions, seed=seed, read_loss=read_loss, around=around)
-        if not actions:
-            gradients.reduce_nothing()
-        shared = self._share(
-            [outputs[index] for index in sorted(outputs)], staged, act_name(self._phase, self._step_name)
+        actions = self.schedule.actions(self.mesh.stage, len(batches))
+        self.runtime.train(
+            partitioned,
+            partial(self._call, getattr(task, self._step_name)),
+            batches,
+            actions=actions,
+            read_loss=read_loss,
+            around=gradients.reduce_around(actions),
         )
-        gradients.add_up_shared()
+        if not actions:
+            gradients.reduce_zeros()
+        ordered = [outputs[index] for index in sorted(outputs)]
+        shared = self.runtime.broadcast_outputs(ordered, partitioned, step_key(self._phase, self._step_name))
+        gradients.sum_shared()
         self.finish_gradients(shared, window)
-        if self._buffers is not None and self.replicas > 1:
+        if self._buffers is not None and self.mesh.replicas > 1:
             broadcast(self._buffers.now(), self.group)
-        if self.draws_timeline and batches:
-            self._draw_timeline(len(batches))
+        if self.writes_timeline and batches:
+            self._write_timeline(len(batches))
         return shared
+
+    def _training_step(self, task: TaskModule, batches: Sequence[Any]) -> PartitionedStep:
+        """Return the current training step; all ranks partition the task at the first one."""
+        if self.staged_model.placement is None:
+            self._partition(task, batches, len(batches))
+        partitioned = self.staged_model.steps.get(step_key(self._phase, self._step_name))
+        if partitioned is None:
+            own = self._optimizations[self._phase].step_name
+            raise UserError(
+                f"{type(task).__name__} trains the phase '{self._phase}' by {self._step_name}, but a pipeline cuts the "
+                f"task by {own}, the phase's own step. Leave step={self._step_name!r} out of control.backward, or type "
+                "strategy=ddp."
+            )
+        return partitioned
 
     def gradient_norm(self, optimization: Optimization) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
-        assert self._grid is not None
-        return self._gradients[optimization.phase].norm(self._grid, self.device)
+        return self._gradients[optimization.phase].norm(self.mesh, self.device)
 
     def optimizer_step(self, optimization: Optimization) -> Tensor | None:
         """Update this stage's parameters; a step that fp16 skips on one stage is skipped on all. Collective."""
         if self.precision.scaler is None:
             return super().optimizer_step(optimization)
-        return super().optimizer_step(ScaledTogether(optimization, self._agree_on_overflow))
+        return super().optimizer_step(SyncedScaler(optimization, self.mesh.max_over_stages))
 
-    # ---- The plan without training
+    # ---- Evaluation
 
-    def preview(self, task: TaskModule, source: Source, *, precision: Precision) -> tuple[PartitionPlan, str]:
-        """Return the plan for training on `source`, and its drawing; nothing is started, and the task stays whole."""
-        check_phases_run(task, self)
-        self.world_size = self.replicas
-        self.precision = precision
-        precision.setup(self.device)
-        precision.prepare(task)
-        self._all_trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
-        if has_phases(task):
-            clip, steps = Clip(), 1000  # of which no plan depends
-            phases = configure(task, clip=clip, precision=precision, total_steps=steps, fused=False, skip=False)
-            self._optimizations = {optimization.phase: optimization for optimization in phases}
-        window = next(self.windows(make_feed(source, self, seed=0).windows(0, 0), source))
-        try:
-            return preview(
-                rehearsals(self._acts(task), task.train(), window.micro_batches[0].batch, self._costs(task)),
-                len(window.micro_batches),
-                schedule=self._schedule,
-                balance=self.balance,
-                cuts=self.cuts,
-                shared=self.shared,
-            )
-        finally:
-            self.end_phases()
-            self._optimizations = {}
+    def evaluate(
+        self,
+        task: TaskModule,
+        micro_batch: MicroBatch,
+        step_name: Literal["validation_step", "test_step"],
+    ) -> StepOutput:
+        """Return the metrics of one batch, on every stage of this replica; collective over its stages."""
+        if self._evaluates_whole:
+            return super().evaluate(task, micro_batch, step_name)
+        assert self.runtime is not None
+        with self._publishing_errors():
+            partitioned, returned = self._forward(task, step_name, micro_batch)
+            outputs = [read_evaluation_output(value, micro_batch.num_samples, task, step_name) for value in returned]
+            return self.runtime.broadcast_outputs(outputs, partitioned, step_name)[0]
 
-    def _costs(self, task: TaskModule) -> Costs:
-        return costs_of(self.record, task, self.device)
+    def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
+        """Return the predictions for one batch, on every stage of this replica; collective over its stages."""
+        if self._evaluates_whole:
+            return super().predict(task, micro_batch)
+        with self._publishing_errors():
+            partitioned, returned = self._forward(task, "predict_step", micro_batch)
+            box = returned or [None]
+            source = partitioned.stage_graphs[-1].rank
+            dist.broadcast_object_list(box, group=self.mesh.stage_group, group_src=source)
+            return box[0]
 
-    # ---- What happened when
+    def _forward(self, task: TaskModule, step_name: str, micro_batch: MicroBatch) -> tuple[PartitionedStep, list[Any]]:
+        """Return the step, and what it returned for the batch: on the last stage one value, elsewhere none."""
+        assert self.runtime is not None
+        model, mesh = self.staged_model, self.mesh
+        step = partial(self._call, getattr(task, step_name))
+        batch = self._move_for_evaluation(micro_batch.batch)
+        key = f"{step_name} in training mode" if task.training else step_name
+        if key not in model.steps:  # partitioned by this replica alone: replicas have unequal numbers of batches
+            if model.placement is None:
+                specs = {key: single_step(step)}
+                model.partition(task, specs, batch, mesh=mesh, device=self.device, all_replicas=False)
+                self._keep_local(task, 1)
+            else:
+                model.add_step(key, task, step, batch, mesh=mesh, device=self.device)
+        partitioned = model.steps[key]
+        own = [stage_graph.index for stage_graph in partitioned.stage_graphs if stage_graph.rank == mesh.stage]
+        returned = self.runtime.forward(partitioned, step, [batch], actions=forward_only(own, 1))
+        return partitioned, list(returned.values())
+
+    @property
+    def _evaluates_whole(self) -> bool:
+        """Whether training will partition the task but has not begun: an evaluation must not partition it."""
+        return bool(self._optimizations) and self.staged_model.placement is None
+
+    def _move_for_evaluation(self, batch: Any) -> Any:
+        if self._evaluates_whole:
+            return to_device(batch, torch.device("cpu"), dtype=self.precision.batch_type)
+        return super()._move_for_evaluation(batch)
+
+    # ---- State, whole and under the names of the bare task; every method is collective except `held`
+
+    def weights_for_caller(self, task: TaskModule) -> dict[str, Any] | None:
+        """Return the trained weights on the main rank if the caller is in another process.
+
+        Ranks that were started by others (torchrun) all have the whole task again, in host memory.
+        """
+        if self._environment is None:
+            self.state.make_whole(task)
+            return None
+        weights = {name: tensor.cpu() for name, tensor in self.state_dict(task).items()}
+        return weights if self.is_main else None
+
+    def state_dict(self, task: TaskModule) -> dict[str, Any]:
+        """Return the task's parameters and buffers, complete on the main rank."""
+        return self.state.gather_task(task) if self.rank == 0 else task.state_dict()
+
+    def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
+        """Load into each stage its part of the parameters and buffers in `saved`."""
+        self.state.load_task(task, saved)
+
+    def held(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return the parameters and buffers of this stage by name; all of them before the task is partitioned."""
+        everything = super().held(task)
+        placement = self.staged_model.placement
+        if placement is None:
+            return everything
+        return {name: tensor for name, tensor in everything.items() if placement.is_held(name, self.mesh.stage)}
+
+    def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
+        """Return the optimizer's state, complete on the main rank."""
+        if self.staged_model.placement is None or self.rank != 0:
+            return super().optimizer_state_dict(task, optimization)
+        return self.state.gather_optimizer(optimization.optimizer)
+
+    def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
+        """Load into this stage's optimizer the state of its own parameters in `saved`."""
+        self.state.load_optimizer(task, optimization.optimizer, saved)
+
+    def shards(self, task: TaskModule, optimizations: Sequence[Optimization]) -> Shards | None:
+        """Return the state with the shards of this stage; `None` before the task is partitioned."""
+        optimizers = [optimization.optimizer for optimization in optimizations]
+        return self.state.shards(task, optimizers, writes=self.rank == 0, all_gather=self.all_gather_object)
+
+    def choices(self) -> dict[str, Any]:
+        """Return the partition, so that a resumed run has the same."""
+        return self.staged_model.state()
+
+    def take_choices(self, saved: Mapping[str, Any]) -> None:
+        """Load the partition of the run that is resumed, if it has as many stages."""
+        self.staged_model.load_state(saved)
+
+    # ---- Profiles
 
     @property
     def waited_seconds(self) -> float | None:
         """Seconds in which this stage has waited for others."""
-        return None if self._runtime is None else self._runtime.waited_seconds
+        return None if self.runtime is None else self.runtime.waited_seconds
 
     def watch_overlap(self) -> None:
-        """Note what has been waited so far."""
+        """Start the overlap profile."""
         self._waited_before = self.waited_seconds
 
     def take_overlap(self, steps: int) -> Overlap | None:
-        """Return what this stage has waited since `watch_overlap`; messages that nobody waits for are hidden."""
+        """Return this stage's waiting time since `watch_overlap`; messages that nobody waits for are hidden."""
         before, after = self._waited_before, self.waited_seconds
         self._waited_before = None
         if self.num_processes == 1 or before is None or after is None or not steps:
@@ -238,16 +593,68 @@ class Pipeline(EvaluationPass):
         return Overlap((after - before) / steps, steps=steps, note="messages and the schedule's bubble, on this stage")
 
     def timeline(self) -> list[list[Span]]:
-        """Return what each stage of this replica did in the last window, and when; collective over its stages."""
-        assert self._runtime is not None
-        answers = gather((self._runtime.began, self._runtime.spans), self._stage_group)
+        """Return the actions of each stage of this replica in the last step; collective over its stages."""
+        assert self.runtime is not None
+        answers = gather((self.runtime.began, self.runtime.spans), self.mesh.stage_group)
         first = min(began for began, _ in answers)
         return [
             [Span(span.action, span.start + began - first, span.end + began - first) for span in spans]
             for began, spans in answers
         ]
 
-    def _draw_timeline(self, num_micro_batches: int) -> None:
+    def _write_timeline(self, num_micro_batches: int) -> None:
         spans = self.timeline()
         if self.is_main and self.log_dir is not None:
-            write_timeline(spans, Path(self.log_dir), expected=self._schedule.bubble(num_micro_batches))
+            write_timeline(spans, Path(self.log_dir), expected=self.schedule.bubble(num_micro_batches))
+
+    def preview(self, task: TaskModule, source: Source, *, precision: Precision) -> tuple[PlanReport, str]:
+        """Return the partition for training on `source` and its drawing, in this process; the task stays whole."""
+        check_phases_run(task, self)
+        self.world_size = self.mesh.replicas
+        self.precision = precision
+        precision.setup(self.device)
+        precision.prepare(task)
+        self._all_trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        if has_phases(task):
+            clip, steps = Clip(), 1000  # the partition does not depend on either
+            phases = configure(task, clip=clip, precision=precision, total_steps=steps, fused=False, skip=False)
+            self._optimizations = {optimization.phase: optimization for optimization in phases}
+        window = next(self.windows(make_feed(source, self, seed=0).windows(0, 0), source))
+        try:
+            return self.staged_model.preview(
+                task.train(),
+                self._training_steps(task),
+                window.micro_batches[0].batch,
+                device=self.device,
+                num_micro_batches=len(window.micro_batches),
+            )
+        finally:
+            self.end_phases()
+            self._optimizations = {}
+
+
+def partition_command(arguments: Arguments) -> int:
+    """Print and draw the partition of a task; its step runs a few times on one batch in this process."""
+    from torch.utils.data import DataLoader
+
+    from trainkit.cli.compose import compose_config
+
+    chosen = arguments.take("strategy")
+    if chosen not in (None, "pipeline"):
+        raise UserError(f"strategy={chosen} has no stages; only strategy=pipeline cuts a task. Leave strategy= out.")
+    with compose_config(arguments.config_dirs) as composer:
+        settings = composer.settings(["strategy=pipeline", *arguments.overrides], needs_task=not arguments.cfg)
+    if arguments.cfg:
+        print(settings.as_yaml() if arguments.resolve else settings.unresolved, end="")
+        return 0
+    from trainkit.cli.run_commands import assemble
+    from trainkit.data import Data
+
+    run = assemble(settings, run_dir=None, loggers=False)
+    strategy = run.trainer.strategy
+    if not isinstance(strategy, PipelineStrategy):
+        raise UserError(f"{type(strategy).__name__} has no stages to show; only strategy=pipeline cuts a task.")
+    data = Data(train=run.data) if isinstance(run.data, DataLoader) else run.data
+    report, drawing = strategy.preview(run.task, data.source("train"), precision=run.trainer.precision)
+    print(f"{settings.name} in {len(report.stages)} stages\n{report}\n\n{drawing}")
+    return 0

@@ -13,7 +13,7 @@ from trainkit.callbacks.ema import EMA
 from trainkit.callbacks.swa import SWA
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 
 from tests.tasks import Regression, StopAt, assert_same_bits, regression_data, weights
@@ -221,7 +221,7 @@ def test_weights_of_16_bits_are_refused(make_trainer: Any) -> None:
 
 STRATEGIES = {
     "fusion sharded": lambda: FusionStrategy(devices=2, device="cpu", shard_optimizer=True),
-    "pipeline": lambda: Pipeline(stages=2, device="cpu"),
+    "pipeline": lambda: PipelineStrategy(stages=2, device="cpu"),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from trainkit.callbacks.gradient_norms import GradientNorms
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.tasks import Recorder, Regression, regression_data
 from trainkit import Data
@@ -87,4 +87,4 @@ def test_stages_of_a_pipeline_report_their_parts_as_one(make_trainer: Any) -> No
     expected = norms(None)
 
     assert len(expected) == 3
-    assert norms(Pipeline(stages=2, device="cpu")) == pytest.approx(expected, rel=1e-5)
+    assert norms(PipelineStrategy(stages=2, device="cpu")) == pytest.approx(expected, rel=1e-5)

@@ -18,7 +18,7 @@ from trainkit.callbacks.learning_rate_finder import LearningRateFinder, suggest
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 from trainkit.strategies.torch_ddp import TorchDDP
 
@@ -87,7 +87,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": lambda: DDPStrategy(device="cpu"),
     "torch_ddp": lambda: TorchDDP(device="cpu"),
     "fusion": lambda: FusionStrategy(device="cpu"),
-    "pipeline": lambda: Pipeline(stages=2, device="cpu", accumulate=2),
+    "pipeline": lambda: PipelineStrategy(stages=2, device="cpu", accumulate=2),
 }
 
 

@@ -27,8 +27,8 @@ def test_the_plan_and_its_drawing_are_printed_and_nothing_is_started_or_written(
                 "partition",
                 *SMALL,
                 "strategy.stages=3",
-                "strategy.cuts=[blocks.1,blocks.3]",
-                "strategy.shared=replicated",
+                "strategy.split_points=[blocks.1,blocks.3]",
+                "strategy.shared_parameters=replicated",
             ]
         )
         == 0
@@ -48,7 +48,7 @@ def test_another_strategy_is_refused(capsys):
 
 
 def test_a_cut_that_names_nothing_is_told_with_the_nearest(capsys):
-    assert main(["partition", *SMALL, "strategy.cuts=[block.1]"]) == 2
+    assert main(["partition", *SMALL, "strategy.split_points=[block.1]"]) == 2
     assert "blocks.1" in capsys.readouterr().err
 
 
@@ -59,7 +59,7 @@ def test_a_task_with_phases_is_cut_where_it_can_be_in_all_of_them(capsys):
     assert "gan in 2 stages" in shown
     assert first[1].startswith("generator") and second[1].startswith("discriminator")
 
-    assert main(["partition", "recipe=gan", "task.width=16", "strategy.cuts=[discriminator.2]"]) == 2
+    assert main(["partition", "recipe=gan", "task.width=16", "strategy.split_points=[discriminator.2]"]) == 2
     told = capsys.readouterr().err
     assert "a stage cannot begin at module 'discriminator.2'" in told
     assert "`autograd.grad`" in told and "differentiates by what module 'discriminator.0'" in told

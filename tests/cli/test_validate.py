@@ -278,7 +278,7 @@ def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
         ),
         (["strategy=ddp", "strategy.devices=4", "strategy.accumulate=32"], "accumulate=32 equal micro-batches on 4"),
         (["strategy=pipeline", "strategy.replicas=4", "strategy.accumulate=32"], "on 4 rank(s); set accumulate=16"),
-        (["strategy=pipeline", "strategy.cuts=[a,b]"], "2 cuts make 3 stages, not 2"),
+        (["strategy=pipeline", "strategy.split_points=[a,b]"], "2 split points make 3 stages, not 2"),
         (["trainer.clip_norm=1", "trainer.clip_value=1"], "trainer.clip_value: excludes trainer.clip_norm"),
         (
             ["+callbacks=early_stopping", "trainer.evaluate_every=null"],

@@ -12,7 +12,7 @@ from trainkit.callbacks.speed_monitor import SpeedMonitor
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 
 from trainkit import Callback, Data, Phase, TaskModule, Trainer, UserError
@@ -217,8 +217,8 @@ def test_a_loss_that_is_not_finite_in_any_phase_ends_the_run(tmp_path):
 def test_phases_are_refused_before_anything_starts_where_a_strategy_has_none(tmp_path):
     with pytest.raises(UserError, match="strategy=ddp"):
         fit(made(), tmp_path, FusionStrategy(devices=2))
-    with pytest.raises(UserError, match=r"Adversarial has phases.*strategy.shared=together"):
-        fit(made(), tmp_path, Pipeline(stages=2, shared="replicated"))
+    with pytest.raises(UserError, match=r"Adversarial has phases.*strategy.shared_parameters=same_stage"):
+        fit(made(), tmp_path, PipelineStrategy(stages=2, shared_parameters="replicated"))
 
 
 class Declares(Adversarial):

@@ -17,7 +17,7 @@ from torch.nn import functional
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 from trainkit.strategies.torch_ddp import TorchDDP
 
@@ -532,7 +532,7 @@ def strategies_of(num_ranks, accumulate):
         "torch_ddp": TorchDDP(device="cpu", accumulate=accumulate),
         "fusion": FusionStrategy(device="cpu", accumulate=accumulate),
         "fusion sharded": FusionStrategy(device="cpu", accumulate=accumulate, shard_optimizer=True),
-        "pipeline": Pipeline(device="cpu", accumulate=accumulate, stages=num_ranks),
+        "pipeline": PipelineStrategy(device="cpu", accumulate=accumulate, stages=num_ranks),
     }
 
 

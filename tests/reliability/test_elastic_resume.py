@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.dp import DataParallel
 from trainkit.strategies.fusion import FusionStrategy
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 
 from trainkit import Callback, Data, Schedule, TaskModule, Trainer
@@ -222,7 +222,7 @@ def on_two_ranks(copies: dict[str, Path]) -> dict[str, tuple[Weights, Reads]]:
         "ddp": lambda: DDPStrategy(device="cpu"),
         "fusion": lambda: FusionStrategy(device="cpu"),
         "sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True),
-        "pipeline": lambda: Pipeline(device="cpu", stages=2, stages_per_rank=1, schedule="simple", accumulate=2),
+        "pipeline": lambda: PipelineStrategy(device="cpu", stages=2, stages_per_rank=1, schedule="gpipe", accumulate=2),
     }
     return {name: train(strategies[name](), copy, resume=True) for name, copy in copies.items()}
 

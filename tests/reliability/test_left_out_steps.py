@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 
 from tests.tasks import assert_same_bits
@@ -122,7 +122,7 @@ def on_two_ranks(broadcast_buffers: bool) -> Any:
 
 
 def on_two_stages() -> Any:
-    strategy = Pipeline(stages=2, accumulate=2, device="cpu")
+    strategy = PipelineStrategy(stages=2, accumulate=2, device="cpu")
     return fit(data(6, bad=3), strategy=strategy, on_nonfinite="skip").state_dict()
 
 

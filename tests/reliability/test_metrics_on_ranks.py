@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 
 from tests.tasks import Recorder
@@ -102,7 +102,7 @@ def on_ranks() -> Any:
 
 
 def on_stages(cuts: list[str] | None) -> dict[str, float]:
-    return evaluate(Pipeline(stages=2, device="cpu", cuts=cuts), 11, with_collection=False)
+    return evaluate(PipelineStrategy(stages=2, device="cpu", split_points=cuts), 11, with_collection=False)
 
 
 def assert_equal(actual: dict[str, float], expected: dict[str, float], *, close: tuple[str, ...]) -> None:

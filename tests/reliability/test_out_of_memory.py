@@ -13,7 +13,7 @@ from trainkit.strategies import within_memory
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallel
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 from trainkit.strategies.torch_ddp import TorchDDP
 
@@ -205,7 +205,7 @@ def test_without_auto_the_error_is_torchs_own():
     "make",
     [
         lambda: TorchDDP(micro_batch_size="auto"),
-        lambda: Pipeline(micro_batch_size="auto"),
+        lambda: PipelineStrategy(micro_batch_size="auto"),
         lambda: SingleDevice(micro_batch_size="auto", accumulate=2),
         lambda: DDPStrategy(micro_batch_size="auto", hook="fp16"),
         lambda: DDPStrategy(micro_batch_size="auto", overlap_optimizer=True),

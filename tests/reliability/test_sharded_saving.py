@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.fusion import FusionStrategy
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 
 from trainkit import Callback, Data, Stopped, Strategy, TaskModule, Trainer, UserError
@@ -90,7 +90,7 @@ def saved_on_two_ranks(folder: Path) -> list[str]:
     fit(folder / "pruned", fusion(), 8, sharded=True, save_last_k=1)
     fit(folder / "failed", fusion(), 5, sharded=True, save_at_end=False)
     for name, sharded in (("staged_whole", False), ("staged", True)):
-        fit(folder / name, Pipeline(device="cpu", stages=2), 4, sharded=sharded)
+        fit(folder / name, PipelineStrategy(device="cpu", stages=2), 4, sharded=sharded)
     save_in_background(folder)
     errors = []
     with pytest.MonkeyPatch.context() as patch:
@@ -143,7 +143,7 @@ def save_in_background(folder: Path) -> None:
         first = [Steps({3: went_on.set})]
         fit(
             folder / "staged_background",
-            Pipeline(device="cpu", stages=2),
+            PipelineStrategy(device="cpu", stages=2),
             4,
             first=first,
             sharded=True,

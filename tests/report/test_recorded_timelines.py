@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from trainkit.callbacks.profiler import Profiler
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDP
 
 from tests.tasks import Regression, regression_data
@@ -105,7 +105,7 @@ def train_under_each(folder):
         )
         trainer.fit(SlowLayers(), Data(train=TensorDataset(torch.randn(32, 64)), batch_size=8))
     trainer = Trainer(
-        Pipeline(stages=2, device="cpu", accumulate=2),
+        PipelineStrategy(stages=2, device="cpu", accumulate=2),
         run_dir=folder / "pipeline",
         callbacks=[Profiler(start_step=6, end_step=6), LateStage()],
         **settings,
@@ -164,4 +164,4 @@ def test_the_profiler_says_what_of_the_communication_is_hidden_behind_backward(r
 def test_the_profiler_says_how_long_a_stage_waits_for_others(runs):
     overlap = json.loads((runs / "pipeline" / "profile.json").read_text())["overlap"]
     assert LATE - 20 * MS < overlap["exposed_seconds"] < overlap["step_seconds"]
-    assert overlap["line"].startswith("overlap: Pipeline waits for others in ")
+    assert overlap["line"].startswith("overlap: PipelineStrategy waits for others in ")

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion import FusionStrategy
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDP
 
 from trainkit import Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 
 STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDP, "fusion": FusionStrategy}
-ALSO_STAGES = {**STRATEGIES, "pipeline": Pipeline}
+ALSO_STAGES = {**STRATEGIES, "pipeline": PipelineStrategy}
 
 
 class Tracking(TaskModule):

@@ -410,7 +410,7 @@ def _too_many_stages(task: nn.Module, strategy: Mapping[str, Any]) -> list[Probl
     stages = strategy.get("stages")
     if not isinstance(stages, int):
         return []
-    if strategy.get("schedule") == "interleaved_virtual":
+    if strategy.get("schedule") == "interleaved_1f1b":
         stages *= strategy.get("stages_per_rank", 1)
     leaves = sum(not any(module.children()) for module in task.modules())
     own = sum(len(list(module.parameters(recurse=False))) for module in task.modules() if any(module.children()))

@@ -381,17 +381,17 @@ def _batch(strategy: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Pro
 
 
 def _stages(strategy: Mapping[str, Any]) -> Iterator[Problem]:
-    stages, cuts = strategy.get("stages"), strategy.get("cuts")
-    if not _is_count(stages) or not isinstance(cuts, list):
+    stages, points = strategy.get("stages"), strategy.get("split_points")
+    if not _is_count(stages) or not isinstance(points, list):
         return
     per_rank = strategy.get("stages_per_rank")
-    if strategy.get("schedule") == "interleaved_virtual" and _is_count(per_rank):
+    if strategy.get("schedule") == "interleaved_1f1b" and _is_count(per_rank):
         stages *= per_rank
-    if len(cuts) != stages - 1:
+    if len(points) != stages - 1:
         yield Problem(
-            "strategy.cuts",
-            f"{len(cuts)} cuts make {len(cuts) + 1} stages, not {stages}; name {stages - 1} modules, or set "
-            f"strategy.stages={len(cuts) + 1}",
+            "strategy.split_points",
+            f"{len(points)} split points make {len(points) + 1} stages, not {stages}; name {stages - 1} modules, or "
+            f"set strategy.stages={len(points) + 1}",
         )
 
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from trainkit.strategies.pipeline.planning import plan
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.planner import plan
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.training import Training, make, windows
@@ -20,7 +20,7 @@ CUTS = ["net.7"]
 
 
 class _Checkpointed(Mlp):
-    """Draws random numbers in units and in the step itself, in checkpoints before and after the cut."""
+    """Draws random numbers in leaf_modules and in the step itself, in checkpoints before and after the cut."""
 
     reentrant = False
 
@@ -48,7 +48,7 @@ class _Reentrant(_Checkpointed):
 
 def _slope_and_norm(cuts):
     """Return the loss, its slope along the gradient, and the gradient's norm: with equal masks the latter two agree."""
-    strategy = Pipeline(stages=dist.get_world_size(), device="cpu", cuts=cuts)
+    strategy = PipelineStrategy(stages=dist.get_world_size(), device="cpu", split_points=cuts)
     training = Training(make(_Checkpointed), strategy)
     (window,) = windows(_Checkpointed, sizes=[3, 4, 2], num_steps=1)
     parameters = [p for p in training.task.parameters() if p.requires_grad]
@@ -96,14 +96,14 @@ def _plan(task, **settings):
 
 
 def test_no_stage_begins_inside_a_checkpoint():
-    recording, _ = _plan(_Checkpointed())
+    graph, _ = _plan(_Checkpointed())
 
-    regions = [event.checkpoint for event in recording.events]
+    regions = [node.checkpoint for node in graph.nodes]
     assert {0, 1, 2} <= set(regions)
     with pytest.raises(UserError, match=r"cannot begin at module 'net.8'.*one checkpoint runs module 'net.7'.*again"):
-        _plan(_Checkpointed(), cuts=["net.8"])
+        _plan(_Checkpointed(), split_points=["net.8"])
 
 
 def test_a_reentrant_checkpoint_in_the_step_itself_is_refused_with_the_remedy():
     with pytest.raises(UserError, match=r"module 'net.1'.*use_reentrant=True.*Pass use_reentrant=False"):
-        _plan(_Reentrant(), cuts=CUTS)
+        _plan(_Reentrant(), split_points=CUTS)

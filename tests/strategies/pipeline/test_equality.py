@@ -32,7 +32,7 @@ def _assert_equal(num_ranks, cases, *, tolerance):
     assert {name: value for name, value in differences.items() if not value <= tolerance} == {}
 
 
-VIRTUAL = {"schedule": "interleaved_virtual", "num_steps": 3}
+VIRTUAL = {"schedule": "interleaved_1f1b", "num_steps": 3}
 
 
 class _Weightless(Mlp):
@@ -46,8 +46,8 @@ def test_every_kind_of_task_in_two_stages_has_the_weights_of_one_process():
     cases = [_case(model) for model in OWN.values()]
     cases += [_case(_Weightless, sizes=[4], num_steps=2)]
     cases += [_case(_Weightless, sizes=[4, 4], num_steps=2, name="weights of 0 that are added up")]
-    cases += [_case(Mlp, cuts=["net.8"], name="a stage that begins with a write into what it was sent")]
-    cases += [_case(Mlp, cuts=["net.2", "net.8", "net.14"], name="the same on one rank", **VIRTUAL)]
+    cases += [_case(Mlp, split_points=["net.8"], name="a stage that begins with a write into what it was sent")]
+    cases += [_case(Mlp, split_points=["net.2", "net.8", "net.14"], name="the same on one rank", **VIRTUAL)]
     _assert_equal(2, cases, tolerance=DOUBLE)
 
 
@@ -55,11 +55,11 @@ def test_a_value_that_several_stages_use_gets_the_gradients_of_all_of_them():
     _assert_equal(4, [_case(EncoderDecoder, num_steps=3)], tolerance=DOUBLE)
 
 
-BOTH = ("interleaved", "simple")
+BOTH = ("1f1b", "gpipe")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "schedules"), [(2, ["simple"]), (4, BOTH)])
+@pytest.mark.parametrize(("num_ranks", "schedules"), [(2, ["gpipe"]), (4, BOTH)])
 def test_every_kind_of_task_has_the_weights_of_one_process_under_every_schedule(num_ranks, schedules):
     cases = [
         _case(model, schedule=schedule, name=f"{model.__name__} {schedule}")
@@ -87,7 +87,7 @@ def test_stages_with_copies_and_clipping_have_the_weights_of_one_process():
         _case(Mlp, replicas=2, clip=0.2),
         _case(Gpt, replicas=2, clip=0.2, num_steps=5),
         _case(ManyInputs, name="weights that the task gives itself", replicas=2),
-        _case(Gpt, name="several stages a rank", replicas=2, clip=0.2, schedule="interleaved_virtual", num_steps=5),
+        _case(Gpt, name="several stages a rank", replicas=2, clip=0.2, schedule="interleaved_1f1b", num_steps=5),
         _case(Mlp, name="a replica without samples", replicas=2, sizes=[3], num_steps=3),
     ]
 
@@ -103,7 +103,7 @@ class _Frozen(Mlp):
 
 
 def test_frozen_stages_are_sent_no_gradients():
-    _assert_equal(3, [_case(_Frozen, num_steps=3, cuts=["net.5", "net.10"])], tolerance=DOUBLE)
+    _assert_equal(3, [_case(_Frozen, num_steps=3, split_points=["net.5", "net.10"])], tolerance=DOUBLE)
 
 
 class _Measures(nn.Module):
@@ -131,9 +131,9 @@ class _Measured(Mlp):
 
 
 def test_numbers_that_a_module_returns_are_those_of_each_batch_in_every_stage():
-    through = {"cuts": ["net.5", "net.8", "net.11"], "schedule": "interleaved_virtual"}
+    through = {"split_points": ["net.5", "net.8", "net.11"], "schedule": "interleaved_1f1b"}
     cases = [
-        _case(_Measured, num_steps=3, cuts=["net.8"]),
+        _case(_Measured, num_steps=3, split_points=["net.8"]),
         _case(_Measured, num_steps=3, name="by way of other stages", **through),
     ]
 
@@ -170,11 +170,11 @@ class _Detached(Mlp):
 
 def test_a_parameter_without_a_gradient_is_left_alone_by_the_optimizer():
     # AdamW's weight decay moves what has a gradient of zeros.
-    settings = {"num_steps": 4, "shared": "replicated"}
-    several = {"cuts": ["net.8", "first", "second"], "schedule": "interleaved_virtual", **settings}
+    settings = {"num_steps": 4, "shared_parameters": "replicated"}
+    several = {"split_points": ["net.8", "first", "second"], "schedule": "interleaved_1f1b", **settings}
     cases = [
-        _case(_Detached, cuts=["first"], **settings),
-        _case(_Detached, name="tied over the cut", cuts=["second"], **settings),
+        _case(_Detached, split_points=["first"], **settings),
+        _case(_Detached, name="tied over the cut", split_points=["second"], **settings),
         _case(_Detached, name="by way of other stages", **several),
     ]
 
@@ -196,7 +196,7 @@ def test_compiled_modules_are_units_of_their_own():
 
 def test_several_stages_a_rank_have_the_weights_of_one_process():
     cases = [
-        _case(model, schedule="interleaved_virtual", num_steps=4, name=f"{model.__name__} {sizes}", sizes=sizes)
+        _case(model, schedule="interleaved_1f1b", num_steps=4, name=f"{model.__name__} {sizes}", sizes=sizes)
         for model in (Mlp, Gpt)
         for sizes in ([3, 3, 2], [2, 2, 2, 2])
     ]
@@ -265,12 +265,12 @@ class _Drawing(Mlp):
 
 def _masks(schedule, cut):
     """Return the weights after training with random numbers, and some of these."""
-    from trainkit.strategies.pipeline.strategy import Pipeline
+    from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
     from tests.strategies.pipeline.training import Training, make, windows
 
     torch.manual_seed(3)
-    strategy = Pipeline(stages=2, schedule=schedule, cuts=[cut], device="cpu")
+    strategy = PipelineStrategy(stages=2, schedule=schedule, split_points=[cut], device="cpu")
     training = Training(make(_Drawing), strategy)
     drawn = []
     for window in windows(_Drawing, sizes=[4, 4, 4], num_steps=3):
@@ -282,7 +282,7 @@ def _masks(schedule, cut):
 
 
 def _both_masks():
-    return _masks("simple", "net.7"), _masks("interleaved", "net.7"), _masks("interleaved", "net.18")
+    return _masks("gpipe", "net.7"), _masks("1f1b", "net.7"), _masks("1f1b", "net.18")
 
 
 def test_the_same_random_numbers_are_drawn_under_every_schedule_and_cut():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trainkit.strategies.launcher import RankFailure
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.training import Training, make, windows
@@ -47,7 +47,7 @@ class _Hangs(Mlp):
 
 
 def _train(model, timeout):
-    strategy = Pipeline(stages=dist.get_world_size(), device="cpu", cuts=["net.8"], timeout=timeout)
+    strategy = PipelineStrategy(stages=dist.get_world_size(), device="cpu", split_points=["net.8"], timeout=timeout)
     training = Training(make(model), strategy)
     torch.manual_seed(0)
     training.run(windows(model, sizes=[5, 3, 2], num_steps=2))
@@ -57,7 +57,7 @@ def test_a_departure_from_the_recording_is_named_on_every_rank():
     outcomes = rank_outcomes(_train, 2, _Departs, 60.0, timeout=60)
 
     for outcome in outcomes:
-        assert "`sin` where the recorded step has" in outcome.failure
+        assert "`sin`, but the traced step calls" in outcome.failure
         assert "micro-batch 2 in stage" in outcome.failure and "Move the branch" in outcome.failure
 
 
@@ -65,7 +65,7 @@ def _thaw_between_steps():
     """Train the first stage from the second step on: the tensor that it sends needs a gradient then."""
     task = make(Mlp)
     task.net[:8].requires_grad_(False)
-    training = Training(task, Pipeline(stages=2, device="cpu", cuts=["net.8"]))
+    training = Training(task, PipelineStrategy(stages=2, device="cpu", split_points=["net.8"]))
     first, second = windows(Mlp, sizes=[5, 3, 2], num_steps=2)
     training.step(first)
     task.net[7].requires_grad_(True)
@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_answer_is_named_with_its_stage_and_micro_batch():
     outcomes = rank_outcomes(_train, 2, _Hangs, 2.5, timeout=60)
 
     waiting = next(outcome for outcome in outcomes if outcome.rank == 0)
-    assert "waited in vain for stage 1's part of micro-batch 0, for the backward of stage 0" in waiting.failure
+    assert "timed out waiting for the gradients of micro-batch 0 from stage 1" in waiting.failure
     assert re.search(r"rank 1: has not come; it is in step 1, .*test_failures.py:\d+", waiting.failure)
     assert waiting.seconds < 30
 
@@ -120,7 +120,7 @@ class _BreaksInBackward(Mlp):
 
 
 def _fail_between_steps():
-    strategy = Pipeline(stages=2, device="cpu", cuts=["net.8"], timeout=4.0)
+    strategy = PipelineStrategy(stages=2, device="cpu", split_points=["net.8"], timeout=4.0)
     training = Training(make(Mlp), strategy)
     first, second = windows(Mlp, sizes=[5, 3, 2], num_steps=2)
     try:
@@ -159,7 +159,7 @@ def _die_on_the_last_rank():
 
 
 def test_a_killed_rank_is_named_with_its_stage():
-    strategy = Pipeline(stages=2, replicas=2, device="cpu")
+    strategy = PipelineStrategy(stages=2, replicas=2, device="cpu")
 
     with pytest.raises(RankFailure, match=r"rank 3, stage 1 of replica 1 \(pid \d+\) was killed by SIGKILL"):
         strategy.launch(_die_on_the_last_rank)

@@ -4,37 +4,44 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.pipeline.events import RETURN, Bond, Cost, Event, Product, Recording, Value
-from trainkit.strategies.pipeline.measuring import estimate
-from trainkit.strategies.pipeline.partition import SLACK, StageCosts, crossing_bytes, dearest, partition, with_replicas
-from trainkit.strategies.pipeline.planning import plan
-from trainkit.strategies.pipeline.recording import observe
-from trainkit.strategies.pipeline.table import PartitionPlan
+from trainkit.strategies.pipeline.graph import RETURN, CutConstraint, Node, NodeCost, NodeOutput, TracedGraph, Value
+from trainkit.strategies.pipeline.partition import (
+    SLACK,
+    StageCosts,
+    crossing_bytes,
+    partition,
+    replicate_shared,
+    slowest_stage,
+)
+from trainkit.strategies.pipeline.plan_report import PlanReport
+from trainkit.strategies.pipeline.planner import plan
+from trainkit.strategies.pipeline.profile import estimate
+from trainkit.strategies.pipeline.tracer import trace
 
 from tests.strategies.pipeline.models import Gpt, Mlp, ResNet, UNet
 from trainkit.errors import UserError
 
 
-def _chain(seconds, num_elements, *, bonds=(), shared=()):
-    """Return a recording of units in a row, each with a parameter; `shared` names pairs with one parameter."""
-    events = []
+def _chain(seconds, num_elements, *, constraints=(), shared_parameters=()):
+    """Return a graph of leaf modules in a row, each with a parameter; `shared_parameters`: pairs that share one."""
+    nodes = []
     for index, (cost, _) in enumerate(zip(seconds, num_elements, strict=True)):
-        event = Event(index, f"unit{index}", True, "", "here", inputs=(index - 1,) if index else ())
-        event.products = (Product(index, True),)
-        event.parameters = (f"weight{index}",)
-        event.cost = Cost(forward_seconds=cost)
-        events.append(event)
-    for first, second in shared:
-        events[second].parameters += (f"weight{first}",)
-    events.append(Event(len(events), RETURN, False, "", "the end", inputs=(len(events) - 1,)))
+        node = Node(index, f"unit{index}", True, "", "here", inputs=(index - 1,) if index else ())
+        node.outputs = (NodeOutput(index, True),)
+        node.parameters = (f"weight{index}",)
+        node.cost = NodeCost(forward_seconds=cost)
+        nodes.append(node)
+    for first, second in shared_parameters:
+        nodes[second].parameters += (f"weight{first}",)
+    nodes.append(Node(len(nodes), RETURN, False, "", "the end", inputs=(len(nodes) - 1,)))
     values = [Value((count,), torch.float32, False) for count in num_elements]
     sizes = {f"weight{index}": 4 for index in range(len(seconds))}
-    return Recording(events, values, list(bonds), sizes, frozenset(sizes))
+    return TracedGraph(nodes, values, list(constraints), sizes, frozenset(sizes))
 
 
-def _exhaustive(recording, num_stages, costs, forbidden=()):
-    places = [index for index in range(1, len(recording.events) - 1) if not any(b.forbids(index) for b in forbidden)]
-    return min(dearest(cuts, len(recording.events), costs) for cuts in combinations(places, num_stages - 1))
+def _exhaustive(graph, num_stages, costs, forbidden=()):
+    places = [index for index in range(1, len(graph.nodes) - 1) if not any(b.forbids(index) for b in forbidden)]
+    return min(slowest_stage(cuts, len(graph.nodes), costs) for cuts in combinations(places, num_stages - 1))
 
 
 chains = st.lists(st.tuples(st.floats(0.1, 10), st.integers(1, 50)), min_size=5, max_size=11)
@@ -42,83 +49,83 @@ chains = st.lists(st.tuples(st.floats(0.1, 10), st.integers(1, 50)), min_size=5,
 
 @given(chain=chains, num_stages=st.integers(2, 4), balance=st.sampled_from([0.0, 0.5, 1.0]))
 def test_the_dearest_stage_is_that_of_an_exhaustive_search(chain, num_stages, balance):
-    recording = _chain(*zip(*chain, strict=True))
-    costs = StageCosts.of(recording, num_stages=num_stages, balance=balance)
+    graph = _chain(*zip(*chain, strict=True))
+    costs = StageCosts.of(graph, num_stages=num_stages, balance=balance)
 
-    found = partition(recording, num_stages=num_stages, balance=balance)
+    found = partition(graph, num_stages=num_stages, balance=balance)
 
     assert found.num_stages == num_stages
-    cost = dearest(found.cuts, len(recording.events), costs)
-    assert cost <= _exhaustive(recording, num_stages, costs) * (1 + SLACK) * (1 + 1e-9)
+    cost = slowest_stage(found.cuts, len(graph.nodes), costs)
+    assert cost <= _exhaustive(graph, num_stages, costs) * (1 + SLACK) * (1 + 1e-9)
 
 
 def test_among_equally_good_cuts_the_one_with_fewest_bytes_is_taken():
-    recording = _chain([1, 1, 0.001, 1, 1], [9, 9, 1, 9, 9])
+    graph = _chain([1, 1, 0.001, 1, 1], [9, 9, 1, 9, 9])
 
-    assert partition(recording, num_stages=2).cuts == (3,)
-    assert crossing_bytes(recording)[:5] == [0, 36, 36, 4, 36]
+    assert partition(graph, num_stages=2).cuts == (3,)
+    assert crossing_bytes(graph)[:5] == [0, 36, 36, 4, 36]
 
 
 def test_no_cut_tears_a_bond():
-    recording = _chain([1, 1, 1, 1], [1] * 4, bonds=[Bond(1, 2, "they talk")])
+    graph = _chain([1, 1, 1, 1], [1] * 4, constraints=[CutConstraint(1, 2, "they talk")])
 
-    assert partition(recording, num_stages=2).cuts in {(1,), (3,)}
+    assert partition(graph, num_stages=2).cuts in {(1,), (3,)}
     with pytest.raises(UserError, match=r"at most 3 stages.*they talk"):
-        partition(recording, num_stages=4)
+        partition(graph, num_stages=4)
 
 
 def test_users_of_a_shared_parameter_stay_together_where_it_costs_little():
-    recording = _chain([1, 0.1, 0.1, 1], [1] * 4, shared=[(1, 2)])
+    graph = _chain([1, 0.1, 0.1, 1], [1] * 4, shared_parameters=[(1, 2)])
 
-    found = partition(recording, num_stages=2)
+    found = partition(graph, num_stages=2)
 
     assert found.replicated == () and found.cuts in {(1,), (3,)}
 
 
 def test_a_shared_parameter_is_replicated_where_keeping_it_together_costs_much():
-    recording = _chain([1, 1, 1, 1], [1] * 4, shared=[(0, 3)])
+    graph = _chain([1, 1, 1, 1], [1] * 4, shared_parameters=[(0, 3)])
 
-    found = partition(recording, num_stages=2)
+    found = partition(graph, num_stages=2)
 
     assert found.cuts == (2,) and found.replicated == ("weight0",)
 
 
 def test_balance_moves_the_cut_from_time_to_memory():
-    recording = _chain([8, 1, 1, 1, 1, 1], [1] * 6)
-    recording.parameter_bytes = {f"weight{index}": 1000 if index > 3 else 1 for index in range(6)}
+    graph = _chain([8, 1, 1, 1, 1, 1], [1] * 6)
+    graph.parameter_bytes = {f"weight{index}": 1000 if index > 3 else 1 for index in range(6)}
 
-    assert partition(recording, num_stages=2, balance=0.0).cuts == (1,)
-    assert partition(recording, num_stages=2, balance=1.0).cuts == (5,)
+    assert partition(graph, num_stages=2, balance=0.0).cuts == (1,)
+    assert partition(graph, num_stages=2, balance=1.0).cuts == (5,)
 
 
 def test_early_stages_hold_the_activations_of_more_micro_batches():
-    recording = _chain([1] * 6, [1] * 6)
-    for event in recording.events[:-1]:
-        event.cost.activation_bytes = 1000.0
+    graph = _chain([1] * 6, [1] * 6)
+    for node in graph.nodes[:-1]:
+        node.cost.activation_bytes = 1000.0
 
-    assert partition(recording, num_stages=2, balance=1.0).cuts == (2,)  # 2 micro-batches x 2 events, 1 x 4
+    assert partition(graph, num_stages=2, balance=1.0).cuts == (2,)  # 2 micro-batches x 2 nodes, 1 x 4
 
 
 @pytest.mark.parametrize("model", [Gpt, ResNet, UNet])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_a_model_is_cut_within_5_percent_of_the_best_cuts_between_its_events(model, num_stages):
     task = model()
-    survey = observe(task, task.training_step, model.batch(4, torch.Generator()), units=frozenset())
-    units = frozenset(name for name, call in survey.module_calls.items() if name and not call.callees)
-    recording = observe(task, task.training_step, model.batch(4, torch.Generator()), units=units).recording
-    estimate(recording)
-    costs = StageCosts.of(recording, num_stages=num_stages, balance=0.0)
+    survey = trace(task, task.training_step, model.batch(4, torch.Generator()), leaf_modules=frozenset())
+    leaf_modules = frozenset(name for name, call in survey.module_calls.items() if name and not call.callees)
+    graph = trace(task, task.training_step, model.batch(4, torch.Generator()), leaf_modules=leaf_modules).graph
+    estimate(graph)
+    costs = StageCosts.of(graph, num_stages=num_stages, balance=0.0)
 
-    found = partition(recording, num_stages=num_stages)
+    found = partition(graph, num_stages=num_stages)
 
-    best = _best(recording, num_stages, costs)
-    assert dearest(found.cuts, len(recording.events), costs) <= 1.05 * best
+    best = _best(graph, num_stages, costs)
+    assert slowest_stage(found.cuts, len(graph.nodes), costs) <= 1.05 * best
 
 
-def _best(recording, num_stages, costs):
-    """Return the cost of the dearest stage when any event may begin one: bisection over limits, filled greedily."""
-    events = len(recording.events)
-    single = [costs(0, index, index + 1) for index in range(events)]
+def _best(graph, num_stages, costs):
+    """Return the cost of the slowest stage when any node may begin one: bisection over limits, filled greedily."""
+    nodes = len(graph.nodes)
+    single = [costs(0, index, index + 1) for index in range(nodes)]
     low, high = max(single), sum(single)
     for _ in range(60):
         middle = (low + high) / 2
@@ -132,15 +139,17 @@ def _best(recording, num_stages, costs):
 
 
 def test_users_of_a_shared_parameter_may_be_told_to_stay_together_or_not():
-    recording = _chain([1, 1, 1, 1], [1] * 4, shared=[(0, 2)])
+    graph = _chain([1, 1, 1, 1], [1] * 4, shared_parameters=[(0, 2)])
 
-    together = partition(recording, num_stages=2, shared="together")
-    replicated = partition(recording, num_stages=2, shared="replicated")
+    together = partition(graph, num_stages=2, shared_parameters="same_stage")
+    replicated = partition(graph, num_stages=2, shared_parameters="replicated")
 
     assert (together.cuts, together.replicated) == ((3,), ())
     assert (replicated.cuts, replicated.replicated) == ((2,), ("weight0",))
-    with pytest.raises(UserError, match=r"at most 2 stages.*'weight0' are to stay together; strategy.shared=auto"):
-        partition(recording, num_stages=3, shared="together")
+    with pytest.raises(
+        UserError, match=r"at most 2 stages.*'weight0' are to stay together; strategy.shared_parameters=auto"
+    ):
+        partition(graph, num_stages=3, shared_parameters="same_stage")
 
 
 def _plan(model, *, sizes=None, **settings):
@@ -149,35 +158,41 @@ def _plan(model, *, sizes=None, **settings):
 
 
 def test_manual_cuts_begin_stages_at_the_modules_named():
-    recording, found = _plan(Gpt, num_stages=3, cuts=["blocks.1", "head"], shared="replicated")
+    graph, found = _plan(Gpt, num_stages=3, split_points=["blocks.1", "head"], shared_parameters="replicated")
 
-    assert [recording.events[cut].name for cut in found.cuts] == ["blocks.1", "head"]
+    assert [graph.nodes[cut].name for cut in found.cuts] == ["blocks.1", "head"]
     assert found.replicated == ("tokens.weight",)
 
 
 def test_manual_cuts_may_map_patterns_to_stages():
-    recording, found = _plan(Gpt, num_stages=2, cuts={"blocks.[01]": 0, "blocks.[23]": 1}, shared="replicated")
+    graph, found = _plan(
+        Gpt, num_stages=2, split_points={"blocks.[01]": 0, "blocks.[23]": 1}, shared_parameters="replicated"
+    )
 
-    assert found.cuts[0] == min(event.index for event in recording.events if event.name.startswith("blocks.2"))
+    assert found.cuts[0] == min(node.index for node in graph.nodes if node.name.startswith("blocks.2"))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_stages": 2, "cuts": ["block.2"]}, "Did you mean 'blocks.2'"),
-        ({"num_stages": 3, "cuts": ["blocks.2"]}, "Type strategy.stages=2"),
-        ({"num_stages": 3, "cuts": ["blocks.2", "blocks.1"]}, "in the order"),
-        ({"num_stages": 2, "cuts": {"block.?": 1}}, r"which no module matches.*Did you mean"),
-        ({"num_stages": 2, "cuts": {"blocks.0": 1, "blocks.1": 0}}, "goes through the stages once"),
-        ({"num_stages": 3, "cuts": {"blocks.2": 2}}, "leaves stage 1 empty"),
-        ({"num_stages": 3, "cuts": {"blocks.2": 1}}, "leaves stage 2 empty"),
-        ({"num_stages": 2, "cuts": {"blocks.2": 2}}, "stages are 0 to 1"),
+        ({"num_stages": 2, "split_points": ["block.2"]}, "Did you mean 'blocks.2'"),
+        ({"num_stages": 3, "split_points": ["blocks.2"]}, "Type strategy.stages=2"),
+        ({"num_stages": 3, "split_points": ["blocks.2", "blocks.1"]}, "in the order"),
+        ({"num_stages": 2, "split_points": {"block.?": 1}}, r"which no module matches.*Did you mean"),
+        ({"num_stages": 2, "split_points": {"blocks.0": 1, "blocks.1": 0}}, "goes through the stages once"),
+        ({"num_stages": 3, "split_points": {"blocks.2": 2}}, "leaves stage 1 empty"),
+        ({"num_stages": 3, "split_points": {"blocks.2": 1}}, "leaves stage 2 empty"),
+        ({"num_stages": 2, "split_points": {"blocks.2": 2}}, "stages are 0 to 1"),
         ({"num_stages": 200}, r"at most .* stages"),
         (
-            {"num_stages": 2, "cuts": ["blocks.2"]},
-            r"users of the parameter 'tokens.weight'.*Type strategy.shared=replicated.*before .*tokens.* or after",
+            {"num_stages": 2, "split_points": ["blocks.2"]},
+            r"users of the parameter 'tokens.weight'.*Type strategy.shared_parameters=replicated"
+            r".*before .*tokens.* or after",
         ),
-        ({"num_stages": 2, "cuts": ["blocks.2"], "shared": "together"}, "between users of the parameter"),
+        (
+            {"num_stages": 2, "split_points": ["blocks.2"], "shared_parameters": "same_stage"},
+            "between users of the parameter",
+        ),
     ],
 )
 def test_cuts_that_cannot_be_are_refused_with_the_remedy(settings, message):
@@ -186,19 +201,19 @@ def test_cuts_that_cannot_be_are_refused_with_the_remedy(settings, message):
 
 
 def test_modules_are_opened_only_where_balance_asks_for_it():
-    recording, _ = _plan(Mlp, num_stages=2)
+    graph, _ = _plan(Mlp, num_stages=2)
     coarse, _ = _plan(Gpt, num_stages=2, sizes={"width": 64, "depth": 8})
     fine, _ = _plan(Gpt, num_stages=5, sizes={"width": 64, "depth": 8})
 
-    assert "net" not in {event.name for event in recording.events}
-    assert "blocks.1" in {event.name for event in coarse.events}
-    assert len(fine.events) > len(coarse.events)
+    assert "net" not in {node.name for node in graph.nodes}
+    assert "blocks.1" in {node.name for node in coarse.nodes}
+    assert len(fine.nodes) > len(coarse.nodes)
 
 
 def test_the_plan_prints_every_stage_with_what_it_costs():
-    recording, found = _plan(Gpt, num_stages=2, cuts=["blocks.2"], shared="replicated")
+    graph, found = _plan(Gpt, num_stages=2, split_points=["blocks.2"], shared_parameters="replicated")
 
-    shown = PartitionPlan.of(recording, found, bubble=0.2)
+    shown = PlanReport.of(graph, found, bubble=0.2)
 
     lines = str(shown).splitlines()
     assert lines[0].split() == ["stage", "from", "to", "modules", "parameters", "memory", "time", "received"]
@@ -211,21 +226,21 @@ def test_the_plan_prints_every_stage_with_what_it_costs():
 
 
 def test_stages_cover_the_step_without_gaps():
-    recording, found = _plan(UNet, num_stages=4)
+    graph, found = _plan(UNet, num_stages=4)
 
-    bounds = found.bounds(len(recording.events))
+    bounds = found.bounds(len(graph.nodes))
 
-    assert bounds[0][0] == 0 and bounds[-1][1] == len(recording.events)
+    assert bounds[0][0] == 0 and bounds[-1][1] == len(graph.nodes)
     assert all(first[1] == second[0] for first, second in pairwise(bounds))
-    assert with_replicas(recording, found.cuts) == found
+    assert replicate_shared(graph, found.cuts) == found
 
 
 @pytest.mark.parametrize("model", [Gpt, UNet])
 def test_times_are_measured_where_the_step_can_be_run_again(model):
     task = model()
 
-    recording, _ = plan(task, task.training_step, model.batch(4, torch.Generator()), num_stages=2)
+    graph, _ = plan(task, task.training_step, model.batch(4, torch.Generator()), num_stages=2)
 
-    dear = [event for event in recording.events if event.cost.flops]
-    assert recording.measured
-    assert all(event.cost.forward_seconds > 0 and event.cost.backward_seconds > 0 for event in dear)
+    expensive = [node for node in graph.nodes if node.cost.flops]
+    assert graph.measured
+    assert all(node.cost.forward_seconds > 0 and node.cost.backward_seconds > 0 for node in expensive)

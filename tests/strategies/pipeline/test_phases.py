@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from trainkit.strategies.pipeline.events import RETURN, Bond, Cost, Event, Product, Recording, Value
-from trainkit.strategies.pipeline.joint import join
+from trainkit.strategies.pipeline.graph import RETURN, CutConstraint, Node, NodeCost, NodeOutput, TracedGraph, Value
+from trainkit.strategies.pipeline.merged_graph import merge_graphs
 from trainkit.strategies.pipeline.partition import partition
-from trainkit.strategies.pipeline.planning import Rehearsal, plan_steps
-from trainkit.strategies.pipeline.recording import observe
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.planner import TraceInput, plan_steps
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
+from trainkit.strategies.pipeline.tracer import trace
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.recipe_models import SmallGAN
@@ -80,7 +80,7 @@ class OutOfTurn(Elsewhere):
 
 def _in_two_stages(cases):
     differences = _differences(cases)
-    training = Training(make(Elsewhere), Pipeline(stages=2, cuts=["second"]))
+    training = Training(make(Elsewhere), PipelineStrategy(stages=2, split_points=["second"]))
     training.run(windows(Elsewhere, sizes=SIZES, num_steps=2))
     names = {id(parameter): name for name, parameter in training.task.named_parameters()}
     stated = {
@@ -97,10 +97,10 @@ def _in_two_stages(cases):
 def test_phases_in_two_stages_have_the_weights_of_one_process_and_state_where_their_parameters_are():
     cases = [
         (SmallGAN, {}),
-        (SmallGAN, {"schedule": "simple", "clip": 0.3}),
-        (SmallGAN, {"schedule": "interleaved_virtual", "num_steps": 3}),
-        (Elsewhere, {"cuts": ["second"]}),
-        (OutOfTurn, {"cuts": ["second"], "clip": 0.3, "num_steps": 3}),
+        (SmallGAN, {"schedule": "gpipe", "clip": 0.3}),
+        (SmallGAN, {"schedule": "interleaved_1f1b", "num_steps": 3}),
+        (Elsewhere, {"split_points": ["second"]}),
+        (OutOfTurn, {"split_points": ["second"], "clip": 0.3, "num_steps": 3}),
     ]
 
     (differences, first, refused), (_, second, _) = run_ranks(_in_two_stages, 2, cases, timeout=150)
@@ -112,8 +112,11 @@ def test_phases_in_two_stages_have_the_weights_of_one_process_and_state_where_th
 
 @pytest.mark.slow
 def test_phases_in_stages_with_copies_and_in_single_precision_have_the_weights_of_one_process():
-    doubles = [(SmallGAN, {"replicas": 2, "clip": 0.3}), (WithoutStatistics, {"replicas": 2, "cuts": ["second"]})]
-    singles = [(SmallGAN, {"precision": "fp32", "schedule": schedule}) for schedule in ("interleaved", "simple")]
+    doubles = [
+        (SmallGAN, {"replicas": 2, "clip": 0.3}),
+        (WithoutStatistics, {"replicas": 2, "split_points": ["second"]}),
+    ]
+    singles = [(SmallGAN, {"precision": "fp32", "schedule": schedule}) for schedule in ("1f1b", "gpipe")]
     singles += [(SmallGAN, {"precision": "fp16-mixed", "clip": 0.3})]  # of which a step overflows
 
     differences = run_ranks(_differences, 4, doubles + singles, timeout=150)[0]
@@ -121,73 +124,80 @@ def test_phases_in_stages_with_copies_and_in_single_precision_have_the_weights_o
     assert max(differences[:2]) <= 1e-10 and max(differences[2:]) <= 1e-6, differences
 
 
-def _step(*units, bonds=()):
-    """Return a recording of units in a row, each with a parameter of its own name and a second of time."""
-    events = []
-    for index, name in enumerate(units):
-        event = Event(index, name, True, "", "here", inputs=(index - 1,) if index else ())
-        event.products = (Product(index, True),)
-        event.parameters = (f"{name}.weight",)
-        event.cost = Cost(forward_seconds=1.0)
-        events.append(event)
-    events.append(Event(len(events), RETURN, False, "", "the end", inputs=(len(events) - 1,)))
-    values = [Value((4,), torch.float32, False) for _ in units]
+def _step(*leaf_modules, constraints=()):
+    """Return a graph of leaf modules in a row, each with a parameter of its own name and a second of time."""
+    nodes = []
+    for index, name in enumerate(leaf_modules):
+        node = Node(index, name, True, "", "here", inputs=(index - 1,) if index else ())
+        node.outputs = (NodeOutput(index, True),)
+        node.parameters = (f"{name}.weight",)
+        node.cost = NodeCost(forward_seconds=1.0)
+        nodes.append(node)
+    nodes.append(Node(len(nodes), RETURN, False, "", "the end", inputs=(len(nodes) - 1,)))
+    values = [Value((4,), torch.float32, False) for _ in leaf_modules]
     sizes = {f"{name}.weight": 4 for name in "abcde"}
-    return Recording(events, values, list(bonds), sizes, frozenset(sizes))
+    return TracedGraph(nodes, values, list(constraints), sizes, frozenset(sizes))
 
 
 def _stages(steps, cuts):
     found = {}
     for step, cut in zip(steps, cuts, strict=True):
-        for event in step.events:
-            for name in event.parameters:
-                found.setdefault(name.removesuffix(".weight"), set()).add(cut.stage_of(event.index))
+        for node in step.nodes:
+            for name in node.parameters:
+                found.setdefault(name.removesuffix(".weight"), set()).add(cut.stage_of(node.index))
     return found
 
 
 def test_every_parameter_is_in_one_stage_in_all_steps_and_the_sum_of_their_costs_is_balanced():
     steps = [_step("a", "b", "c", "d"), _step("c", "d", "e", "c"), _step("b", "e")]
-    joint = join(steps, [1.0, 1.0, 1.0])
+    merged = merge_graphs(steps, [1.0, 1.0, 1.0])
 
     for num_stages in (2, 3):
-        whole = partition(joint.recording, num_stages=num_stages, shared="replicated")
-        cuts = joint.partitions(whole, steps)
+        whole = partition(merged.graph, num_stages=num_stages, shared_parameters="replicated")
+        cuts = merged.partitions(whole, steps)
 
         stages = _stages(steps, cuts)
         assert all(len(found) == 1 for found in stages.values()), stages
         assert stages["c"] == stages["d"] == stages["e"] == {num_stages - 1}  # between two uses of c
         assert stages["a"] == {0}
         assert all(cut.cuts == tuple(sorted(cut.cuts)) for cut in cuts)
-        assert all(cut.cuts[-1] < len(step.events) for cut, step in zip(cuts, steps, strict=True))
-    assert [len(places) for places in joint.places] == [5, 5, 3]
-    (reason,) = (bond.reason for bond in joint.recording.bonds if bond.last - bond.first == 6)
+        assert all(cut.cuts[-1] < len(step.nodes) for cut, step in zip(cuts, steps, strict=True))
+    assert [len(places) for places in merged.places] == [5, 5, 3]
+    (reason,) = (
+        constraint.reason for constraint in merged.graph.constraints if constraint.last - constraint.first == 6
+    )
     assert reason.startswith("'c.weight' is used by module 'c'")
 
 
 def test_a_step_that_is_made_less_often_counts_less():
     steps = [_step("a", "b", "c", "d"), _step("a")]
 
-    often = partition(join(steps, [1.0, 3.0]).recording, num_stages=2, shared="replicated")
-    seldom = join(steps, [1.0, 0.01])
+    often = partition(merge_graphs(steps, [1.0, 3.0]).graph, num_stages=2, shared_parameters="replicated")
+    seldom = merge_graphs(steps, [1.0, 0.01])
 
     assert often.cuts == (2,)
-    assert partition(seldom.recording, num_stages=2, shared="replicated").cuts == (3,)
+    assert partition(seldom.graph, num_stages=2, shared_parameters="replicated").cuts == (3,)
 
 
 def test_steps_that_use_modules_in_opposite_orders_cannot_be_cut_between_them():
-    joint = join([_step("a", "b"), _step("b", "a")], [1.0, 1.0])
+    merged = merge_graphs([_step("a", "b"), _step("b", "a")], [1.0, 1.0])
 
     with pytest.raises(UserError, match=r"at most 1 stages.*module '[ab]'.*module '[ab]'.*in different orders"):
-        partition(joint.recording, num_stages=2, shared="replicated")
+        partition(merged.graph, num_stages=2, shared_parameters="replicated")
 
 
 def test_a_bond_of_one_step_holds_in_all():
-    steps = [_step("a", "b", "c", bonds=[Bond(1, 2, "they talk", "Let them be quiet.")]), _step("b", "c")]
-    joint = join(steps, [1.0, 1.0])
+    steps = [
+        _step("a", "b", "c", constraints=[CutConstraint(1, 2, "they talk", "Let them be quiet.")]),
+        _step("b", "c"),
+    ]
+    merged = merge_graphs(steps, [1.0, 1.0])
 
-    assert joint.partitions(partition(joint.recording, num_stages=2, shared="replicated"), steps)[1].cuts == (0,)
+    assert merged.partitions(partition(merged.graph, num_stages=2, shared_parameters="replicated"), steps)[1].cuts == (
+        0,
+    )
     with pytest.raises(UserError, match=r"they talk.*Let them be quiet\."):
-        partition(joint.recording, num_stages=3, shared="replicated")
+        partition(merged.graph, num_stages=3, shared_parameters="replicated")
 
 
 class _Penalised(Mlp):
@@ -201,14 +211,14 @@ class _Penalised(Mlp):
 
 def test_what_a_gradient_is_asked_for_of_is_in_one_stage():
     task = _Penalised()
-    units = frozenset(name for name, module in task.named_modules() if name and not list(module.children()))
+    leaf_modules = frozenset(name for name, module in task.named_modules() if name and not list(module.children()))
 
-    recording = observe(task, task.training_step, _Penalised.batch(4, torch.Generator()), units=units).recording
+    graph = trace(task, task.training_step, _Penalised.batch(4, torch.Generator()), leaf_modules=leaf_modules).graph
 
-    (bond,) = recording.bonds
-    names = [event.name for event in recording.events]
-    assert names[bond.last] == "autograd.grad" and names[bond.first] in ("net.5", "detach")
-    made = recording.events[bond.last].products
+    (constraint,) = graph.constraints
+    names = [node.name for node in graph.nodes]
+    assert names[constraint.last] == "autograd.grad" and names[constraint.first] in ("net.5", "detach")
+    made = graph.nodes[constraint.last].outputs
     assert [product.requires_grad for product in made] == [True]
 
 
@@ -226,7 +236,7 @@ class _Leaves(Elsewhere):
 def test_a_tensor_that_one_phase_leaves_for_another_is_refused():
     task = _Leaves()
     batch = _Leaves.batch(4, torch.Generator())
-    rehearsals = [Rehearsal(task, step, batch, "estimated") for step in (task.first_step, task.second_step)]
+    trace_inputs = [TraceInput(task, step, batch, "estimated") for step in (task.first_step, task.second_step)]
 
     with pytest.raises(UserError, match=r"`detach`.*uses a tensor that the step of another phase has left behind"):
-        plan_steps(rehearsals, num_stages=2, balance=0.0, cuts=None, shared="auto")
+        plan_steps(trace_inputs, num_stages=2, balance=0.0, split_points=None, shared_parameters="auto")

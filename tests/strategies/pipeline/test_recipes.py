@@ -13,7 +13,7 @@ from trainkit.recipes.char_lm import CharLM, SourceFiles
 from trainkit.recipes.digits import DigitsData, DigitsTask
 from trainkit.recipes.digits_mlp import DigitsMLP
 from trainkit.recipes.gan import DigitsGAN, DigitsWithNoise
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 
 from trainkit.callback import Callback
@@ -99,15 +99,15 @@ def _same(first, second):
 @pytest.mark.parametrize(
     ("name", "stages", "schedule"),
     [
-        ("char_lm", 2, "interleaved"),
-        pytest.param("digits", 4, "interleaved", marks=pytest.mark.slow),
-        pytest.param("digits_mlp", 2, "simple", marks=pytest.mark.slow),
+        ("char_lm", 2, "1f1b"),
+        pytest.param("digits", 4, "1f1b", marks=pytest.mark.slow),
+        pytest.param("digits_mlp", 2, "gpipe", marks=pytest.mark.slow),
     ],
 )
 def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, stages, schedule, tmp_path):
     expected, _, _, single = _fit(name, SingleDevice(device="cpu"), tmp_path / "single")
 
-    pipeline = Pipeline(stages=stages, schedule=schedule, device="cpu", timeline=True)
+    pipeline = PipelineStrategy(stages=stages, schedule=schedule, device="cpu", timeline=True)
     task, _, _, result = _fit(name, pipeline, tmp_path / "pipeline")
 
     assert _difference(task, expected) <= 1e-10
@@ -127,7 +127,7 @@ def test_a_run_under_a_pipeline_goes_on_under_one_process_and_predicts_the_same(
 
     task, _, trainer, _ = _fit(
         "digits_mlp",
-        Pipeline(stages=2, device="cpu", cuts=["network.3"]),
+        PipelineStrategy(stages=2, device="cpu", split_points=["network.3"]),
         run,
         duration="3step",
         callbacks=[Checkpoint(every=None)],
@@ -146,7 +146,7 @@ def test_two_stages_and_two_replicas_have_the_weights_of_one_process_on_augmente
     expected, data, trainer, single = _fit("digits augmented", SingleDevice(device="cpu"), tmp_path / "single")
     wanted = trainer.predict(expected, data)
 
-    strategy = Pipeline(stages=2, replicas=2, device="cpu", cuts=["network.3"])
+    strategy = PipelineStrategy(stages=2, replicas=2, device="cpu", split_points=["network.3"])
     task, _, trainer, result = _fit("digits augmented", strategy, tmp_path / "pipeline")
 
     assert _difference(task, expected) <= 1e-10
@@ -157,10 +157,12 @@ def test_two_stages_and_two_replicas_have_the_weights_of_one_process_on_augmente
 @pytest.mark.slow
 def test_a_run_that_is_resumed_with_dropout_is_equal_to_the_bit(tmp_path):
     settings = {"callbacks": [Checkpoint(every="3step", save_last_k=5)]}
-    whole, *_ = _fit("digits with dropout", Pipeline(stages=2, device="cpu"), tmp_path / "whole", **settings)
+    whole, *_ = _fit("digits with dropout", PipelineStrategy(stages=2, device="cpu"), tmp_path / "whole", **settings)
     half = tmp_path / "whole" / "checkpoints" / "step_00000003.pt"
 
-    resumed, *_ = _fit("digits with dropout", Pipeline(stages=2, device="cpu"), tmp_path / "resumed", resume=half)
+    resumed, *_ = _fit(
+        "digits with dropout", PipelineStrategy(stages=2, device="cpu"), tmp_path / "resumed", resume=half
+    )
 
     assert load_from(half).payload["strategy"]["pipeline"]["wish"].startswith("2 x 1 stages")
     assert _difference(resumed, whole) == 0.0
@@ -196,7 +198,7 @@ def test_a_run_in_phases_goes_from_one_process_to_two_stages_and_back(tmp_path):
     wanted = trainer.predict(expected, data)
     strategies = [
         SingleDevice(device="cpu"),
-        Pipeline(stages=2, device="cpu", cuts=["generator.3"]),
+        PipelineStrategy(stages=2, device="cpu", split_points=["generator.3"]),
         SingleDevice(device="cpu"),
     ]
     task, trainer, result = _handed_on("gan", strategies, tmp_path / "run")
@@ -212,12 +214,14 @@ def test_a_run_goes_from_one_process_to_four_stages_to_two_and_back(tmp_path):
     wanted = trainer.test(expected, data)
     strategies = [
         SingleDevice(device="cpu"),
-        Pipeline(stages=4, device="cpu"),
-        Pipeline(stages=2, device="cpu", schedule="simple"),
+        PipelineStrategy(stages=4, device="cpu"),
+        PipelineStrategy(stages=2, device="cpu", schedule="gpipe"),
         SingleDevice(device="cpu"),
     ]
     task, _, _ = _handed_on("char_lm", strategies, tmp_path / "run")
 
     assert _difference(task, expected) <= 1e-10
-    tested = Trainer(Pipeline(stages=2, device="cpu"), precision="fp64", callbacks=[], loggers=[]).test(task, data)
+    tested = Trainer(PipelineStrategy(stages=2, device="cpu"), precision="fp64", callbacks=[], loggers=[]).test(
+        task, data
+    )
     assert tested == pytest.approx(wanted, rel=1e-9)

@@ -8,11 +8,11 @@ from trainkit.strategies.pipeline.schedules import (
     bubble,
     draw,
     forward_only,
+    gpipe,
     idle_share,
-    interleaved,
-    interleaved_virtual,
+    interleaved_one_f_one_b,
+    one_f_one_b,
     prerequisites,
-    simple,
     simulate,
 )
 
@@ -42,7 +42,7 @@ def _most_in_flight(actions):
     return most
 
 
-@pytest.mark.parametrize("schedule", [simple, interleaved])
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 def test_the_drawing_in_the_docstring_is_the_schedule(schedule):
     spans = simulate(_actions(schedule, 3, 4), _costs(3), 3)
 
@@ -50,16 +50,16 @@ def test_the_drawing_in_the_docstring_is_the_schedule(schedule):
 
 
 def test_the_drawing_of_several_stages_a_rank_is_the_schedule():
-    spans = simulate(_actions(interleaved_virtual, 2, 4), _costs(4, backward=1.0), 4)
+    spans = simulate(_actions(interleaved_one_f_one_b, 2, 4), _costs(4, backward=1.0), 4)
 
-    assert draw(spans, with_stage=True) == _drawing(interleaved_virtual)
+    assert draw(spans, with_stage=True) == _drawing(interleaved_one_f_one_b)
 
 
 sizes = {"num_ranks": st.integers(1, 6), "num_micro_batches": st.integers(1, 17)}
 
 
 @settings(deadline=None, max_examples=60)
-@given(schedule=st.sampled_from([simple, interleaved]), **sizes)
+@given(schedule=st.sampled_from([gpipe, one_f_one_b]), **sizes)
 def test_every_micro_batch_goes_once_forward_and_once_backward_in_an_order_that_can_be_run(
     schedule, num_ranks, num_micro_batches
 ):
@@ -77,7 +77,7 @@ def test_several_stages_a_rank_never_wait_for_themselves_also_with_a_short_last_
     num_ranks, num_micro_batches, stages_per_rank
 ):
     num_stages = num_ranks * stages_per_rank
-    actions = _actions(interleaved_virtual, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
+    actions = _actions(interleaved_one_f_one_b, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
 
     spans = simulate(actions, _costs(num_stages), num_stages)
 
@@ -105,8 +105,8 @@ def _assert_happens_before(spans, num_stages):
 
 @settings(deadline=None, max_examples=60)
 @given(**sizes)
-def test_interleaved_holds_no_more_micro_batches_than_there_are_stages_behind_it(num_ranks, num_micro_batches):
-    for rank, actions in enumerate(_actions(interleaved, num_ranks, num_micro_batches)):
+def test_1f1b_holds_no_more_micro_batches_than_there_are_stages_behind_it(num_ranks, num_micro_batches):
+    for rank, actions in enumerate(_actions(one_f_one_b, num_ranks, num_micro_batches)):
         assert _most_in_flight(actions) <= num_ranks - rank
 
 
@@ -114,13 +114,13 @@ def test_interleaved_holds_no_more_micro_batches_than_there_are_stages_behind_it
 @given(stages_per_rank=st.integers(2, 4), **sizes)
 def test_several_stages_a_rank_hold_a_bounded_number_of_micro_batches(num_ranks, num_micro_batches, stages_per_rank):
     for rank, actions in enumerate(
-        _actions(interleaved_virtual, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
+        _actions(interleaved_one_f_one_b, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
     ):
         limit = (num_ranks - rank - 1) * 2 + (stages_per_rank - 1) * num_ranks + 1
         assert _most_in_flight(actions) <= limit
 
 
-@pytest.mark.parametrize("schedule", [simple, interleaved])
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16)])
 def test_the_idle_share_of_balanced_stages_is_the_formula(schedule, num_ranks, num_micro_batches):
     spans = simulate(_actions(schedule, num_ranks, num_micro_batches), _costs(num_ranks), num_ranks)
@@ -129,16 +129,16 @@ def test_the_idle_share_of_balanced_stages_is_the_formula(schedule, num_ranks, n
 
 
 def test_two_stages_a_rank_are_idle_for_half_as_long():
-    one = simulate(_actions(interleaved, 4, 8), _costs(4, backward=1.0), 4)
-    two = simulate(_actions(interleaved_virtual, 4, 8), _costs(8, backward=1.0), 8)
+    one = simulate(_actions(one_f_one_b, 4, 8), _costs(4, backward=1.0), 4)
+    two = simulate(_actions(interleaved_one_f_one_b, 4, 8), _costs(8, backward=1.0), 8)
 
     assert idle_share(two) == pytest.approx(bubble(4, 8, stages_per_rank=2))
-    assert Schedule("interleaved_virtual", 4, 2).bubble(8) == pytest.approx(idle_share(two))
+    assert Schedule("interleaved_1f1b", 4, 2).bubble(8) == pytest.approx(idle_share(two))
     assert idle_share(two) < idle_share(one)
 
 
 def test_a_schedule_that_waits_for_itself_is_refused():
-    first, second = _actions(simple, 2, 1)
+    first, second = _actions(gpipe, 2, 1)
 
     with pytest.raises(ValueError, match="waits for itself at 0B0, 1B0"):
         simulate([first[::-1], second[::-1]], _costs(2), 2)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 
 from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp, ResNet
@@ -27,12 +27,12 @@ def _facts():
 
 def _pipeline(model, *, task=None, precision="fp64", clip=None, settings=None, **options):
     task = make(model, **(settings or {})) if task is None else task
-    strategy = Pipeline(stages=dist.get_world_size(), device="cpu", **options)
+    strategy = PipelineStrategy(stages=dist.get_world_size(), device="cpu", **options)
     return Training(task, strategy, precision=precision, clip=clip)
 
 
 def _ownership():
-    training = _pipeline(Gpt, settings={"width": 64}, cuts=["blocks.2"], shared="replicated")
+    training = _pipeline(Gpt, settings={"width": 64}, split_points=["blocks.2"], shared_parameters="replicated")
     before = {name: id(parameter) for name, parameter in training.task.named_parameters()}
     training.run(windows(Gpt, sizes=SIZES, num_steps=1))
     named = dict(training.task.named_parameters())
@@ -45,7 +45,7 @@ def _ownership():
         "identity": before == {name: id(parameter) for name, parameter in named.items()},
         "shapes": {name: tuple(parameter.shape) for name, parameter in named.items()},
         "optimizer": {name for name, parameter in named.items() if parameter in state} == held,
-        "plan": str(training.strategy.partition_plan),
+        "plan": str(training.strategy.plan_report),
     }
 
 
@@ -166,7 +166,7 @@ def _norm():
 
 def _scaler():
     """One stage overflows: no stage may step."""
-    training = _pipeline(Mlp, precision="fp16-mixed", cuts=["net.7"])
+    training = _pipeline(Mlp, precision="fp16-mixed", split_points=["net.7"])
     steps = windows(Mlp, sizes=SIZES, num_steps=2, dtype=torch.float32)
     training.step(steps[0])
     before, scale = training.weights(), training.precision.scaler.get_scale()
@@ -182,15 +182,15 @@ def _scaler():
 
 def _memory():
     """Count the activations that are alive at once."""
-    cuts = {"simple": ["net.7"], "interleaved": ["net.7"], "interleaved_virtual": ["net.4", "net.8", "net.12"]}
+    cuts = {"gpipe": ["net.7"], "1f1b": ["net.7"], "interleaved_1f1b": ["net.4", "net.8", "net.12"]}
     return {
-        f"micro-batches alive, {schedule}": _most_alive(_pipeline(Mlp, schedule=schedule, cuts=names))
+        f"micro-batches alive, {schedule}": _most_alive(_pipeline(Mlp, schedule=schedule, split_points=names))
         for schedule, names in cuts.items()
     }
 
 
 def _most_alive(training):
-    runtime = training.strategy._runtime
+    runtime = training.strategy.runtime
     window = windows(Mlp, sizes=[2] * 12, num_steps=1)[0]
     training.strategy.forward_backward(training.task, window)
     in_flight = most = 0
@@ -233,14 +233,14 @@ def _new_shapes():
 
 
 def _timeline():
-    training = _pipeline(Mlp, cuts=["net.7"]).run(windows(Mlp, sizes=SIZES, num_steps=1))
+    training = _pipeline(Mlp, split_points=["net.7"]).run(windows(Mlp, sizes=SIZES, num_steps=1))
     spans = training.strategy.timeline()
     return {"timeline": [[str(span.action) for span in stage] for stage in spans]}
 
 
 def _replicas():
     """Two copies of one stage: each sees other samples, and buffers are the first one's."""
-    strategy = Pipeline(stages=1, replicas=2, device="cpu", timeout=77.0)
+    strategy = PipelineStrategy(stages=1, replicas=2, device="cpu", timeout=77.0)
     training = Training(make(ResNet), strategy)
     training.run(windows(ResNet, sizes=[3, 3, 2, 2], num_steps=2, replica=strategy.rank, num_replicas=2))
     means = [None, None]
@@ -264,7 +264,7 @@ class _Masked(Mlp):
 def _masks():
     training = _pipeline(_Masked)
     steps = [training.step(window)[0] for window in windows(_Masked, sizes=[2, 2], num_steps=2)]
-    _pipeline(Mlp, settings={"dropout": 0.4}, cuts=["net.7"]).run(windows(Mlp, sizes=[2, 2], num_steps=1))
+    _pipeline(Mlp, settings={"dropout": 0.4}, split_points=["net.7"]).run(windows(Mlp, sizes=[2, 2], num_steps=1))
     states = [None, None]
     dist.all_gather_object(states, torch.get_rng_state())
     return {
@@ -364,7 +364,7 @@ def test_interleaved_keeps_fewer_activations_than_simple():
 def test_several_stages_a_rank_keep_activations_of_a_bounded_number_of_micro_batches():
     found = _found()
     _, simple_bytes = found["micro-batches alive, simple"]
-    virtual, virtual_bytes = found["micro-batches alive, interleaved_virtual"]
+    virtual, virtual_bytes = found["micro-batches alive, interleaved_one_f_one_b"]
 
     assert virtual == 5  # of 24: two for each rank behind this one, two for its second stage, and the one at work
     assert virtual_bytes <= simple_bytes * 5 / 12
@@ -425,11 +425,11 @@ class _Selects(Mlp):
 
 
 def _train(model, cuts):
-    _pipeline(model, cuts=cuts).run(windows(model, sizes=[5, 3, 2], num_steps=3))
+    _pipeline(model, split_points=cuts).run(windows(model, sizes=[5, 3, 2], num_steps=3))
 
 
 def test_a_step_that_departs_from_the_recording_stops_with_the_place_and_the_remedy():
-    with pytest.raises(RankFailure, match=r"micro-batch 2 in stage .*came to `sin`.*.*Move the branch"):
+    with pytest.raises(RankFailure, match=r"micro-batch 2 in stage .*called `sin`.*.*Move the branch"):
         run_ranks(_train, 2, _Departs, ["net.8"], timeout=60)
 
 
@@ -461,10 +461,10 @@ def test_a_task_compiled_as_one_piece_is_refused_with_the_remedy():
 )
 def test_settings_are_checked_at_once(settings, message):
     with pytest.raises(UserError, match=message):
-        Pipeline(**settings)
+        PipelineStrategy(**settings)
 
 
 def test_micro_batches_fill_the_stages_unless_the_user_says_otherwise():
-    assert str(Pipeline(stages=2).plan(32)) == "global batch 32 = 1 rank x 4 micro-batches x 8 samples"
-    assert Pipeline(stages=4).plan(6).micro_batches == 6
-    assert Pipeline(stages=2, micro_batch_size=5).plan(32).micro_batches == 7
+    assert str(PipelineStrategy(stages=2).plan(32)) == "global batch 32 = 1 rank x 4 micro-batches x 8 samples"
+    assert PipelineStrategy(stages=4).plan(6).micro_batches == 6
+    assert PipelineStrategy(stages=2, micro_batch_size=5).plan(32).micro_batches == 7

@@ -5,7 +5,7 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 
 from trainkit.optimization import Clip, configure
@@ -102,7 +102,7 @@ def compare(model, *, sizes, num_steps=10, precision="fp64", clip=None, replicas
     dtype = torch.float64 if precision == "fp64" else torch.float32
     task = make(model, **settings)
     single = copy.deepcopy(task)
-    strategy = Pipeline(stages=dist.get_world_size() // replicas, replicas=replicas, **pipeline)
+    strategy = PipelineStrategy(stages=dist.get_world_size() // replicas, replicas=replicas, **pipeline)
     training = Training(task, strategy, precision=precision, clip=clip)
     mine = windows(model, sizes=sizes, num_steps=num_steps, replica=strategy.rank, num_replicas=replicas, dtype=dtype)
     training.run(mine)

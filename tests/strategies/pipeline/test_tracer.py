@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainkit.strategies.pipeline.recording import observe
+from trainkit.strategies.pipeline.tracer import trace
 
 from tests.strategies.pipeline.models import Gpt, Mlp, ResNet
 from trainkit.errors import UserError
 
 
-def _record(task, batch, *units, step=None):
-    return observe(task, step or task.training_step, batch, units=frozenset(units)).recording
+def _record(task, batch, *leaf_modules, step=None):
+    return trace(task, step or task.training_step, batch, leaf_modules=frozenset(leaf_modules)).graph
 
 
 class _Step(nn.Module):
@@ -27,17 +27,17 @@ class _Step(nn.Module):
         return self._step(self, batch)
 
 
-def _names(recording):
-    return [event.name for event in recording.events]
+def _names(graph):
+    return [node.name for node in graph.nodes]
 
 
 def test_a_unit_is_one_event_and_every_torch_call_between_units_is_another():
     def step(task, batch):
         return F.relu(task.first(batch) + 1).mean()
 
-    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
-    assert _names(recording) == ["first", "add", "relu", "mean", "return"]
+    assert _names(graph) == ["first", "add", "relu", "mean", "return"]
 
 
 def test_questions_about_shapes_are_no_events():
@@ -46,19 +46,19 @@ def test_questions_about_shapes_are_no_events():
         assert batch.dim() == 2 and len(batch) == rows and batch.size(1) == width and not batch.is_complex()
         return task.first(batch).sum()
 
-    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
-    assert _names(recording) == ["first", "sum", "return"]
+    assert _names(graph) == ["first", "sum", "return"]
 
 
-def test_what_follows_from_the_batch_alone_is_local():
+def test_what_follows_from_the_batch_alone_is_batch_only():
     def step(task, batch):
         mask = torch.ones(2, dtype=torch.bool) & (batch["x"].sum(1) > 0)
         return (task.first(batch["x"]).sum(1) * mask).sum()
 
-    recording = _record(_Step(step, first=nn.Linear(64, 64)), {"x": torch.randn(2, 64)}, "first")
+    graph = _record(_Step(step, first=nn.Linear(64, 64)), {"x": torch.randn(2, 64)}, "first")
 
-    local = {event.name: event.is_local for event in recording.events}
+    local = {node.name: node.is_batch_only for node in graph.nodes}
     assert local["__and__"] and local["gt"] and local["ones"]
     assert not local["first"] and not local["mul"]
 
@@ -69,10 +69,10 @@ def test_a_write_in_place_makes_a_new_product_of_the_same_value():
         hidden += 1
         return hidden.sum()
 
-    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
-    first, added, *_ = recording.events
-    assert [product.value for product in first.products] == [product.value for product in added.products]
+    first, added, *_ = graph.nodes
+    assert [product.value for product in first.outputs] == [product.value for product in added.outputs]
     assert added.written == added.inputs
 
 
@@ -82,9 +82,9 @@ def test_a_constant_that_a_model_value_is_written_to_is_not_local():
         table[:, 0] = task.first(batch)
         return table.sum()
 
-    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
-    assert [event.name for event in recording.events if event.is_local] == []
+    assert [node.name for node in graph.nodes if node.is_batch_only] == []
 
 
 def test_writing_through_a_view_binds_all_that_share_the_memory():
@@ -95,9 +95,11 @@ def test_writing_through_a_view_binds_all_that_share_the_memory():
         part.mul_(2)
         return hidden.sum() + part.sum()
 
-    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
-    assert any(bond.forbids(2) and "several tensors share" in bond.reason for bond in recording.bonds)
+    assert any(
+        constraint.forbids(2) and "several tensors share" in constraint.reason for constraint in graph.constraints
+    )
 
 
 def test_a_tensor_left_behind_in_a_module_binds_its_maker_and_its_user():
@@ -114,10 +116,10 @@ def test_a_tensor_left_behind_in_a_module_binds_its_maker_and_its_user():
         out = task.last(task.first(batch))
         return (out + task.first.left).sum()
 
-    recording = _record(_Step(step, first=Leaves(), last=nn.Linear(3, 3)), torch.randn(2, 3), "first", "last")
+    graph = _record(_Step(step, first=Leaves(), last=nn.Linear(3, 3)), torch.randn(2, 3), "first", "last")
 
-    assert [(bond.first, bond.last) for bond in recording.bonds] == [(0, 2)]
-    assert "module 'first'" in recording.bonds[0].reason
+    assert [(constraint.first, constraint.last) for constraint in graph.constraints] == [(0, 2)]
+    assert "module 'first'" in graph.constraints[0].reason
 
 
 def test_a_buffer_that_is_written_binds_all_its_users():
@@ -131,9 +133,9 @@ def test_a_buffer_that_is_written_binds_all_its_users():
             self.mean += hidden.detach().mean(0)
             return (self.last(hidden) - self.mean).sum()
 
-    recording = _record(Task(), torch.randn(2, 3), "first", "last")
+    graph = _record(Task(), torch.randn(2, 3), "first", "last")
 
-    assert any("buffer 'mean'" in bond.reason for bond in recording.bonds)
+    assert any("buffer 'mean'" in constraint.reason for constraint in graph.constraints)
 
 
 def test_a_number_read_from_a_model_value_is_marked():
@@ -141,16 +143,16 @@ def test_a_number_read_from_a_model_value_is_marked():
         hidden = task.first(batch)
         return hidden.sum() if hidden.abs().max() < 100 else hidden.mean()
 
-    recording = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
-    assert [event.name for event in recording.events if event.reads] == ["__bool__"]
+    assert [node.name for node in graph.nodes if node.reads] == ["__bool__"]
 
 
 def test_parameters_are_found_where_they_are_used():
     task = Gpt()
-    recording = _record(task, Gpt.batch(2, torch.Generator()), "tokens", "head", *(f"blocks.{i}" for i in range(4)))
+    graph = _record(task, Gpt.batch(2, torch.Generator()), "tokens", "head", *(f"blocks.{i}" for i in range(4)))
 
-    users = {name: [recording.events[i].name for i in users] for name, users in recording.parameter_users.items()}
+    users = {name: [graph.nodes[i].name for i in users] for name, users in graph.parameter_users.items()}
     assert users["tokens.weight"] == ["tokens", "head"]
     assert users["positions"] == ["__getitem__"]
     assert users["blocks.1.qkv.bias"] == ["blocks.1"]
@@ -181,9 +183,9 @@ def test_a_task_on_the_meta_device_is_recorded_with_its_operations_and_bytes():
         task = Mlp()
         batch = (torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
 
-    recording = _record(task, batch, *(f"net.{index}" for index in range(20)))
+    graph = _record(task, batch, *(f"net.{index}" for index in range(20)))
 
-    linear = next(event for event in recording.events if event.name == "net.1")
+    linear = next(node for node in graph.nodes if node.name == "net.1")
     assert linear.cost.flops == 2 * 4 * 16 * 16
     assert linear.cost.activation_bytes == 4 * 16 * 4
 

@@ -6,7 +6,7 @@ import functools
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.training import largest_difference, make
@@ -64,7 +64,9 @@ class _Once(IterableDataset):
 
 
 def _fit(data, *, sanity, replicas=1):
-    strategy = Pipeline(stages=dist.get_world_size() // replicas, replicas=replicas, device="cpu", cuts=["side"])
+    strategy = PipelineStrategy(
+        stages=dist.get_world_size() // replicas, replicas=replicas, device="cpu", split_points=["side"]
+    )
     task = make(_Backwards).eval()  # as it may come from an evaluation
     trainer = Trainer(
         strategy,

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainkit.strategies.pipeline.planning import plan
-from trainkit.strategies.pipeline.replay import Departure, Player
-from trainkit.strategies.pipeline.segments import segments
+from trainkit.strategies.pipeline.planner import plan
+from trainkit.strategies.pipeline.stage import stage_graphs
+from trainkit.strategies.pipeline.stage_executor import StageExecutor, TraceMismatchError
 
 from tests.strategies.pipeline.models import OWN, Gpt, Mlp, UNet
 
@@ -14,20 +14,18 @@ class _Chain:
 
     def __init__(self, task, batch, num_stages, **settings):
         self.task = task
-        recording, partition = plan(
-            task, task.training_step, batch, num_stages=num_stages, costs="estimated", **settings
-        )
-        self.player = Player(recording, task, torch.device("cpu"))
-        self.shapes = [value.shape for value in recording.values]
-        self.segments = segments(recording, partition.bounds(len(recording.events)), list(range(num_stages)))
+        graph, partition = plan(task, task.training_step, batch, num_stages=num_stages, costs="estimated", **settings)
+        self.executor = StageExecutor(graph, task, torch.device("cpu"))
+        self.shapes = [value.shape for value in graph.values]
+        self.stage_graphs = stage_graphs(graph, partition.bounds(len(graph.nodes)), list(range(num_stages)))
         self.values = {}
 
     def run(self, batch, *, only=None):
-        for segment in self.segments:
+        for segment in self.stage_graphs:
             if only is None or segment.index == only:
                 received = {transfer.value: self.values[transfer.value] for transfer in segment.receives}
-                with self.player.interception.installed():
-                    result = self.player.run(
+                with self.executor.interceptor.installed():
+                    result = self.executor.run(
                         segment, self.task.training_step, batch, received=received, shapes=self.shapes, seed=0
                     )
                 self.values.update(result.values)
@@ -56,7 +54,7 @@ def test_a_stage_calls_its_own_modules_only():
     called = []
     for name, module in task.net.named_children():
         module.register_forward_hook(lambda module, args, output, name=name: called.append(name))
-    chain = _Chain(task, _batch(Mlp), 2, cuts=["net.9"])
+    chain = _Chain(task, _batch(Mlp), 2, split_points=["net.9"])
     chain.run(_batch(Mlp), only=0)
     called.clear()
 
@@ -68,7 +66,7 @@ def test_a_stage_calls_its_own_modules_only():
 def test_skips_are_received_from_the_stage_that_made_them():
     chain = _Chain(UNet(), _batch(UNet), 4)
 
-    sources = {transfer.source for transfer in chain.segments[3].receives}
+    sources = {transfer.source for transfer in chain.stage_graphs[3].receives}
 
     assert len(sources) > 1
 
@@ -100,7 +98,9 @@ def test_a_call_that_was_not_recorded_is_named_with_the_one_that_was():
     chain = _Chain(_Branches(), torch.ones(2, 3), 2)
     chain.task.branch = True
 
-    with pytest.raises(Departure, match=r"came to `sin` where the recorded step has module 'second'.*test_replay"):
+    with pytest.raises(
+        TraceMismatchError, match=r"called `sin`, but the traced step calls module 'second'.*test_stage_executor"
+    ):
         chain.run(torch.ones(2, 3))
 
 
@@ -129,17 +129,17 @@ THREE = torch.tensor(3)
         ((3,), (3, "long"), "has 3 values in its result in place of 2"),
         ((3, "long"), (3, "short"), "has 'short' in its result where 'long' was"),
         ((3, None), (3, THREE), "has Tensor in its result where NoneType was"),
-        ((THREE,), (THREE, THREE), "has 3 tensors in its result, and the recorded step has 2 there"),
+        ((THREE,), (THREE, THREE), "has 3 tensors in its result, and the traced step has 2 there"),
     ],
 )
 def test_a_module_whose_result_is_built_otherwise_than_recorded_is_refused(recorded, found, message):
     task = _Findings()
     task.finds.found = recorded
-    chain = _Chain(task, torch.ones(2, 3), 2, cuts=["second"])
+    chain = _Chain(task, torch.ones(2, 3), 2, split_points=["second"])
     assert chain.run(torch.ones(2, 3)) == task.training_step(torch.ones(2, 3))
     task.finds.found = found
 
-    with pytest.raises(Departure, match=message):
+    with pytest.raises(TraceMismatchError, match=message):
         chain.run(torch.ones(2, 3))
 
 
@@ -149,11 +149,11 @@ class _EndsEarly(_Branches):
 
 
 def test_a_step_that_ends_before_its_recorded_end_is_refused():
-    chain = _Chain(_EndsEarly(), torch.ones(2, 3), 2, cuts=["second"])
+    chain = _Chain(_EndsEarly(), torch.ones(2, 3), 2, split_points=["second"])
     chain.run(torch.ones(2, 3))
     chain.task.branch = True
 
-    with pytest.raises(Departure, match=r"came to .* where the recorded step has module 'second'"):
+    with pytest.raises(TraceMismatchError, match=r"called .*, but the traced step calls module 'second'"):
         chain.run(torch.ones(2, 3), only=1)
 
 
@@ -164,11 +164,11 @@ class _ReturnsEarly(_Branches):
 
 
 def test_a_step_that_returns_before_its_last_call_is_refused():
-    chain = _Chain(_ReturnsEarly(), torch.ones(2, 3), 2, cuts=["second"])
+    chain = _Chain(_ReturnsEarly(), torch.ones(2, 3), 2, split_points=["second"])
     chain.run(torch.ones(2, 3))
     chain.task.branch = True
 
-    with pytest.raises(Departure, match="came to the end of the step where the recorded step has `sum`"):
+    with pytest.raises(TraceMismatchError, match="ended, but the traced step calls `sum`"):
         chain.run(torch.ones(2, 3), only=1)
 
 
@@ -187,12 +187,14 @@ class _Hooked(nn.Module):
 
 
 def test_a_tensor_that_a_hook_carries_to_another_stage_is_refused_by_name():
-    chain = _Chain(_Hooked(), torch.ones(2, 3), 2, cuts=["second"])
+    chain = _Chain(_Hooked(), torch.ones(2, 3), 2, split_points=["second"])
 
     chain.run(torch.ones(2, 3), only=0)
     chain.task.kept["first"] = torch.zeros(2, 3)  # of another micro-batch
 
-    with pytest.raises(Departure, match=r"module 'second'.*another tensor than the one that module 'first'.*Return"):
+    with pytest.raises(
+        TraceMismatchError, match=r"module 'second'.*another tensor than the one that module 'first'.*Return"
+    ):
         chain.run(torch.ones(2, 3), only=1)
 
 
@@ -214,10 +216,10 @@ def test_a_number_read_in_an_early_stage_is_read_again_in_the_later_one():
     batch = torch.full((2, 3), 5.0)  # not the one that was recorded
     expected = task.training_step(batch)
 
-    chain = _Chain(task, torch.ones(2, 3), 2, cuts=["second"])
+    chain = _Chain(task, torch.ones(2, 3), 2, split_points=["second"])
 
     assert torch.allclose(chain.run(batch), expected)
-    assert len(chain.segments[1].receives) == 2
+    assert len(chain.stage_graphs[1].receives) == 2
 
 
 class _Noisy(nn.Module):
@@ -237,7 +239,7 @@ class _Noisy(nn.Module):
 
 
 def test_numbers_drawn_in_a_checkpoint_are_the_same_in_every_stage():
-    chain = _Chain(_Noisy(), torch.ones(2, 3), 2, cuts=["second"])
+    chain = _Chain(_Noisy(), torch.ones(2, 3), 2, split_points=["second"])
 
     assert float(chain.run(torch.ones(2, 3)).detach()) == 0.0
 
@@ -261,10 +263,10 @@ def test_a_tensor_written_in_every_stage_comes_from_the_stage_that_wrote_it_last
     task = _Fills()
     expected = task.training_step(torch.ones(2, 3))
 
-    chain = _Chain(task, torch.ones(2, 3), 3, cuts=["layers.1", "layers.2"])
+    chain = _Chain(task, torch.ones(2, 3), 3, split_points=["layers.1", "layers.2"])
 
     assert torch.allclose(chain.run(torch.ones(2, 3)), expected)
-    table = chain.segments[1].receives[-1].value
-    arrivals = [transfer for segment in chain.segments for transfer in segment.receives if transfer.value == table]
+    table = chain.stage_graphs[1].receives[-1].value
+    arrivals = [transfer for segment in chain.stage_graphs for transfer in segment.receives if transfer.value == table]
     assert [(transfer.source, transfer.differentiable) for transfer in arrivals] == [(0, True), (1, True)]
-    assert table in chain.segments[1].cloned
+    assert table in chain.stage_graphs[1].cloned

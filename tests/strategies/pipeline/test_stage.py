@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from trainkit.strategies.pipeline.materializing import materialize
-from trainkit.strategies.pipeline.planning import plan
-from trainkit.strategies.pipeline.staging import costs_of
-from trainkit.strategies.pipeline.strategy import Pipeline
+from trainkit.strategies.pipeline.planner import plan
+from trainkit.strategies.pipeline.stage import materialize
+from trainkit.strategies.pipeline.staged_model import cost_source
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 
 from tests.strategies.pipeline.models import OWN, EncoderDecoder, Mlp, ResNet
@@ -48,10 +48,10 @@ def _batch(model):
     return model.batch(4, torch.Generator().manual_seed(0))
 
 
-def _described(recording):
+def _described(graph):
     return [
-        (event.name, event.inputs, event.products, event.parameters, event.is_local, event.cost.flops)
-        for event in recording.events
+        (node.name, node.inputs, node.outputs, node.parameters, node.is_batch_only, node.cost.flops)
+        for node in graph.nodes
     ]
 
 
@@ -81,12 +81,12 @@ def test_what_is_recorded_without_computing_is_what_a_real_run_shows(name):
     ],
 )
 def test_a_step_is_timed_only_where_it_is_run_on_the_device_that_trains(record, model, device, costs):
-    assert costs_of(record, model(), torch.device(device)) == costs
+    assert cost_source(record, model(), torch.device(device)) == costs
 
 
 def test_a_task_on_the_meta_device_cannot_be_recorded_for_real():
-    with pytest.raises(UserError, match=r"strategy\.record=real needs a task with real parameters"):
-        costs_of("real", _on_meta(Mlp), torch.device("cpu"))
+    with pytest.raises(UserError, match=r"strategy\.trace=eager needs a task with real parameters"):
+        cost_source("real", _on_meta(Mlp), torch.device("cpu"))
 
 
 def test_a_task_of_a_terabyte_is_planned():
@@ -96,10 +96,10 @@ def test_a_task_of_a_terabyte_is_planned():
 
     task = _on_meta(Huge)
 
-    recording, _ = plan(task, task.training_step, _batch(Mlp), num_stages=4, costs="fake")
+    graph, _ = plan(task, task.training_step, _batch(Mlp), num_stages=4, costs="fake")
 
-    assert sum(recording.parameter_bytes.values()) > 1e12 * 0.9
-    assert not recording.measured
+    assert sum(graph.parameter_bytes.values()) > 1e12 * 0.9
+    assert not graph.measured
 
 
 def test_what_a_recording_leaves_in_modules_is_gone():
@@ -121,7 +121,7 @@ def test_a_step_that_looks_at_elements_is_refused_with_the_remedy():
             return logits.sum() if logits.max() > 0 else logits.mean()
 
     task = Looks()
-    with pytest.raises(UserError, match=r"Looks's step looks at elements.*strategy.record=real"):
+    with pytest.raises(UserError, match=r"Looks's step looks at elements.*strategy.trace=eager"):
         plan(task, task.training_step, _batch(Mlp), num_stages=2, costs="fake")
 
 
@@ -163,7 +163,7 @@ def _train(model, num_steps):
     """Train a task that was built on the meta device, and stop and go on with another."""
     steps = windows(model, sizes=[3, 3, 2], num_steps=num_steps)
     torch.manual_seed(11)
-    strategy = Pipeline(stages=dist.get_world_size(), device="cpu")
+    strategy = PipelineStrategy(stages=dist.get_world_size(), device="cpu")
     task = _on_meta(model)
     training = Training(task, strategy)
     strategy.prepare_steps(task, iter(steps))
@@ -173,7 +173,7 @@ def _train(model, num_steps):
     saved = [weights, strategy.optimizer_state_dict(task, training.optimization)]
     dist.broadcast_object_list(saved, src=0)
 
-    again = Training(_on_meta(model), Pipeline(stages=dist.get_world_size(), device="cpu"))
+    again = Training(_on_meta(model), PipelineStrategy(stages=dist.get_world_size(), device="cpu"))
     again.strategy.load_state_dict(again.task, saved[0])
     again.strategy.load_optimizer_state_dict(again.task, again.optimization, saved[1])
     again.run(steps[:1])

@@ -1,22 +1,23 @@
-"""The gradients of one stage: added up over the replicas that have a copy, and over stages that share a parameter."""
+"""Gradients of a stage: summed over replicas and shared parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainkit.optimization import Optimization
+
 from ..ddp.clipping import total_norm
 from ..ddp.failure import StoreBoard
 from ..ddp.reducer import Reducer, ReducerSettings
-from .grid import Grid
-from .placement import Placement
+from .mesh import PipelineMesh
 from .schedules import FORWARD, Action
+from .stage import Placement
 
 
 class StageGradients:
@@ -25,8 +26,7 @@ class StageGradients:
     Args:
         task: The task, whose parameters require a gradient as far as they are trained.
         placement: Where they are.
-        grid: Where this rank is.
-        limit: How long to wait for other ranks.
+        mesh: Where this rank is.
         board: Where they say why they stop.
         phase: The parameters that a phase trains and their names, as far as its step uses them; `None`: all.
 
@@ -36,9 +36,8 @@ class StageGradients:
         self,
         task: nn.Module,
         placement: Placement,
-        grid: Grid,
+        mesh: PipelineMesh,
         *,
-        limit: timedelta,
         board: StoreBoard | None,
         phase: dict[str, nn.Parameter] | None = None,
     ):
@@ -47,26 +46,26 @@ class StageGradients:
         mine = [
             (name, parameter)
             for name, parameter in used
-            if placement.is_held(name, grid.stage) and parameter.requires_grad
+            if placement.is_held(name, mesh.stage) and parameter.requires_grad
         ]
-        self._counted = [parameter for name, parameter in named.items() if placement.counted(name, grid.stage)]
+        self._counted = [parameter for name, parameter in named.items() if placement.counted(name, mesh.stage)]
         # The same on all stages, of which some may have no gradients: they must not judge a norm differently.
         is_wide = any(parameter.dtype == torch.float64 for parameter in named.values())
         self._norm_type = torch.float64 if is_wide else torch.float32
         shared = placement.shared_by()
-        groups = grid.holder_groups(shared, limit=limit)
+        groups = mesh.holder_groups(shared)
         self._shared = [
             (groups[stages], [named[name] for name in names if name in named and named[name].requires_grad])
             for stages, names in shared.items()
-            if grid.stage in stages
+            if mesh.stage in stages
         ]
         self._reducer: Reducer | None = None
-        if grid.replicas > 1 and mine:
-            settings = ReducerSettings(average=False, timeout_seconds=limit.total_seconds())
-            self._reducer = Reducer(mine, group=grid.copies, settings=settings, board=board)
+        if mesh.replicas > 1 and mine:
+            settings = ReducerSettings(average=False, timeout_seconds=mesh.timeout.total_seconds())
+            self._reducer = Reducer(mine, group=mesh.replica_group, settings=settings, board=board)
 
-    def session_around(self, actions: Sequence[Action]) -> Callable[[int], AbstractContextManager[Any]] | None:
-        """Return what gives the context of each action: backwards reduce over replicas, the last one for all."""
+    def reduce_around(self, actions: Sequence[Action]) -> Callable[[int], AbstractContextManager[Any]] | None:
+        """Return the context of each action: backwards add up gradients, and the last one reduces over replicas."""
         reducer = self._reducer
         if reducer is None or not actions:
             return None
@@ -79,12 +78,12 @@ class StageGradients:
 
         return around
 
-    def reduce_nothing(self) -> None:
+    def reduce_zeros(self) -> None:
         """Take part in the reduction of replicas that have samples, without any; collective over copies."""
         if self._reducer is not None:
             self._reducer.reduce_nothing()
 
-    def add_up_shared(self) -> None:
+    def sum_shared(self) -> None:
         """Leave on every stage that uses a parameter the sum of all stages' gradients; collective.
 
         A parameter to which no stage gives a gradient in this step has none, as in one process.
@@ -103,14 +102,32 @@ class StageGradients:
                         parameter.grad = torch.zeros_like(parameter)
                     dist.all_reduce(parameter.grad, group=group)
 
-    def norm(self, grid: Grid, device: torch.device) -> Tensor:
+    def norm(self, mesh: PipelineMesh, device: torch.device) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
         gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
         square = total_norm(gradients, device).double().square().cpu()
-        dist.all_reduce(square, group=grid.pipeline)
+        dist.all_reduce(square, group=mesh.stage_group)
         return square.sqrt().to(device, self._norm_type)
 
     def close(self) -> None:
-        """Leave the parameters to themselves."""
+        """Remove the hooks of the reducer."""
         if self._reducer is not None:
             self._reducer.close()
+
+
+class SyncedScaler(Optimization):
+    """An optimization whose scaler hears of an overflow on any stage."""
+
+    def __init__(self, inner: Optimization, agree: Callable[[Tensor], Tensor]):
+        self.__dict__ = inner.__dict__
+        self._agree_on_overflow = agree
+
+    def unscale(self) -> None:
+        """Unscale this stage's gradients, and let all stages know of an overflow."""
+        super().unscale()
+        assert self._scaler is not None
+        found = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        device = next(iter(found), self.parameters[0].device)
+        worst = sum(found.values(), start=torch.zeros((), device=device))
+        found.clear()
+        found[device] = self._agree_on_overflow(worst)

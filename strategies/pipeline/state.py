@@ -1,8 +1,9 @@
-"""The state of a whole task and its optimizer, of which each stage holds a part."""
+"""State of a partitioned task and its optimizers: whole, or in the shards of each stage."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,15 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.checkpoints.shards import Shards
+from trainkit.checkpoints.shards import Piece, Shards, elsewhere
 
-from .materializing import has_meta, materialize
-from .placement import Placement, keep_own_part
-from .shards import AllGather, StageShards
+from .stage import Placement, has_meta, keep_local_parameters, materialize
 
 
-class WholeState:
-    """Puts a task and its optimizer together and takes them apart; until `settle` every stage has the whole."""
+class PipelineState:
+    """State of a task and its optimizers, of which each stage holds a part from `keep_local` on."""
 
     def __init__(self) -> None:
         self._placement: Placement | None = None
@@ -28,7 +27,7 @@ class WholeState:
         self._waiting_task: dict[str, Any] | None = None
         self._waiting_optimizers: list[tuple[Optimizer, dict[str, Any]]] = []
 
-    def settle(
+    def keep_local(
         self,
         task: nn.Module,
         optimizers: Sequence[Optimizer],
@@ -37,13 +36,16 @@ class WholeState:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Leave only the own part on the device; parameters on the meta device are made there. Collective."""
+        """Keep the local part of the task and its optimizers on the device, and drop the rest. Collective.
+
+        Parameters on the meta device are created here.
+        """
         self._placement, self._group, self._stage = placement, group, group.rank()
         if has_meta(task):
             # Replicas train together; they evaluate each for itself.
             seed = _agreed_seed(None if optimizers else group)
             materialize(task, seed=seed, device=device, keep=self._is_held)
-        keep_own_part(task, placement, rank=self._stage, device=device)
+        keep_local_parameters(task, placement, rank=self._stage, device=device)
         for optimizer in optimizers:
             self._keep_own_optimizer_state(optimizer, task, device)
         if self._waiting_task is not None:
@@ -77,7 +79,7 @@ class WholeState:
         return state
 
     def load_task(self, task: nn.Module, saved: dict[str, Any]) -> None:
-        """Give the task what this stage holds of a whole state dict."""
+        """Load the part of a whole state dict that this stage holds."""
         current = task.state_dict()
         if set(current) != set(saved) or (self._placement is None and not has_meta(task)):
             task.load_state_dict(saved)  # raises with the names that differ
@@ -92,7 +94,7 @@ class WholeState:
                     tensor.copy_(saved[key])
 
     def make_whole(self, task: nn.Module) -> None:
-        """Leave every parameter and buffer complete in host memory on every stage. Collective over stages."""
+        """Gather every parameter and buffer, complete in host memory on every stage. Collective over stages."""
         if self._placement is None:
             return
         for name, tensor in (*task.named_parameters(), *task.named_buffers()):
@@ -121,12 +123,12 @@ class WholeState:
         """Return the state with this stage's pieces of it; `None` while every stage has the whole. Collective."""
         if self._placement is None:
             return None
-        stage = StageShards(task, self._placement, self._stage, writes)
+        stage = ShardedStateDict(task, self._placement, self._stage, writes)
         described = [stage.of_optimizer(optimizer, i, all_gather) for i, optimizer in enumerate(optimizers)]
         return Shards(stage.of_task(_canonical_names(task)), described, list(stage.pieces.values()))
 
     def load_optimizer(self, task: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Give the optimizer the state of the parameters that this stage holds."""
+        """Load the optimizer state of the parameters that this stage holds."""
         if self._placement is None and has_meta(task):
             self._waiting_optimizers.append((optimizer, saved))
             return
@@ -135,7 +137,7 @@ class WholeState:
             names = {id(parameter): name for name, parameter in task.named_parameters()}
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             states = {index: state for index, state in states.items() if self._is_held(names[id(parameters[index])])}
-        # Which kernels are used is this run's own choice, not the one that was saved.
+        # Which kernels are used is this run's own saved_partition, not the one that was saved.
         groups = [
             {**old, **{key: new[key] for key in ("fused", "foreach") if key in new}}
             for old, new in zip(saved["param_groups"], optimizer.param_groups, strict=True)
@@ -168,3 +170,46 @@ def _canonical_names(task: nn.Module) -> dict[str, str]:
     first = {id(tensor): name for name, tensor in (*task.named_parameters(), *task.named_buffers())}
     state = task.state_dict(keep_vars=True)
     return {key: first[id(tensor)] for key, tensor in state.items() if id(tensor) in first}
+
+
+AllGather = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class ShardedStateDict:
+    """Describes the whole state, and takes the pieces of it that one stage writes: what it is the first to hold."""
+
+    task: nn.Module
+    placement: Placement
+    stage: int
+    writes: bool  # one replica does
+    pieces: dict[str, Piece] = field(default_factory=dict)
+
+    def of_task(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Return the task's state dict, in which every parameter and buffer (`names`: key to name) is elsewhere."""
+        state: dict[str, Any] = self.task.state_dict()
+        for key, name in names.items():
+            state[key] = self._taken(f"task.{name}", state[key], owner=name)
+        return state
+
+    def of_optimizer(self, optimizer: Optimizer, number: int, all_gather: AllGather) -> dict[str, Any]:
+        """Return an optimizer's state dict, in which every tensor is elsewhere. Collective."""
+        names = {id(parameter): name for name, parameter in self.task.named_parameters()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        whole: dict[str, Any] = optimizer.state_dict()
+        described = {
+            index: {
+                key: self._taken(f"optimizer_{number}.{index}.{key}", value, owner=names[id(parameters[index])])
+                for key, value in state.items()
+            }
+            for index, state in whole["state"].items()
+        }
+        known = {index: state for part in reversed(all_gather(described)) for index, state in part.items()}
+        return {**whole, "state": dict(sorted(known.items()))}
+
+    def _taken(self, place: str, value: Any, *, owner: str) -> Any:
+        if not isinstance(value, Tensor) or (value.dim() == 0 and not place.startswith("task.")):
+            return value  # a count of steps
+        if self.writes and self.placement.counted(owner, self.stage):
+            self.pieces[place] = Piece(place, value.detach().contiguous().view(-1), 0, value.numel())
+        return elsewhere(place, torch.empty(value.shape, dtype=value.dtype, device="meta"))

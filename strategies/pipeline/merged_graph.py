@@ -1,0 +1,236 @@
+"""Graph of several steps of one task, so that one partition goes through all of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
+
+from .graph import RETURN, CutConstraint, Node, NodeOutput, TracedGraph, Value
+from .partition import Partition, replicate_shared
+
+RETURN_TOGETHER = "all steps return in the last stage"
+
+
+@dataclass(frozen=True, slots=True)
+class MergedGraph:
+    """The steps of a task's phases in one list, in which each step keeps its order.
+
+        step of phase a    G1  G2          D  return            G1: a node that uses the parameters of G1
+        step of phase b    G1  G2  G1  G2  D  return
+        merged              [G1 G2 G1 G2 G1 G2] [D D] [return return]
+
+    Nodes that must be in one stage are neighbours under one constraint: those that one step holds together, and the
+    users of a parameter in all steps. So every cut that violates no constraint puts each parameter in one stage.
+    """
+
+    graph: TracedGraph
+    places: tuple[tuple[int, ...], ...]
+    """For each step, where its nodes are in the list."""
+
+    def partitions(self, whole: Partition, steps: Sequence[TracedGraph]) -> list[Partition]:
+        """Return how a partition of the list cuts each step; a stage may have no nodes of a step."""
+        if len(steps) == 1:
+            return [whole]
+        return [
+            replicate_shared(step, [bisect_left(places, cut) for cut in whole.cuts])
+            for step, places in zip(steps, self.places, strict=True)
+        ]
+
+
+def merge_graphs(steps: Sequence[TracedGraph], shares: Sequence[float]) -> MergedGraph:
+    """Return the steps in one list; `shares` are how often each is made, for one of the task's steps.
+
+    The order does not depend on what nodes cost. One step alone is its own list, with no constraints added.
+    """
+    if len(steps) == 1:
+        return MergedGraph(steps[0], (tuple(range(len(steps[0].nodes))),))
+    groups = _ConstraintGroups(steps)
+    pieces = groups.pieces()
+    places: list[list[int]] = [[0] * len(step.nodes) for step in steps]
+    nodes: list[Node] = []
+    constraints: list[CutConstraint] = []
+    offsets = [sum(len(step.values) for step in steps[:number]) for number in range(len(steps))]
+    for piece, reason in zip(pieces, groups.reasons(pieces), strict=True):
+        heaviest = _heaviest(piece, steps)
+        first = len(nodes)
+        for step, index in piece:
+            places[step][index] = len(nodes)
+            node = _moved(steps[step].nodes[index], len(nodes), offset=offsets[step], share=shares[step])
+            if step != heaviest:  # phases are on one after the other, and so is what they keep for backward
+                node.cost.activation_bytes = 0.0
+            nodes.append(node)
+        if len(piece) > 1:
+            constraints.append(CutConstraint(first, len(nodes) - 1, *reason))
+    end = next(number for number, piece in enumerate(pieces) if any(_is_return(steps, key) for key in piece))
+    start = sum(len(piece) for piece in pieces[:end])
+    only_returns = all(_is_return(steps, key) for key in pieces[end])  # and a stage does more than return
+    constraints.append(CutConstraint(start - only_returns, len(nodes) - 1, RETURN_TOGETHER))
+    values: list[Value] = [value for step in steps for value in step.values]
+    whole = TracedGraph(
+        nodes,
+        values,
+        constraints,
+        steps[0].parameter_bytes,
+        frozenset().union(*(step.trainable for step in steps)),
+        measured=all(step.measured for step in steps),
+    )
+    return MergedGraph(whole, tuple(map(tuple, places)))
+
+
+NodeKey = tuple[int, int]
+"""A step and a node of it."""
+Reason = tuple[str, str]
+"""Why nodes stay together, and what to do about it where that is known."""
+
+
+class _ConstraintGroups:
+    """Groups of nodes that must be in one stage, with the reasons."""
+
+    def __init__(self, steps: Sequence[TracedGraph]) -> None:
+        self._steps = steps
+        self._leader: dict[NodeKey, NodeKey] = {
+            (number, index): (number, index) for number, step in enumerate(steps) for index in range(len(step.nodes))
+        }
+        self._reasons: list[tuple[NodeKey, Reason]] = []  # the strongest first
+        for number, step in enumerate(steps):
+            for constraint in sorted(step.constraints, key=lambda constraint: constraint.first - constraint.last):
+                self._group(
+                    [(number, index) for index in range(constraint.first, constraint.last + 1)],
+                    constraint.reason,
+                    constraint.advice,
+                )
+        self._group([(number, len(step.nodes) - 1) for number, step in enumerate(steps)], RETURN_TOGETHER)
+        for name, users in _users(steps).items():
+            described = " and ".join(dict.fromkeys(str(self._node(user)) for user in (users[0], users[-1])))
+            self._group(users, f"'{name}' is used by {described}")
+
+    def pieces(self) -> list[list[NodeKey]]:
+        """Return the nodes in pieces that stay together, ordered such that every step keeps its own order."""
+        while True:
+            self._close_gaps()
+            members: dict[NodeKey, list[NodeKey]] = defaultdict(list)
+            for key in self._leader:
+                members[self._find(key)].append(key)
+            before: dict[NodeKey, set[NodeKey]] = {leader: set() for leader in members}
+            for number, index in self._leader:
+                if index:
+                    earlier, later = self._find((number, index - 1)), self._find((number, index))
+                    if earlier != later:
+                        before[later].add(earlier)
+            sorter = TopologicalSorter(before)
+            try:
+                sorter.prepare()
+            except CycleError as error:
+                self._group_cycle(error.args[1], members)
+                continue
+            return self._in_order(sorter, members)
+
+    def reasons(self, pieces: Sequence[Sequence[NodeKey]]) -> list[Reason]:
+        """Return the reason and the remedy of each piece; empty strings for one node alone."""
+        strongest: dict[NodeKey, Reason] = {}
+        for key, reason in self._reasons:
+            strongest.setdefault(self._find(key), reason)
+        return [strongest.get(self._find(piece[0]), ("", "")) for piece in pieces]
+
+    def _in_order(
+        self, sorter: TopologicalSorter[NodeKey], members: dict[NodeKey, list[NodeKey]]
+    ) -> list[list[NodeKey]]:
+        def rank(leader: NodeKey) -> tuple[bool, float]:
+            last = any(_is_return(self._steps, key) for key in members[leader])
+            return last, min(index / len(self._steps[number].nodes) for number, index in members[leader])
+
+        ready: list[tuple[tuple[bool, float], NodeKey]] = []
+        pieces = []
+        while sorter.is_active():
+            for leader in sorter.get_ready():
+                heappush(ready, (rank(leader), leader))
+            _, leader = heappop(ready)
+            pieces.append(sorted(members[leader]))
+            sorter.done(leader)
+        return pieces
+
+    def _close_gaps(self) -> None:
+        """Tie what lies between two nodes of a piece to them."""
+        changed = True
+        while changed:
+            changed = False
+            for number, step in enumerate(self._steps):
+                ends: dict[NodeKey, int] = {}
+                for index in range(len(step.nodes)):
+                    ends[self._find((number, index))] = index
+                reach, leader = -1, (number, 0)
+                for index in range(len(step.nodes)):
+                    key = (number, index)
+                    if index <= reach and self._find(key) != self._find(leader):
+                        reach = max(reach, ends.get(self._find(key), index))
+                        self._leader[self._find(key)] = self._find(leader)
+                        changed = True
+                    elif index > reach:
+                        leader, reach = key, ends[self._find(key)]
+
+    def _group_cycle(self, cycle: Sequence[NodeKey], members: dict[NodeKey, list[NodeKey]]) -> None:
+        first, second = (self._node(members[leader][0]) for leader in cycle[:2])
+        self._group(cycle, f"the steps come to {first} and {second} in different orders", strongest=True)
+
+    def _group(self, keys: Sequence[NodeKey], reason: str, advice: str = "", *, strongest: bool = False) -> None:
+        for key in keys[1:]:
+            self._leader[self._find(key)] = self._find(keys[0])
+        if len(keys) > 1:
+            self._reasons.insert(0 if strongest else len(self._reasons), (keys[0], (reason, advice)))
+
+    def _find(self, key: NodeKey) -> NodeKey:
+        while self._leader[key] != key:
+            self._leader[key] = key = self._leader[self._leader[key]]
+        return key
+
+    def _node(self, key: NodeKey) -> Node:
+        number, index = key
+        return self._steps[number].nodes[index]
+
+
+def _is_return(steps: Sequence[TracedGraph], key: NodeKey) -> bool:
+    number, index = key
+    return steps[number].nodes[index].name == RETURN
+
+
+def _users(steps: Sequence[TracedGraph]) -> dict[str, list[NodeKey]]:
+    """Return the users of each parameter, and of each buffer that some step writes."""
+    written = {name for step in steps for node in step.nodes for name in node.written_buffers}
+    users: dict[str, list[NodeKey]] = defaultdict(list)
+    for number, step in enumerate(steps):
+        for node in step.nodes:
+            for name in dict.fromkeys((*node.parameters, *node.buffers, *node.written_buffers)):
+                if name in node.parameters or name in written:
+                    users[name].append((number, node.index))
+    return users
+
+
+def _heaviest(piece: Sequence[NodeKey], steps: Sequence[TracedGraph]) -> int:
+    """Return the step that keeps most for the backward of a piece."""
+    kept: dict[int, float] = defaultdict(float)
+    for number, index in piece:
+        kept[number] += steps[number].nodes[index].cost.activation_bytes
+    return max(kept, key=lambda number: kept[number])
+
+
+def _moved(node: Node, index: int, *, offset: int, share: float) -> Node:
+    """Return a node at another place of a longer list."""
+    cost = replace(
+        node.cost,
+        forward_seconds=share * node.cost.forward_seconds,
+        backward_seconds=share * node.cost.backward_seconds,
+    )
+    return replace(
+        node,
+        index=index,
+        inputs=tuple(value + offset for value in node.inputs),
+        result=None,
+        has_plain=False,
+        outputs=tuple(NodeOutput(output.value + offset, output.requires_grad) for output in node.outputs),
+        written=tuple(value + offset for value in node.written),
+        cost=cost,
+    )

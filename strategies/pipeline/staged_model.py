@@ -1,0 +1,268 @@
+"""Staged model: the steps of a task, traced and partitioned so that each part runs where its parameters are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainkit.batches import to_device
+from trainkit.errors import UserError, nearest
+from trainkit.metrics.sync import detach_metrics, metrics_in
+
+from .graph import Signature, TracedGraph, signature
+from .mesh import PipelineMesh
+from .partition import SharedParameters
+from .plan_report import PlanReport, draw_schedule, draw_stages
+from .planner import Costs, PartitionPlan, SavedPartition, SplitPoints, TraceInput, plan_steps, restore_plan
+from .schedules import Schedule
+from .stage import Placement, has_meta, place_parameters, stage_bounds, stage_graphs
+from .stage_executor import PartitionedStep, StageExecutor
+from .tracer import Step, trace
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Name = TypeVar("Name", bound=str)
+
+BALANCES = {"speed": 0.0, "memory": 1.0}
+TRACE_MODES = ("auto", "eager", "fake")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStepSpec:
+    """A step that the task is trained by.
+
+    Args:
+        step: The step, called with a batch.
+        begin: Switches to the phase of the step.
+        share: Calls per step of the task.
+
+    """
+
+    step: Step
+    begin: Callable[[], None]
+    share: float
+
+
+def single_step(step: Step) -> TrainingStepSpec:
+    """Return the spec of a task without phases."""
+    return TrainingStepSpec(step, _nothing, 1.0)
+
+
+def step_key(phase: str, step_name: str) -> str:
+    """Return the key of a phase's step, or of the only step of a task."""
+    return f"{phase}: {step_name}" if phase else step_name
+
+
+class StagedModel:
+    """Partitioned steps of a task, and the stages that hold its parameters.
+
+    Args:
+        schedule: The schedule, which knows the number of stages.
+        split_points: Modules that begin a stage, or a stage for each pattern of names; `None`: balanced.
+        shared_parameters: Where parameters are that several nodes of the step use.
+        balance: `speed`, `memory`, or a share between 0 and 1 of memory against time.
+        trace: `eager`, `fake`, or `auto`, which is `fake` for tasks on the meta device.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        split_points: SplitPoints | None,
+        shared_parameters: SharedParameters,
+        balance: str | float,
+        trace: str,
+    ) -> None:
+        self.schedule = schedule
+        self.split_points = split_points
+        self.shared_parameters = check_name("shared_parameters", shared_parameters, get_args(SharedParameters))
+        self.balance = _memory_share(balance)
+        self.trace_mode = check_name("trace", trace, TRACE_MODES)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self.steps: dict[str, PartitionedStep] = {}
+        self.placement: Placement | None = None
+        """The stages of each parameter, once the task has been partitioned."""
+        self.plan: PartitionPlan | None = None
+        self._restored: SavedPartition | None = None  # of the run that is resumed
+
+    # ---- State of the partition
+
+    def state(self) -> dict[str, Any]:
+        """Return the partition as plain values; empty before there is one."""
+        if self.plan is not None:
+            return {"pipeline": SavedPartition.of(self._settings, self.plan.whole, self.plan.partition).saved()}
+        return {} if self._restored is None else {"pipeline": self._restored.saved()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Partition the task as `state` says, if its settings are those of this run; ignored after `partition`."""
+        if "pipeline" in state and self.placement is None:
+            self._restored = SavedPartition.loaded(state["pipeline"])
+
+    def report(self, num_micro_batches: int) -> PlanReport:
+        """Return the stages, what each costs, and the idle share of the schedule."""
+        assert self.plan is not None
+        bubble = self.schedule.bubble(num_micro_batches)
+        return PlanReport.of(self.plan.whole, self.plan.partition, bubble=bubble)
+
+    @property
+    def _settings(self) -> str:
+        wanted = self.split_points
+        points = dict(wanted) if isinstance(wanted, Mapping) else wanted and list(wanted)
+        stages = f"{self.schedule.num_ranks} x {self.schedule.stages_per_rank} stages"
+        return f"{stages}, {points}, {self.shared_parameters}, {self.balance}"
+
+    # ---- Partitioning
+
+    def partition(
+        self,
+        task: nn.Module,
+        specs: Mapping[str, TrainingStepSpec],
+        batch: Any,
+        *,
+        mesh: PipelineMesh,
+        device: torch.device,
+        all_replicas: bool,
+    ) -> Placement:
+        """Trace the steps on one rank, and partition the task by them on all ranks.
+
+        Collective over the stages of this replica, or over `all_replicas`. Raises on every rank the error of the
+        tracing one.
+        """
+        _refuse_compiled(task)
+
+        def planned() -> tuple[PartitionPlan, Signature]:
+            on_host = batch if device.type == "cpu" else to_device(batch, torch.device("cpu"))
+            return self._plan(self._trace_inputs(task, specs, on_host, device)), signature(batch)
+
+        self.plan, traced = _on_one_rank(task, planned, mesh, all_replicas=all_replicas)
+        parts = list(zip(self.plan.steps, self.plan.partitions, strict=True))
+        num_ranks = self.schedule.num_ranks
+        self.placement = place_parameters(task, parts, num_ranks=num_ranks)
+        for name, (graph, partition) in zip(specs, parts, strict=True):
+            bounds = partition.bounds(len(graph.nodes))
+            ranks = [index % num_ranks for index in range(len(bounds))]
+            executor = StageExecutor(graph, task, device)
+            self.steps[name] = PartitionedStep.of(executor, stage_graphs(graph, bounds, ranks), traced)
+        return self.placement
+
+    def add_step(
+        self, name: str, task: nn.Module, step: Step, batch: Any, *, mesh: PipelineMesh, device: torch.device
+    ) -> None:
+        """Trace `step` on one rank, and divide it on all so that it follows the parameters.
+
+        Collective over the stages of this replica. Raises on every rank the error of the tracing one.
+        """
+        assert self.plan is not None and self.placement is not None
+        _refuse_compiled(task)
+        leaf_modules = frozenset(node.name for graph in self.plan.steps for node in graph.nodes if node.is_leaf_module)
+        fake = self.trace_mode == "fake"
+
+        def traced() -> tuple[TracedGraph, Signature]:
+            return trace(task, step, batch, leaf_modules=leaf_modules, fake=fake).graph, signature(batch)
+
+        graph, seen = _on_one_rank(task, traced, mesh, all_replicas=False)
+        bounds, ranks = stage_bounds(graph, self.placement, num_ranks=self.schedule.num_ranks)
+        executor = StageExecutor(graph, task, device)
+        self.steps[name] = PartitionedStep.of(executor, stage_graphs(graph, bounds, ranks), seen)
+
+    def preview(
+        self,
+        task: nn.Module,
+        specs: Mapping[str, TrainingStepSpec],
+        batch: Any,
+        *,
+        device: torch.device,
+        num_micro_batches: int,
+    ) -> tuple[PlanReport, str]:
+        """Return the report of the partition and its drawing; nothing is placed, and no other rank takes part."""
+        self.plan = self._plan(self._trace_inputs(task, specs, batch, device))
+        report, schedule = self.report(num_micro_batches), self.schedule
+        actions = [schedule.actions(rank, num_micro_batches) for rank in range(schedule.num_ranks)]
+        return report, f"{draw_stages(report)}\n\n{draw_schedule(actions, num_stages=schedule.num_stages)}"
+
+    def _trace_inputs(
+        self, task: nn.Module, specs: Mapping[str, TrainingStepSpec], batch: Any, device: torch.device
+    ) -> list[TraceInput]:
+        costs = cost_source(self.trace_mode, task, device)
+        return [TraceInput(task, spec.step, batch, costs, spec.begin, spec.share) for spec in specs.values()]
+
+    def _plan(self, trace_inputs: Sequence[TraceInput]) -> PartitionPlan:
+        if self._restored is not None and self._restored.settings == self._settings:
+            restored = restore_plan(trace_inputs, self._restored)
+            if restored is not None:
+                return restored
+            logger.info("the traced step changed since the checkpoint; the model is partitioned again")
+        return plan_steps(
+            trace_inputs,
+            num_stages=self.schedule.num_stages,
+            balance=self.balance,
+            split_points=self.split_points,
+            shared_parameters=self.shared_parameters,
+        )
+
+
+def cost_source(trace_mode: str, task: nn.Module, device: torch.device) -> Costs:
+    """Return the source of the nodes' costs: measured only for an eager trace on the device of the training."""
+    if trace_mode == "fake" or (trace_mode == "auto" and has_meta(task)):
+        return "fake"
+    if has_meta(task):
+        raise UserError("strategy.trace=eager needs a task with real parameters, not on the meta device.")
+    return "measured" if device.type == "cpu" else "estimated"
+
+
+def check_name(key: str, value: Name, names: Sequence[str]) -> Name:
+    """Return `value`; raises UserError if it is not one of `names`."""
+    if value not in names:
+        raise UserError(f"unknown {key} {value!r}.{nearest(str(value), names)} Choose one of {', '.join(names)}.")
+    return value
+
+
+def _memory_share(balance: str | float) -> float:
+    share = BALANCES.get(balance) if isinstance(balance, str) else balance
+    if share is None or isinstance(share, bool) or not 0.0 <= share <= 1.0:
+        raise UserError(f"balance must be speed, memory or a number from 0 to 1, got {balance!r}.")
+    return float(share)
+
+
+def _refuse_compiled(task: nn.Module) -> None:
+    if task._compiled_call_impl is not None:
+        raise UserError(
+            f"{type(task).__name__}'s forward is compiled as one piece, which cannot be cut into stages. Set "
+            "trainer.compile=false, or compile modules in the task's constructor: self.block.compile()."
+        )
+
+
+def _on_one_rank(task: nn.Module, compute: Callable[[], T], mesh: PipelineMesh, *, all_replicas: bool) -> T:
+    """Return on every rank the result of one of them, or raise its error."""
+    group = None if all_replicas else mesh.stage_group
+    source = 0 if all_replicas else dist.get_global_rank(mesh.stage_group, 0)
+    box: list[Any] = [None]
+    failure: Exception | None = None
+    if dist.get_rank() == source:
+        try:
+            with detach_metrics(metrics_in(task)):  # the traced batch counts once more in training or evaluation
+                box = [compute()]
+        except Exception as error:
+            box, failure = [error], error
+    dist.broadcast_object_list(box, source, group=group)
+    if failure is not None:
+        raise failure
+    if isinstance(box[0], Exception):
+        raise box[0]
+    result: T = box[0]
+    return result
+
+
+def _nothing() -> None:
+    """Do nothing: a task without phases has none to begin."""

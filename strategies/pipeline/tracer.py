@@ -1,0 +1,635 @@
+"""Tracer of a step: module calls and torch functions become the nodes of a graph."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainkit.errors import UserError
+from trainkit.rng import python_rng_state, set_python_rng_state
+
+from .graph import (
+    RETURN,
+    Constant,
+    CutConstraint,
+    FlopCounter,
+    Node,
+    NodeCost,
+    NodeOutput,
+    ParameterRef,
+    ScalarValue,
+    TracedGraph,
+    Value,
+    ValueRef,
+    encoded,
+    estimated_seconds,
+    is_number,
+    leaves,
+    num_bytes,
+    rebuild,
+    tensors,
+)
+from .interception import GRADIENT, SIDE_EFFECTS, Call, ModuleInterceptor, TracingMode
+
+Step = Callable[[Any], Any]
+
+
+def trace(
+    task: nn.Module,
+    step: Step,
+    batch: Any,
+    *,
+    leaf_modules: frozenset[str],
+    fake: bool = False,
+    earlier: Sequence[weakref.ref[Tensor]] = (),
+) -> TraceResult:
+    """Trace one run of `step` on a copy of `batch`; the task and all generators are restored.
+
+    Calls of the modules named in `leaf_modules` are one node each; every torch call outside of them is one too. With
+    `fake` nothing is computed and no memory is taken: parameters may lie on the meta device. `earlier` are tensors
+    of other steps, which this one cannot use.
+    """
+    modules = {name: module for name, module in task.named_modules() if name}
+    interceptor = ModuleInterceptor(modules)
+    with ExitStack() as stack:
+        stack.enter_context(preserve_state(task))
+        batch = copy_batch(batch)
+        if fake:
+            stack.enter_context(fake_tensors(task))
+        tracer = Tracer(task, batch, leaf_modules, draws_are_real=not fake, earlier=earlier)
+        with ExitStack() as tracing:
+            tracing.enter_context(interceptor.installed())
+            tracing.enter_context(interceptor.handled_by(tracer))
+            tracing.enter_context(tracer.counter)
+            tracing.enter_context(torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, _same))
+            tracing.enter_context(tracer)
+            result = step(batch)
+        return tracer.finish(result)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(slots=True)
+class ModuleCall:
+    """Total cost of the calls of one module, and the modules that its code calls."""
+
+    cost: NodeCost = field(default_factory=NodeCost)
+    num_calls: int = 0
+    callees: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class TraceResult:
+    """A graph, with what is needed to choose other leaf modules: the module calls, and what prevents expanding them."""
+
+    graph: TracedGraph
+    module_calls: dict[str, ModuleCall]
+    opaque_leaf_modules: set[str]
+    """Leaf modules whose result holds objects that a later stage could not be given."""
+    reading_modules: set[str]
+    """Expanded modules whose own code looks at elements of values that only one stage has."""
+    reentrant: list[Node]
+    """Calls inside a checkpoint with `use_reentrant=True`, which hides their gradients from the other stages."""
+    made: list[weakref.ref[Tensor]]
+    """Tensors that the step made; an attribute may keep one for the step of another phase."""
+
+
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
+
+CARRIED = (
+    " Return that tensor from the module's forward and pass it on as an argument, so that it can be sent from stage to "
+    "stage."
+)
+
+
+@dataclass(slots=True)
+class _Mark:
+    """The counters when a call began."""
+
+    flops: float
+    moved_bytes: float
+    num_calls: int
+    activation_bytes: float
+
+
+class Tracer(TracingMode):
+    """Observes one run of a step."""
+
+    def __init__(
+        self,
+        task: nn.Module,
+        batch: Any,
+        leaf_modules: frozenset[str],
+        *,
+        draws_are_real: bool,
+        earlier: Sequence[weakref.ref[Tensor]] = (),
+    ):
+        super().__init__()
+        self._earlier = {id(tensor): tensor for made in earlier if (tensor := made()) is not None}
+        self._draws_are_real = draws_are_real
+        self.counter = FlopCounter()
+        self._leaf_modules = leaf_modules
+        self._parameters = {id(parameter): name for name, parameter in task.named_parameters()}
+        self._buffers = {id(buffer): name for name, buffer in task.named_buffers()}
+        self._task = task
+        self._leaf_tensors = {
+            name: (
+                [id(parameter) for parameter in module.parameters()],
+                list(module.buffers()),
+            )
+            for name, module in task.named_modules()
+            if name in leaf_modules
+        }
+        self._nodes: list[Node] = []
+        self._values: list[Value] = []
+        self._value_of: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # ids stay unique only while the tensors live
+        self._made_inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._views: dict[int, list[int]] = {}
+        self._written_alias_sets: list[tuple[list[int], int]] = []
+        self._num_codes = 0  # of all numbers that leaf_modules returned
+        self._constraints: list[CutConstraint] = []
+        self._occurrences: dict[str, int] = {}
+        self._node: Node | None = None
+        self._checkpoints: dict[FrameType, int] = {}  # kept, so that no other frame has the same identity
+        self._reentrant: list[Node] = []
+        self._is_muted = False
+        self._path: list[str] = [""]
+        self._module_calls: dict[str, ModuleCall] = {"": ModuleCall(num_calls=1)}
+        self._opaque_leaf_modules: set[str] = set()
+        self._saved_storages: set[int] = set()
+        self._activation_bytes = 0.0
+        for tensor in tensors(batch):
+            self._new_value(tensor, local=True)
+
+    # -- What is called
+
+    def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module: as one node if it is a leaf module, else as code whose calls are nodes."""
+        statistics = self._module_calls.setdefault(name, ModuleCall())
+        self._module_calls[self._path[-1]].callees.add(name)
+        statistics.num_calls += 1
+        mark = self._mark()
+        self._path.append(name)
+        try:
+            if self._node is None and name in self._leaf_modules:
+                return self._record(name, call, args, kwargs, is_leaf_module=True)
+            return call(*args, **kwargs)
+        finally:
+            self._path.pop()
+            self._add_since(mark, statistics.cost)
+
+    def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function: as a node outside of leaf modules, else to see what it uses."""
+        if self._is_muted:
+            return call(*args, **kwargs)
+        if self._node is not None:
+            return self._watch(self._node, call, args, kwargs)
+        if name == "backward":
+            raise UserError(
+                f"the step calls `backward` itself (at {caller_location()}), but in a pipeline backward goes from "
+                "stage to stage. Return the loss from training_step, and trainkit runs backward."
+            )
+        return self._record(name, call, args, kwargs, is_leaf_module=False)
+
+    def _watch(self, node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in tensors((args, kwargs)):
+            self._use(node, tensor)
+        result = call(*args, **kwargs)
+        for tensor in tensors(result):
+            self._made_inside[id(tensor)] = (weakref.ref(tensor), node.index)
+        return result
+
+    def _record(
+        self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_leaf_module: bool
+    ) -> Any:
+        given = tensors((args, kwargs))
+        node = Node(len(self._nodes), name, is_leaf_module, self._path[-2 if is_leaf_module else -1], caller_location())
+        parameters, buffers = self._leaf_tensors[name] if is_leaf_module else ([], [])
+        self._locate_in_checkpoint(node)
+        node.parameters = tuple(self._parameters[key] for key in parameters)
+        node.buffers = tuple(self._buffers[id(buffer)] for buffer in buffers if id(buffer) in self._buffers)
+        watched = [*given, *buffers]
+        versions = [_version(tensor) for tensor in watched]
+        state, python_state = self._random_state(), python_rng_state() if is_leaf_module else ()
+        mark = self._mark()
+        for tensor in given:
+            self._use(node, tensor)
+        node.num_given = len(node.inputs)
+        if is_leaf_module:
+            self._node = node
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._node = None
+        if name == "__iter__":
+            result = list(result)
+        made = tensors(result)
+        if not (given or made or is_leaf_module):
+            return result  # such as `torch.is_grad_enabled()`: nothing to do with the flow of values
+        self._add_since(mark, node.cost)
+        node.is_random = state != self._random_state()
+        node.draws_in_python = is_leaf_module and python_state != python_rng_state()
+        written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
+        self._complete(node, result, written)
+        node.reads = (
+            not made and not written and not is_leaf_module and name not in SIDE_EFFECTS and not name.endswith("=")
+        )
+        return iter(result) if name == "__iter__" else result
+
+    def _locate_in_checkpoint(self, node: Node) -> None:
+        frames = checkpoint_frames()
+        calls = [frame for frame in frames if frame.f_code.co_name == "checkpoint"]
+        if calls:
+            node.checkpoint = self._checkpoints.setdefault(calls[-1], len(self._checkpoints))
+        if any(frame.f_code.co_name == "forward" for frame in frames):
+            self._reentrant.append(node)
+
+    def _random_state(self) -> bytes | int:
+        """Return a state that differs after a call that drew random numbers."""
+        if not self._draws_are_real:
+            return self.counter.num_draws
+        self._is_muted = True
+        try:
+            return torch.get_rng_state().numpy().tobytes()
+        finally:
+            self._is_muted = False
+
+    # -- What a call uses and makes
+
+    def _use(self, node: Node, tensor: Tensor) -> None:
+        key = id(tensor)
+        if key in self._parameters:
+            if self._parameters[key] not in node.parameters:
+                node.parameters += (self._parameters[key],)
+        elif key in self._buffers:
+            if self._buffers[key] not in node.buffers:
+                node.buffers += (self._buffers[key],)
+        elif key in self._value_of:
+            if self._value_of[key] not in node.inputs:
+                node.inputs += (self._value_of[key],)
+        elif key in self._made_inside:
+            reference, first = self._made_inside[key]
+            if reference() is tensor and first != node.index:
+                reason = f"{node} uses a tensor made inside {self._nodes[first]}"
+                self._constraints.append(CutConstraint(first, node.index, reason, CARRIED))
+        elif key in self._earlier:
+            raise UserError(
+                f"{node} uses a tensor that the step of another phase has left behind. That is in one stage, and of "
+                "one micro-batch. Compute it again in this step, or type strategy=ddp."
+            )
+
+    def _complete(self, node: Node, result: Any, written: list[Tensor]) -> None:
+        outputs: dict[int, bool] = {}
+        node.result = rebuild(result, lambda leaf: self._traced_leaf(node, leaf, outputs))
+        for tensor in written:
+            if id(tensor) in self._buffers:
+                node.written_buffers += (self._buffers[id(tensor)],)
+            elif id(tensor) in self._value_of:
+                outputs[self._value_of[id(tensor)]] = tensor.requires_grad
+                node.written += (self._value_of[id(tensor)],)
+            alias_set = self._views.get(id(_base(tensor)), [])
+            if len(alias_set) > 1:
+                self._written_alias_sets.append((list(alias_set), node.index))
+        node.has_plain = node.is_leaf_module and not all(
+            isinstance(leaf, (ValueRef, ParameterRef)) for leaf in leaves(node.result)
+        )
+        node.outputs = tuple(NodeOutput(value, requires_grad) for value, requires_grad in outputs.items())
+        held = {leaf.name for leaf in leaves(node.result) if isinstance(leaf, ParameterRef)}
+        if held and not outputs:  # such as `weight.to(dtype)` that has nothing to do: no use of the weight
+            node.parameters = tuple(name for name in node.parameters if name not in held)
+            node.buffers = tuple(name for name in node.buffers if name not in held)
+        occurrence = self._occurrences[node.name] = self._occurrences.get(node.name, -1) + 1
+        node.key = zlib.crc32(f"{node.name}#{occurrence}".encode())
+        self._nodes.append(node)
+
+    def _traced_leaf(self, node: Node, leaf: Any, outputs: dict[int, bool]) -> Any:
+        if not isinstance(leaf, Tensor):
+            if node.is_leaf_module and is_number(leaf):
+                return self._new_number(leaf)
+            if isinstance(leaf, CONSTANTS):
+                return leaf
+            if node.is_leaf_module:
+                self._opaque_leaf_modules.add(node.name)
+            return Constant(type(leaf).__name__)
+        if id(leaf) in self._parameters:
+            return ParameterRef(self._parameters[id(leaf)])
+        if id(leaf) in self._buffers:
+            return ParameterRef(self._buffers[id(leaf)])
+        if id(leaf) not in self._value_of:
+            outputs[self._new_value(leaf, local=False)] = leaf.requires_grad
+        return ValueRef(self._value_of[id(leaf)])
+
+    def _new_number(self, leaf: Any) -> ScalarValue:
+        number = ScalarValue(type(leaf), self._num_codes, len(encoded(leaf)))
+        self._num_codes += number.count
+        return number
+
+    def _new_value(self, tensor: Tensor, *, local: bool) -> int:
+        index = len(self._values)
+        self._values.append(Value(tuple(tensor.shape), tensor.dtype, local))
+        self._value_of[id(tensor)] = index
+        self._kept.append(tensor)
+        self._views.setdefault(id(_base(tensor)), []).append(index)
+        return index
+
+    # -- What a call takes
+
+    def count_saved(self, tensor: Tensor) -> Tensor:
+        """Count what autograd keeps for backward, each storage once, parameters not at all."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._saved_storages and id(_base(tensor)) not in self._parameters:
+            self._saved_storages.add(key)
+            self._activation_bytes += num_bytes(tensor)
+        return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
+
+    def _mark(self) -> _Mark:
+        total = self.counter.total
+        return _Mark(total.flops, total.moved_bytes, total.num_calls, self._activation_bytes)
+
+    def _add_since(self, mark: _Mark, cost: NodeCost) -> None:
+        total = self.counter.total
+        cost.flops += total.flops - mark.flops
+        cost.moved_bytes += total.moved_bytes - mark.moved_bytes
+        cost.num_calls += total.num_calls - mark.num_calls
+        cost.activation_bytes += self._activation_bytes - mark.activation_bytes
+
+    # -- What it comes to
+
+    def finish(self, result: Any) -> TraceResult:
+        """Return the traced, now that the step has returned `result`; the task must not have been restored yet."""
+        self._module_calls[""].cost = self.counter.total
+        last = Node(len(self._nodes), RETURN, False, "", "the end of the step")
+        for tensor in tensors(result):
+            self._use(last, tensor)
+        self._complete(last, None, [])
+        self._checkpoints.clear()
+        mark_replaced_buffers(self._nodes, self._replaced_buffers())
+        mark_batch_only_nodes(self._nodes, self._values)
+        numbers = None
+        if any(node.has_numbers and not node.is_batch_only for node in self._nodes):
+            numbers = len(self._values)
+            self._values.append(Value((self._num_codes,), torch.int64, local=False))
+        self._constraints += written_buffer_constraints(self._nodes)
+        self._constraints += alias_constraints(self._nodes, self._written_alias_sets)
+        self._constraints += gradient_constraints(self._nodes)
+        self._constraints += checkpoint_constraints(self._nodes)
+        graph = TracedGraph(
+            self._nodes,
+            self._values,
+            self._constraints,
+            {name: num_bytes(parameter) for name, parameter in self._task.named_parameters()},
+            frozenset(name for name, parameter in self._task.named_parameters() if parameter.requires_grad),
+            numbers,
+        )
+        reading = reading_modules(self._nodes) | {node.path for node in self._reentrant if node.path}
+        made = [
+            weakref.ref(self._kept[index])
+            for index, value in enumerate(self._values[: len(self._kept)])
+            if not value.local
+        ]
+        return TraceResult(graph, self._module_calls, self._opaque_leaf_modules, reading, self._reentrant, made)
+
+    def _replaced_buffers(self) -> dict[int, str]:
+        """Return the values that were assigned to buffers in caller_location of the tensors there."""
+        return {
+            self._value_of[id(buffer)]: name
+            for name, buffer in self._task.named_buffers()
+            if id(buffer) in self._value_of and id(buffer) not in self._buffers
+        }
+
+
+def _base(tensor: Tensor) -> Tensor:
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+CHEAP_SHARE = 0.01
+"""Nodes that depend on the batch alone are computed by every stage if they take less than this share of the step,"""
+CHEAP_SECONDS = 1e-4
+"""or less than this."""
+_SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
+
+
+def mark_batch_only_nodes(nodes: Sequence[Node], values: Sequence[Value]) -> None:
+    """Mark the nodes and values that follow from the batch and constants alone, except expensive ones."""
+    expensive = max(CHEAP_SHARE * sum(estimated_seconds(node.cost) for node in nodes), CHEAP_SECONDS)
+    tainted: set[int] = set()
+    while True:
+        before = len(tainted)
+        for node in nodes:
+            made = {output.value for output in node.outputs}
+            node.is_batch_only = not (
+                node.parameters
+                or node.written_buffers
+                or node.name == RETURN
+                or (node.is_random and node.checkpoint is not None)  # draws after others of its stage
+                or {*node.inputs, *made} & tainted
+                or estimated_seconds(node.cost) > expensive
+            )
+            if not node.is_batch_only:
+                tainted.update(made)
+        if len(tainted) == before:
+            break
+    for index, value in enumerate(values):
+        value.local = index not in tainted
+
+
+def written_buffer_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
+    """Yield a constraint for each buffer that is written in place, around all nodes that use it."""
+    for name in dict.fromkeys(name for node in nodes for name in node.written_buffers):
+        users = [node for node in nodes if name in node.buffers + node.written_buffers]
+        if users[0] is not users[-1]:
+            reason = f"buffer '{name}' is written in place and used by {users[0]} and {users[-1]}"
+            yield CutConstraint(users[0].index, users[-1].index, reason)
+
+
+def alias_constraints(nodes: Sequence[Node], writes: Sequence[tuple[Sequence[int], int]]) -> Iterator[CutConstraint]:
+    """Yield constraints that keep views of one memory together, from the first of them to a write through one of them.
+
+    `writes` are pairs of the values that share memory and the node that writes to it.
+    """
+    makers: dict[int, int] = {}
+    for node in nodes:
+        for output in node.outputs:
+            makers.setdefault(output.value, node.index)
+    for alias_set, writer in writes:
+        if not nodes[writer].is_batch_only:
+            first = min(makers.get(value, -1) for value in alias_set)
+            yield CutConstraint(first, writer, f"{nodes[writer]} writes in place to memory that several tensors share")
+
+
+def gradient_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
+    """Yield constraints from what a call of `torch.autograd.grad` differentiates by to the call."""
+    for node in nodes:
+        if node.name == GRADIENT and not node.is_leaf_module:
+            first = 0 if node.parameters else _first_touched(nodes[: node.index], node.inputs)
+            reason = f"{node} differentiates by what {nodes[first]} is given, and looks back at all in between"
+            yield CutConstraint(first, node.index, reason)
+
+
+def _first_touched(nodes: Sequence[Node], given: Sequence[int]) -> int:
+    """Return the first node, not made by every stage for itself, that makes or uses what follows from values."""
+    followers = set(given)
+    touching = []
+    for node in nodes:
+        made = {output.value for output in node.outputs}
+        if followers & {*node.inputs, *made}:
+            if followers.intersection(node.inputs):
+                followers |= made
+            if not node.is_batch_only:
+                touching.append(node.index)
+    return min(touching, default=len(nodes))
+
+
+def checkpoint_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
+    """Yield constraints around what a checkpoint runs again: it can do so only where everything in it was run."""
+    calls: dict[int, list[Node]] = {}
+    for node in nodes:
+        if node.checkpoint is not None and not node.is_batch_only:
+            calls.setdefault(node.checkpoint, []).append(node)
+    for first, *rest in calls.values():
+        if rest:
+            reason = f"one checkpoint runs {first} and {rest[-1]} again in backward"
+            yield CutConstraint(first.index, rest[-1].index, reason)
+
+
+def mark_replaced_buffers(nodes: Sequence[Node], replaced: Mapping[int, str]) -> None:
+    """Count a buffer that was assigned a new tensor as written by the node that made it; `replaced` has the values."""
+    for node in nodes:
+        for output in node.outputs:
+            if output.value in replaced:
+                node.written_buffers += (replaced[output.value],)
+
+
+def reading_modules(nodes: Sequence[Node]) -> set[str]:
+    """Return the expanded modules whose own code looks at elements of values that only one stage has."""
+    return {
+        node.path
+        for node in nodes
+        if node.path and not node.is_batch_only and (node.reads or node.name in _SHAPED_BY_VALUES)
+    }
+
+
+_TENSORS = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def fake_tensors(task: nn.Module) -> Iterator[None]:
+    """Replace the parameters and buffers of the task by fake tensors in the block.
+
+    What is computed with them is fake too, and on the CPU as far as the step can tell. What follows from the batch
+    alone is computed, so that the step takes the same branches as ever. Whatever the step leaves in attributes of
+    modules is dropped again, since it may be fake.
+    """
+    attributes = [(module, dict(module.__dict__)) for module in task.modules()]
+    contents = [(module, [dict(getattr(module, kind)) for kind in _TENSORS]) for module in task.modules()]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _replace_tensors(task)
+        yield
+    finally:
+        for module, kept in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(kept)
+        for module, kinds in contents:
+            for kind, content in zip(_TENSORS, kinds, strict=True):
+                current = getattr(module, kind)
+                current.clear()
+                current.update(content)
+
+
+def _replace_tensors(task: nn.Module) -> None:
+    made: dict[int, Tensor] = {}  # a shared parameter stays one
+    for module in task.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _fake(tensor)
+                    held[name] = made[id(tensor)]  # type: ignore[assignment] # a parameter for a parameter
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+@contextmanager
+def preserve_state(task: nn.Module) -> Iterator[None]:
+    """Restore the task's buffers and the random generators at the end of the block."""
+    places = [
+        (module, name, buffer)
+        for module in task.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    contents = [buffer.detach().clone() for _, _, buffer in places]
+    python_state = python_rng_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        set_python_rng_state(python_state)
+        with torch.no_grad():
+            for (module, name, buffer), content in zip(places, contents, strict=True):
+                module._buffers[name] = buffer
+                if not buffer.is_meta:
+                    buffer.copy_(content)
+
+
+def with_tensors(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """Return the batch with each of its tensors replaced."""
+    return rebuild(batch, lambda leaf: replace(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def copy_batch(batch: Any) -> Any:
+    """Return the batch with copies of its tensors."""
+    return with_tensors(batch, lambda tensor: tensor.detach().clone())
+
+
+_HERE = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_CHECKPOINT = str(Path(torch.__file__).parent / "utils" / "checkpoint.py")
+
+
+def caller_location() -> str:
+    """Return `file:line` of the innermost call that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_HERE, _TORCH)) and Path(name).name != "contextlib.py":
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"
+
+
+def checkpoint_frames() -> list[FrameType]:
+    """Return the frames of torch's activation checkpoints that the present call is made in, innermost first."""
+    frames = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _CHECKPOINT:
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
