@@ -26,12 +26,12 @@ class ModelSettings:
     """The Trainer's settings of the same names."""
 
     freeze: Sequence[str] = ()
-    checkpoint_activations: Sequence[str] = ()
+    activation_checkpointing: Sequence[str] = ()
     channels_last: bool = False
     sync_batch_norm: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("freeze", "checkpoint_activations"):
+        for name in ("freeze", "activation_checkpointing"):
             check_patterns(name, getattr(self, name))
 
     def check(self, task: TaskModule) -> None:
@@ -85,10 +85,10 @@ class ModelSettings:
     def _checkpointed(self, task: TaskModule) -> list[nn.Module]:
         named = {name: module for name, module in task.named_modules() if name}
         chosen: dict[str, nn.Module] = {}
-        for pattern in self.checkpoint_activations:
+        for pattern in self.activation_checkpointing:
             fitting = {name: module for name, module in named.items() if fnmatchcase(name, pattern)}
             if not fitting:
-                raise UserError(_fits_nothing("checkpoint_activations", pattern, list(named), "module"))
+                raise UserError(_fits_nothing("activation_checkpointing", pattern, list(named), "module"))
             chosen |= fitting
         outermost = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
         return [chosen[name] for name in outermost]

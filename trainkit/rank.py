@@ -137,12 +137,12 @@ def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
         no_weight_decay=trainer.no_weight_decay,
     )
     for optimization in run.optimizations:
-        if trainer.spike_factor is not None:
-            optimization.leave_out_spikes(trainer.spike_factor)
+        if trainer.skip_grad_norm_factor is not None:
+            optimization.leave_out_spikes(trainer.skip_grad_norm_factor)
         trainer.strategy.prepare_optimization(run.task, optimization)
     validation = _validation_loop(trainer, run)
     schedule = FitSchedule(trainer.max_duration, trainer.log_every, trainer.evaluate_every)
-    recovery = Recovery(run, policy=trainer.on_nonfinite, rollback_limit=trainer.rollback_limit)
+    recovery = Recovery(run, policy=trainer.on_nonfinite, max_rollbacks=trainer.max_rollbacks)
     loop = FitLoop(run, schedule, validation=validation, recovery=recovery)
     if checkpoint is not None:
         payload = load_from(checkpoint).payload
@@ -152,8 +152,8 @@ def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
         run.restore_rng(payload)
     assert run.feed is not None
     trainer.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
-    if checkpoint is None and validation is not None and trainer.sanity_batches and not trainer.fast_dev_run:
-        metrics = eval_loop(trainer, run, "sanity", limit=trainer.sanity_batches).run()
+    if checkpoint is None and validation is not None and trainer.num_sanity_batches and not trainer.fast_dev_run:
+        metrics = eval_loop(trainer, run, "sanity", limit=trainer.num_sanity_batches).run()
         if metrics is not None:
             run.emit("on_evaluation_end", "sanity", metrics)
     _open_loggers(run)

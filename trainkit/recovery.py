@@ -32,7 +32,7 @@ class Recovery:
                   ------>   |---->           leaves it out, and goes on
     """
 
-    def __init__(self, run: Run, *, policy: Policy, rollback_limit: int) -> None:
+    def __init__(self, run: Run, *, policy: Policy, max_rollbacks: int) -> None:
         assert run.feed is not None
         self.means = run.means = WeightedMeans(run.strategy.device)
         self._weights_are_sound = True
@@ -40,7 +40,7 @@ class Recovery:
         self._feed: Feed = run.feed
         self._lacks_folder = policy == "rollback" and run.checkpoints is None
         self._policy: Policy = "raise" if self._lacks_folder else policy
-        self._rollback_limit = rollback_limit
+        self._rollback_limit = max_rollbacks
         self._rollbacks = 0
         self._way_back = WayBack(run)
         self._suspect: tuple[int, str] | None = None  # the step to look at, and what was said of it
@@ -125,7 +125,7 @@ class Recovery:
         if self._policy == "rollback" and first is not None:
             raise GoBack(first, said)
         raise NonFiniteLoss(
-            f"{said}. Lower the learning rate, set trainer.clip_norm=1.0, or look for the operation with "
+            f"{said}. Lower the learning rate, set trainer.max_grad_norm=1.0, or look for the operation with "
             "trainer.detect_anomaly=true; trainer.on_nonfinite=skip leaves such steps out, and rollback goes back to "
             f"before them.{'' if first is None else self.looking_back.see_again(first)}"
         )
@@ -153,7 +153,7 @@ class Recovery:
         if self._rollbacks > self._rollback_limit:
             raise NonFiniteLoss(
                 f"{found.place}, after {self._rollback_limit} rollbacks. Lower the learning rate, set "
-                "trainer.clip_norm=1.0, or allow more with trainer.rollback_limit."
+                "trainer.max_grad_norm=1.0, or allow more with trainer.max_rollbacks."
             ) from None
         checkpoint = self._way_back.checkpoint_before(found.step)
         if checkpoint is None:
@@ -177,7 +177,7 @@ class Recovery:
     def _remedy(self) -> str:
         """Return what has become of the weights that were not finite, and what to do."""
         kept = "" if self._run.checkpoints is None else "; nothing of it is saved, and earlier checkpoints stay"
-        lower = f"{kept}. Lower the learning rate, or set trainer.clip_norm=1.0"
+        lower = f"{kept}. Lower the learning rate, or set trainer.max_grad_norm=1.0"
         if self._policy == "skip":
             return f"{lower}."
         return (
@@ -221,5 +221,5 @@ class Attempt:
 def checked_rollbacks(number: int) -> int:
     """Return how often a run may go back."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise UserError(f"rollback_limit must be a whole number, at least 1, got {number!r}.")
+        raise UserError(f"max_rollbacks must be a whole number, at least 1, got {number!r}.")
     return number

@@ -34,10 +34,10 @@ def session(
     *,
     max_duration: str | Duration | Sequence[str | Duration] = "1epoch",
     precision: str = "fp32",
-    clip_norm: float | None = None,
-    clip_value: float | None = None,
+    max_grad_norm: float | None = None,
+    max_grad_value: float | None = None,
     on_nonfinite: Literal["raise", "skip"] = "raise",
-    spike_factor: float | None = None,
+    skip_grad_norm_factor: float | None = None,
     seed: int = 0,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
@@ -60,11 +60,11 @@ def session(
         data: What it is trained on.
         max_duration: Where `windows` ends.
         precision: As of the Trainer.
-        clip_norm: As of the Trainer.
-        clip_value: As of the Trainer.
+        max_grad_norm: As of the Trainer.
+        max_grad_value: As of the Trainer.
         on_nonfinite: `skip` leaves out steps whose gradient is not finite, as of the Trainer; `raise` refuses to save
             weights that are not finite, and leaves it to the loop to look at losses.
-        spike_factor: As of the Trainer.
+        skip_grad_norm_factor: As of the Trainer.
         seed: As of the Trainer.
         run_dir: Where `save` writes checkpoints.
         resume: A run folder or a checkpoint to go on from.
@@ -79,12 +79,12 @@ def session(
         strategy,
         max_duration=max_duration,
         precision=precision,
-        clip_norm=clip_norm,
-        clip_value=clip_value,
+        max_grad_norm=max_grad_norm,
+        max_grad_value=max_grad_value,
         on_nonfinite=on_nonfinite,
-        spike_factor=spike_factor,
+        skip_grad_norm_factor=skip_grad_norm_factor,
         seed=seed,
-        sanity_batches=0,
+        num_sanity_batches=0,
         callbacks=[],
         loggers=[],
     )

@@ -49,8 +49,10 @@ class SpikeWatch:
         self._seen = torch.tensor(saved["seen"]) if "seen" in saved else None
 
 
-def checked_spike_factor(factor: float | None) -> float | None:
+def checked_skip_factor(factor: float | None) -> float | None:
     """Return how many times the average norm is a spike; raises UserError for what calls usual steps spikes."""
     if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1):
-        raise UserError(f"spike_factor must be above 1, got {factor!r}; 10 leaves out steps ten times the average.")
+        raise UserError(
+            f"skip_grad_norm_factor must be above 1, got {factor!r}; 10 leaves out steps ten times the average."
+        )
     return factor

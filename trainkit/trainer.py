@@ -40,7 +40,7 @@ from trainkit.settings import (
 )
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named
 from trainkit.slurm import check_goes_on, requeue_job, signal_to_requeue_after
-from trainkit.spikes import checked_spike_factor
+from trainkit.spikes import checked_skip_factor
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
@@ -60,22 +60,22 @@ class Trainer:
         seed: Seeds python, numpy and torch, and the order of samples.
         precision: `fp32`, `bf16-mixed`, `fp16-mixed`, `bf16-true` or `fp64`.
         tf32: Whether CUDA devices may round factors of fp32 matrix products to TF32.
-        clip_norm: Largest global norm of the gradient.
-        clip_value: Largest absolute value of a gradient element.
+        max_grad_norm: Largest global norm of the gradient.
+        max_grad_value: Largest absolute value of a gradient element.
         compile: Whether `torch.compile` compiles the task's forward.
         deterministic: Whether torch may only use deterministic algorithms.
         detect_anomaly: Whether autograd looks for the operation that made a NaN (slow).
         fused_optimizer: Whether torch's fused optimizer kernels are used where there are any.
         no_weight_decay: What weight decay leaves alone: `bias`, `norm`, `embedding`, or patterns of names.
         freeze: Patterns of names of parameters or modules that are not trained.
-        checkpoint_activations: Patterns of names of modules whose forward is computed again for backward.
+        activation_checkpointing: Patterns of names of modules whose forward is computed again for backward.
         channels_last: Whether convolutions' weights are laid out by pixels, which is quicker on GPUs.
         sync_batch_norm: Whether batch norms on several devices take their statistics from all of them (CUDA).
         on_nonfinite: What happens to a loss that is NaN or infinite: `raise`, `skip` that step, `stop` the run, or
             `rollback` to the last checkpoint before it, from which the run goes on without that step.
-        rollback_limit: How often a run may go back.
-        spike_factor: Leave out steps whose gradient norm is so many times the average of those before; `None`: none.
-        sanity_batches: Validation batches to try before training.
+        max_rollbacks: How often a run may go back.
+        skip_grad_norm_factor: Skip a step if its gradient norm exceeds this multiple of the running average.
+        num_sanity_batches: Validation batches to try before training.
         limit_train_batches: Global batches that make an epoch at most.
         limit_validation_batches: Global batches of a validation at most.
         limit_test_batches: Global batches of a test at most.
@@ -103,21 +103,21 @@ class Trainer:
         seed: int = 0,
         precision: str = "fp32",
         tf32: bool = False,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
         compile: bool = False,
         deterministic: bool = False,
         detect_anomaly: bool = False,
         fused_optimizer: bool = True,
         no_weight_decay: Sequence[str] = (),
         freeze: Sequence[str] = (),
-        checkpoint_activations: Sequence[str] = (),
+        activation_checkpointing: Sequence[str] = (),
         channels_last: bool = False,
         sync_batch_norm: bool = False,
         on_nonfinite: Policy = "raise",
-        rollback_limit: int = 3,
-        spike_factor: float | None = None,
-        sanity_batches: int = 2,
+        max_rollbacks: int = 3,
+        skip_grad_norm_factor: float | None = None,
+        num_sanity_batches: int = 2,
         limit_train_batches: int | None = None,
         limit_validation_batches: int | None = None,
         limit_test_batches: int | None = None,
@@ -139,18 +139,18 @@ class Trainer:
         self.log_every = Duration.parse(log_every, where="log_every")
         self.seed = checked_seed(seed)
         self.precision = Precision(precision, tf32=tf32)
-        self.clip = Clip(clip_norm, clip_value)
+        self.clip = Clip(max_grad_norm, max_grad_value)
         self.compile = compile
         self.deterministic = deterministic
         self.detect_anomaly = detect_anomaly
         self.fused_optimizer = fused_optimizer
         check_patterns("no_weight_decay", no_weight_decay)
         self.no_weight_decay = no_weight_decay
-        self.model_settings = ModelSettings(freeze, checkpoint_activations, channels_last, sync_batch_norm)
+        self.model_settings = ModelSettings(freeze, activation_checkpointing, channels_last, sync_batch_norm)
         self.on_nonfinite = checked_policy(on_nonfinite)
-        self.rollback_limit = checked_rollbacks(rollback_limit)
-        self.spike_factor = checked_spike_factor(spike_factor)
-        self.sanity_batches = checked_limit("sanity_batches", sanity_batches, least=0) or 0
+        self.max_rollbacks = checked_rollbacks(max_rollbacks)
+        self.skip_grad_norm_factor = checked_skip_factor(skip_grad_norm_factor)
+        self.num_sanity_batches = checked_limit("num_sanity_batches", num_sanity_batches, least=0) or 0
         self.limits = {
             "train": checked_limit("limit_train_batches", limit_train_batches),
             "validation": checked_limit("limit_validation_batches", limit_validation_batches),

@@ -58,8 +58,8 @@ class CountWaits(Callback):
         ({}, Regression, regression_data),
         ({"strategy": SingleDevice(device="cpu", accumulate=4)}, Regression, regression_data),
         ({"strategy": SingleDevice(device="cpu", accumulate=4)}, WeightedRegression, weighted_data),
-        ({"clip_norm": 0.1}, Regression, regression_data),
-        ({"clip_value": 0.1}, Regression, regression_data),
+        ({"max_grad_norm": 0.1}, Regression, regression_data),
+        ({"max_grad_value": 0.1}, Regression, regression_data),
         ({"precision": "bf16-mixed"}, Regression, regression_data),
         ({"precision": "bf16-true"}, Regression, regression_data),
         ({"on_nonfinite": "skip"}, Regression, regression_data),
@@ -96,7 +96,9 @@ def test_the_counting_of_waits_sees_a_task_that_waits(make_trainer, monkeypatch)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks CUDA itself whether anything waits for it")
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}, {"precision": "bf16-mixed"}, {"on_nonfinite": "skip"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_grad_norm": 0.1}, {"precision": "bf16-mixed"}, {"on_nonfinite": "skip"}]
+)
 def test_nothing_waits_for_a_gpu_between_log_points(make_trainer, settings):
     class Strict(Callback):
         def on_step_end(self, run):

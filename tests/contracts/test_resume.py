@@ -150,7 +150,7 @@ def test_a_schedule_on_a_metric_goes_on_where_it_was(make_trainer, stop):
         lambda: plain_data(validation=regression_data(6, seed=1)),
         stop=stop,
         evaluate_every="2step",
-        sanity_batches=2,
+        num_sanity_batches=2,
     )
     assert_same_bits(resumed, whole)
 
@@ -403,7 +403,7 @@ def test_evaluations_of_a_resumed_run_come_at_the_steps_of_an_uninterrupted_one(
     data = plain_data(validation=regression_data(6, seed=1))
     trainer = make_trainer(callbacks=[StopAt(4)], **settings)
     trainer.fit(Regression(), data)
-    make_trainer(callbacks=[recorder], sanity_batches=2, **settings).fit(Regression(), data, resume=trainer.run_dir)
+    make_trainer(callbacks=[recorder], num_sanity_batches=2, **settings).fit(Regression(), data, resume=trainer.run_dir)
     assert [(step, stage) for step, stage, _ in recorder.evaluations] == [(6, "validation"), (9, "validation")]
     assert not recorder.steps_of("on_evaluation_start sanity")
 

@@ -77,7 +77,7 @@ def test_activations_are_computed_twice_and_weights_are_the_same_to_the_bit(make
             kinds.append([type(block).__name__ for block in run.task.blocks])
 
     make_trainer(made()).fit(plain, data())
-    make_trainer(made(), checkpoint_activations=["blocks.*"], callbacks=[Looks()]).fit(checkpointed, data())
+    make_trainer(made(), activation_checkpointing=["blocks.*"], callbacks=[Looks()]).fit(checkpointed, data())
 
     assert_same_bits(checkpointed, plain)
     assert kinds[0] == ["Block", "Block"]
@@ -171,7 +171,10 @@ def test_convolutions_are_laid_out_by_pixels(make_trainer: Any) -> None:
         ({"freeze": ["block.0"]}, r"freeze: 'block\.0' fits no parameter"),
         ({"freeze": ["*"]}, r"freeze=\['\*'\] leaves no parameter to train"),
         ({"freeze": "blocks.0"}, r"freeze='blocks\.0' is not a list of patterns; write freeze=\['blocks\.0'\]"),
-        ({"checkpoint_activations": ["layers.*"]}, r"checkpoint_activations: 'layers\.\*' fits no module.*There are: "),
+        (
+            {"activation_checkpointing": ["layers.*"]},
+            r"activation_checkpointing: 'layers\.\*' fits no module.*There are: ",
+        ),
         ({"no_weight_decay": ["embeding.*"]}, r"no_weight_decay: 'embeding\.\*' fits none of the optimizer's"),
     ],
 )
@@ -213,10 +216,10 @@ class WithoutDropout(Blocks):
 @pytest.mark.slow
 def test_settings_mean_the_same_where_the_task_is_cut_into_stages() -> None:
     settings = {
-        "checkpoint_activations": ["blocks.*"],
+        "activation_checkpointing": ["blocks.*"],
         "freeze": ["blocks.0.linear"],
         "no_weight_decay": ["bias", "norm"],
-        "clip_norm": 0.5,
+        "max_grad_norm": 0.5,
     }
 
     assert_strategies_equal(WithoutDropout, data, ["pipeline"], steps=4, trainer=settings)

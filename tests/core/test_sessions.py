@@ -43,14 +43,14 @@ def weights(task):
 def trained_by_a_trainer(steps=5):
     task = Regression()
     settings = {"evaluate_every": None, "callbacks": [], "loggers": [], "run_dir": "trainer"}
-    Trainer(max_duration=f"{steps}step", clip_norm=0.5, **settings).fit(task, data())
+    Trainer(max_duration=f"{steps}step", max_grad_norm=0.5, **settings).fit(task, data())
     return weights(task)
 
 
 def train(strategy, *, steps=5, run_dir=None, resume=None):
     """A plain loop of one's own."""
     task, losses = Regression(), []
-    settings = {"max_duration": f"{steps}step", "clip_norm": 0.5, "run_dir": run_dir, "resume": resume}
+    settings = {"max_duration": f"{steps}step", "max_grad_norm": 0.5, "run_dir": run_dir, "resume": resume}
     with session(strategy, task, data(), **settings) as s:
         for window in s.windows():
             outputs = s.step(window)

@@ -20,8 +20,8 @@ def impossible(settings: Mapping[str, Any], *, here: bool = True) -> Iterator[Pr
     if here and strategy.get("launch") in (None, "auto", "local", "processes"):  # else devices are elsewhere
         yield from _devices(strategy)
     yield from _evaluation(trainer, _mapping(settings.get("callbacks")))
-    if trainer.get("clip_norm") is not None and trainer.get("clip_value") is not None:
-        yield Problem("trainer.clip_value", "excludes trainer.clip_norm; set one of them to null")
+    if trainer.get("max_grad_norm") is not None and trainer.get("max_grad_value") is not None:
+        yield Problem("trainer.max_grad_value", "excludes trainer.max_grad_norm; set one of them to null")
 
 
 def _batch(strategy: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Problem]:

@@ -16,12 +16,12 @@ _FAMILIAR = {
     ),
     **dict.fromkeys(("val_check_interval", "check_val_every_n_epoch", "eval_interval"), "trainer.evaluate_every"),
     **dict.fromkeys(("log_every_n_steps", "log_interval", "logging_steps"), "trainer.log_every"),
-    **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "grad_clip", "clip_grad"), "trainer.clip_norm"),
+    **dict.fromkeys(("gradient_clip_val", "clip_norm", "grad_clip", "clip_grad"), "trainer.max_grad_norm"),
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "strategy.accumulate"),
     **dict.fromkeys(("async", "async_save", "save_async", "async_checkpoint"), "callbacks.checkpoint.background"),
     **dict.fromkeys(("save_top_k", "save_total_limit"), "callbacks.checkpoint.keep_best"),
     **dict.fromkeys(("every_n_train_steps", "save_steps", "save_interval"), "callbacks.checkpoint.every"),
-    "num_sanity_val_steps": "trainer.sanity_batches",
+    "num_sanity_val_steps": "trainer.num_sanity_batches",
     "limit_val_batches": "trainer.limit_validation_batches",
     "dtype": "trainer.precision",
     "accelerator": "strategy.device",
@@ -69,7 +69,8 @@ def unknown_key(path: str, valid: Iterable[str], *, everywhere: Iterable[str]) -
     near = [_FAMILIAR[name]] if _FAMILIAR.get(name) in known else []
     # The same name elsewhere is nearer than another one here.
     named = known | {key.rpartition(".")[0] for key in known}  # and what holds keys
-    near += [other for other in sorted(named) if other.rpartition(".")[2] == name] or likely(path, paths)
+    near += [other for other in sorted(named) if other.rpartition(".")[2] == name]
+    near = near or likely(path, paths)
     if not near:
         return Problem(path, f"unknown key. {there_are(paths)}")
     return Problem(path, f"unknown key. {did_you_mean(near)}")

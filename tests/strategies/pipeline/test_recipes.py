@@ -68,7 +68,7 @@ def _trainer(strategy, run_dir, *, duration="6step", callbacks=()):
         evaluate_every="3step",
         limit_validation_batches=2,
         precision="fp64",
-        clip_norm=1.0,
+        max_grad_norm=1.0,
     )
 
 
