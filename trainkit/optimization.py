@@ -49,9 +49,6 @@ class Schedule:
             )
 
 
-OptimizerSpec = Optimizer | tuple[Optimizer, LRScheduler | Schedule | Sequence[LRScheduler | Schedule]]
-
-
 @dataclass(frozen=True)
 class Clip:
     """Limits of the gradient: its global norm, or each element's value."""

@@ -183,7 +183,7 @@ class StopAfter(Callback):
 
     def on_step_end(self, run: Run) -> None:
         if run.state.step == self.step:
-            run.save(reason="assert_resume_exact")
+            run.checkpointer.save(reason="assert_resume_exact")
             run.request_stop("assert_resume_exact")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Literal
 
-from trainkit.errors import NonFiniteLoss, UserError
+from trainkit.errors import NonFiniteLoss
 from trainkit.feed import Feed
+from trainkit.fit_config import NonfinitePolicy
 from trainkit.left_out_words import listed
 from trainkit.looking_back import LookingBack, first_of
 from trainkit.metrics import WeightedMeans
@@ -20,8 +20,6 @@ from trainkit.window import Window
 
 logger = logging.getLogger(__name__)
 
-Policy = Literal["raise", "skip", "stop", "rollback"]
-
 
 class Recovery:
     """Looks at losses where training waits for the device anyway, and applies the policy on all ranks at once.
@@ -32,14 +30,14 @@ class Recovery:
                   ------>   |---->           leaves it out, and goes on
     """
 
-    def __init__(self, run: Run, *, policy: Policy, max_rollbacks: int) -> None:
+    def __init__(self, run: Run, *, policy: NonfinitePolicy, max_rollbacks: int) -> None:
         assert run.feed is not None
         self.means = run.means = WeightedMeans(run.strategy.device)
         self._weights_are_sound = True
         self._run = run
         self._feed: Feed = run.feed
-        self._lacks_folder = policy == "rollback" and run.checkpoints is None
-        self._policy: Policy = "raise" if self._lacks_folder else policy
+        self._lacks_folder = policy == "rollback" and run.checkpointer.store is None
+        self._policy: NonfinitePolicy = "raise" if self._lacks_folder else policy
         self._rollback_limit = max_rollbacks
         self._rollbacks = 0
         self._way_back = WayBack(run)
@@ -63,11 +61,11 @@ class Recovery:
     def start(self) -> None:
         """Have a checkpoint to go back to, if the policy may ask for one; collective."""
         run = self._run
-        if run.checkpoints is None:
+        if run.checkpointer.store is None:
             return
         has_own = self._way_back.begin()
         if self._policy == "rollback" and not run.strategy.broadcast_object(has_own):
-            run.save(reason="start")
+            run.checkpointer.save(reason="start")
 
     def attempts(self, on_return: Callable[[], None]) -> Iterator[Attempt]:
         """Yield contexts to train in until one is left without a need to go back; `on_return` is called after that."""
@@ -176,7 +174,7 @@ class Recovery:
 
     def _remedy(self) -> str:
         """Return what has become of the weights that were not finite, and what to do."""
-        kept = "" if self._run.checkpoints is None else "; nothing of it is saved, and earlier checkpoints stay"
+        kept = "" if self._run.checkpointer.store is None else "; nothing of it is saved, and earlier checkpoints stay"
         lower = f"{kept}. Lower the learning rate, or set trainer.max_grad_norm=1.0"
         if self._policy == "skip":
             return f"{lower}."
@@ -216,10 +214,3 @@ class Attempt:
             return True
         self.succeeded = error is None
         return False
-
-
-def checked_rollbacks(number: int) -> int:
-    """Return how often a run may go back."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise UserError(f"max_rollbacks must be a whole number, at least 1, got {number!r}.")
-    return number

@@ -49,10 +49,9 @@ class SpikeWatch:
         self._seen = torch.tensor(saved["seen"]) if "seen" in saved else None
 
 
-def checked_skip_factor(factor: float | None) -> float | None:
-    """Return how many times the average norm is a spike; raises UserError for what calls usual steps spikes."""
+def check_skip_factor(factor: float | None) -> None:
+    """Raise UserError for a factor that would call ordinary steps spikes."""
     if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1):
         raise UserError(
-            f"skip_grad_norm_factor must be above 1, got {factor!r}; 10 leaves out steps ten times the average."
+            f"skip_grad_norm_factor must be above 1, got {factor!r}; 10 skips steps at ten times the average norm."
         )
-    return factor

@@ -299,7 +299,7 @@ def test_a_run_stopped_several_times_has_the_weights_of_an_uninterrupted_one(mak
 def test_saving_does_not_change_training(make_trainer):
     class SaveAlways(Callback):
         def on_step_end(self, run):
-            run.save(reason="test")
+            run.checkpointer.save(reason="test")
 
     whole, saving = dropout_task(), dropout_task()
     make_trainer(max_duration="2epoch").fit(whole, plain_data())

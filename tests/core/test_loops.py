@@ -20,7 +20,7 @@ def test_moments_come_in_their_order(make_trainer):
     class Saving(Callback):
         def on_step_end(self, run):
             if run.state.step == 2:
-                run.save(reason="test")
+                run.checkpointer.save(reason="test")
 
     recorder = Recorder()
     trainer = make_trainer(

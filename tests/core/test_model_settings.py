@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
 from trainkit.strategies.dp.strategy import DataParallel
 
-from tests.tasks import FakeRank, Recorder, Regression, assert_same_bits, regression_data, weights
+from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, UserError
-from trainkit.model_settings import ModelSettings, fits
+from trainkit.model_settings import ModelTransforms, matches
 from trainkit.testing import assert_strategies_equal
 from trainkit.weight_decay import exempt_from_decay
 
@@ -184,19 +184,19 @@ def test_mistakes_are_told_with_what_there_is(make_trainer: Any, settings: dict[
 
 
 def test_a_pattern_fits_names_of_parameters_and_of_the_modules_that_they_lie_in() -> None:
-    assert fits("encoder.layers.0.weight", "encoder")
-    assert fits("encoder.layers.0.weight", "encoder.layers.?")
-    assert fits("encoder.layers.0.weight", "*.weight")
-    assert not fits("encoder.layers.0.weight", "layers")
-    assert not fits("encoder2.weight", "encoder")
+    assert matches("encoder.layers.0.weight", "encoder")
+    assert matches("encoder.layers.0.weight", "encoder.layers.?")
+    assert matches("encoder.layers.0.weight", "*.weight")
+    assert not matches("encoder.layers.0.weight", "layers")
+    assert not matches("encoder2.weight", "encoder")
 
 
 def test_batch_norms_are_synchronised_on_several_cuda_devices_only() -> None:
     def converted(world_size: int, device: str) -> type[nn.Module]:
-        task, strategy = Regression(), FakeRank(0, world_size)
+        task = Regression()
         task.norm = nn.BatchNorm1d(4)
-        strategy.device = torch.device(device)
-        with ModelSettings(sync_batch_norm=True).applied(task, strategy):
+        transforms = ModelTransforms(sync_batch_norm=True)
+        with transforms.applied(task, num_processes=world_size, device=torch.device(device)):
             return type(task.norm)
 
     assert converted(2, "cuda") is nn.SyncBatchNorm

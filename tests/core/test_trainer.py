@@ -168,7 +168,7 @@ def test_a_fast_dev_run_tries_everything_with_one_batch_and_writes_no_file(make_
 
     class Saving(Callback):
         def on_step_end(self, run):
-            assert run.save(reason="test") is None
+            assert run.checkpointer.save(reason="test") is None
 
     monkeypatch.chdir(tmp_path)
     task, logger, recorder = Counting(), MemoryLogger(), Recorder()
@@ -399,7 +399,7 @@ def test_a_bad_loss_is_found_before_the_weights_are_saved(make_trainer):
     class Save(Callback):
         def on_step_end(self, run):
             if run.state.step == 4:
-                run.save(reason="test")
+                run.checkpointer.save(reason="test")
 
     trainer = make_trainer(callbacks=[Save()])
     with pytest.raises(UserError, match="at step 3"):
@@ -418,7 +418,7 @@ def test_a_bad_loss_is_found_before_validation_uses_the_weights(make_trainer):
 def test_stop_ends_the_run_and_keeps_no_bad_weights(make_trainer):
     class Save(Callback):
         def on_fit_end(self, run):
-            self.entry = run.save(reason="end")
+            self.entry = run.checkpointer.save(reason="end")
 
     save = Save()
     trainer = make_trainer(on_nonfinite="stop", log_every="1step", callbacks=[save])
@@ -575,7 +575,7 @@ def test_what_is_no_task_is_refused(make_trainer):
 )
 def test_wrong_data_ends_a_run_before_anything_is_written_or_changed(make_trainer, wrong):
     trainer, task, recorder = make_trainer(SingleDevice(device="cpu", accumulate=4)), Regression(), Recorder()
-    trainer.callbacks = [recorder]
+    trainer.callbacks[:] = [recorder]
     before, generator = weights(task), torch.get_rng_state()
     with pytest.raises(UserError):
         trainer.fit(task, wrong)

@@ -163,11 +163,11 @@ class Doctored(Callback):
 
     def on_step_end(self, run: Any) -> None:
         if run.state.step in (2, 3, 4):
-            run.save(reason="test")
+            run.checkpointer.save(reason="test")
         if run.state.step == 4:
-            payload = run.checkpoints.load(run.checkpoints.entries()[1])
+            payload = run.checkpointer.store.load(run.checkpointer.store.entries()[1])
             payload["task"]["network.0.weight"].fill_(float("nan"))
-            run.checkpoints.save(payload, name="step_00000003", step=3, epoch=0)
+            run.checkpointer.store.save(payload, name="step_00000003", step=3, epoch=0)
             self.found = [WayBack(run).checkpoint_before(step) for step in (2, 3, 4, 5)]
 
 

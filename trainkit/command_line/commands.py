@@ -14,7 +14,7 @@ from trainkit.errors import Stopped, UserError
 
 if TYPE_CHECKING:
     from trainkit.command_line.assembly import Assembly
-    from trainkit.linear_scaling import UsualBatch
+    from trainkit.linear_scaling import ReferenceBatchSize
 
 _CHECKPOINTS = "checkpoints"
 _SETTINGS = "config.yaml"
@@ -37,7 +37,7 @@ def fit(arguments: Arguments) -> int:
         return sweep(arguments)
     with composing(arguments.config_dirs, saved=None if saved is None else settings_file(Path(saved))) as composer:
         settings = composer.settings(arguments.overrides, needs_task=not arguments.cfg)
-        usual = _usual_batch(composer, arguments, settings) if saved is None else None
+        usual = _reference_batch_size(composer, arguments, settings) if saved is None else None
     if arguments.cfg:
         return _show(settings, arguments)
     run_dir = _new_run_dir(settings) if resumed is None else _run_dir_to_continue(settings)
@@ -97,27 +97,27 @@ def check_is_new(folder: Path) -> None:
         )
 
 
-def _usual_batch(composer: Composer, arguments: Arguments, settings: Settings) -> UsualBatch | None:
+def _reference_batch_size(composer: Composer, arguments: Arguments, settings: Settings) -> ReferenceBatchSize | None:
     """Return the global batch that the recipe was written for, if another one may have been typed."""
     recipe = settings.tree.get("recipe")
     if recipe is None or not any("batch_size" in text for text in arguments.overrides):
         return None
-    from trainkit.linear_scaling import UsualBatch
+    from trainkit.linear_scaling import ReferenceBatchSize
 
     own = composer.settings([f"recipe={recipe}"]).tree
     batch_size, rate = own["data"].get("batch_size"), own["task"].get("lr")
     if not isinstance(batch_size, int):
         return None
-    return UsualBatch(batch_size, f"recipe {recipe}", float(rate) if isinstance(rate, (int, float)) else None)
+    return ReferenceBatchSize(batch_size, f"recipe {recipe}", float(rate) if isinstance(rate, (int, float)) else None)
 
 
 def _train(
-    settings: Settings, run_dir: Path, *, resume: Path | str | None = None, usual: UsualBatch | None = None
+    settings: Settings, run_dir: Path, *, resume: Path | str | None = None, usual: ReferenceBatchSize | None = None
 ) -> int:
     from trainkit.command_line.assembly import assemble
 
     assembly = assemble(settings, run_dir=run_dir)
-    assembly.trainer.usual_batch = usual
+    assembly.trainer.reference_batch_size = usual
     try:
         result = assembly.trainer.fit(assembly.task, assembly.data, resume=resume)
     except Stopped as stopped:

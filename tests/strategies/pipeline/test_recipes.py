@@ -172,7 +172,7 @@ class _StopAfter(Callback):
 
     def on_step_end(self, run):
         if run.state.step == self.step:
-            run.save(reason="the next strategy's turn")
+            run.checkpointer.save(reason="the next strategy's turn")
             run.request_stop("the next strategy's turn")
 
 
