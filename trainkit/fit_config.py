@@ -16,7 +16,6 @@ from trainkit.logger import Logger
 from trainkit.model_settings import ModelTransforms, check_patterns
 from trainkit.optimization import Clip
 from trainkit.precision import Precision
-from trainkit.spikes import check_skip_factor
 
 NonfinitePolicy = Literal["raise", "skip", "stop", "rollback"]
 
@@ -66,7 +65,11 @@ class FitConfig:
             )
         if isinstance(self.max_rollbacks, bool) or not isinstance(self.max_rollbacks, int) or self.max_rollbacks < 1:
             raise UserError(f"max_rollbacks must be a whole number, at least 1, got {self.max_rollbacks!r}.")
-        check_skip_factor(self.skip_grad_norm_factor)
+        factor = self.skip_grad_norm_factor
+        if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1):
+            raise UserError(
+                f"skip_grad_norm_factor must be above 1, got {factor!r}; 10 skips steps at ten times the average norm."
+            )
         _check_limit("num_sanity_batches", self.num_sanity_batches, least=0)
         for stage, limit in self.limits.items():
             _check_limit(f"limit_{stage}_batches", limit)

@@ -70,10 +70,10 @@ class ModelTransforms:
         named = dict(task.named_parameters())
         chosen: dict[str, nn.Parameter] = {}
         for pattern in self.freeze:
-            fitting = {name: named[name] for name in named if matches(name, pattern)}
-            if not fitting:
-                raise UserError(_fits_nothing("freeze", pattern, list(named), "parameter"))
-            chosen |= fitting
+            matching = {name: named[name] for name in named if matches(name, pattern)}
+            if not matching:
+                raise UserError(_no_match("freeze", pattern, list(named), "parameter"))
+            chosen |= matching
         if self.freeze and not any(p.requires_grad for name, p in named.items() if name not in chosen):
             raise UserError(f"freeze={list(self.freeze)} leaves no parameter to train.")
         return list(chosen.values())
@@ -82,10 +82,10 @@ class ModelTransforms:
         named = {name: module for name, module in task.named_modules() if name}
         chosen: dict[str, nn.Module] = {}
         for pattern in self.activation_checkpointing:
-            fitting = {name: module for name, module in named.items() if fnmatchcase(name, pattern)}
-            if not fitting:
-                raise UserError(_fits_nothing("activation_checkpointing", pattern, list(named), "module"))
-            chosen |= fitting
+            matching = {name: module for name, module in named.items() if fnmatchcase(name, pattern)}
+            if not matching:
+                raise UserError(_no_match("activation_checkpointing", pattern, list(named), "module"))
+            chosen |= matching
         outermost = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
         return [chosen[name] for name in outermost]
 
@@ -102,9 +102,9 @@ def check_patterns(setting: str, patterns: Sequence[str]) -> None:
         raise UserError(f"{setting}={patterns!r} is not a list of patterns; write {setting}=[{patterns!r}].")
 
 
-def _fits_nothing(setting: str, pattern: str, names: Sequence[str], what: str) -> str:
+def _no_match(setting: str, pattern: str, names: Sequence[str], what: str) -> str:
     shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
-    return f"{setting}: {pattern!r} fits no {what}.{nearest(pattern, names)} There are: {shown}."
+    return f"{setting}: {pattern!r} matches no {what}.{nearest(pattern, names)} There are: {shown}."
 
 
 def _checkpointing(kind: type[nn.Module]) -> type[nn.Module]:

@@ -46,8 +46,8 @@ def session(
     """Prepare a task, its optimizer and its data under a strategy, for a custom loop.
 
         with session("single", task, Data(train=dataset, batch_size=64), max_duration="2epoch") as s:
-            for window in s.windows():
-                outputs = s.step(window)
+            for batch in s.step_batches():
+                outputs = s.step(batch)
 
     The order of samples, the gradient of the global batch, precision, clipping and schedules are those of
     `Trainer.fit`, and so are the weights. Collective: with several ranks each calls it, under torchrun or in a function
@@ -59,7 +59,7 @@ def session(
         strategy: Where the work is done.
         task: The task.
         data: Its data.
-        max_duration: Where `windows` ends.
+        max_duration: Where `step_batches` ends.
         precision: As in the Trainer.
         max_grad_norm: As in the Trainer.
         max_grad_value: As in the Trainer.
@@ -130,29 +130,29 @@ class Session:
         """Whether this rank writes and prints."""
         return self.run.is_main
 
-    def windows(self) -> Iterator[Window]:
+    def step_batches(self) -> Iterator[Window]:
         """Yield this rank's micro-batches of each step until `max_duration`, or until any rank was asked to stop.
 
-        Raises UserError if a window was not given to `step`.
+        Raises UserError if a batch was not passed to `step`.
         """
         loop, state = self._loop, self.run.state
         while not loop.finished():
             first = state.step
-            for window in loop.windows():
+            for batch in loop.windows():
                 before = state.step
-                yield window
+                yield batch
                 if state.step != before + 1:
                     raise UserError(
-                        f"a window came with step {before} and left with step {state.step}; call session.step(window) "
-                        "once for each window."
+                        f"the step count went from {before} to {state.step} over one step batch; call "
+                        "session.step(batch) once for each."
                     )
                 if loop.finished():
                     break
             loop.check_progress(first)
 
-    def step(self, window: Window) -> list[StepOutput]:
+    def step(self, batch: Window) -> list[StepOutput]:
         """Make one optimizer step and count it; return the outputs of this rank's micro-batches. Collective."""
-        return self._loop.step(window)
+        return self._loop.step(batch)
 
     def mean(self, outputs: Sequence[StepOutput]) -> dict[str, float]:
         """Return the weighted means of loss and metrics over all ranks; waits for the device. Collective.

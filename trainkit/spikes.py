@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainkit.errors import UserError
-
 WARM_UP_STEPS = 20
 """Steps to learn from before any is called a spike."""
 MEMORY_STEPS = 100
@@ -47,11 +45,3 @@ class SpikeWatch:
     def load_state_dict(self, saved: dict[str, list[float]]) -> None:
         """Go on with what was seen before a checkpoint."""
         self._seen = torch.tensor(saved["seen"]) if "seen" in saved else None
-
-
-def check_skip_factor(factor: float | None) -> None:
-    """Raise UserError for a factor that would call ordinary steps spikes."""
-    if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1):
-        raise UserError(
-            f"skip_grad_norm_factor must be above 1, got {factor!r}; 10 skips steps at ten times the average norm."
-        )

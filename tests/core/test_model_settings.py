@@ -168,12 +168,12 @@ def test_convolutions_are_laid_out_by_pixels(make_trainer: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"freeze": ["block.0"]}, r"freeze: 'block\.0' fits no parameter"),
+        ({"freeze": ["block.0"]}, r"freeze: 'block\.0' matches no parameter"),
         ({"freeze": ["*"]}, r"freeze=\['\*'\] leaves no parameter to train"),
         ({"freeze": "blocks.0"}, r"freeze='blocks\.0' is not a list of patterns; write freeze=\['blocks\.0'\]"),
         (
             {"activation_checkpointing": ["layers.*"]},
-            r"activation_checkpointing: 'layers\.\*' fits no module.*There are: ",
+            r"activation_checkpointing: 'layers\.\*' matches no module.*There are: ",
         ),
         ({"no_weight_decay": ["embeding.*"]}, r"no_weight_decay: 'embeding\.\*' fits none of the optimizer's"),
     ],

@@ -191,8 +191,8 @@ def test_a_session_leaves_out_the_step_with_its_statistics_and_tells_of_it(caplo
         caplog.at_level(logging.WARNING),
         session("single", task, data(6, bad=3), on_nonfinite="skip") as s,
     ):
-        for window in s.windows():
-            s.mean(s.step(window))
+        for batch in s.step_batches():
+            s.mean(s.step(batch))
     assert_same_bits(task, fit(data(6, bad=3, without=True), on_nonfinite="skip"))
     assert caplog.text.count("left out since the last log") == 1
     assert "step 3, since its loss was NaN or infinite (samples 8, 9, 10, 11). In step 3 the first" in caplog.text
