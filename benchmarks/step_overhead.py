@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainkit import Callback, Data, TaskModule, Trainer, registry
 from trainkit.callback import MOMENTS
-from trainkit.settings import DEFAULT_CALLBACKS
+from trainkit.trainer import DEFAULT_CALLBACKS
 
 Train = Callable[[], None]
 OTHERS = ("ema", "gradient_norms", "device_stats", "timer", "garbage_collection")

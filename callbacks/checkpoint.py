@@ -100,8 +100,8 @@ class Checkpoint(Callback):
                 f"checkpoint.monitor={self.monitor.metric!r} is a metric of validation, but the data has none; give "
                 "Data(validation=...), or set checkpoint.monitor=null."
             )
-        if run.checkpoints is not None:
-            run.checkpoints = CheckpointStore(run.checkpoints.folder, monitor=self.monitor)
+        if run.checkpointer.store is not None:
+            run.checkpointer.store = CheckpointStore(run.checkpointer.store.folder, monitor=self.monitor)
         self._interval.start(run.state)
         self._reason = None
         self._is_prepared = False
@@ -113,7 +113,7 @@ class Checkpoint(Callback):
             self._reason = "interval"
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        if self.monitor is None or stage != "validation" or run.checkpoints is None:
+        if self.monitor is None or stage != "validation" or run.checkpointer.store is None:
             return
         if self.monitor.metric not in metrics:
             raise UserError(
@@ -122,19 +122,19 @@ class Checkpoint(Callback):
             )
         value = metrics[self.monitor.metric]
         self._settle(run)  # what is being written may be one of the best
-        if run.strategy.broadcast_object(run.is_main and self._is_among_best(run.checkpoints, value)):
+        if run.strategy.broadcast_object(run.is_main and self._is_among_best(run.checkpointer.store, value)):
             self._reason = BEST
 
     def on_step_end(self, run: Run) -> None:
         try:  # waits for no disk
-            if run.check_saving():
+            if run.checkpointer.poll():
                 self._retry.succeeded()
         except CheckpointError as error:
             if not self.async_save:  # another callback's save
                 raise
             self._retry.failed_in_background(error, run)
         if self.async_save and not self._is_prepared:  # the optimizer has its state by now
-            run.prepare_saving(sharded=self.sharded)
+            run.checkpointer.prepare(sharded=self.sharded)
             self._is_prepared = True
         # Saved here and not where it was decided, so that what other callbacks make of an evaluation is saved too.
         if not self._by_clock and self._interval.due(run.state):
@@ -153,16 +153,16 @@ class Checkpoint(Callback):
             self._save(run, run.stopped_by.name, is_last=True)
         elif self.save_at_end:
             self._save(run, "end", is_last=True)
-        run.finish_saving()
+        run.checkpointer.wait()
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if not self.save_on_exception or run.checkpoints is None or not _is_worth_saving(error):
+        if not self.save_on_exception or run.checkpointer.store is None or not _is_worth_saving(error):
             return
         if run.state.step == 0 or _has_other_ranks(run.strategy) or _was_updating(error, run.strategy):
             return
         try:
             self._save(run, "exception", is_last=True)
-            run.finish_saving()
+            run.checkpointer.wait()
         except Exception as failure:
             # The run ends with the first error, which says more than that saving failed on top of it.
             logger.error("step %d could not be saved after the exception: %s", run.state.step, failure)
@@ -175,7 +175,7 @@ class Checkpoint(Callback):
         self._reason = None
         if self._saved_step == run.state.step:
             return
-        store = run.checkpoints
+        store = run.checkpointer.store
 
         def say_and_remove_others(entry: CheckpointEntry) -> None:
             assert store is not None
@@ -186,7 +186,9 @@ class Checkpoint(Callback):
         if self.async_save:
             self._settle(run)
         try:
-            run.save(reason=reason, background=self.async_save, sharded=self.sharded, then=say_and_remove_others)
+            run.checkpointer.save(
+                reason=reason, background=self.async_save, sharded=self.sharded, then=say_and_remove_others
+            )
         except CheckpointError as error:
             if is_last:
                 raise
@@ -199,7 +201,7 @@ class Checkpoint(Callback):
     def _settle(self, run: Run) -> bool:
         """Return whether the save in the background failed, once it is done; raises its error if too many have."""
         try:
-            if run.finish_saving():
+            if run.checkpointer.wait():
                 self._retry.succeeded()
         except CheckpointError as error:
             self._retry.failed_in_background(error, run)
@@ -300,7 +302,7 @@ def _steps(wait: Duration, run: Run) -> int:
 
 
 def _step_saved_last(run: Run) -> int | None:
-    entry = run.checkpoints.last() if run.is_main and run.checkpoints is not None else None
+    entry = run.checkpointer.store.last() if run.is_main and run.checkpointer.store is not None else None
     return None if entry is None else entry.step
 
 

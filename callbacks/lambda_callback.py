@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from trainkit.callback import MOMENTS, Callback
+from trainkit.callback import HOOKS, Callback
 from trainkit.errors import UserError, nearest
 
 Function = Callable[..., object]
@@ -24,10 +24,10 @@ class LambdaCallback(Callback):
 
     def __init__(self, functions: Mapping[str, str | Function] | None = None) -> None:
         for moment, function in (functions or {}).items():
-            if moment not in MOMENTS:
+            if moment not in HOOKS:
                 raise UserError(
-                    f"functions.{moment} is not a hook of a callback.{nearest(moment, MOMENTS)} There are: "
-                    f"{', '.join(MOMENTS)}."
+                    f"functions.{moment} is not a hook of a callback.{nearest(moment, HOOKS)} There are: "
+                    f"{', '.join(HOOKS)}."
                 )
             setattr(self, moment, _found(function, moment) if isinstance(function, str) else function)
 

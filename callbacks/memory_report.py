@@ -110,7 +110,7 @@ def _advice(run: Run) -> Iterable[str]:
             yield "strategy.micro_batch_size=auto: halved by itself when memory runs out"
     if run.precision.name == "fp32":
         yield "trainer.precision=bf16-mixed: half the memory of activations"
-    yield "trainer.checkpoint_activations=['<pattern of your blocks>']: a third more time, much less memory"
+    yield "trainer.activation_checkpointing=['<pattern of your blocks>']: a third more time, much less memory"
     if _size(_optimizer_tensors(run)) > 0:
         yield "strategy=fusion strategy.shard_optimizer=true: each rank keeps its part of the optimizer's state only"
 

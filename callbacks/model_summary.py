@@ -101,7 +101,7 @@ def _header(run: Run) -> list[tuple[str, str]]:
         ("run folder", "none, nothing is written" if run.run_dir is None else str(run.run_dir)),
     ]
     rates = [rate for optimization in run.optimizations for rate in optimization.initial_learning_rates()]
-    scaled = None if run.plan is None else linear_scaling(run.plan.batch_size, rates, run.usual_batch)
+    scaled = None if run.plan is None else linear_scaling(run.plan.batch_size, rates, run.reference_batch_size)
     if scaled is not None:
         lines.append(("lr scaling", scaled))
     if run.resumed_from is not None:

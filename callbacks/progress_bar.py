@@ -75,8 +75,8 @@ class ProgressBar(Callback):
         self.close()
         say(_ending(run))
         show(_metrics(run))
-        if run.checkpoints is not None and run.checkpoints.entries():
-            show(_checkpoints(run.checkpoints))
+        if run.checkpointer.store is not None and run.checkpointer.store.entries():
+            show(_checkpoints(run.checkpointer.store))
 
     def close(self) -> None:
         self._progress = None

@@ -38,7 +38,7 @@ def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
     def make(strategy: Any = None, **settings: Any) -> Trainer:
         from trainkit.strategies.single import SingleDevice
 
-        defaults: dict[str, Any] = {"callbacks": [], "loggers": [], "sanity_batches": 0}
+        defaults: dict[str, Any] = {"callbacks": [], "loggers": [], "num_sanity_batches": 0}
         defaults["run_dir"] = tmp_path / f"run_{next(numbers)}"
         return Trainer(strategy or SingleDevice(device="cpu"), **{**defaults, **settings})
 

@@ -120,7 +120,7 @@ class StopAt(Callback):
 
     def on_step_end(self, run: Any) -> None:
         if run.state.step == self.step:
-            run.save(reason="test")
+            run.checkpointer.save(reason="test")
             run.request_stop("test")
 
 
@@ -128,7 +128,7 @@ class SaveAtEnd(Callback):
     """Saves when training ends, for whatever reason."""
 
     def on_fit_end(self, run: Any) -> None:
-        run.save(reason="end")
+        run.checkpointer.save(reason="end")
 
 
 class Recorder(Callback):

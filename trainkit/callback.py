@@ -1,7 +1,8 @@
-"""Moments of a run at which user code may be called."""
+"""Callback: the hooks of a run, in order."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,9 +10,9 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the moments you need; the others cost nothing.
+    """Override the hooks you need; the others cost nothing.
 
-    Every moment is called on every rank, in this order:
+    Every hook is called on every rank, in this order:
 
         on_fit_start
           on_epoch_start
@@ -29,16 +30,16 @@ class Callback:
     """
 
     def on_fit_start(self, run: Run) -> None:
-        """Everything is prepared (and restored, when resuming); no step has been made."""
+        """Everything is prepared, and restored when resuming; no step has been made."""
 
     def on_fit_end(self, run: Run) -> None:
-        """The last step has been made; `run.stop_reason` says why it was the last."""
+        """Training is over; `run.stop_reason` says why."""
 
     def on_epoch_start(self, run: Run) -> None:
-        """The next window is the first of an epoch, or the first after resuming inside one."""
+        """The next step is the first of an epoch, or the first after resuming inside one."""
 
     def on_epoch_end(self, run: Run) -> None:
-        """The last window of an epoch has been trained on; `run.state.epoch` counts it already."""
+        """The last step of an epoch has been made; `run.state.epoch` counts it already."""
 
     def on_step_end(self, run: Run) -> None:
         """An optimizer step has been made and counted."""
@@ -50,9 +51,9 @@ class Callback:
         """`stage` is `validation`, `test`, `predict` or `sanity`."""
 
     def on_dataset_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        """A dataset has been evaluated, and metric objects still hold what they have counted on this rank.
+        """A dataset has been evaluated, and metric objects still hold this rank's state.
 
-        Add this rank's numbers to `metrics` in place: their means over ranks, by samples, are logged with the others.
+        Add this rank's numbers to `metrics` in place: their means over ranks, weighted by samples, are logged too.
         """
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
@@ -65,17 +66,25 @@ class Callback:
         """`error` has ended the run; no collective may be called here, or other ranks hang."""
 
     def close(self) -> None:
-        """Release what was acquired."""
+        """Release resources; may be called twice."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this callback."""
         return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where `saved` ended."""
+        """Restore what `state_dict` returned."""
+
+    def overridden_hooks(self) -> dict[str, Callable[..., None]]:
+        """Return the hooks that this callback overrides, by name."""
+        return {
+            hook: getattr(self, hook)
+            for hook in HOOKS
+            if getattr(type(self), hook) is not getattr(Callback, hook) or hook in vars(self)
+        }
 
 
-MOMENTS = (
+HOOKS = (
     "on_fit_start",
     "on_fit_end",
     "on_epoch_start",

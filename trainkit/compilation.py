@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.task import TaskModule
 
+def compile_forward(task: nn.Module) -> None:
+    """Compile the task's forward with `torch.compile`, in place: the names in its state dict stay as they are.
 
-def compile_forward(task: TaskModule) -> None:
-    """Leave the task's forward to `torch.compile`, in place, so that the names in its state dict stay as they are.
-
-    A task without a forward of its own has each of its direct sub-modules compiled instead.
+    For a task without a forward of its own, each direct child module is compiled instead.
     """
     if type(task).forward is not nn.Module.forward:
         task.compile()

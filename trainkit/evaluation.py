@@ -1,4 +1,4 @@
-"""The control flow of evaluation and prediction."""
+"""EvaluationLoop: validate, test and predict."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
 }
 
 
-class EvalLoop:
-    """Evaluates every sample exactly once; ranks meet only at the end of each dataset.
+class EvaluationLoop:
+    """Evaluates every sample exactly once; ranks communicate only at the end of each dataset.
 
     `feeds` are those of one dataset, named `""`, or of several.
     """
@@ -35,7 +35,7 @@ class EvalLoop:
         self._stage = stage
 
     def run(self) -> dict[str, float] | None:
-        """Return the metrics by their full names (`validation/loss`), `None` if a stop was asked for meanwhile.
+        """Return the metrics by their full names (`validation/loss`), `None` if a stop was requested meanwhile.
 
         Leaves the task in evaluation mode and the random generators as they were.
         """
@@ -52,7 +52,7 @@ class EvalLoop:
         return metrics
 
     def _evaluate(self, feed: Feed, progress: EvaluationProgress) -> dict[str, float] | None:
-        """Return the metrics of one dataset over all ranks, `None` if a stop was asked for; collective."""
+        """Return the metrics of one dataset over all ranks, `None` if a stop was requested; collective."""
         run, stage, strategy = self._run, self._stage, self._run.strategy
         means, num_samples = WeightedMeans(strategy.device), 0
         with detach_metrics(strategy.metrics_of(run.task)):
@@ -94,7 +94,7 @@ class EvalLoop:
 
 @contextmanager
 def _evaluating(run: Run, progress: EvaluationProgress) -> Iterator[EvaluationProgress]:
-    """Evaluation mode, no gradients, and random generators that training does not notice."""
+    """Evaluation mode, no gradients, and random generators restored at the end."""
     run.evaluation = progress
     run.emit("on_evaluation_start", progress.stage)
     run.task.eval()

@@ -16,10 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from trainkit.callback import MOMENTS, Callback
-from trainkit.feed import Feed
-from trainkit.task import TaskModule
-
 if TYPE_CHECKING:
     from trainkit.run import Run
 
@@ -104,21 +100,26 @@ def read_failures(folder: Path) -> list[FailureRecord]:
 
 
 def phase_of(error: BaseException) -> str:
-    """Return in words what was going on where an error was raised: the innermost thing that has a name for a user."""
+    """Return what the run was doing when the error was raised: the innermost activity that a user has a name for."""
     return phase_in(_frames(error))
 
 
 def phase_in(frames: Iterable[FrameType]) -> str:
-    """Return in words what a stack of calls, the outermost first, is doing."""
+    """Return what a call stack, the outermost frame first, is doing."""
     for frame in reversed(list(frames)):
         name, owner = frame.f_code.co_name, frame.f_locals.get("self")
-        if isinstance(owner, Callback) and name in (*MOMENTS, "close"):
+        # By name, as this file is read by strategies that import no callback, task or data.
+        bases = {base.__name__ for base in type(owner).__mro__ if base.__module__.startswith("trainkit.")}
+        if "Callback" in bases and (name.startswith("on_") or name == "close"):
             return f"the callback {type(owner).__name__}.{name}"
-        if isinstance(owner, TaskModule) and name in _TASK_METHODS:
+        if "TaskModule" in bases and name in _TASK_METHODS:
             return f"{type(owner).__name__}.{name}"
-        if isinstance(owner, Feed):
-            return f"reading {owner.source.stage} data"
-        if name in _PHASES and "trainkit" in frame.f_globals.get("__name__", ""):
+        if "trainkit" not in frame.f_globals.get("__name__", ""):
+            continue
+        stage = getattr(getattr(owner, "source", None), "stage", None)
+        if isinstance(stage, str):
+            return f"reading {stage} data"
+        if name in _PHASES:
             return _PHASES[name]
     return ""
 

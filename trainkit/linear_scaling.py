@@ -1,4 +1,4 @@
-"""What linear scaling makes of a learning rate that was chosen for another global batch."""
+"""The linear scaling rule for a learning rate that was chosen for another global batch."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class UsualBatch:
+class ReferenceBatchSize:
     """The global batch for which a learning rate was chosen."""
 
     batch_size: int
     origin: str
-    """Whose it is, in words: `recipe digits`, `the resumed run`."""
+    """Where it comes from: `recipe digits`, `the resumed run`."""
     learning_rate: float | None = None
-    """The rate that was chosen for it; `None`: the one that is set."""
+    """The rate chosen for it; `None`: the present one."""
 
 
-def linear_scaling(batch_size: int, learning_rates: Sequence[float], usual: UsualBatch | None) -> str | None:
-    """Return in words the rates beside those that linear scaling gives; `None` if the global batch is the usual one.
+def linear_scaling(
+    batch_size: int, learning_rates: Sequence[float], reference: ReferenceBatchSize | None
+) -> str | None:
+    """Return a sentence that compares the rates with the linearly scaled ones; `None` for the reference batch size.
 
-    Linear scaling lets the learning rate grow as the batch does. It is a rule of thumb, so nothing is changed.
+    Linear scaling multiplies the learning rate by the ratio of batch sizes. It is a rule of thumb, so nothing changes.
     """
-    if usual is None or usual.batch_size == batch_size:
+    if reference is None or reference.batch_size == batch_size:
         return None
     rates = list(dict.fromkeys(learning_rates))
-    chosen = rates if usual.learning_rate is None else [usual.learning_rate]
-    scaled = [rate * batch_size / usual.batch_size for rate in chosen]
+    chosen = rates if reference.learning_rate is None else [reference.learning_rate]
+    scaled = [rate * batch_size / reference.batch_size for rate in chosen]
     return (
-        f"{_listed(rates)} as set; linear scaling from {usual.origin}'s global batch of {usual.batch_size} to "
+        f"{_listed(rates)} as set; linear scaling from {reference.origin}'s global batch of {reference.batch_size} to "
         f"{batch_size} makes {_listed(scaled)}"
     )
 

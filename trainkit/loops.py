@@ -9,7 +9,7 @@ import torch
 
 from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError
-from trainkit.evaluation import EvalLoop
+from trainkit.evaluation import EvaluationLoop
 from trainkit.feed import Feed
 from trainkit.left_out import LeftOutSteps
 from trainkit.memory import MemoryFit
@@ -35,7 +35,9 @@ class FitSchedule:
 class FitLoop:
     """Drives training: one window of micro-batches is one optimizer step."""
 
-    def __init__(self, run: Run, schedule: FitSchedule, *, validation: EvalLoop | None, recovery: Recovery) -> None:
+    def __init__(
+        self, run: Run, schedule: FitSchedule, *, validation: EvaluationLoop | None, recovery: Recovery
+    ) -> None:
         assert run.feed is not None and run.optimization is not None
         phased = run.optimization.phase != ""
         self.phases = Phases(run, run.optimizations) if phased else None
@@ -100,7 +102,7 @@ class FitLoop:
         run.task.zero_grad(set_to_none=True)
         self._recovery.prepare()
         run.state.start_clock()
-        run.may_save = self._recovery.may_save
+        run.weights_are_finite = self._recovery.may_save
         if any(duration.unit in ("second", "minute", "hour") for duration in self._max_duration):
             run.state.watch_clock()
         self.start_intervals()
@@ -179,7 +181,7 @@ class FitLoop:
         if not self._stop_is_agreed and not self._agree_to_stop(asked):
             return False
         self._stop_is_agreed = True  # asked again, ranks that ask each other now and then would first go on
-        if run.agree_on_signal() and run.stopped_by is not None:
+        if run.sync_stop_signal() and run.stopped_by is not None:
             run.stop_reason = run.stopped_by.name
         run.request_stop("another rank was asked to stop")
         return True

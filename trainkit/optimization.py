@@ -49,9 +49,6 @@ class Schedule:
             )
 
 
-OptimizerSpec = Optimizer | tuple[Optimizer, LRScheduler | Schedule | Sequence[LRScheduler | Schedule]]
-
-
 @dataclass(frozen=True)
 class Clip:
     """Limits of the gradient: its global norm, or each element's value."""
@@ -62,9 +59,9 @@ class Clip:
     def __post_init__(self) -> None:
         for name, limit in (("norm", self.norm), ("value", self.value)):
             if limit is not None and not limit > 0:
-                raise UserError(f"clip_{name} must be positive, got {limit}; leave it out to not clip.")
+                raise UserError(f"max_grad_{name} must be positive, got {limit}; leave it out to not clip.")
         if self.norm is not None and self.value is not None:
-            raise UserError("clip_norm and clip_value exclude each other; set one of them.")
+            raise UserError("max_grad_norm and max_grad_value exclude each other; set one of them.")
 
     @property
     def limits(self) -> bool:
@@ -109,8 +106,8 @@ class Optimization:
         """Let steps change nothing whose gradient norm is `factor` times the average, or not finite."""
         if self._scaler is not None:
             raise UserError(
-                "spike_factor does not go with fp16-mixed, whose scaler decides by itself what is left out; set "
-                "trainer.precision=bf16-mixed, or leave trainer.spike_factor out."
+                "skip_grad_norm_factor does not go with fp16-mixed, whose scaler itself decides what to skip; "
+                "set trainer.precision=bf16-mixed, or trainer.skip_grad_norm_factor=null."
             )
         self.skip_nonfinite, self.spikes = True, SpikeWatch(factor)
 

@@ -14,11 +14,11 @@ from trainkit.window import Window
 
 if TYPE_CHECKING:
     from trainkit.left_out import LeftOutSteps
-    from trainkit.optimization import Optimization, OptimizerSpec
+    from trainkit.optimization import Optimization
     from trainkit.run import Run
     from trainkit.step_watch import StepWatch
     from trainkit.strategy import Strategy
-    from trainkit.task import TaskModule
+    from trainkit.task import OptimizerSpec, TaskModule
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a trainer's ranks do: each of them runs one of these functions, at the same time as the others."""
+"""The worker: what each rank runs at the same time as the others, from setup to teardown."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,85 +19,109 @@ from trainkit.data import Data
 from trainkit.duration import total_steps
 from trainkit.environment import write_environment
 from trainkit.errors import Stopped, UserError
-from trainkit.evaluation import EvalLoop
+from trainkit.evaluation import EvaluationLoop
 from trainkit.failure import record_failure
 from trainkit.feed import make_feed
+from trainkit.fit_config import FitConfig
 from trainkit.loops import FitLoop, FitSchedule
 from trainkit.optimization import configure
 from trainkit.recovery import Recovery
-from trainkit.result import FitResult, Progress, result_of
 from trainkit.rng import seed_everything
 from trainkit.run import Run
 from trainkit.run_folder import forget_summary, make_run_dir, write_config, write_summary
 from trainkit.run_lock import lock_run_dir
 from trainkit.signals import EXIT_CODES, StopSignals
+from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.warning_log import warnings_kept
-
-if TYPE_CHECKING:
-    from trainkit.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class FitResult:
+    """The outcome of `Trainer.fit`."""
+
+    metrics: dict[str, float]
+    """The latest value of every metric."""
+    steps: int
+    epochs: float
+    samples: int
+    seconds: float
+    samples_per_second: float
+    """Of this part of the run, not counting what came before a resume."""
+    exit_reason: str
+    run_dir: Path | None
+    weights: dict[str, Any] | None = field(default=None, repr=False)
+
+
 def fit_on_rank(
-    trainer: Trainer, task: TaskModule, data: Data, checkpoint: Path | None, run_dir: Path | None
+    strategy: Strategy,
+    config: FitConfig,
+    task: TaskModule,
+    data: Data,
+    *,
+    checkpoint: Path | None,
+    run_dir: Path | None,
 ) -> FitResult:
-    """Train `task` on this rank's samples and return what the run came to; collective."""
-    strategy = trainer.strategy
-    with run_on_rank(trainer, task, data, run_dir) as run:
-        before = Progress()
+    """Train `task` on this rank's samples and return the result; collective."""
+    with run_on_rank(strategy, config, task, data, run_dir) as run:
+        seconds, samples = 0.0, 0
         try:
             # Under torchrun each rank has looked for itself; rank 0 decides.
-            loop = prepare_fit(trainer, run, strategy.broadcast_object(_start_of(run, checkpoint)))
-            before = Progress.of(run.state)
+            loop = prepare_fit(run, config, strategy.broadcast_object(_start_of(run, checkpoint)))
+            seconds, samples = run.state.own_seconds, run.state.samples
             loop.run()
         except BaseException as error:
             record_failure(run, error)
-            run.report(error)
-            _write_summary(run, result_of(run, since=before), status="failed")
+            run.report_exception(error)
+            _write_summary(run, _result_of(run, seconds, samples), status="failed")
             raise
-        result = result_of(run, since=before)
+        result = _result_of(run, seconds, samples)
         _write_summary(run, result, status="stopped" if result.exit_reason in EXIT_CODES else "finished")
         result.weights = strategy.weights_for_caller(task)
         return result
 
 
-def evaluate_on_rank(trainer: Trainer, task: TaskModule, data: Data, checkpoint: Path | None, stage: str) -> Any:
+def evaluate_on_rank(
+    strategy: Strategy, config: FitConfig, task: TaskModule, data: Data, *, stage: str, checkpoint: Path | None
+) -> Any:
     """Return the metrics of a stage, or for `predict` the predictions; collective."""
-    with run_on_rank(trainer, task, data, None) as run:
-        _prepare_task(trainer, run)
+    with run_on_rank(strategy, config, task, data, None) as run:
+        _prepare_task(run, config)
         if checkpoint is not None:
-            run.load_weights(load_from(checkpoint).payload, where=str(checkpoint), to_evaluate=True)
-        loop = eval_loop(trainer, run, stage, limit=trainer.limits[stage])
+            run.checkpointer.load_weights(load_from(checkpoint).payload, where=str(checkpoint), to_evaluate=True)
+        loop = evaluation_loop(run, config, stage, limit=config.limits[stage])
         outcome = loop.predict() if stage == "predict" else loop.run()
-        if run.agree_on_signal() and run.stopped_by is not None:
+        if run.sync_stop_signal() and run.stopped_by is not None:
             raise Stopped(run.stopped_by.name, EXIT_CODES[run.stopped_by.name])
         run.emit("on_evaluation_end", stage, {} if stage == "predict" else outcome)
         return outcome
 
 
 @contextmanager
-def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | None) -> Iterator[Run]:
-    """Set this rank up for a run, and release everything whatever happens."""
-    strategy = trainer.strategy
-    with StopSignals(trainer.preemption_signal) as signals, _torch_flags(trainer), ExitStack() as stack:
+def run_on_rank(
+    strategy: Strategy, config: FitConfig, task: TaskModule, data: Data, run_dir: Path | None
+) -> Iterator[Run]:
+    """Set this rank up for a run, and release everything at the end, also after an error; collective."""
+    with StopSignals(config.preemption_signal) as signals, _torch_flags(config), ExitStack() as stack:
         try:
-            strategy.setup(trainer.precision)
-            seed_everything(trainer.seed + strategy.rank)
-            stack.enter_context(trainer.model_settings.applied(task, strategy))
+            strategy.setup(config.precision)
+            seed_everything(config.seed + strategy.rank)
+            transforms = config.transforms
+            stack.enter_context(transforms.applied(task, num_processes=strategy.num_processes, device=strategy.device))
             run = Run(
                 task=task,
                 data=data,
                 strategy=strategy,
-                precision=trainer.precision,
-                callbacks=[*trainer.callbacks, *task.configure_callbacks()],
-                loggers=trainer.loggers if strategy.is_main else [],
+                precision=config.precision,
+                callbacks=[*config.callbacks, *task.configure_callbacks()],
+                loggers=config.loggers if strategy.is_main else [],
                 signals=signals,
-                seed=trainer.seed,
+                seed=config.seed,
                 run_dir=strategy.broadcast_object(run_dir),
-                config=trainer.config,
-                usual_batch=trainer.usual_batch,
+                config=config.yaml,
+                reference_batch_size=config.reference_batch_size,
             )
             if run.run_dir is not None and run.is_main:
                 make_run_dir(run.run_dir)
@@ -105,7 +129,7 @@ def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | 
             try:
                 with warnings_kept(run.run_dir, process=strategy.process):
                     yield run
-                    run.finish_saving()  # here, where every rank is: `close` asks nobody
+                    run.checkpointer.wait()  # here, where every rank is: `close` is not collective
             except BaseException:
                 with suppress(Exception):  # the error on its way is the one that matters
                     run.close()
@@ -116,83 +140,94 @@ def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | 
             strategy.teardown()
 
 
-def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
-    """Return where the run goes on: where it was itself, if its ranks were lost and have been started again."""
-    if run.strategy.attempt and run.is_main and run.run_dir is not None and latest_whole(run.run_dir) is not None:
-        return run.run_dir
-    return checkpoint
-
-
-def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
-    """Bring task, optimizer and data into place on this rank, and a resumed run to where it was; collective."""
-    _prepare_data(trainer, run)
-    _prepare_task(trainer, run)
-    run.optimizations = configure(
-        run.task,
-        clip=trainer.clip,
-        precision=trainer.precision,
-        total_steps=run.max_steps,
-        fused=trainer.fused_optimizer,
-        skip=trainer.on_nonfinite == "skip",
-        no_weight_decay=trainer.no_weight_decay,
-    )
-    for optimization in run.optimizations:
-        if trainer.spike_factor is not None:
-            optimization.leave_out_spikes(trainer.spike_factor)
-        trainer.strategy.prepare_optimization(run.task, optimization)
-    validation = _validation_loop(trainer, run)
-    schedule = FitSchedule(trainer.max_duration, trainer.log_every, trainer.evaluate_every)
-    recovery = Recovery(run, policy=trainer.on_nonfinite, rollback_limit=trainer.rollback_limit)
+def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop:
+    """Prepare task, optimizer and data on this rank, and restore a resumed run; collective."""
+    _prepare_data(run, config)
+    _prepare_task(run, config)
+    _prepare_optimizers(run, config)
+    validation = _validation_loop(run, config)
+    schedule = FitSchedule(config.max_duration, config.log_every, config.evaluate_every)
+    recovery = Recovery(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
     loop = FitLoop(run, schedule, validation=validation, recovery=recovery)
     if checkpoint is not None:
-        payload = load_from(checkpoint).payload
-        run.restore(payload, where=str(checkpoint))
+        run.checkpointer.restore(load_from(checkpoint).payload, where=str(checkpoint))
         if loop.memory_fit is not None:
             loop.memory_fit.resume()
-        run.restore_rng(payload)
     assert run.feed is not None
-    trainer.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
-    if checkpoint is None and validation is not None and trainer.sanity_batches and not trainer.fast_dev_run:
-        metrics = eval_loop(trainer, run, "sanity", limit=trainer.sanity_batches).run()
+    run.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
+    if checkpoint is None and validation is not None and config.num_sanity_batches and not config.fast_dev_run:
+        metrics = evaluation_loop(run, config, "sanity", limit=config.num_sanity_batches).run()
         if metrics is not None:
             run.emit("on_evaluation_end", "sanity", metrics)
     _open_loggers(run)
     return loop
 
 
-def _prepare_data(trainer: Trainer, run: Run) -> None:
-    """Have the feed of training, and know from it how the global batch is cut and how many steps there are."""
+def evaluation_loop(run: Run, config: FitConfig, stage: str, *, limit: int | None) -> EvaluationLoop:
+    """Return the loop of an evaluation of at most `limit` global batches."""
+    sources = run.data.sources("validation" if stage == "sanity" else stage)
+    seed = config.data_seed(run.data)
+    feeds = {name: make_feed(source, run.strategy, seed=seed, limit=limit) for name, source in sources.items()}
+    run.feeds += feeds.values()
+    return EvaluationLoop(run, feeds, stage=stage)
+
+
+def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
+    """Return where to resume: this run's own folder, if its ranks were lost and have been started again."""
+    if run.strategy.attempt and run.is_main and run.run_dir is not None and latest_whole(run.run_dir) is not None:
+        return run.run_dir
+    return checkpoint
+
+
+def _prepare_data(run: Run, config: FitConfig) -> None:
+    """Open the training data; its length gives the batch plan and the number of steps."""
     source = run.data.source("train")
     run.feed = make_feed(
         source,
-        trainer.strategy,
-        seed=_data_seed(trainer, run.data),
-        limit=trainer.overfit_batches or trainer.limits["train"],
-        repeat_first=trainer.overfit_batches is not None,
+        run.strategy,
+        seed=config.data_seed(run.data),
+        limit=config.overfit_batches or config.limits["train"],
+        repeat_first=config.overfit_batches is not None,
     )
-    complaint = run.feed.check_order(trainer.strategy)
+    complaint = run.feed.check_order(run.strategy)
     if complaint is not None and run.is_main:
         logger.warning(complaint)
-    run.plan = None if source.batch_size is None else trainer.strategy.plan(source.batch_size)
+    run.plan = None if source.batch_size is None else run.strategy.plan(source.batch_size)
     run.state.epoch_length = run.feed.epoch_length
     run.max_steps = total_steps(
-        trainer.max_duration,
+        config.max_duration,
         steps_of_epoch=run.feed.num_steps,
         items_of_epoch=run.feed.epoch_length,
         batch_size=source.batch_size,
     )
 
 
-def _prepare_task(trainer: Trainer, run: Run) -> None:
-    trainer.strategy.prepare(run.task)
-    if trainer.compile:
+def _prepare_task(run: Run, config: FitConfig) -> None:
+    run.strategy.prepare(run.task)
+    if config.compile:
         compile_forward(run.task)
 
 
-def _validation_loop(trainer: Trainer, run: Run) -> EvalLoop | None:
-    """Return the loop of validations; raises UserError if a schedule follows one and there is none."""
-    if trainer.validates(run.data):
-        return eval_loop(trainer, run, "validation", limit=trainer.limits["validation"])
+def _prepare_optimizers(run: Run, config: FitConfig) -> None:
+    run.optimizations = configure(
+        run.task,
+        clip=config.clip,
+        precision=config.precision,
+        total_steps=run.max_steps,
+        fused=config.fused_optimizer,
+        skip=config.on_nonfinite == "skip",
+        no_weight_decay=config.no_weight_decay,
+    )
+    for optimization in run.optimizations:
+        if config.skip_grad_norm_factor is not None:
+            optimization.leave_out_spikes(config.skip_grad_norm_factor)
+        run.strategy.prepare_optimization(run.task, optimization)
+
+
+def _validation_loop(run: Run, config: FitConfig) -> EvaluationLoop | None:
+    """Return the loop of validations; raises UserError if a schedule needs a metric and nothing is validated."""
+    if config.validates(run.data):
+        return evaluation_loop(run, config, "validation", limit=config.limits["validation"])
     schedules = [schedule for optimization in run.optimizations for schedule in optimization.schedules]
     followed = [schedule.metric for schedule in schedules if schedule.metric is not None]
     if followed:
@@ -201,19 +236,6 @@ def _validation_loop(trainer: Trainer, run: Run) -> EvalLoop | None:
             "and evaluate_every='1epoch'."
         )
     return None
-
-
-def eval_loop(trainer: Trainer, run: Run, stage: str, *, limit: int | None) -> EvalLoop:
-    """Return the loop of an evaluation of at most `limit` global batches."""
-    sources = run.data.sources("validation" if stage == "sanity" else stage)
-    seed = _data_seed(trainer, run.data)
-    feeds = {name: make_feed(source, trainer.strategy, seed=seed, limit=limit) for name, source in sources.items()}
-    run.feeds += feeds.values()
-    return EvalLoop(run, feeds, stage=stage)
-
-
-def _data_seed(trainer: Trainer, data: Data) -> int:
-    return trainer.seed if data.seed is None else data.seed
 
 
 def _open_loggers(run: Run) -> None:
@@ -227,24 +249,40 @@ def _open_loggers(run: Run) -> None:
         destination.write_config(run.config)
 
 
+def _result_of(run: Run, seconds_before: float, samples_before: int) -> FitResult:
+    """Return the result of a run whose present part began at `seconds_before` and `samples_before`."""
+    state = run.state
+    seconds = state.own_seconds - seconds_before
+    return FitResult(
+        metrics=dict(state.metrics),
+        steps=state.step,
+        epochs=state.epochs,
+        samples=state.samples,
+        seconds=state.own_seconds,
+        samples_per_second=(state.samples - samples_before) / seconds if seconds > 0 else 0.0,
+        exit_reason=run.stop_reason or "finished",
+        run_dir=run.run_dir,
+    )
+
+
 def _write_summary(run: Run, result: FitResult, *, status: str) -> None:
     if run.is_main and run.run_dir is not None:
         write_summary(run.run_dir, {"status": status, **asdict(result)})
 
 
 @contextmanager
-def _torch_flags(trainer: Trainer) -> Iterator[None]:
-    """Set torch's global switches for the run, and put them back."""
+def _torch_flags(config: FitConfig) -> Iterator[None]:
+    """Set torch's global switches for the run, and restore them."""
     deterministic, anomaly = torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
-    if trainer.deterministic != deterministic:  # the call alone imports the compiler, which takes seconds
-        torch.use_deterministic_algorithms(trainer.deterministic or deterministic)
-    torch.autograd.set_detect_anomaly(trainer.detect_anomaly or anomaly)
+    if config.deterministic != deterministic:  # the call alone imports the compiler, which takes seconds
+        torch.use_deterministic_algorithms(config.deterministic or deterministic)
+    torch.autograd.set_detect_anomaly(config.detect_anomaly or anomaly)
     try:
         with warnings.catch_warnings():
-            # A step that the fp16 scaler leaves out still counts for the schedules.
+            # A step that the fp16 scaler skips still counts for the schedules.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             yield
     finally:
-        if trainer.deterministic != deterministic:
+        if config.deterministic != deterministic:
             torch.use_deterministic_algorithms(deterministic)
         torch.autograd.set_detect_anomaly(anomaly)

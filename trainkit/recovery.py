@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Literal
 
-from trainkit.errors import NonFiniteLoss, UserError
+from trainkit.errors import NonFiniteLoss
 from trainkit.feed import Feed
+from trainkit.fit_config import NonfinitePolicy
 from trainkit.left_out_words import listed
 from trainkit.looking_back import LookingBack, first_of
 from trainkit.metrics.accumulate import WeightedMeans
@@ -20,8 +20,6 @@ from trainkit.window import Window
 
 logger = logging.getLogger(__name__)
 
-Policy = Literal["raise", "skip", "stop", "rollback"]
-
 
 class Recovery:
     """Looks at losses where training waits for the device anyway, and applies the policy on all ranks at once.
@@ -32,15 +30,15 @@ class Recovery:
                   ------>   |---->           leaves it out, and goes on
     """
 
-    def __init__(self, run: Run, *, policy: Policy, rollback_limit: int) -> None:
+    def __init__(self, run: Run, *, policy: NonfinitePolicy, max_rollbacks: int) -> None:
         assert run.feed is not None
         self.means = run.means = WeightedMeans(run.strategy.device)
         self._weights_are_sound = True
         self._run = run
         self._feed: Feed = run.feed
-        self._lacks_folder = policy == "rollback" and run.checkpoints is None
-        self._policy: Policy = "raise" if self._lacks_folder else policy
-        self._rollback_limit = rollback_limit
+        self._lacks_folder = policy == "rollback" and run.checkpointer.store is None
+        self._policy: NonfinitePolicy = "raise" if self._lacks_folder else policy
+        self._rollback_limit = max_rollbacks
         self._rollbacks = 0
         self._way_back = WayBack(run)
         self._suspect: tuple[int, str] | None = None  # the step to look at, and what was said of it
@@ -63,11 +61,11 @@ class Recovery:
     def start(self) -> None:
         """Have a checkpoint to go back to, if the policy may ask for one; collective."""
         run = self._run
-        if run.checkpoints is None:
+        if run.checkpointer.store is None:
             return
         has_own = self._way_back.begin()
         if self._policy == "rollback" and not run.strategy.broadcast_object(has_own):
-            run.save(reason="start")
+            run.checkpointer.save(reason="start")
 
     def attempts(self, on_return: Callable[[], None]) -> Iterator[Attempt]:
         """Yield contexts to train in until one is left without a need to go back; `on_return` is called after that."""
@@ -125,7 +123,7 @@ class Recovery:
         if self._policy == "rollback" and first is not None:
             raise GoBack(first, said)
         raise NonFiniteLoss(
-            f"{said}. Lower the learning rate, set trainer.clip_norm=1.0, or look for the operation with "
+            f"{said}. Lower the learning rate, set trainer.max_grad_norm=1.0, or look for the operation with "
             "trainer.detect_anomaly=true; trainer.on_nonfinite=skip leaves such steps out, and rollback goes back to "
             f"before them.{'' if first is None else self.looking_back.see_again(first)}"
         )
@@ -153,7 +151,7 @@ class Recovery:
         if self._rollbacks > self._rollback_limit:
             raise NonFiniteLoss(
                 f"{found.place}, after {self._rollback_limit} rollbacks. Lower the learning rate, set "
-                "trainer.clip_norm=1.0, or allow more with trainer.rollback_limit."
+                "trainer.max_grad_norm=1.0, or allow more with trainer.max_rollbacks."
             ) from None
         checkpoint = self._way_back.checkpoint_before(found.step)
         if checkpoint is None:
@@ -176,8 +174,8 @@ class Recovery:
 
     def _remedy(self) -> str:
         """Return what has become of the weights that were not finite, and what to do."""
-        kept = "" if self._run.checkpoints is None else "; nothing of it is saved, and earlier checkpoints stay"
-        lower = f"{kept}. Lower the learning rate, or set trainer.clip_norm=1.0"
+        kept = "" if self._run.checkpointer.store is None else "; nothing of it is saved, and earlier checkpoints stay"
+        lower = f"{kept}. Lower the learning rate, or set trainer.max_grad_norm=1.0"
         if self._policy == "skip":
             return f"{lower}."
         return (
@@ -216,10 +214,3 @@ class Attempt:
             return True
         self.succeeded = error is None
         return False
-
-
-def checked_rollbacks(number: int) -> int:
-    """Return how often a run may go back."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise UserError(f"rollback_limit must be a whole number, at least 1, got {number!r}.")
-    return number

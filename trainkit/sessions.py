@@ -1,4 +1,4 @@
-"""The pieces that the Trainer uses, for a loop of one's own."""
+"""session(): the Trainer's pieces for a custom training loop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader
 from trainkit.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import UserError
-from trainkit.evaluation import EvalLoop
+from trainkit.evaluation import EvaluationLoop
+from trainkit.fit_config import FitConfig
 from trainkit.loops import FitLoop
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.metrics.step_output import StepOutput
-from trainkit.rank import eval_loop, prepare_fit, run_on_rank
+from trainkit.rank import evaluation_loop, prepare_fit, run_on_rank
 from trainkit.run import Run
 from trainkit.state import TrainState
 from trainkit.strategy import Strategy
@@ -34,19 +35,19 @@ def session(
     *,
     max_duration: str | Duration | Sequence[str | Duration] = "1epoch",
     precision: str = "fp32",
-    clip_norm: float | None = None,
-    clip_value: float | None = None,
+    max_grad_norm: float | None = None,
+    max_grad_value: float | None = None,
     on_nonfinite: Literal["raise", "skip"] = "raise",
-    spike_factor: float | None = None,
+    skip_grad_norm_factor: float | None = None,
     seed: int = 0,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
 ) -> Iterator[Session]:
-    """Bring a task, its optimizer and its data into place under a strategy, for a loop of your own.
+    """Prepare a task, its optimizer and its data under a strategy, for a custom loop.
 
         with session("single", task, Data(train=dataset, batch_size=64), max_duration="2epoch") as s:
-            for window in s.windows():
-                outputs = s.step(window)
+            for batch in s.step_batches():
+                outputs = s.step(batch)
 
     The order of samples, the gradient of the global batch, precision, clipping and schedules are those of
     `Trainer.fit`, and so are the weights. Collective: with several ranks each calls it, under torchrun or in a function
@@ -57,34 +58,34 @@ def session(
     Args:
         strategy: Where the work is done.
         task: The task.
-        data: What it is trained on.
-        max_duration: Where `windows` ends.
-        precision: As of the Trainer.
-        clip_norm: As of the Trainer.
-        clip_value: As of the Trainer.
-        on_nonfinite: `skip` leaves out steps whose gradient is not finite, as of the Trainer; `raise` refuses to save
-            weights that are not finite, and leaves it to the loop to look at losses.
-        spike_factor: As of the Trainer.
-        seed: As of the Trainer.
+        data: Its data.
+        max_duration: Where `step_batches` ends.
+        precision: As in the Trainer.
+        max_grad_norm: As in the Trainer.
+        max_grad_value: As in the Trainer.
+        on_nonfinite: `skip` skips steps whose gradient is not finite, as in the Trainer; `raise` refuses to save
+            weights that are not finite, and leaves checking losses to the loop.
+        skip_grad_norm_factor: As in the Trainer.
+        seed: As in the Trainer.
         run_dir: Where `save` writes checkpoints.
-        resume: A run folder or a checkpoint to go on from.
+        resume: A run folder or a checkpoint to resume.
 
     """
     if on_nonfinite not in ("raise", "skip"):
         raise UserError(
-            f"session(on_nonfinite={on_nonfinite!r}): a loop of one's own stops and goes back by itself; "
+            f"session(on_nonfinite={on_nonfinite!r}): a custom loop stops and rolls back by itself; "
             "choose 'raise' or 'skip'."
         )
     trainer = Trainer(
         strategy,
         max_duration=max_duration,
         precision=precision,
-        clip_norm=clip_norm,
-        clip_value=clip_value,
+        max_grad_norm=max_grad_norm,
+        max_grad_value=max_grad_value,
         on_nonfinite=on_nonfinite,
-        spike_factor=spike_factor,
+        skip_grad_norm_factor=skip_grad_norm_factor,
         seed=seed,
-        sanity_batches=0,
+        num_sanity_batches=0,
         callbacks=[],
         loggers=[],
     )
@@ -94,18 +95,19 @@ def session(
             "torchrun, or put the session into a function and call strategy.launch(partial(function, strategy))."
         )
     data, checkpoint = trainer.check(task, data, resume=resume)
-    with run_on_rank(trainer, task, data, None if run_dir is None else Path(run_dir)) as run:
-        yield Session(trainer, run, prepare_fit(trainer, run, checkpoint))
+    config = trainer.fit_config
+    with run_on_rank(trainer.strategy, config, task, data, None if run_dir is None else Path(run_dir)) as run:
+        yield Session(run, config, prepare_fit(run, config, checkpoint))
 
 
 class Session:
     """One run on this rank, driven step by step."""
 
-    def __init__(self, trainer: Trainer, run: Run, loop: FitLoop) -> None:
+    def __init__(self, run: Run, config: FitConfig, loop: FitLoop) -> None:
         self.run = run
-        self._trainer = trainer
+        self._config = config
         self._loop = loop
-        self._evaluations: dict[str, EvalLoop] = {}  # by stage, each with feeds that keep their workers
+        self._evaluations: dict[str, EvaluationLoop] = {}  # by stage, each with feeds that keep their workers
         loop.start()
 
     @property
@@ -115,7 +117,7 @@ class Session:
 
     @property
     def state(self) -> TrainState:
-        """How far training is."""
+        """The counters of training."""
         return self.run.state
 
     @property
@@ -128,29 +130,29 @@ class Session:
         """Whether this rank writes and prints."""
         return self.run.is_main
 
-    def windows(self) -> Iterator[Window]:
+    def step_batches(self) -> Iterator[Window]:
         """Yield this rank's micro-batches of each step until `max_duration`, or until any rank was asked to stop.
 
-        Raises UserError if a window was not given to `step`.
+        Raises UserError if a batch was not passed to `step`.
         """
         loop, state = self._loop, self.run.state
         while not loop.finished():
             first = state.step
-            for window in loop.windows():
+            for batch in loop.windows():
                 before = state.step
-                yield window
+                yield batch
                 if state.step != before + 1:
                     raise UserError(
-                        f"a window came with step {before} and left with step {state.step}; call session.step(window) "
-                        "once for each window."
+                        f"the step count went from {before} to {state.step} over one step batch; call "
+                        "session.step(batch) once for each."
                     )
                 if loop.finished():
                     break
             loop.check_progress(first)
 
-    def step(self, window: Window) -> list[StepOutput]:
+    def step(self, batch: Window) -> list[StepOutput]:
         """Make one optimizer step and count it; return the outputs of this rank's micro-batches. Collective."""
-        return self._loop.step(window)
+        return self._loop.step(batch)
 
     def mean(self, outputs: Sequence[StepOutput]) -> dict[str, float]:
         """Return the weighted means of loss and metrics over all ranks; waits for the device. Collective.
@@ -171,7 +173,7 @@ class Session:
         afterwards.
         """
         if stage not in self._evaluations:
-            self._evaluations[stage] = eval_loop(self._trainer, self.run, stage, limit=None)
+            self._evaluations[stage] = evaluation_loop(self.run, self._config, stage, limit=None)
         metrics = self._evaluations[stage].run()
         self.task.train()
         if metrics is None:
@@ -186,5 +188,5 @@ class Session:
         """Write a checkpoint of this moment into `run_dir`; return its path on the main rank. Collective."""
         if self.run.run_dir is None:
             raise UserError("there is no folder to save to; give session(..., run_dir='runs/mine').")
-        entry = self.run.save(reason="asked for")
+        entry = self.run.checkpointer.save(reason="asked for")
         return None if entry is None else entry.path

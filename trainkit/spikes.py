@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainkit.errors import UserError
-
 WARM_UP_STEPS = 20
 """Steps to learn from before any is called a spike."""
 MEMORY_STEPS = 100
@@ -47,10 +45,3 @@ class SpikeWatch:
     def load_state_dict(self, saved: dict[str, list[float]]) -> None:
         """Go on with what was seen before a checkpoint."""
         self._seen = torch.tensor(saved["seen"]) if "seen" in saved else None
-
-
-def checked_spike_factor(factor: float | None) -> float | None:
-    """Return how many times the average norm is a spike; raises UserError for what calls usual steps spikes."""
-    if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1):
-        raise UserError(f"spike_factor must be above 1, got {factor!r}; 10 leaves out steps ten times the average.")
-    return factor

@@ -1,24 +1,22 @@
-"""What a user subclasses: a model with its loss, metrics and optimizer."""
+"""TaskModule: what a user subclasses, a model with its loss, metrics and optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainkit.errors import UserError
-from trainkit.optimization import OptimizerSpec
-
-if TYPE_CHECKING:
-    from trainkit.callback import Callback
-    from trainkit.phases import Phase, PhaseControl
 
 StepReturn = Tensor | Mapping[str, Tensor | float]
+OptimizerSpec = Optimizer | tuple[Optimizer, Any]
+"""An optimizer, or an optimizer and an LRScheduler, a `trainkit.Schedule`, or a list of them."""
 
 
 class TaskModule(nn.Module):
-    """A task knows no trainer, rank or device: each of its steps runs in a unit test with a batch and nothing else.
+    """A model with its steps, which know no trainer, rank or device and run in a unit test with just a batch.
 
     Steps return the loss (a scalar tensor), or a dict whose `"loss"` is trained on and whose other entries are
     metrics: scalars, logged as means over all samples. The entry `"weight"` says how much the micro-batch counts
@@ -59,14 +57,14 @@ class TaskModule(nn.Module):
             "configure_optimizers(self): return torch.optim.AdamW(self.parameters(), lr=1e-3)."
         )
 
-    def configure_phases(self, *args: Any, **kwargs: Any) -> Sequence[Phase]:
-        """Return the phases of a step in their order, instead of `configure_optimizers`; may ask for `total_steps`."""
+    def configure_phases(self, *args: Any, **kwargs: Any) -> Sequence[Any]:
+        """Return the phases of a step, each a `trainkit.Phase`, in order; may ask for `total_steps`."""
         raise UserError(f"{type(self).__name__} has no configure_phases.")
 
-    def manual_step(self, control: PhaseControl) -> None:
-        """Make one step of the task with `manual = True`: call `control.backward` and `control.step`; collective."""
+    def manual_step(self, control: Any) -> None:
+        """Make one step of a task with `manual = True` through `control`, a `trainkit.PhaseControl`; collective."""
         raise UserError(f"{type(self).__name__} has manual = True; define manual_step(self, control).")
 
-    def configure_callbacks(self) -> Sequence[Callback]:
-        """Return callbacks that belong to the task; they are called after the trainer's own."""
+    def configure_callbacks(self) -> Sequence[Any]:
+        """Return the task's own callbacks (`trainkit.Callback`); they are called after the trainer's."""
         return ()

@@ -1,4 +1,4 @@
-"""The Trainer: settings of a run, and the four things that can be done with a task."""
+"""Trainer: fit, validate, test and predict, with the settings of a run."""
 
 from __future__ import annotations
 
@@ -17,80 +17,73 @@ from trainkit.continuation import AUTO, run_to_continue
 from trainkit.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
-from trainkit.linear_scaling import UsualBatch
+from trainkit.fit_config import FitConfig, NonfinitePolicy
+from trainkit.linear_scaling import ReferenceBatchSize
 from trainkit.logger import Logger
-from trainkit.model_settings import ModelSettings, check_patterns
+from trainkit.model_settings import ModelTransforms
 from trainkit.optimization import Clip
 from trainkit.phases import check_phases_run
 from trainkit.precision import Precision
-from trainkit.rank import evaluate_on_rank, fit_on_rank
-from trainkit.recovery import Policy, checked_rollbacks
+from trainkit.rank import FitResult, evaluate_on_rank, fit_on_rank
 from trainkit.report.config_diff import ConfigChange
 from trainkit.report.run_report import reported
-from trainkit.result import FitResult
 from trainkit.run_folder import check_run_dir, choose_run_dir
 from trainkit.run_lock import check_not_locked
-from trainkit.settings import (
-    as_data,
-    checked_duration,
-    checked_limit,
-    checked_policy,
-    checked_seed,
-    made_callbacks,
-    made_loggers,
-)
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named
 from trainkit.slurm import check_goes_on, requeue_job, signal_to_requeue_after
-from trainkit.spikes import checked_spike_factor
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
+
+DEFAULT_CALLBACKS = ("model_summary", "learning_rate", "throughput", "step_times", "checkpoint", "progress_bar")
+DEFAULT_LOGGERS = ("tensorboard", "jsonl")
 
 
 class Trainer:
     """Trains, evaluates and predicts with a task, under any strategy.
 
-    Durations are texts such as `"500step"`, `"2epoch"`, `"30min"` or `"1e6sample"`. `max_duration` may be several,
-    of which the first that is reached ends the run. Limits count global batches. `callbacks` and `loggers` replace
-    the default ones; names and objects can be mixed.
+    Durations are strings such as `"500step"`, `"2epoch"`, `"30min"` or `"1e6sample"`. If `max_duration` is a list,
+    training stops at whichever comes first. Limits count global batches. `callbacks` and `loggers` replace the
+    defaults; names and objects can be mixed.
 
     Args:
-        strategy: Where the work is done: a name such as `"single"`, or a `Strategy`.
+        strategy: A strategy or its name, such as `"single"`.
         max_duration: How long to train.
-        evaluate_every: How often to validate; `None` never.
+        evaluate_every: How often to validate. None: never.
         log_every: How often training metrics are reduced and written.
-        seed: Seeds python, numpy and torch, and the order of samples.
+        seed: Seed of python, numpy, torch and the order of samples.
         precision: `fp32`, `bf16-mixed`, `fp16-mixed`, `bf16-true` or `fp64`.
-        tf32: Whether CUDA devices may round factors of fp32 matrix products to TF32.
-        clip_norm: Largest global norm of the gradient.
-        clip_value: Largest absolute value of a gradient element.
-        compile: Whether `torch.compile` compiles the task's forward.
-        deterministic: Whether torch may only use deterministic algorithms.
-        detect_anomaly: Whether autograd looks for the operation that made a NaN (slow).
-        fused_optimizer: Whether torch's fused optimizer kernels are used where there are any.
-        no_weight_decay: What weight decay leaves alone: `bias`, `norm`, `embedding`, or patterns of names.
-        freeze: Patterns of names of parameters or modules that are not trained.
-        checkpoint_activations: Patterns of names of modules whose forward is computed again for backward.
-        channels_last: Whether convolutions' weights are laid out by pixels, which is quicker on GPUs.
-        sync_batch_norm: Whether batch norms on several devices take their statistics from all of them (CUDA).
-        on_nonfinite: What happens to a loss that is NaN or infinite: `raise`, `skip` that step, `stop` the run, or
-            `rollback` to the last checkpoint before it, from which the run goes on without that step.
-        rollback_limit: How often a run may go back.
-        spike_factor: Leave out steps whose gradient norm is so many times the average of those before; `None`: none.
-        sanity_batches: Validation batches to try before training.
-        limit_train_batches: Global batches that make an epoch at most.
-        limit_validation_batches: Global batches of a validation at most.
-        limit_test_batches: Global batches of a test at most.
-        limit_predict_batches: Global batches of a prediction at most.
-        overfit_batches: Train on these first global batches only, the same ones in every epoch.
-        fast_dev_run: Try everything with one batch, writing no file.
-        preemption_signal: A further signal after which the state is saved and training ends, such as `"SIGUSR1"`.
-        requeue: Whether SLURM queues the job again after that signal; needs `resume="auto"`.
-        profile: Whether steps 10 to 15 are recorded by torch's profiler, and a step's arithmetic is counted.
-        report: Whether the run's folder gets a `report.html` when the run ends, well or not.
-        run_dir: The run's folder; by default a new one below `runs/`.
+        tf32: Allow TF32 matrix products on CUDA.
+        max_grad_norm: Clip gradients to this global norm.
+        max_grad_value: Clip each gradient element to this absolute value.
+        compile: Compile the task's forward with `torch.compile`.
+        deterministic: Use deterministic algorithms only.
+        detect_anomaly: Enable `torch.autograd.set_detect_anomaly` (slow).
+        fused_optimizer: Use fused optimizer kernels where torch has them.
+        no_weight_decay: Parameters without weight decay: `bias`, `norm`, `embedding`, or name patterns.
+        freeze: Name patterns of parameters or modules that are not trained.
+        activation_checkpointing: Name patterns of modules whose activations are recomputed in backward.
+        channels_last: Use the channels_last memory format, which makes convolutions faster on GPUs.
+        sync_batch_norm: Convert BatchNorm to SyncBatchNorm (CUDA).
+        on_nonfinite: What to do if the loss is NaN or infinite: `raise`, `skip` the step, `stop` the run, or
+            `rollback` to the last checkpoint before the step and continue without it.
+        max_rollbacks: Number of rollbacks before the run fails.
+        skip_grad_norm_factor: Skip a step if its gradient norm exceeds this multiple of the running average. None
+            disables it.
+        num_sanity_batches: Validation batches to run before training.
+        limit_train_batches: Maximum number of global batches in an epoch.
+        limit_validation_batches: Maximum number of global batches in a validation.
+        limit_test_batches: Maximum number of global batches in a test.
+        limit_predict_batches: Maximum number of global batches in a prediction.
+        overfit_batches: Train on this many first global batches only, the same in every epoch.
+        fast_dev_run: Run one batch of each stage and write no files.
+        preemption_signal: A further signal, such as `"SIGUSR1"`, that saves the state and stops training.
+        requeue: Requeue the SLURM job after that signal; needs `resume="auto"`.
+        profile: Profile steps 10 to 15 with torch's profiler, and count the FLOPs of a step.
+        report: Write `report.html` into the run folder when the run ends, also after an error.
+        run_dir: The run folder; by default a new one below `runs/`.
         callbacks: Callbacks or their names; by default checkpoints, progress, throughput, model summary, learning rate.
         loggers: Loggers or their names; by default TensorBoard and `metrics.jsonl`.
-        config: The run's settings as YAML, kept in its folder and its checkpoints.
+        config: The settings of the run as YAML, kept in its folder and its checkpoints.
 
     """
 
@@ -104,21 +97,21 @@ class Trainer:
         seed: int = 0,
         precision: str = "fp32",
         tf32: bool = False,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
         compile: bool = False,
         deterministic: bool = False,
         detect_anomaly: bool = False,
         fused_optimizer: bool = True,
         no_weight_decay: Sequence[str] = (),
         freeze: Sequence[str] = (),
-        checkpoint_activations: Sequence[str] = (),
+        activation_checkpointing: Sequence[str] = (),
         channels_last: bool = False,
         sync_batch_norm: bool = False,
-        on_nonfinite: Policy = "raise",
-        rollback_limit: int = 3,
-        spike_factor: float | None = None,
-        sanity_batches: int = 2,
+        on_nonfinite: NonfinitePolicy = "raise",
+        max_rollbacks: int = 3,
+        skip_grad_norm_factor: float | None = None,
+        num_sanity_batches: int = 2,
         limit_train_batches: int | None = None,
         limit_validation_batches: int | None = None,
         limit_test_batches: int | None = None,
@@ -135,54 +128,58 @@ class Trainer:
         config: str = "",
     ) -> None:
         self.strategy = registry.make("strategy", strategy) if isinstance(strategy, str) else strategy
-        self.max_duration = Duration.parse_all(max_duration, where="max_duration")
-        self.evaluate_every = checked_duration(evaluate_every, "evaluate_every")
-        self.log_every = Duration.parse(log_every, where="log_every")
-        self.seed = checked_seed(seed)
-        self.precision = Precision(precision, tf32=tf32)
-        self.clip = Clip(clip_norm, clip_value)
-        self.compile = compile
-        self.deterministic = deterministic
-        self.detect_anomaly = detect_anomaly
-        self.fused_optimizer = fused_optimizer
-        check_patterns("no_weight_decay", no_weight_decay)
-        self.no_weight_decay = no_weight_decay
-        self.model_settings = ModelSettings(freeze, checkpoint_activations, channels_last, sync_batch_norm)
-        self.on_nonfinite = checked_policy(on_nonfinite)
-        self.rollback_limit = checked_rollbacks(rollback_limit)
-        self.spike_factor = checked_spike_factor(spike_factor)
-        self.sanity_batches = checked_limit("sanity_batches", sanity_batches, least=0) or 0
-        self.limits = {
-            "train": checked_limit("limit_train_batches", limit_train_batches),
-            "validation": checked_limit("limit_validation_batches", limit_validation_batches),
-            "test": checked_limit("limit_test_batches", limit_test_batches),
-            "predict": checked_limit("limit_predict_batches", limit_predict_batches),
-        }
-        self.overfit_batches = checked_limit("overfit_batches", overfit_batches)
-        self.fast_dev_run = fast_dev_run
-        self.preemption_signal = preemption_signal_named(preemption_signal)
-        self.requeue_after = signal_to_requeue_after(requeue, self.preemption_signal)
-        if self.preemption_signal is not None:
-            self.strategy.stop_signals = (*ALWAYS, self.preemption_signal)
+        signal = preemption_signal_named(preemption_signal)
+        parsed = FitConfig(
+            max_duration=Duration.parse_all(max_duration, where="max_duration"),
+            evaluate_every=None if evaluate_every is None else Duration.parse(evaluate_every, where="evaluate_every"),
+            log_every=Duration.parse(log_every, where="log_every"),
+            seed=seed,
+            precision=Precision(precision, tf32=tf32),
+            clip=Clip(max_grad_norm, max_grad_value),
+            transforms=ModelTransforms(freeze, activation_checkpointing, channels_last, sync_batch_norm),
+            compile=compile,
+            deterministic=deterministic,
+            detect_anomaly=detect_anomaly,
+            fused_optimizer=fused_optimizer,
+            no_weight_decay=no_weight_decay,
+            on_nonfinite=on_nonfinite,
+            max_rollbacks=max_rollbacks,
+            skip_grad_norm_factor=skip_grad_norm_factor,
+            num_sanity_batches=num_sanity_batches,
+            limits={
+                "train": limit_train_batches,
+                "validation": limit_validation_batches,
+                "test": limit_test_batches,
+                "predict": limit_predict_batches,
+            },
+            overfit_batches=overfit_batches,
+            fast_dev_run=fast_dev_run,
+            preemption_signal=signal,
+            callbacks=_make_all(Callback, "callbacks", DEFAULT_CALLBACKS if callbacks is None else callbacks),
+            loggers=_make_all(Logger, "logger", DEFAULT_LOGGERS if loggers is None else loggers),
+            yaml=config,
+        )
+        self.fit_config = parsed.in_one_batch() if fast_dev_run else parsed
+        self.requeue_after = signal_to_requeue_after(requeue, signal)
+        if signal is not None:
+            self.strategy.stop_signals = (*ALWAYS, signal)
+        if profile:
+            profiler = registry.make("callbacks", "profiler")
+            if not any(type(callback) is type(profiler) for callback in self.callbacks):  # else its own settings count
+                self.callbacks.append(profiler)
         self.report = report
         self.run_dir = None if run_dir is None else Path(run_dir)
-        self.callbacks = made_callbacks(callbacks)
-        if profile:
-            made = registry.make("callbacks", "profiler")
-            if not any(type(callback) is type(made) for callback in self.callbacks):  # or its own settings count
-                self.callbacks.append(made)
-        self.loggers = made_loggers(loggers)
-        self.config = config
-        self.usual_batch: UsualBatch | None = None
-        """The global batch that the learning rate was chosen for; the command line knows that of a recipe."""
-        self.config_diff: Callable[[], Sequence[ConfigChange] | None] = _no_changes_known
+        self.reference_batch_size: ReferenceBatchSize | None = None
+        """The global batch that the learning rate was chosen for; the command line sets that of a recipe."""
+        self.config_diff: Callable[[], Sequence[ConfigChange] | None] = lambda: None
         """Returns how the config differs from its recipe; set by the command line."""
-        if fast_dev_run:
-            self.max_duration, self.evaluate_every = [Duration(1, "step")], Duration(1, "step")
-            self.limits = dict.fromkeys(self.limits, 1)
-            self.loggers = []
 
-    # ---- The four entry points; each validates what it can before any process is started
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The callbacks of the run; more can be appended before it starts."""
+        return self.fit_config.callbacks
+
+    # ---- The four entry points; each checks what it can before any process is started
 
     def fit(
         self,
@@ -191,21 +188,23 @@ class Trainer:
         *,
         resume: str | Path | None = None,
     ) -> FitResult:
-        """Train `task` in place and return what the run came to.
+        """Train `task` in place and return the result.
 
-        `resume` is a run folder or a checkpoint; training goes on in the same folder at the very sample after the
-        last one. With `resume="auto"` the run in `run_dir` goes on, or without a `run_dir` the newest unfinished run
-        of this task below `runs/`; where there is none, training starts anew. After a SIGINT or SIGTERM it saves the
-        state and raises Stopped, a SystemExit with code 130 or 143; after another signal, 128 and its number.
+        `resume` is a run folder or a checkpoint; training continues in the same folder with the next sample. With
+        `resume="auto"` it resumes the run in `run_dir`, or without a `run_dir` the newest unfinished run of this task
+        below `runs/`, or starts a new run. After a SIGINT or SIGTERM it saves the state and raises Stopped, a
+        SystemExit with code 130 or 143; after another signal, 128 plus its number.
         """
         data, checkpoint = self.check(task, data, resume=resume)
         run_dir = self._choose_run_dir(task, checkpoint)
         self.strategy.log_dir = run_dir
+        config = replace(self.fit_config, reference_batch_size=self.reference_batch_size)
+        work = partial(fit_on_rank, self.strategy, config, task, data, checkpoint=checkpoint, run_dir=run_dir)
         is_main, report_dir = (lambda: self.strategy.is_main), run_dir if self.report else None
         with reported(report_dir, is_main=is_main, config_diff=self.config_diff):
-            result = self.strategy.launch(partial(fit_on_rank, self, task, data, checkpoint, run_dir))
+            result = self.strategy.launch(work)
         if result.weights is not None:
-            self.precision.prepare(task)  # to the type that the ranks trained in
+            config.precision.prepare(task)  # to the type that the ranks trained in
             has_no_memory = any(parameter.is_meta for parameter in task.parameters())
             task.load_state_dict(result.weights, assign=has_no_memory)
         if result.exit_reason in EXIT_CODES:
@@ -216,35 +215,32 @@ class Trainer:
 
     def validate(self, task: TaskModule, data: Any, *, checkpoint: str | Path | None = None) -> dict[str, float]:
         """Return the metrics over all validation samples (`validation/loss`)."""
-        return self._evaluate(task, data, checkpoint, stage="validation")
+        metrics: dict[str, float] = self._evaluate(task, data, checkpoint, stage="validation")
+        return metrics
 
     def test(self, task: TaskModule, data: Any, *, checkpoint: str | Path | None = None) -> dict[str, float]:
         """Return the metrics over all test samples (`test/loss`)."""
-        return self._evaluate(task, data, checkpoint, stage="test")
+        metrics: dict[str, float] = self._evaluate(task, data, checkpoint, stage="test")
+        return metrics
 
     def predict(self, task: TaskModule, data: Any, *, checkpoint: str | Path | None = None) -> Any:
-        """Return the predictions in the order of the dataset, join_html along their first dimension."""
-        data = as_data(data, "predict")
-        self._validate(task, data, "predict")
-        return self.strategy.launch(partial(evaluate_on_rank, self, task, data, _checked(checkpoint), "predict"))
+        """Return the predictions in the order of the dataset, concatenated along their first dimension."""
+        return self._evaluate(task, data, checkpoint, stage="predict")
 
     def check(self, task: TaskModule, data: Any, *, resume: str | Path | None) -> tuple[Data, Path | None]:
-        """Return the data, and the run or checkpoint to go on from; raises UserError for what cannot be trained."""
+        """Return the data and the run or checkpoint to resume; raises UserError for what cannot be trained."""
         data = as_data(data, "train")
         self._validate(task, data, "train")
         check_goes_on(self.requeue_after is not None, resumes_by_itself=resume == AUTO)
         return data, self._run_to_continue(task) if resume == AUTO else _checked(resume)
 
-    def validates(self, data: Data) -> bool:
-        """Return whether a run of `fit` evaluates between its steps."""
-        return data.has("validation") and self.evaluate_every is not None
-
-    def _evaluate(self, task: TaskModule, data: Any, checkpoint: str | Path | None, *, stage: str) -> dict[str, float]:
+    def _evaluate(self, task: TaskModule, data: Any, checkpoint: str | Path | None, *, stage: str) -> Any:
         data = as_data(data, stage)
         self._validate(task, data, stage)
-        run = partial(evaluate_on_rank, self, task, data, _checked(checkpoint), stage)
-        metrics: dict[str, float] = self.strategy.launch(run)
-        return metrics
+        work = partial(
+            evaluate_on_rank, self.strategy, self.fit_config, task, data, stage=stage, checkpoint=_checked(checkpoint)
+        )
+        return self.strategy.launch(work)
 
     def _validate(self, task: TaskModule, data: Data, stage: str) -> None:
         if not isinstance(task, TaskModule):
@@ -252,29 +248,55 @@ class Trainer:
                 f"the task is a {type(task).__name__}; subclass trainkit.TaskModule and pass an object of it."
             )
         self.strategy.validate()
-        self.model_settings.check(task)
+        self.fit_config.transforms.check(task)
         source = data.source(stage)
         if stage == "train":
             check_phases_run(task, self.strategy)
             if source.batch_size is not None:
                 self.strategy.plan(source.batch_size)
-            if self.validates(data):
+            if self.fit_config.validates(data):
                 data.source("validation")
 
     def _run_to_continue(self, task: TaskModule) -> Path | None:
-        if self.fast_dev_run:
+        if self.fit_config.fast_dev_run:
             return None
-        found = run_to_continue(self.run_dir, name=type(task).__name__, max_duration=self.max_duration)
+        found = run_to_continue(self.run_dir, name=type(task).__name__, max_duration=self.fit_config.max_duration)
         found.log()
         return found.run_dir
 
     def _choose_run_dir(self, task: TaskModule, checkpoint: Path | None) -> Path | None:
-        if self.fast_dev_run:
+        if self.fit_config.fast_dev_run:
             return None
         run_dir = self.run_dir or _run_dir_of(checkpoint) or choose_run_dir(type(task).__name__)
         check_run_dir(run_dir)
         check_not_locked(run_dir)
         return run_dir
+
+
+def as_data(data: Any, stage: str) -> Data:
+    """Return `data` as Data: a Data or a DataLoader is taken as it is; anything else needs a batch size."""
+    if isinstance(data, Data):
+        return data
+    if isinstance(data, DataLoader):
+        return Data(**{stage: data})  # type: ignore[arg-type] # one of its four stages
+    raise UserError(
+        f"the data is a {type(data).__name__}; pass Data({stage}=dataset, batch_size=32), or a torch DataLoader."
+    )
+
+
+def _make_all(kind: type[Any], group: str, items: Any) -> list[Any]:
+    """Return the callbacks or loggers of a list of names and objects; raises UserError for anything else."""
+    name = "callbacks" if group == "callbacks" else "loggers"
+    if isinstance(items, str) or not isinstance(items, Sequence):
+        raise UserError(f"{name}={items!r} is not a list; write {name}=[{items!r}].")
+    made = []
+    for item in items:
+        if isinstance(item, type):
+            raise UserError(f"{item.__name__} is a class, and an object is wanted; write {item.__name__}().")
+        made.append(registry.make(group, item) if isinstance(item, str) else item)
+        if not isinstance(made[-1], kind):
+            raise UserError(f"{item!r} in {name} is neither a name nor a trainkit.{kind.__name__}.")
+    return made
 
 
 def _checked(path: str | Path | None) -> Path | None:
@@ -286,12 +308,11 @@ def _checked(path: str | Path | None) -> Path | None:
 
 
 def _run_dir_of(checkpoint: Path | None) -> Path | None:
-    """Return the run folder that a checkpoint lies in, where it lies in one."""
+    """Return the run folder that contains a checkpoint, if any."""
     if checkpoint is None:
         return None
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     return folder.parent if folder.name == CHECKPOINTS else folder if checkpoint.is_dir() else None
 
 
-def _no_changes_known() -> None:
-    return None
+

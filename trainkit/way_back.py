@@ -26,23 +26,23 @@ class WayBack:
         """
         run = self._run
         entries: list[CheckpointEntry] = []
-        if run.is_main and run.checkpoints is not None:
+        if run.is_main and run.checkpointer.store is not None:
             with suppress(OSError):  # a save will say what is wrong with the folder
-                entries = run.checkpoints.entries()
+                entries = run.checkpointer.store.entries()
         self._foreign = {entry.path for entry in entries if run.resumed_from is None or entry.step > run.state.step}
         return len(entries) > len(self._foreign)
 
     def checkpoint_before(self, step: int) -> tuple[int, Path] | None:
         """Return the step and path of the last whole checkpoint before `step` whose weights are finite; collective."""
         run = self._run
-        run.finish_saving()
+        run.checkpointer.wait()
         found: tuple[int, Path] | None = None
-        if run.is_main and run.checkpoints is not None:
-            for entry in reversed(run.checkpoints.entries()):
+        if run.is_main and run.checkpointer.store is not None:
+            for entry in reversed(run.checkpointer.store.entries()):
                 if entry.path in self._foreign or entry.step >= step:
                     continue
                 with suppress(CheckpointError):
-                    if is_finite_state(run.checkpoints.load(entry)["task"], but_for=self.never_finite):
+                    if is_finite_state(run.checkpointer.store.load(entry)["task"], but_for=self.never_finite):
                         found = (entry.step, entry.path)
                         break
         return run.strategy.broadcast_object(found)
@@ -53,8 +53,7 @@ class WayBack:
         seconds, left_out, size = state.own_seconds, state.left_out, state.micro_batch_size
         resumed_from = run.resumed_from
         payload = load_from(checkpoint[1]).payload
-        run.restore(payload, where=str(checkpoint[1]))
-        run.restore_rng(payload)
+        run.checkpointer.restore(payload, where=str(checkpoint[1]))
         state.go_on_counting(seconds)
         state.left_out |= left_out
         state.micro_batch_size = size  # what was found since then is in use

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.errors import UserError
-from trainkit.model_settings import fits
+from trainkit.model_settings import matches
 
 if TYPE_CHECKING:
     from trainkit.optimization import Schedule
@@ -68,7 +68,7 @@ def _fitting(task: nn.Module, rule: str) -> set[int]:
     kinds = by_kind.get(rule)
     if kinds is not None:
         return {id(p) for module in task.modules() if _is_one(module, kinds) for p in module.parameters(recurse=False)}
-    return {id(parameter) for name, parameter in task.named_parameters() if fits(name, rule)}
+    return {id(parameter) for name, parameter in task.named_parameters() if matches(name, rule)}
 
 
 def _is_one(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:

@@ -169,9 +169,9 @@ class DDPStrategy(ProcessGroupStrategy):
         assert self.reducer is not None
         if optimization.clip.limits or optimization.skip_nonfinite or self.precision.scaler:
             raise UserError(
-                "overlap_optimizer=true updates parameters before all gradients are known, but clip_norm, clip_value, "
-                "on_nonfinite=skip and fp16-mixed need all of them. Set strategy.overlap_optimizer=false, or leave "
-                "those out."
+                "overlap_optimizer=true updates parameters before all gradients are known, but max_grad_norm, "
+                "max_grad_value, on_nonfinite=skip and fp16-mixed need all of them. Set "
+                "strategy.overlap_optimizer=false, or leave those out."
             )
         self._overlapped = BucketwiseOptimizer(optimization.optimizer)
         self.reducer.after_bucket = self._overlapped.step

@@ -252,7 +252,7 @@ def average_on_each_rank() -> tuple[dict[str, Tensor], dict[str, float], list[di
     settings: dict[str, Any] = {
         "max_duration": "2epoch",
         "evaluate_every": "3step",
-        "sanity_batches": 0,
+        "num_sanity_batches": 0,
         "loggers": [],
         "run_dir": "ranks",
     }

@@ -41,7 +41,7 @@ def test_the_norms_are_those_of_the_step_at_the_log_point(make_trainer: Any) -> 
     chosen = GlobalOrder(40, seed=0).slice(0, 0, 8)
     task.training_step([inputs[chosen], targets[chosen]]).backward()
 
-    first = logged(make_trainer, every=1, log_every="1step", clip_norm=1e-3)[0]
+    first = logged(make_trainer, every=1, log_every="1step", max_grad_norm=1e-3)[0]
 
     def norm(*parameters: nn.Parameter) -> float:
         return float(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).norm())

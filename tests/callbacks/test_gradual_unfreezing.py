@@ -38,7 +38,7 @@ def trained(make_trainer: Any, at: dict[str, str], **settings: Any) -> list[dict
     return steps.steps
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}])
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.1}])
 def test_a_pattern_stays_to_the_bit_until_its_time_and_moves_then(make_trainer: Any, settings: Any) -> None:
     """Weight decay would move a parameter whose gradient were zero."""
     steps = trained(make_trainer, {"network.0.*": "1epoch", "network.0.bias": "6step"}, **settings)
@@ -53,10 +53,10 @@ def test_a_pattern_stays_to_the_bit_until_its_time_and_moves_then(make_trainer: 
 
 def test_frozen_parameters_do_not_count_in_the_norm(make_trainer: Any) -> None:
     """Clipped to the same norm, the head moves as if the rest were not there."""
-    steps = trained(make_trainer, {"network.0.*": "2epoch"}, clip_norm=0.01)
+    steps = trained(make_trainer, {"network.0.*": "2epoch"}, max_grad_norm=0.01)
     task = Regression(lambda task: torch.optim.AdamW(task.network[3].parameters(), lr=0.05, weight_decay=0.1), hidden=3)
     task.network[0].requires_grad_(False)
-    make_trainer(max_duration="2epoch", clip_norm=0.01).fit(task, Data(train=regression_data(32), batch_size=8))
+    make_trainer(max_duration="2epoch", max_grad_norm=0.01).fit(task, Data(train=regression_data(32), batch_size=8))
 
     assert_same_bits(weights(task), steps[-1])
 
@@ -68,7 +68,7 @@ def test_a_pattern_that_fits_nothing_is_told(make_trainer: Any) -> None:
 
 def weights_on_this_rank(run_dir: str, strategy: str) -> dict[str, torch.Tensor]:
     made = {"single": SingleDevice, "ddp": DDPStrategy, "torch_ddp": TorchDDP, "fusion": FusionStrategy}[strategy]
-    settings = {"loggers": [], "clip_norm": 0.01, "evaluate_every": None, "sanity_batches": 0}
+    settings = {"loggers": [], "max_grad_norm": 0.01, "evaluate_every": None, "num_sanity_batches": 0}
     callbacks = [GradualUnfreezing(unfreeze_at={"network.0.*": "1epoch"})]
     task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=1.0), hidden=3)
     trainer = Trainer(made(device="cpu"), max_duration="2epoch", callbacks=callbacks, run_dir=run_dir, **settings)

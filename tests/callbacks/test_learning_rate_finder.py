@@ -68,7 +68,7 @@ def test_norms_of_a_look_are_not_in_the_average_that_tells_spikes(make_trainer: 
 
     averages = Averages()
     finder = LearningRateFinder(num_steps=12, on_finish="continue")
-    make_trainer(callbacks=[finder, averages], spike_factor=10.0).fit(Model(), data())
+    make_trainer(callbacks=[finder, averages], skip_grad_norm_factor=10.0).fit(Model(), data())
     assert averages.seen == {}
 
 
@@ -94,7 +94,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 def look_on_two_ranks(folder: Path) -> dict[str, Any]:
     """Return for each strategy the weights with and without a look."""
     found: dict[str, Any] = {}
-    settings: dict[str, Any] = {"max_duration": "3step", "loggers": [], "sanity_batches": 0}
+    settings: dict[str, Any] = {"max_duration": "3step", "loggers": [], "num_sanity_batches": 0}
     for name, strategy in STRATEGIES.items():
         looked, plain = Model(), Model()
         finder = LearningRateFinder(num_steps=10, on_finish="continue")

@@ -158,9 +158,9 @@ def test_the_parts_of_a_step_are_where_the_time_went(make_trainer):
 
 def test_forwards_are_left_as_they_were(make_trainer):
     trainer = make_trainer(max_duration="2step", callbacks=[SpeedMonitor()])
-    before = trainer.precision._autocast
+    before = trainer.fit_config.precision._autocast
     trainer.fit(Regression(), Data(train=regression_data(16), batch_size=4))
-    assert trainer.precision._autocast is before  # or each fit would add a layer
+    assert trainer.fit_config.precision._autocast is before  # or each fit would add a layer
 
 
 class DeviceThatWorked:

@@ -47,7 +47,7 @@ def test_a_key_of_another_choice_says_what_to_choose(capsys):
 
 
 def test_the_end_of_a_key_is_enough_where_there_is_one(capsys):
-    assert _explained(capsys, "clip_norm").startswith("trainer.clip_norm\n")
+    assert _explained(capsys, "max_grad_norm").startswith("trainer.max_grad_norm\n")
     assert "'metric' is several keys. Did you mean" in _refused(capsys, "metric", "+callbacks=early_stopping")
 
 
@@ -104,7 +104,7 @@ def test_the_page_of_keys_has_every_key_with_its_default():
 
     page = key_reference()
     for row in (
-        "| `trainer.clip_norm` | a number or null | `null` | Largest global norm of the gradient. |",
+        "| `trainer.max_grad_norm` | a number or null | `null` | Largest global norm of the gradient. |",
         "| `strategy.stages` | a whole number | `2` |",
         "| `callbacks.early_stopping.patience` | a whole number | `3` |",
     ):

@@ -147,7 +147,7 @@ def test_an_exception_in_user_code_ends_with_its_whole_traceback_and_exit_code_1
 def test_what_a_constructor_refuses_is_one_message_and_exit_code_2(capsys):
     assert "precision" in _errors(capsys, "fit", *TINY, "trainer.precision=fp31")
     assert "task.width" in _errors(capsys, "fit", *TINY, "task.width=0")
-    assert "clip_norm" in _errors(capsys, "fit", *TINY, "trainer.clip_norm=-1")
+    assert "max_grad_norm" in _errors(capsys, "fit", *TINY, "trainer.max_grad_norm=-1")
     assert "larger than the training data" in _errors(capsys, "fit", *TINY, "data.batch_size=1000")
     assert not Path("runs").exists()
 

@@ -145,7 +145,7 @@ def test_a_missing_config_folder_is_told_with_the_nearest(tmp_path):
         ("trainer.max_duration=5", "5 is not a duration"),
         ("trainer.log_every=5stp", "Did you mean 'step'?"),
         ("trainer.max_duration=[1epoch,3min,4parsec]", "unknown unit 'parsec'"),
-        ("trainer.clip_norm=[1]", "[1] is a list, but must be a number or null"),
+        ("trainer.max_grad_norm=[1]", "[1] is a list, but must be a number or null"),
         ("run_dir=3", "3 is a whole number, but must be text or null"),
         ("strategy=null", "none is chosen; type strategy=single"),
         ("strategy=[single]", "takes one choice, not a list"),
@@ -160,7 +160,7 @@ def test_a_value_of_the_wrong_kind_is_told_with_the_right_kind(typed, said):
 
 def test_numbers_texts_and_lists_of_the_right_kind_are_taken():
     tree = _settings(
-        "recipe=digits", "task.lr=1", "trainer.clip_norm=3", "trainer.max_duration=[3epoch,5min]", "run_dir=a/b"
+        "recipe=digits", "task.lr=1", "trainer.max_grad_norm=3", "trainer.max_duration=[3epoch,5min]", "run_dir=a/b"
     ).tree
     assert tree["trainer"]["max_duration"] == ["3epoch", "5min"]
 
@@ -279,7 +279,10 @@ def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
         (["strategy=ddp", "strategy.devices=4", "strategy.accumulate=32"], "accumulate=32 equal micro-batches on 4"),
         (["strategy=pipeline", "strategy.replicas=4", "strategy.accumulate=32"], "on 4 rank(s); set accumulate=16"),
         (["strategy=pipeline", "strategy.split_points=[a,b]"], "2 split points make 3 stages, not 2"),
-        (["trainer.clip_norm=1", "trainer.clip_value=1"], "trainer.clip_value: excludes trainer.clip_norm"),
+        (
+            ["trainer.max_grad_norm=1", "trainer.max_grad_value=1"],
+            "trainer.max_grad_value: excludes trainer.max_grad_norm",
+        ),
         (
             ["+callbacks=early_stopping", "trainer.evaluate_every=null"],
             "null leaves callbacks.early_stopping.monitor=validation/loss never measured",
@@ -322,7 +325,7 @@ def test_a_pipeline_under_torchrun_needs_a_process_for_each_stage(monkeypatch):
 
 
 def test_all_that_constructors_refuse_is_told_at_once_with_its_origin(capsys):
-    wrong = ["task.width=0", "trainer.precision=fp31", "trainer.clip_norm=-1", "data.num_train=0"]
+    wrong = ["task.width=0", "trainer.precision=fp31", "trainer.max_grad_norm=-1", "data.num_train=0"]
     assert main(["fit", "recipe=digits", *wrong, "strategy=pipeline", "strategy.stages=40", *QUIET]) == 2
     said = capsys.readouterr().err
     assert "4 problems in the settings; nothing was started." in said  # without a task there is nothing to cut

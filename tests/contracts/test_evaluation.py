@@ -135,7 +135,7 @@ def test_evaluation_runs_in_evaluation_mode_without_gradients(make_trainer):
             return super().training_step(batch)
 
     data = Data(train=regression_data(8), validation=regression_data(4), batch_size=4)
-    make_trainer(evaluate_every="1step", sanity_batches=2, max_duration="2epoch").fit(Looking(), data)
+    make_trainer(evaluate_every="1step", num_sanity_batches=2, max_duration="2epoch").fit(Looking(), data)
 
 
 @pytest.mark.parametrize(

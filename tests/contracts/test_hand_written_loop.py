@@ -79,13 +79,13 @@ def test_a_schedule_of_every_step_steps_as_in_the_hand_written_loop(make_trainer
 def test_clipping_by_norm_is_that_of_the_hand_written_loop(make_trainer):
     expected = dropout_task(OPTIMIZERS["SGD"])
     train_by_hand(expected, regression_data(16), clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.3))
-    assert_same_bits(fitted(make_trainer, OPTIMIZERS["SGD"], regression_data(16), clip_norm=0.3), expected)
+    assert_same_bits(fitted(make_trainer, OPTIMIZERS["SGD"], regression_data(16), max_grad_norm=0.3), expected)
 
 
 def test_clipping_by_value_is_that_of_the_hand_written_loop(make_trainer):
     expected = dropout_task(OPTIMIZERS["SGD"])
     train_by_hand(expected, regression_data(16), clip=lambda parameters: nn.utils.clip_grad_value_(parameters, 0.1))
-    assert_same_bits(fitted(make_trainer, OPTIMIZERS["SGD"], regression_data(16), clip_value=0.1), expected)
+    assert_same_bits(fitted(make_trainer, OPTIMIZERS["SGD"], regression_data(16), max_grad_value=0.1), expected)
 
 
 def test_mixed_bf16_is_that_of_the_hand_written_loop(make_trainer):
@@ -131,7 +131,9 @@ def test_the_seed_of_the_data_chooses_the_order_and_that_of_the_trainer_the_rest
     assert tasks[0].drawn == tasks[2].drawn != tasks[1].drawn
 
 
-@pytest.mark.parametrize("settings", [{"sanity_batches": 2}, {"evaluate_every": "1step"}, {"evaluate_every": "1epoch"}])
+@pytest.mark.parametrize(
+    "settings", [{"num_sanity_batches": 2}, {"evaluate_every": "1step"}, {"evaluate_every": "1epoch"}]
+)
 def test_validation_does_not_change_training(make_trainer, settings):
     class Random(Regression):
         def validation_step(self, batch):

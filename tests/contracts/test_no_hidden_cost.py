@@ -13,7 +13,7 @@ from trainkit.strategies.single import SingleDevice
 import trainkit
 from tests.tasks import Recorder, Regression, WeightedRegression, regression_data, weighted_data
 from trainkit import Callback, Data
-from trainkit.callback import MOMENTS
+from trainkit.callback import HOOKS
 from trainkit.loops import FitLoop
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optimization import _if_on_host
@@ -58,8 +58,8 @@ class CountWaits(Callback):
         ({}, Regression, regression_data),
         ({"strategy": SingleDevice(device="cpu", accumulate=4)}, Regression, regression_data),
         ({"strategy": SingleDevice(device="cpu", accumulate=4)}, WeightedRegression, weighted_data),
-        ({"clip_norm": 0.1}, Regression, regression_data),
-        ({"clip_value": 0.1}, Regression, regression_data),
+        ({"max_grad_norm": 0.1}, Regression, regression_data),
+        ({"max_grad_value": 0.1}, Regression, regression_data),
         ({"precision": "bf16-mixed"}, Regression, regression_data),
         ({"precision": "bf16-true"}, Regression, regression_data),
         ({"on_nonfinite": "skip"}, Regression, regression_data),
@@ -96,7 +96,9 @@ def test_the_counting_of_waits_sees_a_task_that_waits(make_trainer, monkeypatch)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks CUDA itself whether anything waits for it")
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}, {"precision": "bf16-mixed"}, {"on_nonfinite": "skip"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_grad_norm": 0.1}, {"precision": "bf16-mixed"}, {"on_nonfinite": "skip"}]
+)
 def test_nothing_waits_for_a_gpu_between_log_points(make_trainer, settings):
     class Strict(Callback):
         def on_step_end(self, run):
@@ -131,20 +133,20 @@ def _is_ours(filename):
     return any(filename.startswith(folder) for folder in TRAINKIT)
 
 
-def test_moments_that_nobody_overrides_are_not_called(make_trainer, monkeypatch):
+def test_hooks_that_nobody_overrides_are_not_called(make_trainer, monkeypatch):
     class Nothing(Callback):
         pass
 
     called = []
-    for moment in MOMENTS:
-        # The name of the moment is needed in each function, so it is an argument with a default.
-        monkeypatch.setattr(Callback, moment, lambda *args, moment=moment: called.append(moment))
+    for hook in HOOKS:
+        # Each function needs the name of its own hook, so it is an argument with a default.
+        monkeypatch.setattr(Callback, hook, lambda *args, hook=hook: called.append(hook))
     trainer = make_trainer(callbacks=[Nothing()], log_every="1step")
     trainer.fit(Regression(), Data(train=regression_data(8), validation=regression_data(4), batch_size=4))
     assert called == []
 
 
-def test_a_moment_set_on_one_callback_object_is_called(make_trainer):
+def test_a_hook_set_on_one_callback_object_is_called(make_trainer):
     callback, steps = Callback(), []
     callback.on_step_end = lambda run: steps.append(run.state.step)
     make_trainer(callbacks=[callback]).fit(Regression(), Data(train=regression_data(8), batch_size=4))

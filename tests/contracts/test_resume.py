@@ -150,7 +150,7 @@ def test_a_schedule_on_a_metric_goes_on_where_it_was(make_trainer, stop):
         lambda: plain_data(validation=regression_data(6, seed=1)),
         stop=stop,
         evaluate_every="2step",
-        sanity_batches=2,
+        num_sanity_batches=2,
     )
     assert_same_bits(resumed, whole)
 
@@ -299,7 +299,7 @@ def test_a_run_stopped_several_times_has_the_weights_of_an_uninterrupted_one(mak
 def test_saving_does_not_change_training(make_trainer):
     class SaveAlways(Callback):
         def on_step_end(self, run):
-            run.save(reason="test")
+            run.checkpointer.save(reason="test")
 
     whole, saving = dropout_task(), dropout_task()
     make_trainer(max_duration="2epoch").fit(whole, plain_data())
@@ -403,7 +403,7 @@ def test_evaluations_of_a_resumed_run_come_at_the_steps_of_an_uninterrupted_one(
     data = plain_data(validation=regression_data(6, seed=1))
     trainer = make_trainer(callbacks=[StopAt(4)], **settings)
     trainer.fit(Regression(), data)
-    make_trainer(callbacks=[recorder], sanity_batches=2, **settings).fit(Regression(), data, resume=trainer.run_dir)
+    make_trainer(callbacks=[recorder], num_sanity_batches=2, **settings).fit(Regression(), data, resume=trainer.run_dir)
     assert [(step, stage) for step, stage, _ in recorder.evaluations] == [(6, "validation"), (9, "validation")]
     assert not recorder.steps_of("on_evaluation_start sanity")
 

@@ -1,15 +1,15 @@
-"""Moments of a run at which user code may be called."""
+"""The hooks of a run."""
 
 import inspect
 
 from trainkit import Callback
-from trainkit.callback import MOMENTS
+from trainkit.callback import HOOKS
 
 
-def test_every_method_that_is_a_moment_is_listed_as_one():
+def test_every_hook_method_is_listed():
     methods = {name for name, _ in inspect.getmembers(Callback, inspect.isfunction) if name.startswith("on_")}
-    assert methods == set(MOMENTS)
-    assert len(MOMENTS) == len(methods)
+    assert methods == set(HOOKS)
+    assert len(HOOKS) == len(methods)
 
 
 def test_a_callback_that_overrides_nothing_can_be_closed_saved_and_restored():

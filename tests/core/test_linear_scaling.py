@@ -8,21 +8,21 @@ import torch
 from tests.tasks import Regression, regression_data
 from trainkit import Data, Trainer
 from trainkit.cli.main import main
-from trainkit.linear_scaling import UsualBatch, linear_scaling
+from trainkit.linear_scaling import ReferenceBatchSize, linear_scaling
 
 
 def test_the_rate_grows_as_the_global_batch_does():
-    shown = linear_scaling(256, [0.002, 0.002], UsualBatch(64, "recipe digits"))
+    shown = linear_scaling(256, [0.002, 0.002], ReferenceBatchSize(64, "recipe digits"))
     assert shown == "0.002 as set; linear scaling from recipe digits's global batch of 64 to 256 makes 0.008"
 
 
 def test_a_rate_that_was_changed_too_is_shown_beside_that_of_the_usual_one():
-    shown = linear_scaling(32, [0.1], UsualBatch(64, "recipe digits", learning_rate=0.002))
+    shown = linear_scaling(32, [0.1], ReferenceBatchSize(64, "recipe digits", learning_rate=0.002))
     assert shown.startswith("0.1 as set;") and shown.endswith("makes 0.001")
 
 
 def test_nothing_is_said_of_the_usual_batch_or_without_one():
-    assert linear_scaling(64, [0.1], UsualBatch(64, "recipe digits")) is None
+    assert linear_scaling(64, [0.1], ReferenceBatchSize(64, "recipe digits")) is None
     assert linear_scaling(64, [0.1], None) is None
 
 

@@ -20,7 +20,7 @@ def test_moments_come_in_their_order(make_trainer):
     class Saving(Callback):
         def on_step_end(self, run):
             if run.state.step == 2:
-                run.save(reason="test")
+                run.checkpointer.save(reason="test")
 
     recorder = Recorder()
     trainer = make_trainer(
@@ -28,7 +28,7 @@ def test_moments_come_in_their_order(make_trainer):
         log_every="2step",
         evaluate_every="1epoch",
         max_duration="4step",
-        sanity_batches=1,
+        num_sanity_batches=1,
     )
     trainer.fit(Regression(), data(validation=VALIDATION))
     assert recorder.moments == [
@@ -134,7 +134,7 @@ def test_the_task_trains_in_training_mode_again_after_each_evaluation(make_train
             assert run.evaluation.stage == stage
 
     modes = Modes()
-    trainer = make_trainer(callbacks=[modes], evaluate_every="1step", sanity_batches=1)
+    trainer = make_trainer(callbacks=[modes], evaluate_every="1step", num_sanity_batches=1)
     trainer.fit(Regression().eval(), data(validation=VALIDATION))
     assert modes.modes == [True] * 3
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
 from trainkit.strategies.dp.strategy import DataParallel
 
-from tests.tasks import FakeRank, Recorder, Regression, assert_same_bits, regression_data, weights
+from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, UserError
-from trainkit.model_settings import ModelSettings, fits
+from trainkit.model_settings import ModelTransforms, matches
 from trainkit.testing import assert_strategies_equal
 from trainkit.weight_decay import exempt_from_decay
 
@@ -77,7 +77,7 @@ def test_activations_are_computed_twice_and_weights_are_the_same_to_the_bit(make
             kinds.append([type(block).__name__ for block in run.task.blocks])
 
     make_trainer(made()).fit(plain, data())
-    make_trainer(made(), checkpoint_activations=["blocks.*"], callbacks=[Looks()]).fit(checkpointed, data())
+    make_trainer(made(), activation_checkpointing=["blocks.*"], callbacks=[Looks()]).fit(checkpointed, data())
 
     assert_same_bits(checkpointed, plain)
     assert kinds[0] == ["Block", "Block"]
@@ -168,10 +168,13 @@ def test_convolutions_are_laid_out_by_pixels(make_trainer: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"freeze": ["block.0"]}, r"freeze: 'block\.0' fits no parameter"),
+        ({"freeze": ["block.0"]}, r"freeze: 'block\.0' matches no parameter"),
         ({"freeze": ["*"]}, r"freeze=\['\*'\] leaves no parameter to train"),
         ({"freeze": "blocks.0"}, r"freeze='blocks\.0' is not a list of patterns; write freeze=\['blocks\.0'\]"),
-        ({"checkpoint_activations": ["layers.*"]}, r"checkpoint_activations: 'layers\.\*' fits no module.*There are: "),
+        (
+            {"activation_checkpointing": ["layers.*"]},
+            r"activation_checkpointing: 'layers\.\*' matches no module.*There are: ",
+        ),
         ({"no_weight_decay": ["embeding.*"]}, r"no_weight_decay: 'embeding\.\*' fits none of the optimizer's"),
     ],
 )
@@ -181,19 +184,19 @@ def test_mistakes_are_told_with_what_there_is(make_trainer: Any, settings: dict[
 
 
 def test_a_pattern_fits_names_of_parameters_and_of_the_modules_that_they_lie_in() -> None:
-    assert fits("encoder.layers.0.weight", "encoder")
-    assert fits("encoder.layers.0.weight", "encoder.layers.?")
-    assert fits("encoder.layers.0.weight", "*.weight")
-    assert not fits("encoder.layers.0.weight", "layers")
-    assert not fits("encoder2.weight", "encoder")
+    assert matches("encoder.layers.0.weight", "encoder")
+    assert matches("encoder.layers.0.weight", "encoder.layers.?")
+    assert matches("encoder.layers.0.weight", "*.weight")
+    assert not matches("encoder.layers.0.weight", "layers")
+    assert not matches("encoder2.weight", "encoder")
 
 
 def test_batch_norms_are_synchronised_on_several_cuda_devices_only() -> None:
     def converted(world_size: int, device: str) -> type[nn.Module]:
-        task, strategy = Regression(), FakeRank(0, world_size)
+        task = Regression()
         task.norm = nn.BatchNorm1d(4)
-        strategy.device = torch.device(device)
-        with ModelSettings(sync_batch_norm=True).applied(task, strategy):
+        transforms = ModelTransforms(sync_batch_norm=True)
+        with transforms.applied(task, num_processes=world_size, device=torch.device(device)):
             return type(task.norm)
 
     assert converted(2, "cuda") is nn.SyncBatchNorm
@@ -213,10 +216,10 @@ class WithoutDropout(Blocks):
 @pytest.mark.slow
 def test_settings_mean_the_same_where_the_task_is_cut_into_stages() -> None:
     settings = {
-        "checkpoint_activations": ["blocks.*"],
+        "activation_checkpointing": ["blocks.*"],
         "freeze": ["blocks.0.linear"],
         "no_weight_decay": ["bias", "norm"],
-        "clip_norm": 0.5,
+        "max_grad_norm": 0.5,
     }
 
     assert_strategies_equal(WithoutDropout, data, ["pipeline"], steps=4, trainer=settings)

@@ -96,7 +96,7 @@ def test_parameters_outside_the_optimizer_do_not_change(make_trainer):
 
     task = Half()
     weight = task.network[0].weight.detach().clone()
-    make_trainer(clip_norm=1.0).fit(task, DATA)
+    make_trainer(max_grad_norm=1.0).fit(task, DATA)
     assert torch.equal(task.network[0].weight, weight)
 
 
@@ -107,7 +107,7 @@ def test_frozen_and_unused_parameters_are_no_trouble(make_trainer):
             self.unused = nn.Linear(2, 2)
             self.network[0].bias.requires_grad_(False)
 
-    for settings in ({}, {"clip_norm": 1.0}, {"clip_value": 1.0}, {"on_nonfinite": "skip"}):
+    for settings in ({}, {"max_grad_norm": 1.0}, {"max_grad_value": 1.0}, {"on_nonfinite": "skip"}):
         task = Partly()
         unused = task.unused.weight.detach().clone()
         assert make_trainer(**settings).fit(task, DATA).steps == 3

@@ -155,13 +155,13 @@ def test_a_schedule_of_every_step_is_no_trouble_when_the_first_step_overflows(ma
         assert trainer.fit(Overflow(configure), DATA).steps == 4
 
 
-@pytest.mark.parametrize("settings", [{"clip_norm": 0.001}, {"clip_value": 0.0005}])
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 0.001}, {"max_grad_value": 0.0005}])
 def test_gradients_are_clipped_after_they_are_unscaled(make_trainer, settings):
     recorder, tasks = Recorder(), [Small(quick) for _ in range(2)]
     for task, precision in zip(tasks, ("fp16-mixed", "fp32"), strict=True):
         make_trainer(precision=precision, callbacks=[recorder], log_every="1step", **settings).fit(task, DATA)
     assert_close(*tasks, rtol=1e-2, atol=1e-3)
-    if "clip_norm" in settings:
+    if "max_grad_norm" in settings:
         norms = [logged["train/gradient_norm"] for logged in recorder.logged]
         assert norms[:4] == pytest.approx(norms[4:], rel=1e-2)
 

@@ -22,7 +22,7 @@ class At(Callback):
 
 
 def test_a_checkpoint_is_listed_with_step_epoch_metrics_and_reason(make_trainer):
-    at = At(3, lambda run: run.save(reason="mine"))
+    at = At(3, lambda run: run.checkpointer.save(reason="mine"))
     trainer = make_trainer(callbacks=[at])
     trainer.fit(Regression(), DATA)
     (entry,) = CheckpointStore(trainer.run_dir / "checkpoints").entries()
@@ -60,13 +60,13 @@ def test_a_disk_that_is_full_ends_the_run_with_the_remedy_and_keeps_what_was_sav
         def refuse(*args, **kwargs):
             raise OSError(28, "No space left on device")
 
-        run.save(reason="good")
+        run.checkpointer.save(reason="good")
         monkeypatch.setattr("trainkit.checkpoints.store.write_payload", refuse)
         run.state.step += 1
-        run.save(reason="bad")
+        run.checkpointer.save(reason="bad")
 
     trainer, recorder = make_trainer(), Recorder()
-    trainer.callbacks = [At(2, fill), recorder]
+    trainer.callbacks[:] = [At(2, fill), recorder]
     with pytest.raises(UserError, match=r"No space left on device.*run_dir=/path/with/room.*saved earlier are intact"):
         trainer.fit(Regression(), DATA)
     assert recorder.moments[-1][0] == "close"
@@ -84,7 +84,7 @@ def test_state_of_a_callback_that_cannot_be_read_back_is_refused_with_its_place(
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(make_trainer, caplog):
-    trainer = make_trainer(callbacks=[At(1, lambda run: run.save(reason="a")), StopAt(2)])
+    trainer = make_trainer(callbacks=[At(1, lambda run: run.checkpointer.save(reason="a")), StopAt(2)])
     trainer.fit(Regression(), DATA)
     last = CheckpointStore(trainer.run_dir / "checkpoints").last()
     last.path.write_bytes(last.path.read_bytes()[:-100])

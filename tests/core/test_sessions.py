@@ -43,17 +43,17 @@ def weights(task):
 def trained_by_a_trainer(steps=5):
     task = Regression()
     settings = {"evaluate_every": None, "callbacks": [], "loggers": [], "run_dir": "trainer"}
-    Trainer(max_duration=f"{steps}step", clip_norm=0.5, **settings).fit(task, data())
+    Trainer(max_duration=f"{steps}step", max_grad_norm=0.5, **settings).fit(task, data())
     return weights(task)
 
 
 def train(strategy, *, steps=5, run_dir=None, resume=None):
     """A plain loop of one's own."""
     task, losses = Regression(), []
-    settings = {"max_duration": f"{steps}step", "clip_norm": 0.5, "run_dir": run_dir, "resume": resume}
+    settings = {"max_duration": f"{steps}step", "max_grad_norm": 0.5, "run_dir": run_dir, "resume": resume}
     with session(strategy, task, data(), **settings) as s:
-        for window in s.windows():
-            outputs = s.step(window)
+        for batch in s.step_batches():
+            outputs = s.step(batch)
             losses.append(s.mean(outputs)["loss"])
         metrics = s.evaluate()
         if run_dir is not None:
@@ -103,9 +103,9 @@ def test_a_strategy_that_would_start_ranks_is_told_how():
         pass
 
 
-def test_a_window_that_is_left_out_is_an_error():
+def test_a_step_batch_without_a_step_is_an_error():
     with session("single", Regression(), data()) as s, pytest.raises(UserError, match=r"call session\.step"):
-        for _ in s.windows():
+        for _ in s.step_batches():
             pass
 
 
@@ -147,8 +147,8 @@ class OnPlateau(Regression):
 def test_schedules_and_callbacks_see_the_evaluations_of_a_session():
     task = OnPlateau()
     with session("single", task, data(), max_duration="4step") as s:
-        for window in s.windows():
-            s.step(window)
+        for batch in s.step_batches():
+            s.step(batch)
             s.evaluate()
         assert s.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**3)
     assert task.noting.moments == ["start validation", "end validation 1"] * 4

@@ -149,7 +149,7 @@ class Talk(Callback):
         if run.state.step == 5:
             print("ready", flush=True)
     def on_fit_end(self, run):
-        run.save(reason="end")
+        run.checkpointer.save(reason="end")
 
 Trainer(run_dir={str(tmp_path / "run")!r}, callbacks=[Talk()], loggers=[], max_duration="1h").fit(
     Task(), Data(train=TensorDataset(torch.randn(16, 2)), batch_size=4)

@@ -44,7 +44,7 @@ def fit(task, tmp_path, strategy=None, *, duration=f"{STEPS}step", resume=None, 
         loggers=[],
         callbacks=list(callbacks),
         log_every="1step",
-        spike_factor=10,
+        skip_grad_norm_factor=10,
     )
     return trainer.fit(
         task, Data(train=TensorDataset(*samples(spikes)), batch_size=BATCH, shuffle=False), resume=resume
@@ -120,11 +120,11 @@ def test_the_average_follows_a_gradient_that_grows_slowly():
 
 @pytest.mark.parametrize("factor", [1, 0.5, True, "10"])
 def test_a_factor_that_calls_usual_steps_spikes_is_refused(factor):
-    with pytest.raises(UserError, match="spike_factor must be above 1"):
-        Trainer(spike_factor=factor)
+    with pytest.raises(UserError, match="skip_grad_norm_factor must be above 1"):
+        Trainer(skip_grad_norm_factor=factor)
 
 
 def test_fp16_leaves_out_steps_by_itself(tmp_path):
-    trainer = Trainer(precision="fp16-mixed", spike_factor=10, run_dir=tmp_path, callbacks=[], loggers=[])
+    trainer = Trainer(precision="fp16-mixed", skip_grad_norm_factor=10, run_dir=tmp_path, callbacks=[], loggers=[])
     with pytest.raises(UserError, match="fp16-mixed"):
         trainer.fit(Line(), Data(train=TensorDataset(*samples()), batch_size=BATCH))

@@ -50,7 +50,7 @@ def test_a_task_without_validation_step_is_told_to_define_it(make_trainer):
             return self.layer(batch[0]).sum()
 
     with pytest.raises(UserError, match=r"NoValidation has no validation_step; define validation_step\(self, batch\)"):
-        make_trainer(sanity_batches=1).fit(NoValidation(), DATA)
+        make_trainer(num_sanity_batches=1).fit(NoValidation(), DATA)
 
 
 def test_a_task_without_an_optimizer_is_told_what_to_write(make_trainer):

@@ -168,14 +168,14 @@ def test_a_fast_dev_run_tries_everything_with_one_batch_and_writes_no_file(make_
 
     class Saving(Callback):
         def on_step_end(self, run):
-            assert run.save(reason="test") is None
+            assert run.checkpointer.save(reason="test") is None
 
     monkeypatch.chdir(tmp_path)
     task, logger, recorder = Counting(), MemoryLogger(), Recorder()
     trainer = make_trainer(
         fast_dev_run=True,
         max_duration="9epoch",
-        sanity_batches=2,
+        num_sanity_batches=2,
         run_dir=tmp_path / "mine",
         loggers=[logger],
         callbacks=[Saving(), recorder],
@@ -218,8 +218,8 @@ def test_validation_and_logs_may_come_every_few_seconds(make_trainer, monkeypatc
     assert recorder.steps_of("on_log") == [6, 10, 12]
 
 
-@pytest.mark.parametrize(("sanity_batches", "calls"), [(0, 0), (2, 2), (100, 3)])
-def test_a_few_validation_batches_are_tried_before_training(make_trainer, sanity_batches, calls):
+@pytest.mark.parametrize(("num_sanity_batches", "calls"), [(0, 0), (2, 2), (100, 3)])
+def test_a_few_validation_batches_are_tried_before_training(make_trainer, num_sanity_batches, calls):
     class Counting(Regression):
         validated = 0
 
@@ -233,7 +233,7 @@ def test_a_few_validation_batches_are_tried_before_training(make_trainer, sanity
 
     recorder, logger = Recorder(), MemoryLogger()
     trainer = make_trainer(
-        sanity_batches=sanity_batches, evaluate_every="50step", callbacks=[recorder], loggers=[logger]
+        num_sanity_batches=num_sanity_batches, evaluate_every="50step", callbacks=[recorder], loggers=[logger]
     )
     trainer.fit(Counting(), data(validation=regression_data(12, seed=1)))
     assert not any(name.startswith("sanity") for _, row in logger.rows for name in row)
@@ -247,7 +247,7 @@ def test_a_mistake_in_validation_is_found_before_the_first_step(make_trainer):
     task = Mistaken()
     before = weights(task)
     with pytest.raises(AttributeError, match="not_there"):
-        make_trainer(sanity_batches=2).fit(task, data(validation=regression_data(6, seed=1)))
+        make_trainer(num_sanity_batches=2).fit(task, data(validation=regression_data(6, seed=1)))
     assert_same_bits(task, before)
 
 
@@ -323,9 +323,9 @@ class LargeGradient(TaskModule):
     ("settings", "pair", "single"),
     [
         ({}, [-3.0, -4.0], -12.0),
-        ({"clip_norm": 1.3}, [-0.3, -0.4], -1.2),
-        ({"clip_norm": 100.0}, [-3.0, -4.0], -12.0),
-        ({"clip_value": 3.5}, [-3.0, -3.5], -3.5),
+        ({"max_grad_norm": 1.3}, [-0.3, -0.4], -1.2),
+        ({"max_grad_norm": 100.0}, [-3.0, -4.0], -12.0),
+        ({"max_grad_value": 3.5}, [-3.0, -3.5], -3.5),
     ],
 )
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -336,7 +336,7 @@ def test_gradients_of_the_whole_batch_are_clipped_as_computed_by_hand(make_train
     torch.testing.assert_close(task.pair.detach(), torch.tensor(pair))
     torch.testing.assert_close(task.single.detach(), torch.tensor(single))
     norm = recorder.logged[0].get("train/gradient_norm")
-    assert norm == (pytest.approx(13.0) if "clip_norm" in settings else None)
+    assert norm == (pytest.approx(13.0) if "max_grad_norm" in settings else None)
 
 
 def test_anomaly_detection_names_the_operation_and_is_switched_off_again(make_trainer):
@@ -399,7 +399,7 @@ def test_a_bad_loss_is_found_before_the_weights_are_saved(make_trainer):
     class Save(Callback):
         def on_step_end(self, run):
             if run.state.step == 4:
-                run.save(reason="test")
+                run.checkpointer.save(reason="test")
 
     trainer = make_trainer(callbacks=[Save()])
     with pytest.raises(UserError, match="at step 3"):
@@ -418,7 +418,7 @@ def test_a_bad_loss_is_found_before_validation_uses_the_weights(make_trainer):
 def test_stop_ends_the_run_and_keeps_no_bad_weights(make_trainer):
     class Save(Callback):
         def on_fit_end(self, run):
-            self.entry = run.save(reason="end")
+            self.entry = run.checkpointer.save(reason="end")
 
     save = Save()
     trainer = make_trainer(on_nonfinite="stop", log_every="1step", callbacks=[save])
@@ -509,9 +509,12 @@ def test_a_subclass_of_an_optimizer_is_left_as_it_is(make_trainer):
         ({"evaluate_every": "5"}, r"evaluate_every = '5' is not a duration; write"),
         ({"log_every": "abc"}, r"log_every = 'abc' is not a duration; write"),
         ({"precision": "bf16"}, r"unknown precision 'bf16'\. Did you mean 'bf16-(true|mixed)'.*Choose one of fp32"),
-        ({"clip_norm": 0.0}, r"clip_norm must be positive, got 0\.0; leave it out"),
-        ({"clip_value": -1.0}, r"clip_value must be positive, got -1\.0"),
-        ({"clip_norm": 1.0, "clip_value": 1.0}, r"clip_norm and clip_value exclude each other; set one"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm must be positive, got 0\.0; leave it out"),
+        ({"max_grad_value": -1.0}, r"max_grad_value must be positive, got -1\.0"),
+        (
+            {"max_grad_norm": 1.0, "max_grad_value": 1.0},
+            r"max_grad_norm and max_grad_value exclude each other; set one",
+        ),
         (
             {"on_nonfinite": "skp"},
             r"on_nonfinite='skp' is unknown\. Did you mean 'skip'\? Choose raise, skip, stop or roll",
@@ -521,7 +524,7 @@ def test_a_subclass_of_an_optimizer_is_left_as_it_is(make_trainer):
         ({"limit_test_batches": True}, r"limit_test_batches must be a whole number"),
         ({"limit_predict_batches": "3"}, r"limit_predict_batches must be a whole number"),
         ({"overfit_batches": 0}, r"overfit_batches must be a whole number of batches, at least 1"),
-        ({"sanity_batches": -1}, r"sanity_batches must be a whole number of batches, at least 0"),
+        ({"num_sanity_batches": -1}, r"num_sanity_batches must be a whole number of batches, at least 0"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_what_to_type(settings, message):
@@ -572,7 +575,7 @@ def test_what_is_no_task_is_refused(make_trainer):
 )
 def test_wrong_data_ends_a_run_before_anything_is_written_or_changed(make_trainer, wrong):
     trainer, task, recorder = make_trainer(SingleDevice(device="cpu", accumulate=4)), Regression(), Recorder()
-    trainer.callbacks = [recorder]
+    trainer.callbacks[:] = [recorder]
     before, generator = weights(task), torch.get_rng_state()
     with pytest.raises(UserError):
         trainer.fit(task, wrong)

@@ -37,7 +37,7 @@ _SMALL = [
     "trainer.limit_train_batches=2",
     "trainer.limit_validation_batches=1",
     "trainer.max_duration=1epoch",
-    "trainer.sanity_batches=0",
+    "trainer.num_sanity_batches=0",
 ]
 _OTHER_PROGRAMS = {"make", "pip", "tensorboard", "python", "kill"}
 _STARTERS = {"torchrun", "srun"}  # of `trainkit` on several machines

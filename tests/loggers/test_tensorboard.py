@@ -142,7 +142,7 @@ def test_settings_are_in_the_table_of_the_plugin_hparams(tmp_path: Path, read: R
     logger = SafeLogger(TensorBoardLogger())
     logger.open(tmp_path, step=0)
     logger.write_config(
-        "trainer: {seed: 7, compile: false, clip_norm: null, max_duration: [1epoch, 30min]}\nlong: " + "a" * 600
+        "trainer: {seed: 7, compile: false, max_grad_norm: null, max_duration: [1epoch, 30min]}\nlong: " + "a" * 600
     )
     assert logger.failures == 0
     logger.close()

@@ -520,7 +520,7 @@ def trained(strategy, name, *, num_samples, run_dir):
         callbacks=[seen],
         loggers=[],
         run_dir=run_dir,
-        sanity_batches=0,
+        num_sanity_batches=0,
     ).fit(task, data)
     return seen.steps
 
@@ -574,7 +574,7 @@ def bytes_of_strategies(run_dir):
     found = {}
     for strategy in (DDPStrategy(device="cpu"), TorchDDP(device="cpu"), FusionStrategy(device="cpu")):
         counted = CountedBytes()
-        settings = {"max_duration": "1step", "evaluate_every": None, "sanity_batches": 0, "loggers": []}
+        settings = {"max_duration": "1step", "evaluate_every": None, "num_sanity_batches": 0, "loggers": []}
         Trainer(strategy, callbacks=[counted], run_dir=run_dir, **settings).fit(Perceptron(), perceptron_data())
         found[type(strategy).__name__] = counted.num_bytes
     return found

@@ -34,7 +34,7 @@ def train(recipe: str, strategy: str) -> dict[str, float]:
     """Return the losses after three steps."""
     texts = [f"recipe={recipe}", *TINY[recipe], *STRATEGIES[strategy], "callbacks=[]", "logger=[]"]
     texts += ["trainer.max_duration=3step", "trainer.evaluate_every=3step", "trainer.log_every=1step"]
-    texts += ["trainer.limit_validation_batches=2", "trainer.sanity_batches=0"]
+    texts += ["trainer.limit_validation_batches=2", "trainer.num_sanity_batches=0"]
     with compose_config() as composer:
         settings = composer.settings(texts)
     assembly = assemble(settings, run_dir=Path(f"{recipe}_{strategy}_{os.environ['RANK']}"))

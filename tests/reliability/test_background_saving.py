@@ -102,7 +102,7 @@ class SaveAt(Callback):
 
     def on_step_end(self, run: Any) -> None:
         if run.state.step == self.step:
-            run.save(reason="test", background=True)
+            run.checkpointer.save(reason="test", background=True)
 
 
 def test_a_checkpoint_has_the_weights_of_its_step_although_training_went_on_meanwhile(make_trainer, monkeypatch):

@@ -105,7 +105,7 @@ class Notes(Callback):
         self.reads[run.state.step] = list(run.task.read)
         run.task.read.clear()
         if run.state.step == self.save_after:
-            run.save(reason="test")
+            run.checkpointer.save(reason="test")
             run.request_stop("test")
 
 

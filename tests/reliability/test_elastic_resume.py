@@ -93,7 +93,7 @@ class StopAt(Callback):
 
     def on_step_end(self, run: Any) -> None:
         if run.state.step == self.step:
-            run.save(reason="test")
+            run.checkpointer.save(reason="test")
             run.request_stop("test")
 
 

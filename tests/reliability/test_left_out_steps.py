@@ -191,8 +191,8 @@ def test_a_session_leaves_out_the_step_with_its_statistics_and_tells_of_it(caplo
         caplog.at_level(logging.WARNING),
         session("single", task, data(6, bad=3), on_nonfinite="skip") as s,
     ):
-        for window in s.windows():
-            s.mean(s.step(window))
+        for batch in s.step_batches():
+            s.mean(s.step(batch))
     assert_same_bits(task, fit(data(6, bad=3, without=True), on_nonfinite="skip"))
     assert caplog.text.count("left out since the last log") == 1
     assert "step 3, since its loss was NaN or infinite (samples 8, 9, 10, 11). In step 3 the first" in caplog.text
@@ -207,8 +207,8 @@ def test_a_session_leaves_out_the_step_with_its_statistics_and_tells_of_it(caplo
 def test_a_spike_leaves_the_whole_model_as_if_it_had_not_been(caplog):
     steps, bad = WARM_UP_STEPS + 4, WARM_UP_STEPS + 2
     with caplog.at_level(logging.WARNING):
-        skipped = fit(data(steps, bad=bad, value=1e4), spike_factor=50)
-    assert_same_bits(skipped, fit(data(steps, bad=bad, without=True), spike_factor=50))
+        skipped = fit(data(steps, bad=bad, value=1e4), skip_grad_norm_factor=50)
+    assert_same_bits(skipped, fit(data(steps, bad=bad, without=True), skip_grad_norm_factor=50))
     assert f"step {bad}, since its gradient was not finite, or a spike (samples {BATCH * (bad - 1)}, " in caplog.text
 
 

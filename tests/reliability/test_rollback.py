@@ -78,7 +78,7 @@ def trainer(run_dir: str, strategy: Any = None, **settings: Any) -> Trainer:
 def on_two_ranks(policy: str) -> Any:
     task = Regression()
     strategy = DDPStrategy(device="cpu")
-    trainer(policy, strategy, on_nonfinite=policy, loggers=[], clip_norm=1.0).fit(task, data(7))
+    trainer(policy, strategy, on_nonfinite=policy, loggers=[], max_grad_norm=1.0).fit(task, data(7))
     return task.state_dict()
 
 
@@ -124,9 +124,9 @@ def test_a_step_whose_gradient_is_not_finite_is_found_behind_the_loss_that_follo
 
 def test_a_run_that_goes_back_too_often_fails():
     with pytest.raises(NonFiniteLoss, match="after 2 rollbacks"):
-        trainer("run", rollback_limit=2).fit(Regression(), data(*range(NUM_SAMPLES)))
-    with pytest.raises(UserError, match="rollback_limit must be a whole number"):
-        trainer("run", rollback_limit=0)
+        trainer("run", max_rollbacks=2).fit(Regression(), data(*range(NUM_SAMPLES)))
+    with pytest.raises(UserError, match="max_rollbacks must be a whole number"):
+        trainer("run", max_rollbacks=0)
 
 
 @pytest.mark.parametrize("every", ["2step", None])
@@ -163,11 +163,11 @@ class Doctored(Callback):
 
     def on_step_end(self, run: Any) -> None:
         if run.state.step in (2, 3, 4):
-            run.save(reason="test")
+            run.checkpointer.save(reason="test")
         if run.state.step == 4:
-            payload = run.checkpoints.load(run.checkpoints.entries()[1])
+            payload = run.checkpointer.store.load(run.checkpointer.store.entries()[1])
             payload["task"]["network.0.weight"].fill_(float("nan"))
-            run.checkpoints.save(payload, name="step_00000003", step=3, epoch=0)
+            run.checkpointer.store.save(payload, name="step_00000003", step=3, epoch=0)
             self.found = [WayBack(run).checkpoint_before(step) for step in (2, 3, 4, 5)]
 
 

@@ -141,7 +141,7 @@ def fit(folder: Path, task: TaskModule, *callbacks: Callback, **settings: Any) -
         evaluate_every="3step",
         callbacks=[*callbacks, Checkpoint(every=None, save_last_k=None, save_at_end=False), last],
         loggers=[],
-        sanity_batches=0,
+        num_sanity_batches=0,
         run_dir=folder,
         **settings,
     )

@@ -119,8 +119,8 @@ def test_ready_made_batches_are_cut_for_the_replicas(trained):
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_whole_gradient(trained):
-    single = trained(SingleDevice(device="cpu"), *make("perceptron", 24), clip_norm=0.01)
-    ours = trained(dp(3), *make("perceptron", 24), clip_norm=0.01)
+    single = trained(SingleDevice(device="cpu"), *make("perceptron", 24), max_grad_norm=0.01)
+    ours = trained(dp(3), *make("perceptron", 24), max_grad_norm=0.01)
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 

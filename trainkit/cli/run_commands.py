@@ -27,7 +27,7 @@ from trainkit.cli.validate import ConfigError, Problem, renamed_value
 from trainkit.continuation import run_to_continue
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
-from trainkit.linear_scaling import UsualBatch
+from trainkit.linear_scaling import ReferenceBatchSize
 from trainkit.logger import Logger
 from trainkit.report.config_diff import ConfigChange, differences
 from trainkit.rng import seed_everything
@@ -53,9 +53,9 @@ def fit(arguments: Arguments) -> int:
         if arguments.cfg:
             return _show(settings, arguments)
         batch_is_typed = saved is None and any("batch_size" in text for text in arguments.overrides)
-        usual = _usual_batch(composer, settings) if batch_is_typed else None
+        reference = _reference_batch_size(composer, settings) if batch_is_typed else None
     run_dir = _new_run_dir(settings) if resumed is None else _run_dir_to_continue(settings)
-    return _train(settings, run_dir, arguments, resume=resumed, usual=usual)
+    return _train(settings, run_dir, arguments, resume=resumed, reference=reference)
 
 
 def resume(arguments: Arguments) -> int:
@@ -127,7 +127,7 @@ def recipe_diff(settings: Settings, config_dirs: Sequence[str] = ()) -> list[Con
     return changes
 
 
-def _usual_batch(composer: ConfigComposer, settings: Settings) -> UsualBatch | None:
+def _reference_batch_size(composer: ConfigComposer, settings: Settings) -> ReferenceBatchSize | None:
     """Return the global batch that the recipe was written for."""
     recipe = settings.tree.get("recipe")
     if recipe is None:
@@ -136,7 +136,7 @@ def _usual_batch(composer: ConfigComposer, settings: Settings) -> UsualBatch | N
     batch_size, rate = own["data"].get("batch_size"), own["task"].get("lr")
     if not isinstance(batch_size, int):
         return None
-    return UsualBatch(batch_size, f"recipe {recipe}", float(rate) if isinstance(rate, (int, float)) else None)
+    return ReferenceBatchSize(batch_size, f"recipe {recipe}", float(rate) if isinstance(rate, (int, float)) else None)
 
 
 def _train(
@@ -145,10 +145,10 @@ def _train(
     arguments: Arguments,
     *,
     resume: Path | str | None = None,
-    usual: UsualBatch | None = None,
+    reference: ReferenceBatchSize | None = None,
 ) -> int:
     run = assemble(settings, run_dir=run_dir)
-    run.trainer.usual_batch = usual
+    run.trainer.reference_batch_size = reference
     run.trainer.config_diff = partial(recipe_diff, settings, arguments.config_dirs)
     try:
         result = run.trainer.fit(run.task, run.data, resume=resume)

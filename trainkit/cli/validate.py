@@ -144,7 +144,7 @@ def unknown_key(path: str, valid: Iterable[str], *, everywhere: Iterable[str]) -
     near = [key for key in (familiar, *(old for old, new in RENAMED.items() if new == familiar)) if key in known]
     # The same name elsewhere is nearer than another one here.
     named = known | {key.rpartition(".")[0] for key in known}  # and what holds keys
-    near += [other for other in sorted(named) if other.rpartition(".")[2] == name] or closest(path, paths)
+    near = near or [other for other in sorted(named) if other.rpartition(".")[2] == name] or closest(path, paths)
     if not near:
         return Problem(path, f"unknown key. {list_choices(paths)}")
     return Problem(path, f"unknown key. {did_you_mean(near)}")
@@ -358,9 +358,8 @@ def invalid_combinations(settings: Mapping[str, Any], *, here: bool = True) -> I
     if here and strategy.get("launch") in (None, "auto", "local", "processes"):  # else devices are elsewhere
         yield from _devices(strategy)
     yield from _evaluation(trainer, _mapping(settings.get("callbacks")))
-    for norm, largest in (("max_grad_norm", "max_grad_value"), ("clip_norm", "clip_value")):
-        if trainer.get(norm) is not None and trainer.get(largest) is not None:
-            yield Problem(f"trainer.{largest}", f"excludes trainer.{norm}; set one of them to null")
+    if trainer.get("max_grad_norm") is not None and trainer.get("max_grad_value") is not None:
+        yield Problem("trainer.max_grad_value", "excludes trainer.max_grad_norm; set one of them to null")
 
 
 def _batch(strategy: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Problem]:

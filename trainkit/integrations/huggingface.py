@@ -12,8 +12,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainkit.errors import UserError, nearest
-from trainkit.optimization import OptimizerSpec
-from trainkit.task import TaskModule
+from trainkit.task import OptimizerSpec, TaskModule
 
 IGNORED_LABEL = -100
 """The label that transformers' losses ignore."""

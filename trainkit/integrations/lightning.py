@@ -24,8 +24,8 @@ from trainkit.integrations.lightning_hooks import (
     recording,
     without_stage,
 )
-from trainkit.optimization import OptimizerSpec, Schedule
-from trainkit.task import StepReturn, TaskModule
+from trainkit.optimization import Schedule
+from trainkit.task import OptimizerSpec, StepReturn, TaskModule
 
 _CALLED_HOOKS = frozenset(
     f"on_{moment}_{edge}"

@@ -114,15 +114,15 @@ class ParityRuns:
         """Train and return the weights."""
         run_dir = self._folder / f"run of {name}"
         settings = {**self._settings, **more, "max_duration": f"{self.steps}step", "evaluate_every": None}
-        settings |= {"sanity_batches": 0, "callbacks": callbacks, "loggers": [], "run_dir": run_dir}
+        settings |= {"num_sanity_batches": 0, "callbacks": callbacks, "loggers": [], "run_dir": run_dir}
         task = self.task()
         Trainer(strategy, **settings).fit(task, self.data(), resume=run_dir if resume else None)
         return {key: tensor.detach().cpu() for key, tensor in task.state_dict().items()}
 
     def _norm(self) -> dict[str, Any]:
         """Return settings with which the norm of the gradient is known; a limit of infinity changes nothing."""
-        limited = any(self._settings.get(name) is not None for name in ("clip_norm", "clip_value"))
-        return {} if limited else {"clip_norm": math.inf}
+        limited = any(self._settings.get(name) is not None for name in ("max_grad_norm", "max_grad_value"))
+        return {} if limited else {"max_grad_norm": math.inf}
 
     def _made_task(self) -> TaskModule:
         seed_everything(self.seed)
@@ -185,7 +185,7 @@ class StopAfterStep(Callback):
 
     def on_step_end(self, run: Run) -> None:
         if run.state.step == self.step:
-            run.save(reason="assert_resume_exact")
+            run.checkpointer.save(reason="assert_resume_exact")
             run.request_stop("assert_resume_exact")
 
 

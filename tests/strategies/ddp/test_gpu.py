@@ -81,8 +81,8 @@ CASES: dict[str, tuple[bool, dict[str, object], dict[str, object]]] = {
     # weighted, arguments of the strategy, of the Trainer
     "plain": (False, {}, {}),
     "weighted, accumulated": (True, {"accumulate": 2}, {}),
-    "clipped": (False, {"bucket_mb": 0.0002}, {"clip_norm": 0.5}),
-    "clipped in fp64": (False, {}, {"clip_norm": 0.5, "precision": "fp64"}),
+    "clipped": (False, {"bucket_mb": 0.0002}, {"max_grad_norm": 0.5}),
+    "clipped in fp64": (False, {}, {"max_grad_norm": 0.5, "precision": "fp64"}),
     "found": (False, {"unused": "find"}, {}),
     "overlapped": (False, {"overlap_optimizer": True, "bucket_mb": 0.0002}, {}),
     "static": (False, {"static_graph": True}, {}),

@@ -87,7 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "small micro-batches": ({}, {"micro_batch_size": 2}, {}),
     "weighted": ({"weighted": True}, {}, {}),
     "weighted, accumulated": ({"weighted": True}, {"micro_batch_size": 2}, {}),
-    "clipped": ({}, {}, {"clip_norm": 0.5}),
+    "clipped": ({}, {}, {"max_grad_norm": 0.5}),
     "skipping": ({}, {}, {"on_nonfinite": "skip"}),
     "bfloat16": ({}, {}, {"precision": "bf16-mixed"}),
     "through gloo": ({}, {"transport": "group"}, {}),

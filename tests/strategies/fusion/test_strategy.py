@@ -33,7 +33,7 @@ def differences_on_this_rank(transport, run_dir):
     """Return the largest difference from `single` for each task, optimizer and setting."""
     found = {}
     for name, optimizer in itertools.product(("perceptron", "plain_conv_net", "gpt"), OPTIMIZERS):
-        settings = {"clip_norm": 0.05} if name == "perceptron" else {}
+        settings = {"max_grad_norm": 0.05} if name == "perceptron" else {}
         if optimizer == "adamw":  # which enlarges the rounding of gradients that are nearly zero
             settings["precision"] = "fp64"
         single = trained(
@@ -223,8 +223,8 @@ def stepped_inside(run_dir):
     for name, task, settings in (
         ("looks back", LooksBack, {}),
         ("clamped", Perceptron, {}),
-        ("clipped", Perceptron, {"clip_norm": 0.1}),
-        ("told", Perceptron, {"clip_norm": math.inf}),
+        ("clipped", Perceptron, {"max_grad_norm": 0.1}),
+        ("told", Perceptron, {"max_grad_norm": math.inf}),
         ("skips", Perceptron, {"on_nonfinite": "skip"}),
         ("after", Perceptron, {}),
     ):
@@ -522,7 +522,16 @@ def scaled(run_dir):
         ("host", FusionStrategy(device="cpu", shard_optimizer=True, servers="host")),
     ):
         seen, data = StepWeights(), Data(train=numbers(12), batch_size=6)
-        train(strategy, OverflowingOnOne(), data, seen, run_dir=run_dir, precision="fp16-mixed", clip_norm=0.5, steps=8)
+        train(
+            strategy,
+            OverflowingOnOne(),
+            data,
+            seen,
+            run_dir=run_dir,
+            precision="fp16-mixed",
+            max_grad_norm=0.5,
+            steps=8,
+        )
         found[name] = seen.steps
     weights = [steps["network.0.weight"] for steps in found["ddp"]]
     skipped = [torch.equal(old, new) for old, new in itertools.pairwise(weights)]

@@ -27,7 +27,7 @@ def train(strategy, task, data, *callbacks, resume=None, run_dir=None, steps=6, 
         max_duration=f"{steps}step",
         callbacks=list(callbacks),
         loggers=[],
-        sanity_batches=0,
+        num_sanity_batches=0,
         run_dir=run_dir,
         **settings,
     )

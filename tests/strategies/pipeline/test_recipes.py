@@ -68,7 +68,7 @@ def _trainer(strategy, run_dir, *, duration="6step", callbacks=()):
         evaluate_every="3step",
         limit_validation_batches=2,
         precision="fp64",
-        clip_norm=1.0,
+        max_grad_norm=1.0,
     )
 
 
@@ -174,7 +174,7 @@ class _StopAfter(Callback):
 
     def on_step_end(self, run):
         if run.state.step == self.step:
-            run.save(reason="the next strategy's turn")
+            run.checkpointer.save(reason="the next strategy's turn")
             run.request_stop("the next strategy's turn")
 
 

@@ -72,7 +72,7 @@ def _fit(data, *, sanity, replicas=1):
         strategy,
         max_duration="3step",
         precision="fp64",
-        sanity_batches=2 if sanity else 0,
+        num_sanity_batches=2 if sanity else 0,
         evaluate_every="2step" if sanity else None,
         fast_dev_run=False,
         run_dir=None,
