@@ -250,7 +250,7 @@ def test_a_value_that_is_logged_where_nothing_takes_it_is_named(tmp_path):
             self.log("early", 1.0)
 
     task = LightningTask(Early())
-    with pytest.warns(UserWarning, match=r"self\.log\('early'\) is left out"):
+    with pytest.warns(UserWarning, match=r"self\.log\('early'\) is ignored"):
         fit(task, data_of(task.module), tmp_path=tmp_path, epochs=1)
 
 

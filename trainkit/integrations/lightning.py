@@ -50,8 +50,8 @@ class LightningTask(TaskModule):
     Used are its steps, `configure_optimizers`, `self.log` and `self.log_dict`, `configure_model`, `prepare_data` and
     `setup`, and the hooks at the start and end of fit, training, epochs and evaluations; a warning names hooks that
     are overridden and are not called. Every logged value is a weighted mean over samples and ranks;
-    `on_step`, `on_epoch` and `sync_dist` have no effect. `train_`, `val_` and `test_` in front of a name are dropped, as the
-    name of the stage is put there: `val_acc` becomes `validation/acc`.
+    `on_step`, `on_epoch` and `sync_dist` have no effect. `train_`, `val_` and `test_` in front of a name are dropped,
+    as the name of the stage is put there: `val_acc` becomes `validation/acc`.
 
     Of `self.trainer` there are `current_epoch`, `global_step`, `estimated_stepping_batches`, `world_size`,
     `global_rank` and `is_global_zero`. `batch_idx` counts the micro-batches of this rank.

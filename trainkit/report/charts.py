@@ -252,7 +252,8 @@ def line_chart(
     `titles` are those of the chart, of its x axis and of its y axis. Points that are not finite are not drawn.
     """
     points = [(math.log10(x), y) for x, y in zip(across, up, strict=True) if math.isfinite(y) and x > 0] or [(0.0, 0.0)]
-    (left, low), (right, high) = (tuple(pick(values) for values in zip(*points, strict=True)) for pick in (min, max))
+    left, right = min(power for power, _ in points), max(power for power, _ in points)
+    low, high = min(value for _, value in points), max(value for _, value in points)
     width, height = _FILE_WIDTH - 2 * _MARGIN, _FILE_HEIGHT - 2 * _MARGIN
 
     def column(power: float) -> float:
