@@ -50,7 +50,8 @@ def _batch(model):
 
 def _described(graph):
     return [
-        (node.name, node.inputs, node.outputs, node.parameters, node.is_batch_only, node.cost.flops) for node in graph.nodes
+        (node.name, node.inputs, node.outputs, node.parameters, node.is_batch_only, node.cost.flops)
+        for node in graph.nodes
     ]
 
 

@@ -115,7 +115,7 @@ def _resuming():
 
     again, kept = resumed(choices)
     _, without = resumed({})
-    _, of_other = resumed({"pipeline": {**choices["pipeline"], "wish": "3 stages"}})
+    _, of_other = resumed({"pipeline": {**choices["pipeline"], "settings": "3 stages"}})
     _, of_changed = resumed({"pipeline": {**choices["pipeline"], "digest": 0}})
     return {
         "resumed to the bit": all(torch.equal(again[name], final[name]) for name in final),
