@@ -50,7 +50,7 @@ class PendingReceive:
 
 
 class StageChannel:
-    """Point-to-point channel within one pipeline, by rank in it and tag; channel of one tag keep their order."""
+    """Point-to-point messages within one replica, by stage rank and tag; messages of one tag keep their order."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, rank: int, device: torch.device):
         self._group = group
@@ -81,7 +81,7 @@ class StageChannel:
         self.send(missing_gradient(of) if gradient is None else gradient, to=to, tag=tag)
 
     def expect(self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int) -> PendingReceive:
-        """Return the pending that rank `source` sends with `tag`; receiving goes on in the background."""
+        """Return the pending receive of what rank `source` sends with `tag`; receiving goes on in the background."""
         if source == self._rank:
             return PendingReceive(None, None, self._local[tag], self._device)
         tensor = torch.empty(shape, dtype=dtype)

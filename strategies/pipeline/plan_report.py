@@ -148,7 +148,7 @@ def write_timeline(spans: Sequence[Sequence[Span]], folder: Path, *, expected: f
 
 
 def timeline_of_step(spans: Sequence[Sequence[Span]], *, expected: float) -> Timeline:
-    """Return a window in the layout that the report draws: a lane for each rank, a bar for each action."""
+    """Return a step in the form that the report draws: one track per rank, one bar per action."""
     tracks = [Track(f"rank {rank}", [_bar(span) for span in rank_spans]) for rank, rank_spans in enumerate(spans)]
     num_micro_batches = len({span.action.micro_batch for rank_spans in spans for span in rank_spans})
     idle = idle_share(spans)

@@ -103,7 +103,7 @@ class PartitionPlan:
 
     @classmethod
     def of(cls, steps: Sequence[TracedGraph], merged: MergedGraph, partition: Partition) -> PartitionPlan:
-        """Return the plan with a partition of the merged list."""
+        """Return the plan with a partition of the merged graph."""
         return cls(tuple(steps), merged.graph, partition, tuple(merged.partitions(partition, steps)))
 
 
@@ -154,9 +154,8 @@ def plan_steps(
                 f"{type(trace_input.task).__name__}'s step uses no parameter of the task: there is nothing to cut."
             )
     together = len(trace_inputs) > 1
-    shared_parameters = (
-        "replicated" if together else shared_parameters
-    )  # of several steps the merged list has constraints around what is shared
+    if together:  # the merged graph of several steps has constraints around what is shared
+        shared_parameters = "replicated"
     if split_points is not None:
         return _manual(trace_inputs, surveys, split_points, num_stages=num_stages, shared_parameters=shared_parameters)
     best: PartitionPlan | None = None
@@ -236,7 +235,7 @@ def _manual(
 def _trace_alike(
     trace_inputs: Sequence[TraceInput], surveys: Sequence[TraceResult], *, limit: float, expanded: frozenset[str]
 ) -> list[TracedGraph]:
-    """Return graphs in which a module that one of them opens is expanded by all, where it can be."""
+    """Return graphs in which a module that is expanded in one of them is expanded in all, where it can be."""
     while True:
         steps = [
             _record(trace_input, survey, limit=limit, expanded=expanded)
@@ -339,11 +338,11 @@ class SavedPartition:
 
     @classmethod
     def loaded(cls, saved: Mapping[str, Any]) -> SavedPartition:
-        """Return the saved_partition that `saved` describes."""
+        """Return the partition that `saved` describes."""
         return cls(saved["settings"], tuple(saved["leaf_modules"]), tuple(saved["cuts"]), saved["digest"])
 
     def saved(self) -> dict[str, Any]:
-        """Return the saved_partition as plain values."""
+        """Return the partition as plain values."""
         return asdict(self)
 
     def fits(self, graph: TracedGraph) -> bool:

@@ -133,7 +133,7 @@ class Span:
 def simulate(
     actions: Sequence[Sequence[Action]], costs: Mapping[tuple[str, int], float], num_stages: int
 ) -> list[list[Span]]:
-    """Return every rank's actions with their times, where channel cost nothing.
+    """Return every rank's actions with their times, where messages cost nothing.
 
     `actions` has one list for each rank; `costs` gives the time of ("F" or "B", stage). A schedule that waits
     for itself raises `ValueError`.

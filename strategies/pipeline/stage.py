@@ -51,7 +51,7 @@ class StageGraph:
 
 
 def stage_graphs(graph: TracedGraph, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> list[StageGraph]:
-    """Return the stage_graphs with these bounds, on these ranks."""
+    """Return the stages with these bounds, on these ranks."""
     last_written = [_last_writers(graph, start) for start, _ in bounds]
     found = []
     transfers: list[Transfer] = []
@@ -143,7 +143,7 @@ class Placement:
 
 
 def place_parameters(task: nn.Module, cut: Sequence[tuple[TracedGraph, Partition]], *, num_ranks: int) -> Placement:
-    """Return the stages of the parameters and buffers of `task`, which all these steps use; stage `s` is on rank `s % num_ranks`."""
+    """Return the ranks of all parameters and buffers for these steps; stage `s` is on rank `s % num_ranks`."""
     everywhere = tuple(range(num_ranks))
     ranks: dict[str, set[int]] = defaultdict(set)
     used: set[str] = set()
@@ -173,9 +173,9 @@ def keep_local_parameters(task: nn.Module, placement: Placement, *, rank: int, d
 def stage_bounds(
     graph: TracedGraph, placement: Placement, *, num_ranks: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return stage_graphs of another step (evaluation), each on a rank that holds all that its nodes use.
+    """Return the stages of another step (evaluation), each on a rank that holds all that its nodes use.
 
-    Parameters stay where training put them, so that the stage_graphs follow them, forwards and back if need be.
+    Parameters stay where training put them, so that the stages follow them, forwards and back if need be.
     """
     cuts: list[int] = [0]
     ranks: list[int] = []

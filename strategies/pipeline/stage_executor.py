@@ -55,7 +55,7 @@ class StageOutput:
 
 
 class StageExecutor:
-    """Runs stage_graphs of a traced step."""
+    """Executor of the stages of a traced step."""
 
     def __init__(self, graph: TracedGraph, task: nn.Module, device: torch.device):
         leaf_modules = {node.name for node in graph.nodes if node.is_leaf_module}

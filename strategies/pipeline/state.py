@@ -137,7 +137,7 @@ class PipelineState:
             names = {id(parameter): name for name, parameter in task.named_parameters()}
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             states = {index: state for index, state in states.items() if self._is_held(names[id(parameters[index])])}
-        # Which kernels are used is this run's own saved_partition, not the one that was saved.
+        # Which kernels are used is this run's own choice, not the one that was saved.
         groups = [
             {**old, **{key: new[key] for key in ("fused", "foreach") if key in new}}
             for old, new in zip(saved["param_groups"], optimizer.param_groups, strict=True)

@@ -370,7 +370,7 @@ class Tracer(TracingMode):
     # -- What it comes to
 
     def finish(self, result: Any) -> TraceResult:
-        """Return the traced, now that the step has returned `result`; the task must not have been restored yet."""
+        """Return the result of the trace; called with what the step returned, before the task is restored."""
         self._module_calls[""].cost = self.counter.total
         last = Node(len(self._nodes), RETURN, False, "", "the end of the step")
         for tensor in tensors(result):

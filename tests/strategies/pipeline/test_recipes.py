@@ -164,7 +164,7 @@ def test_a_run_that_is_resumed_with_dropout_is_equal_to_the_bit(tmp_path):
         "digits with dropout", PipelineStrategy(stages=2, device="cpu"), tmp_path / "resumed", resume=half
     )
 
-    assert load_from(half).payload["strategy"]["pipeline"]["wish"].startswith("2 x 1 stages")
+    assert load_from(half).payload["strategy"]["pipeline"]["settings"].startswith("2 x 1 stages")
     assert _difference(resumed, whole) == 0.0
 
 

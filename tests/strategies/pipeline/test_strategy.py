@@ -115,7 +115,7 @@ def _resuming():
 
     again, kept = resumed(choices)
     _, without = resumed({})
-    _, of_other = resumed({"pipeline": {**choices["pipeline"], "wish": "3 stages"}})
+    _, of_other = resumed({"pipeline": {**choices["pipeline"], "settings": "3 stages"}})
     _, of_changed = resumed({"pipeline": {**choices["pipeline"], "digest": 0}})
     return {
         "resumed to the bit": all(torch.equal(again[name], final[name]) for name in final),
@@ -352,10 +352,10 @@ def test_a_step_that_overflows_on_one_stage_is_skipped_on_all():
     assert scale == before / 2
 
 
-def test_interleaved_keeps_fewer_activations_than_simple():
+def test_1f1b_keeps_fewer_activations_than_gpipe():
     found = _found()
-    simple, simple_bytes = found["micro-batches alive, simple"]
-    interleaved, interleaved_bytes = found["micro-batches alive, interleaved"]
+    simple, simple_bytes = found["micro-batches alive, gpipe"]
+    interleaved, interleaved_bytes = found["micro-batches alive, 1f1b"]
 
     assert (simple, interleaved) == (12, 2)
     assert interleaved_bytes <= simple_bytes * 3 / 12
@@ -363,8 +363,8 @@ def test_interleaved_keeps_fewer_activations_than_simple():
 
 def test_several_stages_a_rank_keep_activations_of_a_bounded_number_of_micro_batches():
     found = _found()
-    _, simple_bytes = found["micro-batches alive, simple"]
-    virtual, virtual_bytes = found["micro-batches alive, interleaved_one_f_one_b"]
+    _, simple_bytes = found["micro-batches alive, gpipe"]
+    virtual, virtual_bytes = found["micro-batches alive, interleaved_1f1b"]
 
     assert virtual == 5  # of 24: two for each rank behind this one, two for its second stage, and the one at work
     assert virtual_bytes <= simple_bytes * 5 / 12
