@@ -8,8 +8,10 @@ import shutil
 import pytest
 
 from tests.report.parsed import Page
+from trainkit.cli.compose import compose_config
 from trainkit.cli.main import main
 from trainkit.report.comparison import comparison_page
+from trainkit.report.config_changes import Change, changes_from_recipe, read_changes
 from trainkit.report.record import read_run
 
 
@@ -87,10 +89,10 @@ def test_a_sweep_has_a_table_and_a_line_for_each_job(in_folder, capsys):
         (["runs/frist"], "runs/frist: there is no frist in {}/runs. Did you mean 'first'?"),
         (["rnus/first"], "rnus/first: there is no rnus in {}. Did you mean 'runs'?"),
         (["runs"], "runs holds 2 runs, not one"),
-        (["empty"], "empty is no run's folder"),
+        (["empty"], "empty is not a run folder"),
         ([], "report needs a run. Type trainkit report runs/"),
         (["runs/first", "runs/first"], "runs/first is given twice"),
-        (["runs/first", "task.lr=1"], "report takes folders and out=FILE, and no task.lr"),
+        (["runs/first", "task.lr=1"], "report takes folders and out=FILE, not task.lr"),
     ],
 )
 def test_what_cannot_be_reported_is_explained(two_runs, capsys, typed, words):
@@ -100,18 +102,22 @@ def test_what_cannot_be_reported_is_explained(two_runs, capsys, typed, words):
 
 
 def test_settings_are_compared_with_the_recipe():
-    from trainkit.cli.compose import compose_config
-    from trainkit.report.config_changes import Change, changes_from_recipe
-
     typed = ["recipe=digits_mlp", "strategy=ddp", "strategy.devices=3", "task.lr=0.5", "+callbacks=early_stopping"]
     with compose_config() as composer:
         tree = composer.settings([*typed, "callbacks.early_stopping.patience=9"]).tree
-    changes = changes_from_recipe(tree)
+        changes = changes_from_recipe(tree, *composer.recipe_trees("digits_mlp", tree["strategy"]["_target_"]))
     assert changes[0] == Change("strategy", "SingleDevice", "DDPStrategy")
     assert Change("strategy.devices", "auto", "3") in changes
     assert Change("task.lr", "0.002", "0.5") in changes
     (added,) = [change for change in changes if change.key == "callbacks.early_stopping"]
     assert added.before == "" and "patience=9" in added.after
     assert len(changes) == 4
-    assert changes_from_recipe({"recipe": "gone"}) is None
-    assert changes_from_recipe({"recipe": None}) is None
+
+
+def test_a_run_folder_holds_how_its_config_differs_from_the_recipe(in_folder):
+    tiny = ["data.num_train=64", "data.batch_size=16", "trainer.max_duration=1step", "callbacks=[]", "logger=[]"]
+    assert main(["fit", "recipe=digits_mlp", *tiny, "run_dir=run", "task.width=8"]) == 0
+    changes = read_changes(in_folder / "run") or []
+    assert {"task.width", "data.batch_size", "trainer.max_duration"} <= {change.key for change in changes}
+    assert "Against the recipe digits_mlp" in Page.of(in_folder / "run" / "report.html").text
+    assert read_changes(in_folder) is None
