@@ -60,7 +60,6 @@ def test_a_section_lists_its_choices_and_keys(capsys):
 def test_an_unknown_key_is_told_with_the_nearest(capsys):
     assert "Did you mean 'trainer.max_duration'?" in _refused(capsys, "trainer.max_duratoin")
     assert "Did you mean 'width'?" in _refused(capsys, "widht")
-    assert "renamed to strategy.split_points" in _refused(capsys, "strategy.cuts", "strategy=single")
 
 
 def test_a_class_without_docstrings_is_explained_by_the_comment_in_its_file(tmp_path, capsys):
