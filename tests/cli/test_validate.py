@@ -308,7 +308,7 @@ def test_a_device_beyond_those_there_are_is_told_with_the_last(monkeypatch):
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_renamed_key_is_answered_with_its_new_name(old, new):
-    parent, _, name = new.rpartition(".")
+    name = new.rpartition(".")[2]
     assert str(unknown_key(old, [name], everywhere=[new])) == f"{old}: renamed to {new}."
 
 
