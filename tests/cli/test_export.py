@@ -119,4 +119,4 @@ def test_a_task_that_cannot_be_recorded_is_told_why(tmp_path, monkeypatch, capsy
     ]
     assert main(["fit", *typed, "run_dir=run", "logger=[]"]) == 0
     assert main(["export", "run", "out=model.pt2"]) == 2
-    assert "Branching.predict_step cannot be recorded as one program" in capsys.readouterr().err
+    assert "Branching.predict_step cannot be traced as one program" in capsys.readouterr().err
