@@ -313,6 +313,3 @@ def _run_dir_of(checkpoint: Path | None) -> Path | None:
         return None
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     return folder.parent if folder.name == CHECKPOINTS else folder if checkpoint.is_dir() else None
-
-
-

@@ -102,7 +102,7 @@ def test_profiling_is_one_word_and_settings_of_ones_own_stay(own, make_trainer):
 
 
 def test_profile_true_on_the_command_line_records_steps(tmp_path):
-    settings = ["recipe=digits", "task.width=4", "data.num_train=256", "data.batch_size=16", "profile=true"]
+    settings = ["recipe=digits", "task.width=4", "data.num_train=256", "data.batch_size=16", "trainer.profile=true"]
     assert main(["fit", *settings, "trainer.max_duration=16step", f"run_dir={tmp_path / 'run'}"]) == 0
     record = json.loads((tmp_path / "run" / "profile.json").read_text())
     assert (record["first_step"], record["last_step"]) == (10, 15)

@@ -55,7 +55,7 @@ def test_the_last_checkpoint_is_exported_under_the_tasks_own_names(run_dir, tmp_
 
 
 def test_a_checkpoint_can_be_named(run_dir, tmp_path):
-    assert main(["export", str(run_dir), f"out={tmp_path}/model.safetensors", "checkpoint=step_00000002"]) == 0
+    assert main(["export", f"{run_dir}/step_00000002", f"out={tmp_path}/model.safetensors"]) == 0
     assert read(tmp_path / "model.safetensors")[1]["step"] == "2"
 
 
@@ -63,12 +63,12 @@ def test_a_checkpoint_can_be_named(run_dir, tmp_path):
     ("words", "message"),
     [
         (["out=m.safetensors"], "export needs a run"),
-        (["run=RUN"], "export needs a run and a file to write"),
-        (["run=RUN", "out=model.pt"], "must end in .safetensors for the weights, or in .pt2"),
-        (["run=RUN", "out=model.pt2"], "holds no settings"),
-        (["run=RUN", "out=m.safetensors", "checkpont=best"], "Did you mean 'checkpoint'?"),
-        (["run=RUN", "out=m.safetensors", "checkpoint=step_9"], "has no checkpoint 'step_9'"),
-        (["run=RUN", "out=FILE/m.safetensors"], "cannot be written"),
+        (["checkpoint=RUN"], "export needs a run and a file to write"),
+        (["checkpoint=RUN", "out=model.pt"], "must end in .safetensors for the weights, or in .pt2"),
+        (["checkpoint=RUN", "out=model.pt2"], "holds no settings"),
+        (["checkpoint=RUN", "out=m.safetensors", "checkpont=best"], "Did you mean 'checkpoint'?"),
+        (["checkpoint=RUN/step_9", "out=m.safetensors"], "has no checkpoint 'step_9'"),
+        (["checkpoint=RUN", "out=FILE/m.safetensors"], "cannot be written"),
     ],
 )
 def test_what_cannot_be_exported_is_one_message(run_dir, tmp_path, capsys, words, message):
@@ -119,4 +119,4 @@ def test_a_task_that_cannot_be_recorded_is_told_why(tmp_path, monkeypatch, capsy
     ]
     assert main(["fit", *typed, "run_dir=run", "logger=[]"]) == 0
     assert main(["export", "run", "out=model.pt2"]) == 2
-    assert "Branching.predict_step cannot be recorded as one program" in capsys.readouterr().err
+    assert "Branching.predict_step cannot be traced as one program" in capsys.readouterr().err

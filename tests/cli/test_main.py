@@ -1,6 +1,7 @@
 """The command line as a whole: exit codes, messages and help."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -77,20 +78,38 @@ def test_recipes_are_listed_with_what_to_type(capsys):
 
 def test_a_mistyped_command_or_option_is_named_with_the_nearest(capsys):
     assert "Did you mean 'fit'?" in _errors(capsys, "fti")
+    assert "renamed to 'explain'" in _errors(capsys, "config")
+    assert "renamed to checkpoint=PATH" in _errors(capsys, "validate", "run=run")
     assert "Did you mean '--config-dir'?" in _errors(capsys, "fit", "--config-dri", "x")
 
 
-@pytest.mark.parametrize("strategy", ["single", "dp", "pipeline"])  # modules, and packages that import torch
-def test_an_error_in_the_settings_is_told_within_a_second_and_a_half_without_torch(strategy):
-    script = (
-        "import sys; from trainkit.cli.main import main; code = main(sys.argv[1:]); "
-        "assert 'torch' not in sys.modules; sys.exit(code)"
-    )
+@pytest.mark.parametrize("strategy", ["single", "dp"])
+def test_an_error_in_the_config_takes_at_most_1_3_times_the_import_of_torch_and_hydra(strategy):
     wrong = ["trainer.max_epoch=3", "strategy.acumulate=2", "task.lrr=1"]
-    seconds, ran = _processor_seconds("-c", script, "fit", "recipe=digits", f"strategy={strategy}", *wrong)
-    assert ran.returncode == 2, ran.stderr
-    assert all(name in ran.stderr for name in ("trainer.max_duration", "strategy.accumulate", "task.lr"))
-    assert seconds < 1.5
+    pairs = []
+    for _ in range(3):
+        imported, _ = _processor_seconds("-c", "import torch, hydra")
+        seconds, ran = _processor_seconds("-m", "trainkit", "fit", "recipe=digits", f"strategy={strategy}", *wrong)
+        assert ran.returncode == 2, ran.stderr
+        assert all(name in ran.stderr for name in ("trainer.max_duration", "strategy.accumulate", "task.lr"))
+        pairs.append((seconds, imported))
+    assert min(seconds for seconds, _ in pairs) <= 1.3 * min(imported for _, imported in pairs)
+
+
+def test_keys_are_completed_without_importing_torch():
+    script = (
+        "import sys; from trainkit.cli.main import main; main(['completion', 'query']); print(*sorted(sys.modules))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "COMP_LINE": "trainkit fit recipe=digits trainer.max_"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "trainer.max_duration=" in ran.stdout
+    assert "torch" not in ran.stdout.split()
 
 
 def test_the_settings_are_shown_and_nothing_is_run(capsys, tmp_path):
@@ -162,7 +181,7 @@ def test_a_wrong_path_to_a_run_is_told_with_the_nearest_name(capsys):
     for argv in (["resume", "runs/mien"], ["validate", "checkpoint=runs/mien"], ["predict", "runs/mien"]):
         assert "Did you mean 'mine'?" in _errors(capsys, *argv)
     assert "needs a run" in _errors(capsys, "test")
-    assert "no run's folder" in _errors(capsys, "resume", "runs")
+    assert "not a run folder" in _errors(capsys, "resume", "runs")
 
 
 def test_a_trained_run_is_validated_tested_and_predicted_with(capsys, tmp_path):
@@ -172,7 +191,7 @@ def test_a_trained_run_is_validated_tested_and_predicted_with(capsys, tmp_path):
     assert main(["validate", "checkpoint=run", "~callbacks.progress_bar"]) == 0
     name, value = capsys.readouterr().out.splitlines()[0].split()
     assert (name, float(value)) == ("validation/loss", pytest.approx(trained, rel=1e-5))
-    assert main(["test", "run/checkpoints", "checkpoint=best", "callbacks=[]"]) == 0
+    assert main(["test", "run/checkpoints/best", "callbacks=[]"]) == 0
     assert "test/accuracy" in capsys.readouterr().out
     assert main(["predict", "checkpoint=run", "callbacks=[]"]) == 0
     assert "predictions of shape (360,) in run/predictions.pt" in capsys.readouterr().out
@@ -183,7 +202,7 @@ def test_a_trained_run_is_validated_tested_and_predicted_with(capsys, tmp_path):
     assert main(["validate", "checkpoint=moved.pt", "callbacks=[]"]) == 0
     assert f"{trained:.6g}" in capsys.readouterr().out
     Path("moved.pt").rename(moved)
-    assert "Did you mean 'best'?" in _errors(capsys, "test", "checkpoint=run", "checkpoint=bets")
+    assert "Did you mean 'best'?" in _errors(capsys, "test", "checkpoint=run/bets")
     assert "Did you mean 'task.width'?" in _errors(capsys, "validate", "checkpoint=run", "task.widht=4")
 
 
@@ -205,7 +224,7 @@ def test_a_run_that_python_started_says_how_it_goes_on(capsys, make_trainer):
         ("trainkit ex", ["explain", "export"]),
         ("trainkit explain trainer.max_", ["trainer.max_duration"]),
         ("trainkit explain recipe=digits task.wi", ["task.width"]),
-        ("trainkit config strategy=torch", ["strategy=torch_ddp"]),
+        ("trainkit explain strategy=torch", ["strategy=torch_ddp"]),
         ("trainkit completion ba", []),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_new_project_is_written_and_composes(capsys, tmp_path, monkeypatch):
         ("3d", "Did you mean 'project_3d'?"),
         ("class", "cannot be imported"),
         ("torch", "is the name of something else"),
-        ("full", "is there already"),
+        ("full", "exists already"),
     ],
 )
 def test_a_name_that_cannot_be_is_told_with_one_that_can(name, said, capsys):

@@ -4,10 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainkit.cli.compose import compose_config
 from trainkit.cli.main import main
 from trainkit.cli.signatures import EXTRAS
+from trainkit.cli.validate import RENAMED, missing_device, renamed_value, unknown_choice, unknown_key
 from trainkit.errors import UserError
 
 QUIET = ["callbacks=[]", "logger=[]"]
@@ -125,7 +127,7 @@ def test_a_file_that_is_no_yaml_is_told_with_its_line(tmp_path):
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  seed: [1\ntask: 3\n")
     message = _message("recipe=mine", config_dirs=["conf"])
     assert "mine.yaml:4" in message
-    assert "no YAML" in message
+    assert "invalid YAML" in message
 
 
 def test_a_missing_config_folder_is_told_with_the_nearest(tmp_path):
@@ -150,7 +152,7 @@ def test_a_missing_config_folder_is_told_with_the_nearest(tmp_path):
         ("strategy=null", "none is chosen; type strategy=single"),
         ("strategy=[single]", "takes one choice, not a list"),
         ("recipe=null", "there is none. Type recipe="),
-        ("trainer=fast", "no mapping"),
+        ("trainer=fast", "not a mapping"),
         ("logger.jsonl.filename=3", "to have it as text"),
     ],
 )
@@ -166,7 +168,7 @@ def test_numbers_texts_and_lists_of_the_right_kind_are_taken():
 
 
 def test_what_is_no_setting_is_told_how_to_write_one():
-    assert "'trainer.seed' is no setting; write key=value." in _message("recipe=digits", "trainer.seed")
+    assert "'trainer.seed' is not a setting; write key=value." in _message("recipe=digits", "trainer.seed")
     assert "cannot be read" in _message("recipe=digits", "run_dir=a=b")
     assert "add -m to try one after the other" in _message("recipe=digits", "task.lr=1,2")
     assert "'vars.lr' not found" in _message("recipe=digits", "task.lr=${vars.lr}")
@@ -198,7 +200,7 @@ def test_a_target_that_leads_nowhere_is_told(tmp_path):
     (tmp_path / "needs_wandb.py").write_text("import wandb_that_is_not_there\nclass T: ...\n")
     assert "there is no module 'nowhere'" in _message("recipe=digits", "task._target_=nowhere.Task")
     assert "package 'sklearnn', which is not installed" in _message("task._target_=needs_sklearnn.T")
-    assert "no dotted path" in _message("recipe=digits", "task._target_=Task")
+    assert "not a dotted path" in _message("recipe=digits", "task._target_=Task")
 
 
 def test_a_missing_optional_package_is_told_with_the_extra(tmp_path, monkeypatch):
@@ -288,28 +290,48 @@ def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
             "null leaves callbacks.early_stopping.monitor=validation/loss never measured",
         ),
         (["strategy.device=cuda"], "built without CUDA; set strategy.device=cpu"),
-        (["strategy=dp", "strategy.devices=[cuda:0,cuda:1]"], "strategy.devices: device 'cuda:0' is not there"),
+        (["strategy=dp", "strategy.devices=[cuda:0,cuda:1]"], "strategy.devices: device 'cuda:0' does not exist"),
         (["strategy=ddp", "strategy.backend=nccl"], "strategy.backend: 'nccl' joins CUDA devices"),
     ],
 )
-def test_settings_that_cannot_be_together_are_told_without_torch(typed, said, monkeypatch):
-    from trainkit.cli import hardware
-
-    hardware.num_gpus.cache_clear()
-    monkeypatch.setattr(hardware, "_torch_knows_gpus", lambda: False)
+def test_settings_that_cannot_be_together_are_told(typed, said, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     message = _message("recipe=digits", *typed)
     assert said in message
     assert "from the command line: " in message
-    hardware.num_gpus.cache_clear()
 
 
 def test_a_device_beyond_those_there_are_is_told_with_the_last(monkeypatch):
-    from trainkit.cli import hardware
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert missing_device("cuda:1") is None
+    assert "has 2 CUDA device(s); set strategy.device=cuda:1" in str(missing_device("cuda:2"))
 
-    monkeypatch.setattr(hardware, "_torch_knows_gpus", lambda: True)
-    monkeypatch.setattr(hardware, "num_gpus", lambda: 2)
-    assert hardware.absence("cuda:1") is None
-    assert "has 2 CUDA device(s); set strategy.device=cuda:1" in str(hardware.absence("cuda:2"))
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_renamed_key_is_answered_with_its_new_name(old, new):
+    name = new.rpartition(".")[2]
+    assert str(unknown_key(old, [name], everywhere=[new])) == f"{old}: renamed to {new}."
+
+
+def test_renamed_choices_and_values_are_answered_with_their_new_name():
+    assert unknown_choice("callbacks", "functions", ["lambda_callback"]) == "'functions' is renamed to lambda_callback."
+    assert renamed_value("strategy.transport", "group") == "'group' is renamed to process_group."
+    assert renamed_value("strategy.schedule", "gpipe") is None
+
+
+def test_a_parameter_whose_type_only_a_type_checker_imports_takes_anything(tmp_path):
+    (tmp_path / "typed_late.py").write_text(
+        "from __future__ import annotations\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n"
+        "    from nowhere import Width\n"
+        "def made(width: Width | None, depth: int = 1): ...\n"
+    )
+    assert _settings("recipe=digits", "~task", "+task={_target_: typed_late.made, width: wide}").tree["task"]
+    message = _message("recipe=digits", "~task", "+task={_target_: typed_late.made, width: 1, depth: deep}")
+    assert "task.depth: 'deep' is text, but must be a whole number" in message
 
 
 def test_settings_can_be_composed_for_devices_of_another_machine():
