@@ -114,7 +114,7 @@ class LearningRateFinder(Callback):
         rates: list[float] = []
         losses: list[float] = []
         means = WeightedMeans(run.strategy.device)
-        control = TriedPhases(run.task, run.strategy, run.optimizations) if optimization.phase else None
+        control = TriedPhases(run) if optimization.phase else None
         name = f"{optimization.phase}/loss" if optimization.phase else "loss"
         for number, window in zip(range(self.steps * optimization.every), _windows(run), strict=False):
             rate = self.lowest * (self.highest / self.lowest) ** (len(rates) / (self.steps - 1))

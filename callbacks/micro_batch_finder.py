@@ -14,8 +14,8 @@ from trainkit.callback import Callback
 from trainkit.checkpoints.file import write_text
 from trainkit.console import Table, say, show
 from trainkit.errors import UserError, nearest
+from trainkit.loops.rollback import drop_gradients
 from trainkit.step_output import read_training_output
-from trainkit.way_back import drop_gradients
 from trainkit.window import MicroBatch, Window
 
 from .chart import chart

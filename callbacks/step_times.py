@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
-from trainkit.step_watch import StepWatch
+from trainkit.loops.step_timer import StepTimer
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -32,14 +32,14 @@ class StepTimes(Callback):
 
     def __init__(self, *, log: bool = False) -> None:
         self.log = log
-        self._watch: StepWatch | None = None
+        self._watch: StepTimer | None = None
         self._file: int | None = None
         self._since = 0.0
         self._evaluating_since = self._evaluating = 0.0
 
     def on_fit_start(self, run: Run) -> None:
         assert run.feed is not None
-        self._watch = run.watch = StepWatch(run.strategy, run.precision, run.feed)
+        self._watch = run.watch = StepTimer(run.strategy, run.precision, run.feed)
         if run.is_main and run.run_dir is not None:
             self._file = os.open(run.run_dir / FILENAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._since, self._evaluating = time.perf_counter(), 0.0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trainkit.errors import UserError
-from trainkit.phases import PhaseControl
+from trainkit.loops.fit_loop import make_phase_step
+from trainkit.loops.phases import PhaseControl
 from trainkit.rng import rng_untouched
 
 if TYPE_CHECKING:
@@ -64,21 +66,22 @@ def trial(run: Run, *, who: str) -> Iterator[None]:
 class TriedPhases(PhaseControl):
     """Makes the steps of a task with phases, but leaves schedules where they are."""
 
+    def __init__(self, run: Run) -> None:
+        steps = [make_phase_step(run.task, run.strategy, optimization) for optimization in run.optimizations]
+        super().__init__([replace(step, step_schedules=_keep_schedules) for step in steps])
+
     def make_step(self, run: Run, window: Window, *, number: int) -> list[StepOutput]:
         """Return what the phases returned that take part in the step of this number; collective."""
         self.begin(window, num_steps=number)
         if run.task.manual:
             run.task.manual_step(self)
         else:
-            for optimization in run.optimizations:
-                if self.due(optimization.phase):
-                    self.backward(optimization.phase)
-                    self.step(optimization.phase)
+            self.run_due_phases()
         return self.outputs
 
-    def step(self, phase: str) -> None:
-        """Update the phase's parameters alone."""
-        self._optimizer_step(self._find(phase))
+
+def _keep_schedules() -> None:
+    """Step no schedule."""
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -16,13 +16,12 @@ from trainkit.batches import to_device
 from trainkit.data import Source
 from trainkit.feed import make_feed
 from trainkit.optimization import Clip, configure
-from trainkit.phases import has_phases
 from trainkit.precision import Precision
 from trainkit.rng import rng_state, set_rng_state
 from trainkit.settings import as_data
 from trainkit.step_output import read_training_output
 from trainkit.strategy import Strategy
-from trainkit.task import TaskModule
+from trainkit.task import TaskModule, has_phases
 from trainkit.window import MicroBatch
 
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}  # relative; the second where the task insists on fp32

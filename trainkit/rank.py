@@ -22,9 +22,9 @@ from trainkit.errors import Stopped, UserError
 from trainkit.evaluation import EvalLoop
 from trainkit.failure import record_failure
 from trainkit.feed import make_feed
-from trainkit.loops import FitLoop, FitSchedule
+from trainkit.loops.fit_loop import FitIntervals, FitLoop
+from trainkit.loops.rollback import NonFinitePolicy
 from trainkit.optimization import configure
-from trainkit.recovery import Recovery
 from trainkit.result import FitResult, Progress, result_of
 from trainkit.rng import seed_everything
 from trainkit.run import Run
@@ -138,17 +138,17 @@ def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
     )
     for optimization in run.optimizations:
         if trainer.spike_factor is not None:
-            optimization.leave_out_spikes(trainer.spike_factor)
+            optimization.skip_spikes(trainer.spike_factor)
         trainer.strategy.prepare_optimization(run.task, optimization)
     validation = _validation_loop(trainer, run)
-    schedule = FitSchedule(trainer.max_duration, trainer.log_every, trainer.evaluate_every)
-    recovery = Recovery(run, policy=trainer.on_nonfinite, rollback_limit=trainer.rollback_limit)
-    loop = FitLoop(run, schedule, validation=validation, recovery=recovery)
+    intervals = FitIntervals(trainer.max_duration, trainer.log_every, trainer.evaluate_every)
+    policy = NonFinitePolicy(run, policy=trainer.on_nonfinite, rollback_limit=trainer.rollback_limit)
+    loop = FitLoop(run, intervals, validation=validation, policy=policy)
     if checkpoint is not None:
         payload = load_from(checkpoint).payload
         run.restore(payload, where=str(checkpoint))
-        if loop.memory_fit is not None:
-            loop.memory_fit.resume()
+        if loop.auto_micro_batch is not None:
+            loop.auto_micro_batch.resume()
         run.restore_rng(payload)
     assert run.feed is not None
     trainer.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
@@ -241,7 +241,7 @@ def _torch_flags(trainer: Trainer) -> Iterator[None]:
     torch.autograd.set_detect_anomaly(trainer.detect_anomaly or anomaly)
     try:
         with warnings.catch_warnings():
-            # A step that the fp16 scaler leaves out still counts for the schedules.
+            # A step that the fp16 scaler skips still counts for the schedules.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             yield
     finally:

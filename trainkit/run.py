@@ -25,16 +25,16 @@ from trainkit.histogram import histogram_of
 from trainkit.linear_scaling import UsualBatch
 from trainkit.logger import Logger
 from trainkit.loggers.guarded import GuardedLogger
+from trainkit.loops.step_timer import StepTimer
 from trainkit.metrics import WeightedMeans
+from trainkit.optim.phase import by_phase, saved_by_phase
 from trainkit.optimization import Optimization
 from trainkit.peak_memory import PeakMemory
-from trainkit.phases import by_phase, saved_by_phase
 from trainkit.picture import as_picture
 from trainkit.precision import Precision
 from trainkit.rng import rng_state, seed_everything, set_rng_state
 from trainkit.signals import StopSignals
 from trainkit.state import TrainState
-from trainkit.step_watch import StepWatch
 from trainkit.strategy import BatchPlan, Strategy
 from trainkit.task import TaskModule
 
@@ -78,7 +78,7 @@ class Run:
     means: WeightedMeans | None = None
     """Of what training steps returned since metrics were logged last."""
     evaluation: EvaluationProgress | None = None
-    watch: StepWatch | None = None
+    watch: StepTimer | None = None
     """Measures the parts of steps, where a callback has asked for it at the start."""
     stop_reason: str | None = None
     stopped_by: Signals | None = None

@@ -14,7 +14,7 @@ from trainkit.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import UserError
 from trainkit.evaluation import EvalLoop
-from trainkit.loops import FitLoop
+from trainkit.loops.fit_loop import FitLoop
 from trainkit.metrics import WeightedMeans
 from trainkit.rank import eval_loop, prepare_fit, run_on_rank
 from trainkit.run import Run
@@ -62,7 +62,7 @@ def session(
         precision: As of the Trainer.
         clip_norm: As of the Trainer.
         clip_value: As of the Trainer.
-        on_nonfinite: `skip` leaves out steps whose gradient is not finite, as of the Trainer; `raise` refuses to save
+        on_nonfinite: `skip` skips steps whose gradient is not finite, as of the Trainer; `raise` refuses to save
             weights that are not finite, and leaves it to the loop to look at losses.
         spike_factor: As of the Trainer.
         seed: As of the Trainer.
@@ -136,7 +136,7 @@ class Session:
         loop, state = self._loop, self.run.state
         while not loop.finished():
             first = state.step
-            for window in loop.windows():
+            for window in loop.epoch_batches():
                 before = state.step
                 yield window
                 if state.step != before + 1:
@@ -146,22 +146,24 @@ class Session:
                     )
                 if loop.finished():
                     break
-            loop.check_progress(first)
+            loop.check_not_empty(first)
 
     def step(self, window: Window) -> list[StepOutput]:
         """Make one optimizer step and count it; return the outputs of this rank's micro-batches. Collective."""
-        return self._loop.step(window)
+        outputs = self._loop.begin_step(window)
+        self._loop.finish_step(window)
+        return outputs
 
     def mean(self, outputs: Sequence[StepOutput]) -> dict[str, float]:
         """Return the weighted means of loss and metrics over all ranks; waits for the device. Collective.
 
-        Warns of the steps that were left out since the last call, and of what was wrong with them.
+        Warns of the steps that were skipped since the last call, and of what was wrong with them.
         """
         means = WeightedMeans(self.run.strategy.device)
         means.add(list(outputs), step=self.state.step)
         bad = means.nonfinite_steps()
         reduced = means.reduce(self.run.strategy)
-        self._loop.tell_left_out(bad)
+        self._loop.warn_skipped_steps(bad)
         return reduced
 
     def evaluate(self, stage: str = "validation") -> dict[str, float]:
@@ -178,7 +180,7 @@ class Session:
             return {}
         if stage == "validation":
             for optimization in self.run.optimizations:
-                optimization.after_validation(metrics)
+                optimization.step_schedules("metric", metrics)
         self.run.emit("on_evaluation_end", stage, metrics)
         return metrics
 

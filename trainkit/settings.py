@@ -13,7 +13,7 @@ from trainkit.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import UserError, nearest
 from trainkit.logger import Logger
-from trainkit.recovery import Policy
+from trainkit.loops.rollback import Policy
 
 DEFAULT_CALLBACKS = ("model_summary", "learning_rate", "throughput", "step_times", "checkpoint", "progress_bar")
 DEFAULT_LOGGERS = ("tensorboard", "jsonl")

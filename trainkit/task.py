@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trainkit.errors import UserError
-from trainkit.optimization import OptimizerSpec
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
-    from trainkit.phases import Phase, PhaseControl
+    from trainkit.loops.phases import PhaseControl
+    from trainkit.optim.phase import OptimizerSpec, Phase
 
 StepReturn = Tensor | Mapping[str, Tensor | float]
 
@@ -70,3 +70,14 @@ class TaskModule(nn.Module):
     def configure_callbacks(self) -> Sequence[Callback]:
         """Return callbacks that belong to the task; they are called after the trainer's own."""
         return ()
+
+
+def has_phases(task: TaskModule) -> bool:
+    """Return whether a task is trained in phases; raises UserError for `manual` without any."""
+    declared = type(task).configure_phases is not TaskModule.configure_phases
+    if task.manual and not declared:
+        raise UserError(
+            f"{type(task).__name__} has manual = True, which needs named optimizers; define configure_phases(self): "
+            "return [Phase('model', torch.optim.AdamW(self.parameters()))]."
+        )
+    return declared

@@ -19,12 +19,13 @@ from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
 from trainkit.linear_scaling import UsualBatch
 from trainkit.logger import Logger
+from trainkit.loops.rollback import Policy, checked_rollbacks
 from trainkit.model_settings import ModelSettings, check_patterns
+from trainkit.optim.nonfinite import checked_spike_factor
+from trainkit.optim.phase import check_phases_run
 from trainkit.optimization import Clip
-from trainkit.phases import check_phases_run
 from trainkit.precision import Precision
 from trainkit.rank import evaluate_on_rank, fit_on_rank
-from trainkit.recovery import Policy, checked_rollbacks
 from trainkit.report.writing import reported
 from trainkit.result import FitResult
 from trainkit.run_folder import check_run_dir, choose_run_dir
@@ -40,9 +41,8 @@ from trainkit.settings import (
 )
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named
 from trainkit.slurm import check_goes_on, requeue_job, signal_to_requeue_after
-from trainkit.spikes import checked_spike_factor
 from trainkit.strategy import Strategy
-from trainkit.task import TaskModule
+from trainkit.task import TaskModule, has_phases
 
 
 class Trainer:
@@ -74,7 +74,7 @@ class Trainer:
         on_nonfinite: What happens to a loss that is NaN or infinite: `raise`, `skip` that step, `stop` the run, or
             `rollback` to the last checkpoint before it, from which the run goes on without that step.
         rollback_limit: How often a run may go back.
-        spike_factor: Leave out steps whose gradient norm is so many times the average of those before; `None`: none.
+        spike_factor: Skip a step if its gradient norm exceeds this multiple of the running average; `None` skips none.
         sanity_batches: Validation batches to try before training.
         limit_train_batches: Global batches that make an epoch at most.
         limit_validation_batches: Global batches of a validation at most.
@@ -251,7 +251,8 @@ class Trainer:
         self.model_settings.check(task)
         source = data.source(stage)
         if stage == "train":
-            check_phases_run(task, self.strategy)
+            if has_phases(task):
+                check_phases_run(task, self.strategy)
             if source.batch_size is not None:
                 self.strategy.plan(source.batch_size)
             if self.validates(data):

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from trainkit.data import Source
 from trainkit.feed import make_feed
+from trainkit.optim.phase import check_phases_run
 from trainkit.optimization import Clip, Optimization, configure
 from trainkit.overlap import Overlap
-from trainkit.phases import check_phases_run, has_phases
 from trainkit.precision import Precision
 from trainkit.step_output import StepOutput, read_training_output
 from trainkit.strategy import BatchPlan
-from trainkit.task import TaskModule
+from trainkit.task import TaskModule, has_phases
 from trainkit.window import Window
 
 from ..ddp.agreement import broadcast, gather
@@ -191,7 +191,8 @@ class Pipeline(EvaluationPass):
 
     def preview(self, task: TaskModule, source: Source, *, precision: Precision) -> tuple[PartitionPlan, str]:
         """Return the plan for training on `source`, and its drawing; nothing is started, and the task stays whole."""
-        check_phases_run(task, self)
+        if has_phases(task):
+            check_phases_run(task, self)
         self.world_size = self.replicas
         self.precision = precision
         precision.setup(self.device)

@@ -14,7 +14,7 @@ import trainkit
 from tests.tasks import Recorder, Regression, WeightedRegression, regression_data, weighted_data
 from trainkit import Callback, Data
 from trainkit.callback import MOMENTS
-from trainkit.loops import FitLoop
+from trainkit.loops.fit_loop import FitLoop
 from trainkit.metrics import WeightedMeans
 from trainkit.optimization import _if_on_host
 
@@ -179,7 +179,7 @@ def test_the_outputs_kept_between_log_points_are_bounded(make_trainer, monkeypat
             super().add(outputs, step=step)
             kept.append(len(self._outputs))
 
-    monkeypatch.setattr("trainkit.recovery.WeightedMeans", Watching)
+    monkeypatch.setattr("trainkit.loops.rollback.WeightedMeans", Watching)
     recorder = Recorder()
     trainer = make_trainer(log_every="1epoch", callbacks=[recorder])
     task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=0.0))

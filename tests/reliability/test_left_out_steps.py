@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.spikes import WARM_UP_STEPS
+from trainkit.step_replay import Finding, StepReplay
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.pipeline.strategy import Pipeline
 from trainkit.strategies.single import SingleDevice
@@ -16,8 +18,6 @@ from trainkit.strategies.single import SingleDevice
 from tests.tasks import assert_same_bits
 from trainkit import Data, Phase, TaskModule, Trainer, UserError, optimization, session
 from trainkit.errors import NonFiniteLoss
-from trainkit.spikes import WARM_UP_STEPS
-from trainkit.step_replay import Finding, StepReplay
 from trainkit.testing import run_ranks
 
 BATCH = 4

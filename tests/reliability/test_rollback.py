@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleDevice
+from trainkit.way_back import WayBack
 
 from tests.tasks import assert_same_bits
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
@@ -20,7 +21,6 @@ from trainkit.checkpoints.store import load_from
 from trainkit.errors import NonFiniteLoss
 from trainkit.loggers.jsonl import JsonlLogger
 from trainkit.testing import run_ranks
-from trainkit.way_back import WayBack
 
 NUM_SAMPLES = 40  # ten batches of 4
 

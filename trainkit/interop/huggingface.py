@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainkit.errors import UserError, nearest
-from trainkit.optimization import OptimizerSpec
+from trainkit.optim.phase import OptimizerSpec
 from trainkit.task import TaskModule
 
 IGNORED_LABEL = -100

@@ -16,7 +16,7 @@ from trainkit.errors import UserError
 from trainkit.interop.lightning_hooks import LightningHooks, TrainerView, overrides
 from trainkit.interop.lightning_logging import record_all, record_one, recording, without_stage
 from trainkit.interop.lightning_optimizers import read_optimizers
-from trainkit.optimization import OptimizerSpec
+from trainkit.optim.phase import OptimizerSpec
 from trainkit.task import StepReturn, TaskModule
 
 _CALLED_HOOKS = frozenset(

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainkit.errors import UserError
 from trainkit.interop.lightning_logging import without_stage
-from trainkit.optimization import OptimizerSpec, Schedule
+from trainkit.optim.phase import OptimizerSpec, Schedule
 
 
 def read_optimizers(returned: Any, *, of: str) -> OptimizerSpec:
