@@ -79,7 +79,7 @@ def test_a_step_with_a_spike_changes_nothing(optimizer, tmp_path):
     assert result.metrics["train/skipped_steps"] == 1
 
 
-def test_two_ranks_leave_out_the_same_step(tmp_path):
+def test_two_ranks_skip_the_same_step(tmp_path):
     task = Line()
     fit(task, tmp_path, DDPStrategy(devices=2))
     torch.testing.assert_close(weights(task), by_hand(skipped={SPIKE}), rtol=0, atol=1e-5)

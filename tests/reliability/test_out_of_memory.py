@@ -225,5 +225,5 @@ def test_a_window_is_cut_again_by_rows_and_never_wrongly():
     assert torch.cat([part.batch["rows"] for part in window.micro_batches]).tolist() == list(range(10))
     assert window.micro_batches[2].batch["pair"][0].shape == (2, 2)
     for wrong in ({"words": ["a"] * 10}, [torch.ones(10), torch.ones(7)]):
-        with pytest.raises(UserError, match="cannot cut a batch of 10 samples that holds"):
+        with pytest.raises(UserError, match="cannot split a batch of 10 samples that holds"):
             resplit(Window([MicroBatch(wrong, 10)], 10, 10, False), 4)

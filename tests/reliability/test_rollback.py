@@ -1,4 +1,4 @@
-"""A run goes back to before a loss that was not finite, leaves that step out, and ends as if it had never been."""
+"""A run rolls back to before a loss that was not finite, skips that step, and ends as if it had never been."""
 
 import json
 import logging
@@ -13,13 +13,13 @@ from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleDevice
-from trainkit.way_back import WayBack
 
 from tests.tasks import assert_same_bits
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.checkpoints.store import load_from
 from trainkit.errors import NonFiniteLoss
 from trainkit.loggers.jsonl import JsonlLogger
+from trainkit.loops.rollback import RollbackPoint
 from trainkit.testing import run_ranks
 
 NUM_SAMPLES = 40  # ten batches of 4
@@ -88,19 +88,18 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("log_every", "every"), [("1step", "3step"), ("4step", "2step"), ("4step", None)])
-def test_training_goes_on_without_the_step_and_ends_as_one_that_skipped_it(caplog, log_every, every):
+def test_after_a_rollback_training_continues_without_the_step_and_ends_as_one_that_skipped_it(caplog, log_every, every):
     rolled, skipped = Regression(), Regression()
     with caplog.at_level(logging.WARNING):
         result = trainer("rolled", log_every=log_every, every=every).fit(rolled, data(7))
     trainer("skipped", log_every=log_every, on_nonfinite="skip").fit(skipped, data(7))
     parameters = dict(rolled.named_parameters()), dict(skipped.named_parameters())
     assert_same_bits(*parameters)
-    assert rolled.network[1].num_batches_tracked == 9  # the look at the step that is left out does not count
+    assert rolled.network[1].num_batches_tracked == 9
     assert (result.steps, result.samples) == (10, NUM_SAMPLES)
     said = caplog.text
-    assert f"at step {step_of(7)} (samples" in said and "going back to step" in said
-    assert f"step {step_of(7)} is left out. The first output that is not finite is that of root (Root)" in said
-    assert "from inputs that were not finite already" in said
+    assert f"at step {step_of(7)} (samples" in said and "rolling back to step" in said
+    assert f"step {step_of(7)} is skipped. Set trainer.detect_anomaly=true to find the operation." in said
 
 
 def test_logs_and_checkpoints_are_those_of_one_run():
@@ -109,7 +108,7 @@ def test_logs_and_checkpoints_are_those_of_one_run():
     steps = [row["step"] for row in rows if "train/loss" in row]
     assert steps == [step for step in range(1, 11) if step != step_of(7)]
     content = load_from("run").payload
-    assert content["state"]["left_out"] == [step_of(7)]
+    assert content["state"]["skipped_steps"] == [step_of(7)]
 
 
 def test_a_step_whose_gradient_is_not_finite_is_found_behind_the_loss_that_followed(caplog):
@@ -118,11 +117,12 @@ def test_a_step_whose_gradient_is_not_finite_is_found_behind_the_loss_that_follo
         result = trainer("run", log_every="1step", every="1step").fit(task, data(7, kind="gradient"))
     assert result.steps == 10
     assert all(torch.isfinite(value).all() for value in task.state_dict().values())
-    found = re.search(r"step (\d+) is left out\. Every module's output is finite, but not the gradient of", caplog.text)
-    assert found is not None and int(found.group(1)) == step_of(7)
+    found = re.search(r"since step (\d+) left (\S+) not finite: step (\d+) is skipped\.", caplog.text)
+    assert found is not None and int(found.group(1)) == int(found.group(3)) == step_of(7)
+    assert found.group(2) in task.state_dict()
 
 
-def test_a_run_that_goes_back_too_often_fails():
+def test_a_run_with_too_many_rollbacks_fails():
     with pytest.raises(NonFiniteLoss, match="after 2 rollbacks"):
         trainer("run", rollback_limit=2).fit(Regression(), data(*range(NUM_SAMPLES)))
     with pytest.raises(UserError, match="rollback_limit must be a whole number"):
@@ -130,36 +130,32 @@ def test_a_run_that_goes_back_too_often_fails():
 
 
 @pytest.mark.parametrize("every", ["2step", None])
-def test_a_run_that_fails_names_the_module_where_a_checkpoint_leads_back_to_it(every):
-    task = Regression()
+def test_a_run_that_fails_names_the_parameter_and_how_to_find_the_operation(every):
     with pytest.raises(NonFiniteLoss) as caught:
-        trainer("run", on_nonfinite="raise", every=every).fit(task, data(7))
-    if every is not None:
-        assert "The first output that is not finite is that of root (Root)" in str(caught.value)
-        assert all(torch.isfinite(value).all() for value in task.state_dict().values())  # as before that step
-    else:
-        assert "By now network.0.weight is not finite." in str(caught.value)
+        trainer("run", on_nonfinite="raise", every=every).fit(Regression(), data(7))
+    assert "set trainer.detect_anomaly=true to find the operation" in str(caught.value)
+    assert "By now network.0.weight is not finite." in str(caught.value)
 
 
-def test_ranks_go_back_together():
+def test_ranks_roll_back_together():
     rolled, skipped = run_ranks(on_two_ranks, 2, "rollback"), run_ranks(on_two_ranks, 2, "skip")
     names = [name for name, _ in Regression().named_parameters()]
     for state in (*rolled, *skipped):
         assert_same_bits({name: state[name] for name in names}, {name: skipped[0][name] for name in names})
 
 
-def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_gone_back_to(caplog):
+def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_restored(caplog):
     trainer("run", max_duration="1step").fit(Regression(), data())  # leaves its own last step
     rolled, skipped = Regression(), Regression()
     with caplog.at_level(logging.WARNING):
         trainer("run", every=None).fit(rolled, data(7))
-    assert "going back to step 0" in caplog.text
+    assert "rolling back to step 0" in caplog.text
     trainer("skipped", on_nonfinite="skip").fit(skipped, data(7))
     assert_same_bits(dict(rolled.named_parameters()), dict(skipped.named_parameters()))
 
 
 class Doctored(Callback):
-    """Saves steps 2 to 4, of which the third has weights that are no numbers, and looks for a way back."""
+    """Saves steps 2 to 4, of which the third has weights that are not finite, and finds the rollback point."""
 
     def on_step_end(self, run: Any) -> None:
         if run.state.step in (2, 3, 4):
@@ -168,16 +164,16 @@ class Doctored(Callback):
             payload = run.checkpoints.load(run.checkpoints.entries()[1])
             payload["task"]["network.0.weight"].fill_(float("nan"))
             run.checkpoints.save(payload, name="step_00000003", step=3, epoch=0)
-            self.found = [WayBack(run).checkpoint_before(step) for step in (2, 3, 4, 5)]
+            self.found = [RollbackPoint(run).checkpoint_before(step) for step in (2, 3, 4, 5)]
 
 
-def test_the_way_back_leads_to_the_last_finite_weights_from_before_the_step():
+def test_the_rollback_point_is_the_last_checkpoint_with_finite_weights_before_the_step():
     doctored = Doctored()
     trainer("run", callbacks=[doctored], max_duration="4step").fit(Regression(), data())
     assert [step for step, _ in doctored.found] == [0, 2, 2, 4]
 
 
-def test_a_run_without_a_folder_says_that_it_cannot_go_back(caplog):
+def test_a_run_without_a_folder_warns_that_it_cannot_roll_back(caplog):
     with caplog.at_level(logging.WARNING):
         trainer("run", fast_dev_run=True).fit(Regression(), data())
     assert "this run has no folder for any" in caplog.text
