@@ -35,11 +35,11 @@ class Root(nn.Module):
 class Regression(TaskModule):
     """`loss`: one sample makes its output infinite; `gradient`: one makes its gradient so, and the loss after it."""
 
-    def __init__(self, bad: str = "loss") -> None:
+    def __init__(self, bad: str = "loss", dropout: float = 0.3) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.bad = bad
-        self.network = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.network = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 1))
         self.root = Root()
 
     def training_step(self, batch: Any) -> Any:
@@ -75,10 +75,29 @@ def trainer(run_dir: str, strategy: Any = None, **settings: Any) -> Trainer:
     return Trainer(strategy or SingleDevice(device="cpu"), run_dir=run_dir, **chosen)
 
 
-def on_two_ranks(policy: str) -> Any:
+class Lists(Callback):
+    """Lists a step to be skipped before training begins."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_fit_start(self, run: Any) -> None:
+        run.state.skipped_steps.add(self.step)
+
+
+def listed(run_dir: str, strategy: Any = None, **settings: Any) -> Any:
+    """Return the task of a run that skipped the step of the bad sample from the start."""
     task = Regression()
+    trainer(run_dir, strategy, callbacks=[Lists(step_of(7))], **settings).fit(task, data(7))
+    return task
+
+
+def on_two_ranks(way: str) -> Any:
     strategy = DDPStrategy(device="cpu")
-    trainer(policy, strategy, on_nonfinite=policy, loggers=[], clip_norm=1.0).fit(task, data(7))
+    if way == "listed":
+        return listed(way, strategy, loggers=[], clip_norm=1.0).state_dict()
+    task = Regression()
+    trainer(way, strategy, on_nonfinite="rollback", loggers=[], clip_norm=1.0).fit(task, data(7))
     return task.state_dict()
 
 
@@ -89,17 +108,22 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("log_every", "every"), [("1step", "3step"), ("4step", "2step"), ("4step", None)])
 def test_after_a_rollback_training_continues_without_the_step_and_ends_as_one_that_skipped_it(caplog, log_every, every):
-    rolled, skipped = Regression(), Regression()
+    rolled = Regression()
     with caplog.at_level(logging.WARNING):
         result = trainer("rolled", log_every=log_every, every=every).fit(rolled, data(7))
-    trainer("skipped", log_every=log_every, on_nonfinite="skip").fit(skipped, data(7))
-    parameters = dict(rolled.named_parameters()), dict(skipped.named_parameters())
-    assert_same_bits(*parameters)
+    assert_same_bits(rolled, listed("listed", log_every=log_every))
     assert rolled.network[1].num_batches_tracked == 9
     assert (result.steps, result.samples) == (10, NUM_SAMPLES)
     said = caplog.text
     assert f"at step {step_of(7)} (samples" in said and "rolling back to step" in said
     assert f"step {step_of(7)} is skipped. Set trainer.detect_anomaly=true to find the operation." in said
+
+
+def test_without_random_numbers_a_rollback_ends_as_on_nonfinite_skip_does():
+    rolled, skipped = Regression(dropout=0.0), Regression(dropout=0.0)
+    trainer("rolled").fit(rolled, data(7))
+    trainer("skipped", on_nonfinite="skip").fit(skipped, data(7))
+    assert_same_bits(dict(rolled.named_parameters()), dict(skipped.named_parameters()))
 
 
 def test_logs_and_checkpoints_are_those_of_one_run():
@@ -138,7 +162,7 @@ def test_a_run_that_fails_names_the_parameter_and_how_to_find_the_operation(ever
 
 
 def test_ranks_roll_back_together():
-    rolled, skipped = run_ranks(on_two_ranks, 2, "rollback"), run_ranks(on_two_ranks, 2, "skip")
+    rolled, skipped = run_ranks(on_two_ranks, 2, "rollback"), run_ranks(on_two_ranks, 2, "listed")
     names = [name for name, _ in Regression().named_parameters()]
     for state in (*rolled, *skipped):
         assert_same_bits({name: state[name] for name in names}, {name: skipped[0][name] for name in names})
@@ -146,12 +170,11 @@ def test_ranks_roll_back_together():
 
 def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_restored(caplog):
     trainer("run", max_duration="1step").fit(Regression(), data())  # leaves its own last step
-    rolled, skipped = Regression(), Regression()
+    rolled = Regression()
     with caplog.at_level(logging.WARNING):
         trainer("run", every=None).fit(rolled, data(7))
     assert "rolling back to step 0" in caplog.text
-    trainer("skipped", on_nonfinite="skip").fit(skipped, data(7))
-    assert_same_bits(dict(rolled.named_parameters()), dict(skipped.named_parameters()))
+    assert_same_bits(rolled, listed("listed"))
 
 
 class Doctored(Callback):
