@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainkit import Callback, Data, TaskModule, Trainer, registry
-from trainkit.callback import MOMENTS
+from trainkit.callback import HOOKS
 from trainkit.trainer import DEFAULT_CALLBACKS
 
 Train = Callable[[], None]
@@ -250,7 +250,7 @@ def _callback_row(name: str, microseconds: float, quartiles: list[float]) -> dic
 def _timed(callback: Callback) -> tuple[Callback, list[float]]:
     """Return a callback whose moments between start and end are timed, and the seconds that each took."""
     seconds: list[float] = []
-    for moment in MOMENTS:
+    for moment in HOOKS:
         method = getattr(callback, moment)
         if moment in ("on_fit_start", "on_fit_end", "on_exception") or (
             getattr(type(callback), moment) is getattr(Callback, moment)

@@ -323,8 +323,7 @@ def _was_updating(error: BaseException, strategy: Strategy) -> bool:
     """Return whether the error came from inside a step's update, where some weights are new and others old."""
     update = {
         type(strategy).optimizer_step.__code__,
-        Optimization.after_step.__code__,
-        Optimization.after_epoch.__code__,
+        Optimization.step_schedules.__code__,
         TrainState.advance.__code__,
     }
     return not update.isdisjoint(_codes(error.__traceback__))

@@ -45,7 +45,7 @@ class GradientNorms(Callback):
             logger.warning("gradient_norms adds nothing: under this strategy no rank has whole gradients.")
         names = {id(parameter): name for name, parameter in run.task.named_parameters()}
         for optimization in run.optimizations:
-            optimization.looks.append(partial(self._look, run, optimization, names))
+            optimization.pre_clip_hooks.append(partial(self._look, run, optimization, names))
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         measured = self._measured.values()

@@ -59,7 +59,7 @@ class GradualUnfreezing(Callback):
                 raise UserError(f"unfreeze_at.{pattern} fits no parameter; there are {', '.join(list(named)[:20])}.")
             self._frozen.append((duration, [named[name] for name in matching]))
         for optimization in run.optimizations:
-            optimization.looks.insert(0, lambda: self._drop(run))
+            optimization.pre_clip_hooks.insert(0, lambda: self._drop(run))
 
     def close(self) -> None:
         self._frozen = []

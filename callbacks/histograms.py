@@ -43,7 +43,7 @@ class Histograms(Callback):
             )
         in_parts = any(getattr(run.strategy, name, False) for name in ("shard_optimizer", "overlap_optimizer"))
         for optimization in [] if in_parts else run.optimizations:
-            optimization.looks.append(partial(self._look, run, optimization, names))
+            optimization.pre_clip_hooks.append(partial(self._look, run, optimization, names))
 
     def on_step_end(self, run: Run) -> None:
         if self._interval.due(run.state) and run.loggers:

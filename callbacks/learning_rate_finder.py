@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from trainkit.phases import PhaseControl
 
 from trainkit.callback import Callback
 from trainkit.checkpoints.file import write_text
@@ -19,7 +20,6 @@ from trainkit.console import say
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optimization import Optimization
-from trainkit.phases import PhaseControl
 from trainkit.report.charts import line_chart
 from trainkit.rng import preserve_rng
 from trainkit.window import Window
@@ -121,7 +121,7 @@ class LearningRateFinder(Callback):
         rates: list[float] = []
         losses: list[float] = []
         means = WeightedMeans(run.strategy.device)
-        control = TrialPhases(run.task, run.strategy, run.optimizations) if optimization.phase else None
+        control = TrialPhases(run) if optimization.phase else None
         name = f"{optimization.phase}/loss" if optimization.phase else "loss"
         for number, window in zip(range(self.num_steps * optimization.every), _windows(run), strict=False):
             rate = self.min_lr * (self.max_lr / self.min_lr) ** (len(rates) / (self.num_steps - 1))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
 from trainkit.console import clock, say
-from trainkit.step_watch import StepWatch
+from trainkit.loops.step_timer import StepTimer
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -50,7 +50,7 @@ class SpeedMonitor(Callback):
         self.step_times = step_times or log_step_times
         self.log_step_times = log_step_times
         self.log_hours = log_hours
-        self._timer: StepWatch | None = None
+        self._timer: StepTimer | None = None
         self._file: int | None = None
         # Since the last log point.
         self._start = self._evaluation_seconds = self._waited = 0.0
@@ -64,7 +64,7 @@ class SpeedMonitor(Callback):
     def on_fit_start(self, run: Run) -> None:
         if self.step_times:
             assert run.feed is not None
-            self._timer = run.watch = StepWatch(run.strategy, run.precision, run.feed)
+            self._timer = run.watch = StepTimer(run.strategy, run.precision, run.feed)
             if run.is_main and run.run_dir is not None:
                 self._file = os.open(run.run_dir / FILENAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         if self.log_hours and run.resumed_from is None:
@@ -141,7 +141,7 @@ class SpeedMonitor(Callback):
         if self._slow_intervals == SLOW_INTERVALS_TO_WARN:
             logger.warning("%s", _bottleneck(fraction, run.feed.source.workers))
 
-    def _write_step_times(self, run: Run, metrics: dict[str, float], timer: StepWatch, seconds: float) -> None:
+    def _write_step_times(self, run: Run, metrics: dict[str, float], timer: StepTimer, seconds: float) -> None:
         steps, parts = timer.steps, timer.take(seconds)
         if self.log_step_times:
             metrics.update({f"time/{part}": value / steps * 1e3 for part, value in parts.items()})

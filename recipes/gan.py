@@ -13,7 +13,7 @@ from trainkit.recipes.digits import NUM_CLASSES, DigitsData
 
 from trainkit.errors import UserError
 from trainkit.metrics.metric import Metric
-from trainkit.phases import Phase
+from trainkit.optim.phase import Phase
 from trainkit.task import TaskModule
 
 NUM_PIXELS = 64

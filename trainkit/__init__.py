@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from trainkit.duration import Duration
     from trainkit.errors import Stopped, UserError
     from trainkit.logger import Logger
+    from trainkit.loops.phases import PhaseControl
     from trainkit.metrics.metric import Metric
-    from trainkit.optimization import Schedule
+    from trainkit.optim.phase import Phase, Schedule
     from trainkit.packing import Packed
-    from trainkit.phases import Phase, PhaseControl
     from trainkit.sessions import Session, session
     from trainkit.several_datasets import InSequence, Mixture
     from trainkit.state import TrainState
@@ -58,9 +58,9 @@ _HOMES = {
     "Metric": "metrics.metric",
     "Mixture": "several_datasets",
     "Packed": "packing",
-    "Phase": "phases",
-    "PhaseControl": "phases",
-    "Schedule": "optimization",
+    "Phase": "optim.phase",
+    "PhaseControl": "loops.phases",
+    "Schedule": "optim.phase",
     "Session": "sessions",
     "Stopped": "errors",
     "Strategy": "strategy",

@@ -111,7 +111,7 @@ class Interval:
         if self.duration is None:
             return
         if self.duration.unit in _SECONDS:
-            state.watch_clock()
+            state.sync_clock()
         passed = math.floor(self.duration.elapsed(state) / self.duration.value * (1 + _ROUNDING))
         self._next = (passed + 1) * self.duration.value * (1 - _ROUNDING)
 

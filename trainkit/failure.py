@@ -30,7 +30,7 @@ _PHASES = {
     "save": "saving a checkpoint",
     "log": "logging",
     "_log": "logging",
-    "after_step": "the schedules",
+    "step_schedules": "the schedules",
     "restore": "restoring a checkpoint",
     "windows": "reading data",
     "forward_backward": "forward and backward",

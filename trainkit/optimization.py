@@ -6,47 +6,24 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trainkit.errors import UserError, nearest
-from trainkit.phases import Phase, check_disjoint, check_phases, has_phases
+from trainkit.optim.nonfinite import SpikeDetector
+from trainkit.optim.phase import Phase, Schedule, check_disjoint, check_phases
 from trainkit.precision import Precision
-from trainkit.spikes import SpikeWatch
+from trainkit.task import TaskModule, has_phases
 from trainkit.weight_decay import exempt_from_decay
 
-if TYPE_CHECKING:
-    from trainkit.task import TaskModule
-
+Moment = Literal["step", "epoch", "metric"]
+_MOMENTS: tuple[Moment, ...] = ("step", "epoch", "metric")
 _FUSED_DEVICES = {SGD: ("cpu", "cuda"), Adam: ("cpu", "cuda"), AdamW: ("cpu", "cuda"), Adagrad: ("cpu",)}
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A learning-rate scheduler and when it steps.
-
-    `every="step"`: after each optimizer step; `"epoch"`: after each epoch; `"metric"`: after each validation,
-    with the value of `metric` (`"validation/loss"`), as `ReduceLROnPlateau` wants it.
-    """
-
-    scheduler: LRScheduler
-    every: Literal["step", "epoch", "metric"] = "step"
-    metric: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.every not in ("step", "epoch", "metric"):
-            raise UserError(f"Schedule(every={self.every!r}): choose 'step', 'epoch' or 'metric'.")
-        if (self.every == "metric") != (self.metric is not None):
-            raise UserError("Schedule(every='metric') goes with metric='validation/loss' or another name, and only it.")
-        if isinstance(self.scheduler, ReduceLROnPlateau) and self.every != "metric":
-            raise UserError(
-                "ReduceLROnPlateau needs a metric: Schedule(scheduler, every='metric', metric='validation/loss')."
-            )
 
 
 @dataclass(frozen=True)
@@ -91,36 +68,36 @@ class Optimization:
         self.skip_nonfinite = skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.skipped_steps: Tensor | None = None
-        self.left_out: Tensor | None = None
+        self.skipped: Tensor | None = None
         """Whether the last step changed nothing, a scalar on the device; `None` where every step counts."""
-        self.left_out_on_host: bool | None = None
+        self.skipped_on_host: bool | None = None
         """The same where the host knows it without waiting: on the CPU, or as the optimizer cannot skip by itself."""
-        self.spikes: SpikeWatch | None = None
-        self.looks: list[Callable[[], None]] = []
+        self.spikes: SpikeDetector | None = None
+        self.pre_clip_hooks: list[Callable[[], None]] = []
         """Called in every step with the whole gradients in place, before they are clipped."""
         self._plain_step = _plain_step_of(optimizer)
         self._scaler = precision.scaler_of(self.phase)
-        self._every_step = [schedule.scheduler for schedule in schedules if schedule.every == "step"]
+        self._schedules_of = {when: [one for one in schedules if one.every == when] for when in _MOMENTS}
 
-    def leave_out_spikes(self, factor: float) -> None:
-        """Let steps change nothing whose gradient norm is `factor` times the average, or not finite."""
+    def skip_spikes(self, factor: float) -> None:
+        """Skip steps whose gradient norm is `factor` times the average, or not finite."""
         if self._scaler is not None:
             raise UserError(
-                "skip_grad_norm_factor does not go with fp16-mixed, whose scaler itself decides what to skip; "
-                "set trainer.precision=bf16-mixed, or trainer.skip_grad_norm_factor=null."
+                "skip_grad_norm_factor does not go with fp16-mixed, whose scaler decides by itself which steps are "
+                "skipped; set trainer.precision=bf16-mixed, or leave trainer.skip_grad_norm_factor out."
             )
-        self.skip_nonfinite, self.spikes = True, SpikeWatch(factor)
+        self.skip_nonfinite, self.spikes = True, SpikeDetector(factor)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that are there, in the optimizer's order."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def unscale(self) -> None:
-        """Leave gradients as they are without a scaler, and let everyone look at them."""
+        """Remove the scaler's factor from the gradients, and call the hooks on them."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        for look in self.looks:
-            look()
+        for hook in self.pre_clip_hooks:
+            hook()
 
     def clip_by_norm(self, norm: Tensor) -> None:
         """Scale all gradients so that their global norm, which is `norm` now, keeps the limit."""
@@ -138,8 +115,8 @@ class Optimization:
             self._scaler.step(self.optimizer)
             self._scaler.update()
             if self.skip_nonfinite and norm is not None:
-                self.left_out = ~torch.isfinite(norm)
-                self.left_out_on_host = _if_on_host(self.left_out)
+                self.skipped = ~torch.isfinite(norm)
+                self.skipped_on_host = _if_on_host(self.skipped)
         elif self.skip_nonfinite:
             assert norm is not None
             self._update_if_finite(norm)
@@ -153,26 +130,17 @@ class Optimization:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def after_step(self) -> None:
-        """Step the schedules that step with the optimizer."""
-        for scheduler in self._every_step:
-            scheduler.step()
-
-    def after_epoch(self) -> None:
-        """Step the schedules that step with epochs."""
-        for schedule in self.schedules:
-            if schedule.every == "epoch":
-                schedule.scheduler.step()
-
-    def after_validation(self, metrics: dict[str, float]) -> None:
-        """Step the schedules that follow a metric; raises UserError if `metrics` lack it."""
-        for schedule in self.schedules:
+    def step_schedules(self, when: Moment, metrics: Mapping[str, float] | None = None) -> None:
+        """Step the schedules of a moment; raises UserError if one follows a metric that `metrics` lack."""
+        for schedule in self._schedules_of[when]:
             if schedule.metric is None:
+                schedule.scheduler.step()
                 continue
-            if schedule.metric not in metrics:
+            if metrics is None or schedule.metric not in metrics:
+                known = metrics or {}
                 raise UserError(
                     f"a schedule follows the metric {schedule.metric!r}, which validation did not give."
-                    f"{nearest(schedule.metric, metrics)} There are: {', '.join(sorted(metrics)) or 'none'}."
+                    f"{nearest(schedule.metric, known)} There are: {', '.join(sorted(known)) or 'none'}."
                 )
             schedule.scheduler.step(metrics[schedule.metric])  # type: ignore[arg-type] # ReduceLROnPlateau's own signature
 
@@ -211,17 +179,17 @@ class Optimization:
 
     def _update_if_finite(self, norm: Tensor) -> None:
         bad = ~torch.isfinite(norm) if self.spikes is None else self.spikes.is_spike(norm)
-        self.left_out, found = bad, bad.to(torch.float32)
+        self.skipped, found = bad, bad.to(torch.float32)
         self.skipped_steps = found if self.skipped_steps is None else self.skipped_steps + found
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # Fused kernels look at the flag on the device and write nothing when it is set.
             self.optimizer.found_inf = found  # type: ignore[attr-defined]
             self.optimizer.step()
-            self.left_out_on_host = _if_on_host(bad)
+            self.skipped_on_host = _if_on_host(bad)
             return
         # Waits for the device: without a fused kernel no optimizer can skip by itself.
-        self.left_out_on_host = bool(found)
-        if not self.left_out_on_host:
+        self.skipped_on_host = bool(found)
+        if not self.skipped_on_host:
             self.optimizer.step()
 
 
@@ -247,8 +215,8 @@ def configure(
         return [_one(returned, task, None, clip=clip, precision=precision, fused=fused, skip=skip)]
     optimizations = []
     for phase in check_phases(_ask(task, "configure_phases", total_steps), task):
-        own = phase.clip_norm is not None or phase.clip_value is not None
-        limits = Clip(phase.clip_norm, phase.clip_value) if own else clip
+        own = phase.max_grad_norm is not None or phase.max_grad_value is not None
+        limits = Clip(phase.max_grad_norm, phase.max_grad_value) if own else clip
         exempt_from_decay(*_read(phase.optimizer, task), task, no_weight_decay)
         optimizations.append(
             _one(phase.optimizer, task, phase, clip=limits, precision=precision, fused=fused, skip=skip)

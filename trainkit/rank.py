@@ -23,9 +23,9 @@ from trainkit.evaluation import EvaluationLoop
 from trainkit.failure import record_failure
 from trainkit.feed import make_feed
 from trainkit.fit_config import FitConfig
-from trainkit.loops import FitLoop, FitSchedule
+from trainkit.loops.fit_loop import FitIntervals, FitLoop
+from trainkit.loops.rollback import NonFinitePolicy
 from trainkit.optimization import configure
-from trainkit.recovery import Recovery
 from trainkit.rng import seed_everything
 from trainkit.run import Run
 from trainkit.run_folder import forget_summary, make_run_dir, write_config, write_summary
@@ -146,13 +146,13 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
     _prepare_task(run, config)
     _prepare_optimizers(run, config)
     validation = _validation_loop(run, config)
-    schedule = FitSchedule(config.max_duration, config.log_every, config.evaluate_every)
-    recovery = Recovery(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
-    loop = FitLoop(run, schedule, validation=validation, recovery=recovery)
+    intervals = FitIntervals(config.max_duration, config.log_every, config.evaluate_every)
+    policy = NonFinitePolicy(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
+    loop = FitLoop(run, intervals, validation=validation, policy=policy)
     if checkpoint is not None:
         run.checkpointer.restore(load_from(checkpoint).payload, where=str(checkpoint))
-        if loop.memory_fit is not None:
-            loop.memory_fit.resume()
+        if loop.auto_micro_batch is not None:
+            loop.auto_micro_batch.resume()
     assert run.feed is not None
     run.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
     if checkpoint is None and validation is not None and config.num_sanity_batches and not config.fast_dev_run:
@@ -220,7 +220,7 @@ def _prepare_optimizers(run: Run, config: FitConfig) -> None:
     )
     for optimization in run.optimizations:
         if config.skip_grad_norm_factor is not None:
-            optimization.leave_out_spikes(config.skip_grad_norm_factor)
+            optimization.skip_spikes(config.skip_grad_norm_factor)
         run.strategy.prepare_optimization(run.task, optimization)
 
 

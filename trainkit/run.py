@@ -18,13 +18,13 @@ from trainkit.linear_scaling import ReferenceBatchSize
 from trainkit.logger import Logger
 from trainkit.loggers.guarded import SafeLogger
 from trainkit.loggers.media import histogram_of, to_uint8_image
+from trainkit.loops.step_timer import StepTimer
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optimization import Optimization
 from trainkit.precision import Precision
 from trainkit.profiling.memory import PeakMemoryTracker
 from trainkit.signals import StopSignals
 from trainkit.state import TrainState
-from trainkit.step_watch import StepWatch
 from trainkit.strategy import BatchPlan, Strategy
 from trainkit.task import TaskModule
 
@@ -78,7 +78,7 @@ class Run:
     means: WeightedMeans | None = None
     """The means of what training steps returned since the last log."""
     evaluation: EvaluationProgress | None = None
-    watch: StepWatch | None = None
+    watch: StepTimer | None = None
     """Times the parts of steps, if a callback asked for it in `on_fit_start`."""
     stop_reason: str | None = None
     stopped_by: Signals | None = None

@@ -15,7 +15,7 @@ from trainkit.duration import Duration
 from trainkit.errors import UserError
 from trainkit.evaluation import EvaluationLoop
 from trainkit.fit_config import FitConfig
-from trainkit.loops import FitLoop
+from trainkit.loops.fit_loop import FitLoop
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.metrics.step_output import StepOutput
 from trainkit.rank import evaluation_loop, prepare_fit, run_on_rank
@@ -138,7 +138,7 @@ class Session:
         loop, state = self._loop, self.run.state
         while not loop.finished():
             first = state.step
-            for batch in loop.windows():
+            for batch in loop.epoch_batches():
                 before = state.step
                 yield batch
                 if state.step != before + 1:
@@ -148,22 +148,24 @@ class Session:
                     )
                 if loop.finished():
                     break
-            loop.check_progress(first)
+            loop.check_not_empty(first)
 
     def step(self, batch: Window) -> list[StepOutput]:
         """Make one optimizer step and count it; return the outputs of this rank's micro-batches. Collective."""
-        return self._loop.step(batch)
+        outputs = self._loop.begin_step(batch)
+        self._loop.finish_step(batch)
+        return outputs
 
     def mean(self, outputs: Sequence[StepOutput]) -> dict[str, float]:
         """Return the weighted means of loss and metrics over all ranks; waits for the device. Collective.
 
-        Warns of the steps that were left out since the last call, and of what was wrong with them.
+        Warns of the steps that were skipped since the last call, and of what was wrong with them.
         """
         means = WeightedMeans(self.run.strategy.device)
         means.add(list(outputs), step=self.state.step)
         bad = means.nonfinite_steps()
         reduced = means.reduce(self.run.strategy)
-        self._loop.tell_left_out(bad)
+        self._loop.warn_skipped_steps(bad)
         return reduced
 
     def evaluate(self, stage: str = "validation") -> dict[str, float]:
@@ -180,7 +182,7 @@ class Session:
             return {}
         if stage == "validation":
             for optimization in self.run.optimizations:
-                optimization.after_validation(metrics)
+                optimization.step_schedules("metric", metrics)
         self.run.emit("on_evaluation_end", stage, metrics)
         return metrics
 

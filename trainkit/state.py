@@ -23,13 +23,13 @@ class TrainState:
     """Items of one epoch; unknown for streams."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The latest value of every logged metric, by its full name (`validation/loss`)."""
-    left_out: set[int] = field(default_factory=set)
+    skipped_steps: set[int] = field(default_factory=set)
     """Steps that change nothing, since the loss of their samples was not finite."""
     micro_batch_size: int | None = None
     """Samples of a micro-batch at most, where the run has found out how many fit into memory."""
     evaluation_due: bool = False
     """Whether an evaluation was broken off and is still to be made."""
-    clock_is_watched: bool = False
+    clock_is_synced: bool = False
     """Whether a duration counts seconds, so that ranks have to agree on the time."""
     _seconds_before: float = 0.0
     _started: float | None = None
@@ -55,15 +55,15 @@ class TrainState:
         """Count seconds from now on."""
         self._started = time.monotonic()
 
-    def go_on_counting(self, seconds: float) -> None:
-        """Let the clock go on from `seconds`, whatever a restored state says of them."""
+    def resume_clock(self, seconds: float) -> None:
+        """Continue the clock from `seconds`, also where a restored state says otherwise."""
         self._seconds_before = seconds
         self.start_clock()
 
-    def watch_clock(self) -> None:
-        """Let `seconds` be what ranks agree on, from now on; until they do, what they resumed from."""
-        if not self.clock_is_watched:
-            self.clock_is_watched = True
+    def sync_clock(self) -> None:
+        """Make `seconds` the time that ranks have agreed on; until they do, the time that they resumed from."""
+        if not self.clock_is_synced:
+            self.clock_is_synced = True
             self._agreed = self._seconds_before
 
     def set_clock(self, seconds: float) -> None:
@@ -90,7 +90,7 @@ class TrainState:
             "seconds": self.own_seconds,
             "metrics": dict(self.metrics),
             "evaluation_due": self.evaluation_due,
-            "left_out": sorted(self.left_out),
+            "skipped_steps": sorted(self.skipped_steps),
             "micro_batch_size": self.micro_batch_size,
         }
 
@@ -102,6 +102,6 @@ class TrainState:
         self.samples = saved["samples"]
         self.metrics = dict(saved["metrics"])
         self.evaluation_due = saved["evaluation_due"]
-        self.left_out = set(saved.get("left_out", []))
+        self.skipped_steps = set(saved.get("skipped_steps", []))
         self.micro_batch_size = saved.get("micro_batch_size")
         self._seconds_before = saved["seconds"]

@@ -68,3 +68,14 @@ class TaskModule(nn.Module):
     def configure_callbacks(self) -> Sequence[Any]:
         """Return the task's own callbacks (`trainkit.Callback`); they are called after the trainer's."""
         return ()
+
+
+def has_phases(task: TaskModule) -> bool:
+    """Return whether a task is trained in phases; raises UserError for `manual` without any."""
+    declared = type(task).configure_phases is not TaskModule.configure_phases
+    if task.manual and not declared:
+        raise UserError(
+            f"{type(task).__name__} has manual = True, which needs named optimizers; define configure_phases(self): "
+            "return [Phase('model', torch.optim.AdamW(self.parameters()))]."
+        )
+    return declared

@@ -21,8 +21,8 @@ from trainkit.fit_config import FitConfig, NonfinitePolicy
 from trainkit.linear_scaling import ReferenceBatchSize
 from trainkit.logger import Logger
 from trainkit.model_settings import ModelTransforms
+from trainkit.optim.phase import check_phases_run
 from trainkit.optimization import Clip
-from trainkit.phases import check_phases_run
 from trainkit.precision import Precision
 from trainkit.rank import FitResult, evaluate_on_rank, fit_on_rank
 from trainkit.report.config_diff import ConfigChange
@@ -32,9 +32,9 @@ from trainkit.run_lock import check_not_locked
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named
 from trainkit.slurm import check_goes_on, requeue_job, signal_to_requeue_after
 from trainkit.strategy import Strategy
-from trainkit.task import TaskModule
+from trainkit.task import TaskModule, has_phases
 
-DEFAULT_CALLBACKS = ("model_summary", "learning_rate", "throughput", "step_times", "checkpoint", "progress_bar")
+DEFAULT_CALLBACKS = ("model_summary", "learning_rate_monitor", "speed_monitor", "checkpoint", "progress_bar")
 DEFAULT_LOGGERS = ("tensorboard", "jsonl")
 
 
@@ -251,7 +251,8 @@ class Trainer:
         self.fit_config.transforms.check(task)
         source = data.source(stage)
         if stage == "train":
-            check_phases_run(task, self.strategy)
+            if has_phases(task):
+                check_phases_run(task, self.strategy)
             if source.batch_size is not None:
                 self.strategy.plan(source.batch_size)
             if self.fit_config.validates(data):

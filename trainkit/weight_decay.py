@@ -12,7 +12,7 @@ from trainkit.errors import UserError
 from trainkit.model_settings import matches
 
 if TYPE_CHECKING:
-    from trainkit.optimization import Schedule
+    from trainkit.optim.phase import Schedule
 
 _NORMS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,

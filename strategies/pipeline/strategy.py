@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from trainkit.phases import check_phases_run, has_phases
 
 from trainkit.batches import to_device
 from trainkit.checkpoints.shards import Shards
@@ -22,7 +23,6 @@ from trainkit.errors import UserError
 from trainkit.feed import make_feed
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.optimization import Clip, Optimization, configure
-from trainkit.phases import check_phases_run, has_phases
 from trainkit.precision import Precision
 from trainkit.profiling.timeline import Overlap
 from trainkit.strategy import BatchPlan

@@ -14,8 +14,8 @@ from tests.tasks import FakeRank, Regression, regression_data
 from trainkit import Data, Trainer, UserError
 from trainkit.cli.main import main
 from trainkit.feed import make_feed
+from trainkit.loops.step_timer import PARTS, StepTimer
 from trainkit.precision import Precision
-from trainkit.step_watch import PARTS, StepWatch
 from trainkit.testing import run_ranks
 
 
@@ -176,7 +176,7 @@ def test_what_the_host_waits_for_other_ranks_is_no_part_of_a_devices_backward():
 
     strategy = Waits()
     feed = make_feed(Data(train=regression_data(8), batch_size=4).source("train"), strategy, seed=0)
-    watch = StepWatch(strategy, Precision(), feed)
+    watch = StepTimer(strategy, Precision(), feed)
     watch._device = DeviceThatWorked()
     Waits.waited_seconds = 0.75
     assert watch.take(10.0)["communication"] == 0.75

@@ -181,7 +181,7 @@ def test_the_outputs_kept_between_log_points_are_bounded(make_trainer, monkeypat
             super().add(outputs, step=step)
             kept.append(len(self._outputs))
 
-    monkeypatch.setattr("trainkit.recovery.WeightedMeans", Watching)
+    monkeypatch.setattr("trainkit.loops.rollback.WeightedMeans", Watching)
     recorder = Recorder()
     trainer = make_trainer(log_every="1epoch", callbacks=[recorder])
     task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=0.0))

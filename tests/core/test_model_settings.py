@@ -126,7 +126,7 @@ def test_the_weights_are_those_of_groups_made_by_hand(make_trainer: Any) -> None
 
 @pytest.mark.parametrize("kind", ["one cycle", "sequential"])
 def test_schedules_made_before_go_on_over_all_groups(kind: str) -> None:
-    from trainkit.optimization import Schedule
+    from trainkit.optim.phase import Schedule
 
     def rates(rules: list[str]) -> list[float]:
         task = Blocks()

@@ -162,7 +162,7 @@ def test_gradients_are_clipped_after_they_are_unscaled(make_trainer, settings):
         make_trainer(precision=precision, callbacks=[recorder], log_every="1step", **settings).fit(task, DATA)
     assert_close(*tasks, rtol=1e-2, atol=1e-3)
     if "max_grad_norm" in settings:
-        norms = [logged["train/gradient_norm"] for logged in recorder.logged]
+        norms = [logged["train/grad_norm"] for logged in recorder.logged]
         assert norms[:4] == pytest.approx(norms[4:], rel=1e-2)
 
 

@@ -6,7 +6,7 @@ from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.single import SingleDevice
 
 from trainkit import Data, TaskModule, Trainer, UserError
-from trainkit.spikes import MEMORY_STEPS, WARM_UP_STEPS, SpikeWatch
+from trainkit.optim.nonfinite import MEMORY_STEPS, WARM_UP_STEPS, SpikeDetector
 
 SPIKE = WARM_UP_STEPS + 4  # counted from 0
 STEPS = WARM_UP_STEPS + 8
@@ -51,12 +51,12 @@ def fit(task, tmp_path, strategy=None, *, duration=f"{STEPS}step", resume=None, 
     )
 
 
-def by_hand(*, left_out, optimizer="fused"):
+def by_hand(*, skipped, optimizer="fused"):
     task = Line(optimizer)
     steps = task.configure_optimizers()
     x, y = samples()
     for step in range(STEPS):
-        if step in left_out:
+        if step in skipped:
             continue
         rows = slice(step * BATCH, (step + 1) * BATCH)
         steps.zero_grad()
@@ -73,16 +73,16 @@ def weights(task):
 def test_a_step_with_a_spike_changes_nothing(optimizer, tmp_path):
     task = Line(optimizer)
     result = fit(task, tmp_path)
-    expected = by_hand(left_out={SPIKE}, optimizer=optimizer)
+    expected = by_hand(skipped={SPIKE}, optimizer=optimizer)
     torch.testing.assert_close(weights(task), expected, rtol=0, atol=1e-6)
-    assert not torch.allclose(expected, by_hand(left_out=set(), optimizer=optimizer), atol=1e-3)
+    assert not torch.allclose(expected, by_hand(skipped=set(), optimizer=optimizer), atol=1e-3)
     assert result.metrics["train/skipped_steps"] == 1
 
 
-def test_two_ranks_leave_out_the_same_step(tmp_path):
+def test_two_ranks_skip_the_same_step(tmp_path):
     task = Line()
     fit(task, tmp_path, DDPStrategy(devices=2))
-    torch.testing.assert_close(weights(task), by_hand(left_out={SPIKE}), rtol=0, atol=1e-5)
+    torch.testing.assert_close(weights(task), by_hand(skipped={SPIKE}), rtol=0, atol=1e-5)
 
 
 def test_a_resumed_run_knows_what_is_usual(tmp_path):
@@ -101,7 +101,7 @@ def test_the_first_steps_are_no_spikes(tmp_path):
 
 
 def test_only_usual_steps_move_the_average():
-    watch = SpikeWatch(3.0)
+    watch = SpikeDetector(3.0)
     for _ in range(WARM_UP_STEPS):
         assert not watch.is_spike(torch.tensor(2.0))
     assert watch.is_spike(torch.tensor(6.1))
@@ -113,7 +113,7 @@ def test_only_usual_steps_move_the_average():
 
 
 def test_the_average_follows_a_gradient_that_grows_slowly():
-    watch = SpikeWatch(2.0)
+    watch = SpikeDetector(2.0)
     norms = [1.005**step for step in range(10 * MEMORY_STEPS)]  # the average stays a third behind
     assert not any(watch.is_spike(torch.tensor(norm)) for norm in norms)
 

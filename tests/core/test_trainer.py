@@ -335,7 +335,7 @@ def test_gradients_of_the_whole_batch_are_clipped_as_computed_by_hand(make_train
     make_trainer(strategy, max_duration="1step", log_every="1step", callbacks=[recorder], **settings).fit(task, data())
     torch.testing.assert_close(task.pair.detach(), torch.tensor(pair))
     torch.testing.assert_close(task.single.detach(), torch.tensor(single))
-    norm = recorder.logged[0].get("train/gradient_norm")
+    norm = recorder.logged[0].get("train/grad_norm")
     assert norm == (pytest.approx(13.0) if "max_grad_norm" in settings else None)
 
 

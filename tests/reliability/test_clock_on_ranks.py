@@ -31,7 +31,7 @@ class Calls(Callback):
         return counted
 
     def on_fit_start(self, run: Any) -> None:
-        run.state.go_on_counting(-0.5 * run.strategy.rank)  # its clock is behind
+        run.state.resume_clock(-0.5 * run.strategy.rank)  # its clock is behind
 
     def on_step_end(self, run: Any) -> None:
         if run.state.step == 1:

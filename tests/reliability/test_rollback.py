@@ -1,4 +1,4 @@
-"""A run goes back to before a loss that was not finite, leaves that step out, and ends as if it had never been."""
+"""A run rolls back to before a loss that was not finite, skips that step, and ends as if it had never been."""
 
 import json
 import logging
@@ -19,8 +19,8 @@ from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.checkpoints.store import load_from
 from trainkit.errors import NonFiniteLoss
 from trainkit.loggers.jsonl import JsonlLogger
+from trainkit.loops.rollback import RollbackPoint
 from trainkit.testing import run_ranks
-from trainkit.way_back import WayBack
 
 NUM_SAMPLES = 40  # ten batches of 4
 
@@ -35,11 +35,11 @@ class Root(nn.Module):
 class Regression(TaskModule):
     """`loss`: one sample makes its output infinite; `gradient`: one makes its gradient so, and the loss after it."""
 
-    def __init__(self, bad: str = "loss") -> None:
+    def __init__(self, bad: str = "loss", dropout: float = 0.3) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.bad = bad
-        self.network = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.network = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 1))
         self.root = Root()
 
     def training_step(self, batch: Any) -> Any:
@@ -75,10 +75,29 @@ def trainer(run_dir: str, strategy: Any = None, **settings: Any) -> Trainer:
     return Trainer(strategy or SingleDevice(device="cpu"), run_dir=run_dir, **chosen)
 
 
-def on_two_ranks(policy: str) -> Any:
+class Lists(Callback):
+    """Lists a step to be skipped before training begins."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_fit_start(self, run: Any) -> None:
+        run.state.skipped_steps.add(self.step)
+
+
+def listed(run_dir: str, strategy: Any = None, **settings: Any) -> Any:
+    """Return the task of a run that skipped the step of the bad sample from the start."""
     task = Regression()
+    trainer(run_dir, strategy, callbacks=[Lists(step_of(7))], **settings).fit(task, data(7))
+    return task
+
+
+def on_two_ranks(way: str) -> Any:
     strategy = DDPStrategy(device="cpu")
-    trainer(policy, strategy, on_nonfinite=policy, loggers=[], max_grad_norm=1.0).fit(task, data(7))
+    if way == "listed":
+        return listed(way, strategy, loggers=[], max_grad_norm=1.0).state_dict()
+    task = Regression()
+    trainer(way, strategy, on_nonfinite="rollback", loggers=[], max_grad_norm=1.0).fit(task, data(7))
     return task.state_dict()
 
 
@@ -88,19 +107,23 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("log_every", "every"), [("1step", "3step"), ("4step", "2step"), ("4step", None)])
-def test_training_goes_on_without_the_step_and_ends_as_one_that_skipped_it(caplog, log_every, every):
-    rolled, skipped = Regression(), Regression()
+def test_after_a_rollback_training_continues_without_the_step_and_ends_as_one_that_skipped_it(caplog, log_every, every):
+    rolled = Regression()
     with caplog.at_level(logging.WARNING):
         result = trainer("rolled", log_every=log_every, every=every).fit(rolled, data(7))
-    trainer("skipped", log_every=log_every, on_nonfinite="skip").fit(skipped, data(7))
-    parameters = dict(rolled.named_parameters()), dict(skipped.named_parameters())
-    assert_same_bits(*parameters)
-    assert rolled.network[1].num_batches_tracked == 9  # the look at the step that is left out does not count
+    assert_same_bits(rolled, listed("listed", log_every=log_every))
+    assert rolled.network[1].num_batches_tracked == 9
     assert (result.steps, result.samples) == (10, NUM_SAMPLES)
     said = caplog.text
-    assert f"at step {step_of(7)} (samples" in said and "going back to step" in said
-    assert f"step {step_of(7)} is left out. The first output that is not finite is that of root (Root)" in said
-    assert "from inputs that were not finite already" in said
+    assert f"at step {step_of(7)} (samples" in said and "rolling back to step" in said
+    assert f"step {step_of(7)} is skipped. Set trainer.detect_anomaly=true to find the operation." in said
+
+
+def test_without_random_numbers_a_rollback_ends_as_on_nonfinite_skip_does():
+    rolled, skipped = Regression(dropout=0.0), Regression(dropout=0.0)
+    trainer("rolled").fit(rolled, data(7))
+    trainer("skipped", on_nonfinite="skip").fit(skipped, data(7))
+    assert_same_bits(dict(rolled.named_parameters()), dict(skipped.named_parameters()))
 
 
 def test_logs_and_checkpoints_are_those_of_one_run():
@@ -109,20 +132,22 @@ def test_logs_and_checkpoints_are_those_of_one_run():
     steps = [row["step"] for row in rows if "train/loss" in row]
     assert steps == [step for step in range(1, 11) if step != step_of(7)]
     content = load_from("run").payload
-    assert content["state"]["left_out"] == [step_of(7)]
+    assert content["state"]["skipped_steps"] == [step_of(7)]
 
 
-def test_a_step_whose_gradient_is_not_finite_is_found_behind_the_loss_that_followed(caplog):
+@pytest.mark.parametrize("every", ["1step", "4step"])
+def test_a_step_whose_gradient_is_not_finite_is_found_behind_the_loss_that_followed(caplog, every):
     task = Regression("gradient")
     with caplog.at_level(logging.WARNING):
-        result = trainer("run", log_every="1step", every="1step").fit(task, data(7, kind="gradient"))
+        result = trainer("run", log_every="1step", every=every).fit(task, data(7, kind="gradient"))
     assert result.steps == 10
     assert all(torch.isfinite(value).all() for value in task.state_dict().values())
-    found = re.search(r"step (\d+) is left out\. Every module's output is finite, but not the gradient of", caplog.text)
-    assert found is not None and int(found.group(1)) == step_of(7)
+    found = re.search(r"step (\d+) left (\S+) not finite: step (\d+) is skipped\.", caplog.text)
+    assert found is not None and int(found.group(1)) == int(found.group(3)) == step_of(7)
+    assert found.group(2) in task.state_dict()
 
 
-def test_a_run_that_goes_back_too_often_fails():
+def test_a_run_with_too_many_rollbacks_fails():
     with pytest.raises(NonFiniteLoss, match="after 2 rollbacks"):
         trainer("run", max_rollbacks=2).fit(Regression(), data(*range(NUM_SAMPLES)))
     with pytest.raises(UserError, match="max_rollbacks must be a whole number"):
@@ -130,36 +155,31 @@ def test_a_run_that_goes_back_too_often_fails():
 
 
 @pytest.mark.parametrize("every", ["2step", None])
-def test_a_run_that_fails_names_the_module_where_a_checkpoint_leads_back_to_it(every):
-    task = Regression()
+def test_a_run_that_fails_names_the_parameter_and_how_to_find_the_operation(every):
     with pytest.raises(NonFiniteLoss) as caught:
-        trainer("run", on_nonfinite="raise", every=every).fit(task, data(7))
-    if every is not None:
-        assert "The first output that is not finite is that of root (Root)" in str(caught.value)
-        assert all(torch.isfinite(value).all() for value in task.state_dict().values())  # as before that step
-    else:
-        assert "By now network.0.weight is not finite." in str(caught.value)
+        trainer("run", on_nonfinite="raise", every=every).fit(Regression(), data(7))
+    assert "set trainer.detect_anomaly=true to find the operation" in str(caught.value)
+    assert "By now network.0.weight is not finite." in str(caught.value)
 
 
-def test_ranks_go_back_together():
-    rolled, skipped = run_ranks(on_two_ranks, 2, "rollback"), run_ranks(on_two_ranks, 2, "skip")
+def test_ranks_roll_back_together():
+    rolled, skipped = run_ranks(on_two_ranks, 2, "rollback"), run_ranks(on_two_ranks, 2, "listed")
     names = [name for name, _ in Regression().named_parameters()]
     for state in (*rolled, *skipped):
         assert_same_bits({name: state[name] for name in names}, {name: skipped[0][name] for name in names})
 
 
-def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_gone_back_to(caplog):
+def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_restored(caplog):
     trainer("run", max_duration="1step").fit(Regression(), data())  # leaves its own last step
-    rolled, skipped = Regression(), Regression()
+    rolled = Regression()
     with caplog.at_level(logging.WARNING):
         trainer("run", every=None).fit(rolled, data(7))
-    assert "going back to step 0" in caplog.text
-    trainer("skipped", on_nonfinite="skip").fit(skipped, data(7))
-    assert_same_bits(dict(rolled.named_parameters()), dict(skipped.named_parameters()))
+    assert "rolling back to step 0" in caplog.text
+    assert_same_bits(rolled, listed("listed"))
 
 
 class Doctored(Callback):
-    """Saves steps 2 to 4, of which the third has weights that are no numbers, and looks for a way back."""
+    """Saves steps 2 to 4, of which the third has weights that are not finite, and finds the rollback point."""
 
     def on_step_end(self, run: Any) -> None:
         if run.state.step in (2, 3, 4):
@@ -168,16 +188,16 @@ class Doctored(Callback):
             payload = run.checkpointer.store.load(run.checkpointer.store.entries()[1])
             payload["task"]["network.0.weight"].fill_(float("nan"))
             run.checkpointer.store.save(payload, name="step_00000003", step=3, epoch=0)
-            self.found = [WayBack(run).checkpoint_before(step) for step in (2, 3, 4, 5)]
+            self.found = [RollbackPoint(run).checkpoint_before(step) for step in (2, 3, 4, 5)]
 
 
-def test_the_way_back_leads_to_the_last_finite_weights_from_before_the_step():
+def test_the_rollback_point_is_the_last_checkpoint_with_finite_weights_before_the_step():
     doctored = Doctored()
     trainer("run", callbacks=[doctored], max_duration="4step").fit(Regression(), data())
     assert [step for step, _ in doctored.found] == [0, 2, 2, 4]
 
 
-def test_a_run_without_a_folder_says_that_it_cannot_go_back(caplog):
+def test_a_run_without_a_folder_warns_that_it_cannot_roll_back(caplog):
     with caplog.at_level(logging.WARNING):
         trainer("run", fast_dev_run=True).fit(Regression(), data())
     assert "this run has no folder for any" in caplog.text

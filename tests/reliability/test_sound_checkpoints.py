@@ -88,7 +88,7 @@ def test_weights_that_are_not_finite_are_not_saved_when_the_run_is_to_stop():
     assert is_sound("run", step=2)
 
 
-def test_steps_that_are_left_out_can_be_saved():
+def test_skipped_steps_can_be_saved():
     assert torch.isfinite(fit("run", "skip").line.weight).all()
     assert is_sound("run", step=STEPS)
 

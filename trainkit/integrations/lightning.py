@@ -24,7 +24,7 @@ from trainkit.integrations.lightning_hooks import (
     recording,
     without_stage,
 )
-from trainkit.optimization import Schedule
+from trainkit.optim.phase import Schedule
 from trainkit.task import OptimizerSpec, StepReturn, TaskModule
 
 _CALLED_HOOKS = frozenset(

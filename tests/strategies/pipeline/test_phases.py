@@ -49,7 +49,7 @@ class Elsewhere(TaskModule):
 
     def configure_phases(self):
         return [
-            Phase("first", SGD(self.first.parameters(), lr=0.1, momentum=0.9), clip_norm=0.1),
+            Phase("first", SGD(self.first.parameters(), lr=0.1, momentum=0.9), max_grad_norm=0.1),
             Phase("second", SGD(self.second.parameters(), lr=0.1)),
             Phase("third", SGD(self.third.parameters(), lr=0.1), every=3),
         ]

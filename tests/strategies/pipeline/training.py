@@ -8,9 +8,11 @@ import torch.distributed as dist
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleDevice
 
+from trainkit.loops.fit_loop import make_phase_step
+from trainkit.loops.phases import PhaseControl
 from trainkit.optimization import Clip, configure
-from trainkit.phases import PhaseControl, has_phases
 from trainkit.precision import Precision
+from trainkit.task import has_phases
 from trainkit.window import MicroBatch, Window
 
 
@@ -51,7 +53,8 @@ class Training:
         for optimization in self.optimizations:
             strategy.prepare_optimization(task, optimization)
         self.optimization = self.optimizations[0]
-        self.control = PhaseControl(task, strategy, self.optimizations) if has_phases(task) else None
+        steps = [make_phase_step(task, strategy, optimization) for optimization in self.optimizations]
+        self.control = PhaseControl(steps) if has_phases(task) else None
         self.losses = []
         self.norms = []
 

@@ -1,6 +1,6 @@
-"""Where the time of steps goes, measured without waiting for the device.
+"""Seconds of each part of the steps, measured without waiting for the device.
 
-    next window    forward    backward    waiting for ranks    optimizer    log, callbacks
+    next batch     forward    backward    waiting for ranks    optimizer    log, callbacks
     [data|copy]   [forward]  [        backward            ]   [optimizer]  [    rest     ]
 
 On the CPU everything is measured by its clock. Work on a CUDA device goes on after a call has returned: there events
@@ -12,25 +12,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from threading import get_ident
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainkit.feed import Feed
+from trainkit.loops.phases import PhaseStep
+from trainkit.metrics.step_output import StepOutput
 from trainkit.precision import Precision
 from trainkit.strategy import Strategy
 from trainkit.window import Window
 
-T = TypeVar("T")
 PARTS = ("data", "copy", "forward", "backward", "communication", "optimizer", "rest")
 _EVERY = 10  # steps, of which one is measured on a CUDA device
 _clock = time.perf_counter
 
 
-class StepWatch:
+class StepTimer:
     """Adds up the seconds of each part of the steps on this rank."""
 
     def __init__(self, strategy: Strategy, precision: Precision, feed: Feed) -> None:
@@ -39,7 +43,7 @@ class StepWatch:
         self._feed = feed
         self._received = self._forward = self._both = self._optimizer = 0.0
         self._waited_before, self._data_before = strategy.waited_seconds, feed.seconds_waited
-        self._device = _DeviceWatch() if strategy.device.type == "cuda" else None
+        self._device = _DeviceTimer() if strategy.device.type == "cuda" else None
         self._thread: int | None = None  # that is in a step
         self._in_step = False  # since its first forward, and until it is counted
         self._forward_context = _Forward(self)
@@ -49,51 +53,51 @@ class StepWatch:
         """Leave forwards as they were."""
         self._release()
 
-    # ---- Around what the loop calls
+    # ---- Called by the loop
 
-    def received(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """Yield the windows, counting the time until they are where they are needed."""
+    def timed_batches(self, batches: Iterator[Window]) -> Iterator[Window]:
+        """Yield the batches, counting the time until they are on the device."""
         while True:
             began = _clock()
-            window = next(windows, None)
+            batch = next(batches, None)
             self._received += _clock() - began
-            if window is None:
+            if batch is None:
                 return
-            yield window
+            yield batch
 
-    def forward_backward(self, call: Callable[..., T]) -> Callable[..., T]:
-        """Return `call`, made once a step or once for each phase, with its time counted as forward and backward."""
+    def wrap(self, step: PhaseStep) -> PhaseStep:
+        """Return the step with its time counted, as forward and backward and as the optimizer's."""
+        return replace(
+            step,
+            forward_backward=partial(self._forward_backward, step.forward_backward),
+            update=partial(self._update, step.update),
+        )
 
-        def timed(*arguments: Any) -> T:
-            device = self._device
-            if device is not None and not self._in_step:
-                device.begin_step()
-            self._in_step = True
-            began = _clock()
-            self._thread = get_ident()
-            try:
-                return call(*arguments)
-            finally:
-                self._thread = None
-                self._both += _clock() - began
-                if device is not None:
-                    device.mark("both")
+    def _forward_backward(
+        self, forward_backward: Callable[[Window], list[StepOutput]], batch: Window
+    ) -> list[StepOutput]:
+        device = self._device
+        if device is not None and not self._in_step:
+            device.begin_step()
+        self._in_step = True
+        began = _clock()
+        self._thread = get_ident()
+        try:
+            return forward_backward(batch)
+        finally:
+            self._thread = None
+            self._both += _clock() - began
+            if device is not None:
+                device.mark("both")
 
-        return timed
-
-    def optimizer_step(self, call: Callable[..., T]) -> Callable[..., T]:
-        """Return `call` with its time counted as the optimizer's."""
-
-        def timed(*arguments: Any) -> T:
-            began = _clock()
-            try:
-                return call(*arguments)
-            finally:
-                self._optimizer += _clock() - began
-                if self._device is not None:
-                    self._device.mark("optimizer")
-
-        return timed
+    def _update(self, update: Callable[[], Tensor | None]) -> Tensor | None:
+        began = _clock()
+        try:
+            return update()
+        finally:
+            self._optimizer += _clock() - began
+            if self._device is not None:
+                self._device.mark("optimizer")
 
     def end_step(self) -> None:
         """Count a step, all phases of which have been made."""
@@ -107,11 +111,11 @@ class StepWatch:
     # ---- What was measured
 
     def take(self, seconds: float) -> dict[str, float]:
-        """Return the seconds of each part of the steps that took `seconds`, and begin anew; at a log point only."""
+        """Return the seconds of each part of the steps that took `seconds`, and start again; at a log point only."""
         waited = self._strategy.waited_seconds
         communication = None
         if waited is not None:
-            communication = max(waited - (self._waited_before or 0.0), 0.0)  # a new reducer counts anew
+            communication = max(waited - (self._waited_before or 0.0), 0.0)  # a new reducer starts from zero
         data = self._feed.seconds_waited - self._data_before
         parts = {"data": data}
         if self._strategy.device.type != "cpu":
@@ -152,24 +156,24 @@ class StepWatch:
 class _Forward:
     """The context of one forward."""
 
-    def __init__(self, watch: StepWatch) -> None:
-        self._watch = watch
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
         self._began = 0.0
 
     def __enter__(self) -> None:
-        if self._watch._device is not None:
-            self._watch._device.mark("between")
+        if self._timer._device is not None:
+            self._timer._device.mark("between")
         self._began = _clock()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watch._forward += _clock() - self._began
-        if self._watch._device is not None:
-            self._watch._device.mark("forward")
+        self._timer._forward += _clock() - self._began
+        if self._timer._device is not None:
+            self._timer._device.mark("forward")
 
 
-class _DeviceWatch:
+class _DeviceTimer:
     """Records events in one of several steps; what lies before an event counts for the name it was recorded by."""
 
     def __init__(self) -> None:

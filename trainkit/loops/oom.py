@@ -1,0 +1,152 @@
+"""`micro_batch_size=auto`: the micro-batch is halved when a step runs out of memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.batches import rows, tree_leaves
+from trainkit.errors import UserError
+from trainkit.loops.phases import PhaseStep
+from trainkit.metrics.step_output import StepOutput
+from trainkit.metrics.sync import preserve_state, restore
+from trainkit.rng import rng_state, set_rng_state
+from trainkit.run import Run
+from trainkit.window import MicroBatch, Window
+
+logger = logging.getLogger(__name__)
+
+
+class AutoMicroBatch:
+    """Computes step batches with `micro_batch_size=auto`.
+
+        step 1    [ 0 1 2 3 4 5 6 7 ]    out of memory on some rank: all drop what they have of this step
+        again     [ 0 1 2 3 | 4 5 6 7 ]  the same samples and random numbers, in halves
+        step 2    [ 8 9 10 11 | 12 13 14 15 ]
+
+    The global batch does not change, so the weights are those of a run that began with the size that was found.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        if run.optimizations and run.optimizations[0].phase:
+            raise UserError(
+                f"{type(run.task).__name__} has phases, in which a step cannot be made again with smaller "
+                "micro-batches; give strategy.micro_batch_size as a number."
+            )
+
+    def wrap(self, step: PhaseStep) -> PhaseStep:
+        """Return the step with gradients computed in micro-batches that fit."""
+        return replace(step, forward_backward=partial(self._forward_backward, step.forward_backward))
+
+    def _forward_backward(
+        self, forward_backward: Callable[[Window], list[StepOutput]], batch: Window
+    ) -> list[StepOutput]:
+        strategy, task = self._run.strategy, self._run.task
+        while True:
+            batch = resplit(batch, strategy.micro_batch_size)
+            before = StateSnapshot(task, strategy.metrics_of(task))
+            try:
+                return forward_backward(batch)
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            # Not above: the error holds the frames of the step, and they what did not fit.
+            task.zero_grad(set_to_none=True)
+            before.restore()
+            if strategy.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._halve(self._largest(batch), reason)
+
+    def resume(self) -> None:
+        """Use the size that the resumed run has found."""
+        if self._run.state.micro_batch_size is not None:
+            self._use(self._run.state.micro_batch_size)
+
+    def _halve(self, size: int, reason: str) -> None:
+        run = self._run
+        if size == 1:
+            raise UserError(
+                f"the task does not fit into memory with one sample at a time ({_first_line(reason)}). Make the task "
+                "or its samples smaller, set trainer.precision=bf16-mixed, or cut the task: strategy=pipeline."
+            )
+        self._use((size + 1) // 2)
+        if run.is_main:
+            logger.warning(
+                "micro_batch_size=auto: %d samples at once do not fit into memory (%s); continuing with %d%s. Set "
+                "strategy.micro_batch_size=%d to begin with it.",
+                size,
+                _first_line(reason),
+                (size + 1) // 2,
+                "" if run.plan is None else f": {run.plan}",
+                (size + 1) // 2,
+            )
+
+    def _largest(self, batch: Window) -> int:
+        """Return the samples of the largest micro-batch that any rank has computed; collective."""
+        own = max((micro_batch.num_samples for micro_batch in batch.micro_batches), default=0)
+        return max(self._run.strategy.all_gather_object(own))
+
+    def _use(self, size: int) -> None:
+        run = self._run
+        run.strategy.micro_batch_size = run.state.micro_batch_size = size
+        if run.plan is not None:
+            run.plan = run.strategy.plan(run.plan.batch_size)
+        if run.feed is not None:
+            run.feed.cut_anew(run.strategy)
+
+
+class StateSnapshot:
+    """A copy of what a step changes besides parameters: random generators, buffers and states of metrics."""
+
+    def __init__(self, task: nn.Module, metrics: Sequence[nn.Module]) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
+        self._metrics = preserve_state(metrics)
+        self._rng = rng_state()
+
+    def restore(self) -> None:
+        """Restore the copied state."""
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+        restore(self._metrics)
+        set_rng_state(self._rng)
+
+
+def resplit(batch: Window, size: int | None) -> Window:
+    """Return the step batch in micro-batches of at most `size` samples, the same samples in the same order."""
+    if size is None or all(micro_batch.num_samples <= size for micro_batch in batch.micro_batches):
+        return batch
+    return replace(batch, micro_batches=[part for whole in batch.micro_batches for part in _split(whole, size)])
+
+
+def _split(whole: MicroBatch, size: int) -> Iterator[MicroBatch]:
+    count = whole.num_samples
+    if count <= size:
+        yield whole
+        return
+    _check_rows(whole.batch, count)
+    for start in range(0, count, size):
+        yield MicroBatch(rows(whole.batch, slice(start, start + size), of=count), min(size, count - start))
+
+
+def _check_rows(batch: Any, count: int) -> None:
+    """Raise UserError for a batch that cannot be split: one with anything but tensors with a row for each sample."""
+    for leaf in tree_leaves(batch):
+        if not isinstance(leaf, (Tensor, int, float, type(None))) or (
+            isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != count
+        ):
+            found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise UserError(
+                f"micro_batch_size=auto cannot split a batch of {count} samples that holds {found}: only tensors with "
+                "a row for each sample can be split. Give strategy.micro_batch_size as a number."
+            )
+
+
+def _first_line(reason: str) -> str:
+    return reason.strip().partition("\n")[0].rstrip(".") or "no reason given"

@@ -1,0 +1,183 @@
+"""The phases of one optimizer step: in a fixed order, or driven by the task's `manual_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from trainkit.errors import UserError, nearest
+from trainkit.metrics.step_output import StepOutput
+from trainkit.state import TrainState
+from trainkit.window import Window
+
+
+@dataclass(frozen=True)
+class PhaseStep:
+    """Forward, backward and update of one optimizer, composed once at the start; each call is collective."""
+
+    phase: str
+    """Empty for the one optimizer of a task without phases."""
+    every: int
+    """The phase takes part in every so many steps."""
+    begin: Callable[[str | None], None]
+    """Makes the phase the one that is trained, by the task's method of this name or the phase's own."""
+    forward_backward: Callable[[Window], list[StepOutput]]
+    """Leaves the gradients of a step batch."""
+    update: Callable[[], Tensor | None]
+    """Clips, updates the parameters and drops the gradients; returns their norm where it was needed."""
+    step_schedules: Callable[[], None]
+
+
+class StepWrapper(Protocol):
+    """An option of the step, such as timing."""
+
+    def wrap(self, step: PhaseStep) -> PhaseStep:
+        """Return the step with the option around its calls."""
+
+
+class TrainStep(Protocol):
+    """One optimizer step in two calls; both are collective."""
+
+    @property
+    def begin(self) -> Callable[[Window], list[StepOutput]]:
+        """Compute a step batch and return the outputs of this rank's micro-batches."""
+
+    def finish(self) -> None:
+        """Make the updates that are left."""
+
+    @property
+    def grad_norms(self) -> Mapping[str, Tensor]:
+        """The norm of each phase's last gradient, where it was needed."""
+
+
+class SingleStep:
+    """The step of a task with one optimizer."""
+
+    def __init__(self, phase: PhaseStep) -> None:
+        self.begin = phase.forward_backward
+        self.grad_norms: dict[str, Tensor] = {}
+        self._update, self._step_schedules = phase.update, phase.step_schedules
+
+    def finish(self) -> None:
+        """Update the parameters and step the schedules."""
+        norm = self._update()
+        self._step_schedules()
+        if norm is not None:
+            self.grad_norms[""] = norm
+
+
+class PhaseControl:
+    """What a task with `manual = True` drives its steps with; each method is collective.
+
+    The micro-batches of a step, their weights, the precision and the reduction over ranks are taken care of:
+
+        def manual_step(self, control):
+            for _ in range(5):
+                control.backward("critic")
+                control.step("critic")
+            control.backward("actor")
+            control.step("actor")
+    """
+
+    def __init__(self, phases: Sequence[PhaseStep]) -> None:
+        self.outputs: list[StepOutput] = []
+        """What the phases of this step returned, their metrics under `<phase>/<name>`."""
+        self.norms: dict[str, Tensor] = {}
+        """The norm of each phase's gradient in its last step, where it was needed."""
+        self.num_steps = 0
+        """Optimizer steps of the whole task before this one."""
+        self._phases = {phase.phase: phase for phase in phases}
+        self._batch = Window([], 0, 0, False)
+
+    def begin(self, batch: Window, *, num_steps: int) -> None:
+        """Turn to the global batch of the next step."""
+        self._batch, self.num_steps, self.outputs = batch, num_steps, []
+
+    def backward(self, phase: str, *, step: str | None = None) -> Mapping[str, float | Tensor]:
+        """Leave in the phase's parameters the gradient of its mean loss over the global batch.
+
+        `step` names another method of the task that returns the loss. Returns the loss and metrics of this rank's
+        last micro-batch, which are tensors on the device: nothing waits for them. Called twice without a `step`
+        between, the second gradient is added to the first.
+        """
+        current = self._find(phase)
+        current.begin(step)
+        outputs = current.forward_backward(self._batch)
+        self.outputs += [_named(output, phase) for output in outputs]
+        last = outputs[-1] if outputs else None
+        return {} if last is None or last.loss is None else {"loss": last.loss, **last.metrics}
+
+    def step(self, phase: str) -> None:
+        """Unscale and clip the phase's gradient, update its parameters, drop the gradient, step its schedules."""
+        current = self._find(phase)
+        norm = current.update()
+        current.step_schedules()
+        if norm is not None:
+            self.norms[phase] = norm
+
+    def due(self, phase: str) -> bool:
+        """Return whether the phase takes part in this step, by its `every`."""
+        return self.num_steps % self._find(phase).every == 0
+
+    def run_due_phases(self) -> None:
+        """Make the backward and step of each phase that takes part in this step, in their order."""
+        for phase in self._phases:
+            if self.due(phase):
+                self.backward(phase)
+                self.step(phase)
+
+    def _find(self, phase: str) -> PhaseStep:
+        found = self._phases.get(phase)
+        if found is None:
+            known = list(self._phases)
+            raise UserError(
+                f"there is no phase {phase!r}.{nearest(phase, known)} configure_phases declares {', '.join(known)}."
+            )
+        return found
+
+
+class ManualTask(Protocol):
+    """A task that may drive its phases itself."""
+
+    manual: bool
+
+    def manual_step(self, control: Any) -> None:
+        """Make one step."""
+
+
+class PhasedStep:
+    """The step of a task with several optimizers, each of which is updated before the next phase begins."""
+
+    def __init__(self, task: ManualTask, state: TrainState, phases: Sequence[PhaseStep]) -> None:
+        self._control = PhaseControl(phases)
+        self._task, self._state = task, state
+
+    @property
+    def grad_norms(self) -> Mapping[str, Tensor]:
+        """The norm of each phase's last gradient, where it was needed."""
+        return self._control.norms
+
+    def begin(self, batch: Window) -> list[StepOutput]:
+        """Make the step of all phases that take part in it, and return what they returned; collective."""
+        control = self._control
+        control.begin(batch, num_steps=self._state.step)
+        if self._task.manual:
+            self._task.manual_step(control)
+        else:
+            control.run_due_phases()
+        return control.outputs
+
+    def finish(self) -> None:
+        """Do nothing: each phase has made its update."""
+
+
+def _named(output: StepOutput, phase: str) -> StepOutput:
+    """Return a phase's output with its metrics, and its loss as one of them, under the phase's name."""
+    metrics = {f"{phase}/{name}": value for name, value in output.metrics.items()}
+    if output.loss is not None:
+        metrics[f"{phase}/loss"] = output.loss
+    objects = [counted._replace(name=f"{phase}/{counted.name}") for counted in output.objects]
+    return StepOutput(output.loss, output.weight, metrics, own_weight=output.own_weight, objects=objects)

@@ -1,0 +1,282 @@
+"""What `on_nonfinite` does after a loss or weights that are not finite: an error, a stop, or a rollback."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainkit.checkpoints.store import CheckpointEntry, CheckpointError, load_from
+from trainkit.errors import NonFiniteLoss
+from trainkit.feed import Feed
+from trainkit.fit_config import NonfinitePolicy
+from trainkit.loops.skipped_steps import list_samples
+from trainkit.metrics.accumulate import WeightedMeans
+from trainkit.optim.nonfinite import is_finite_state, nonfinite_state, untrained_nonfinite_state
+from trainkit.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+class RollbackRequested(Exception):  # no error: training continues
+    """A loss was not finite after `step - 1` sound steps; raised on all ranks at the same point."""
+
+    def __init__(self, step: int, cause: str) -> None:
+        super().__init__(cause)
+        self.step = step
+        self.cause = cause
+
+
+class NonFinitePolicy:
+    """Checks losses where training waits for the device anyway, and applies the policy on all ranks at once.
+
+    step        100        147   150
+    checkpoint  saved                        147: a loss that is not finite, found when step 150 logs
+    rollback    restored   147   150         steps 101 to 146 are repeated bit for bit, step 147 is skipped
+                  ------>   |---->
+    """
+
+    def __init__(self, run: Run, *, policy: NonfinitePolicy, max_rollbacks: int) -> None:
+        assert run.feed is not None
+        self.means = run.means = WeightedMeans(run.strategy.device)
+        self._weights_are_sound = True
+        self._run = run
+        self._feed: Feed = run.feed
+        self._lacks_folder = policy == "rollback" and run.checkpointer.store is None
+        self._policy: NonfinitePolicy = "raise" if self._lacks_folder else policy
+        self._max_rollbacks = max_rollbacks
+        self._rollbacks = 0
+        self._point = RollbackPoint(run)
+        self._suspect: tuple[int, str] | None = None  # the step that the last rollback listed, and why
+
+    # ---- Called by the loop
+
+    @property
+    def lists_steps(self) -> bool:
+        """Whether steps are, or may be, listed in `state.skipped_steps`."""
+        return self._policy == "rollback" or bool(self._run.state.skipped_steps)
+
+    def prepare(self) -> None:
+        """Record which state is not finite before training; collective."""
+        strategy = self._run.strategy
+        if self._lacks_folder and self._run.is_main:
+            logger.warning(
+                "on_nonfinite=rollback restores checkpoints, and this run has no folder for any: a loss that is not "
+                "finite ends it, as with on_nonfinite=raise."
+            )
+        own = untrained_nonfinite_state(self._run.task)
+        if strategy.agree(bool(own)):  # stages hold parts of the task
+            self._point.never_finite = frozenset(name for names in strategy.all_gather_object(own) for name in names)
+
+    def start(self) -> None:
+        """Save a first checkpoint to return to, if the policy may need one and there is none; collective."""
+        run = self._run
+        if run.checkpointer.store is None:
+            return
+        has_own = self._point.begin()
+        if self._policy == "rollback" and not run.strategy.broadcast_object(has_own):
+            run.checkpointer.save(reason="start")
+
+    @contextmanager
+    def rollback_on_request(self, then: Callable[[], None]) -> Iterator[None]:
+        """Restore a checkpoint and call `then` where the block raises RollbackRequested; collective."""
+        try:
+            yield
+        except RollbackRequested as request:
+            self._rollback(request)
+            then()
+
+    def check(self) -> bool:
+        """Apply the policy to losses that were not logged yet, and return whether the weights may be saved."""
+        first_bad = self.means.first_nonfinite_step()
+        if self._run.strategy.agree(first_bad is not None):
+            self.on_nonfinite_loss(first_bad)
+        return self._weights_are_sound
+
+    def weights_are_finite(self) -> bool:
+        """Return whether the weights are worth saving, or apply the policy if they are not finite; collective.
+
+        A step may have a finite loss and a gradient that is not. Its weights must never replace a sound checkpoint,
+        which may be the only one: here training may wait for the device.
+        """
+        if not self.check():
+            return False
+        run = self._run
+        if run.state.step == 0:
+            return True
+        name = self._nonfinite_name()
+        if not run.strategy.agree(name is not None):
+            return True
+        cause = f"step {run.state.step} left {self._first_of_ranks(name)} not finite"
+        if self._policy == "rollback":
+            raise RollbackRequested(run.state.step, cause)
+        if self._policy == "stop":
+            self._weights_are_sound = False
+            run.request_stop(cause)
+            return False
+        raise NonFiniteLoss(f"{cause}, or a step before it did, though no loss was NaN or infinite{self._remedy()}")
+
+    def on_nonfinite_loss(self, step: int | None) -> None:
+        """Raise, stop or roll back as the policy says; `step` is this rank's first bad one. Collective.
+
+        A skipped step has changed nothing; the warning comes when training logs.
+        """
+        if self._policy == "skip":
+            return
+        if self._policy == "stop":
+            self._weights_are_sound = False
+            where = f"at step {step}" if step is not None else "on another rank"
+            self._run.request_stop(f"the loss became NaN or infinite {where}")
+            return
+        first, place = self._place(step)
+        cause = f"the loss became NaN or infinite {place}"
+        if self._policy == "rollback" and first is not None:
+            raise RollbackRequested(first, cause)
+        name = self._first_of_ranks(self._nonfinite_name())
+        raise NonFiniteLoss(
+            f"{cause}. Lower the learning rate, set trainer.max_grad_norm=1.0, or set "
+            "trainer.detect_anomaly=true to find the operation; trainer.on_nonfinite=skip skips such steps, and rollback returns to a checkpoint before "
+            f"them.{'' if name is None else f' By now {name} is not finite.'}"
+        )
+
+    def skip_step(self) -> None:
+        """Step only the schedules of the next step; raises RollbackRequested if the step before it is to blame.
+
+        Collective.
+        """
+        run, step = self._run, self._run.state.step + 1
+        if self._suspect is not None and self._suspect[0] == step:
+            cause, self._suspect = self._suspect[1], None
+            name = self._first_of_ranks(self._nonfinite_name())
+            if name is not None:
+                raise RollbackRequested(step - 1, f"{cause}, since step {step - 1} left {name} not finite")
+            if run.is_main:
+                logger.warning(
+                    "%s: step %d is skipped. Set trainer.detect_anomaly=true to find the operation.", cause, step
+                )
+        for optimization in run.optimizations:
+            if run.state.step % optimization.every == 0:
+                optimization.step_schedules("step")
+
+    # ---- Rollback
+
+    def _rollback(self, request: RollbackRequested) -> None:
+        """Restore the last checkpoint before the step of the request, and list that step to be skipped; collective."""
+        run = self._run
+        self._rollbacks += 1
+        if self._rollbacks > self._max_rollbacks:
+            raise NonFiniteLoss(
+                f"{request.cause}, after {self._max_rollbacks} rollbacks. Lower the learning rate, set "
+                "trainer.max_grad_norm=1.0, or allow more with trainer.max_rollbacks."
+            ) from None
+        checkpoint = self._point.checkpoint_before(request.step)
+        if checkpoint is None:
+            raise NonFiniteLoss(
+                f"{request.cause}, and there is no sound checkpoint from before it. Lower the learning rate, or save "
+                "more often: callbacks.checkpoint.every=500step."
+            ) from None
+        self._point.restore(checkpoint)
+        run.state.skipped_steps.discard(request.step + 1)
+        run.state.skipped_steps.add(request.step)
+        self._suspect = (request.step, request.cause)
+        if run.stopped_by is None:
+            run.stop_reason = None
+        for destination in run.loggers:
+            assert run.run_dir is not None
+            destination.close()
+            destination.open(run.run_dir, step=run.state.step)
+        if run.is_main:
+            logger.warning("%s: rolling back to step %d.", request.cause, run.state.step)
+
+    def _nonfinite_name(self) -> str | None:
+        """Return the name of a parameter or buffer here that was finite and is not; waits for the device."""
+        never_finite = self._point.never_finite
+        return next((name for name in nonfinite_state(self._run.task) if name not in never_finite), None)
+
+    def _first_of_ranks(self, name: str | None) -> str | None:
+        """Return the name that the first rank gives which gives one; collective."""
+        return next((other for other in self._run.strategy.all_gather_object(name) if other is not None), None)
+
+    def _remedy(self) -> str:
+        kept = "" if self._run.checkpointer.store is None else "; they are not saved, and earlier checkpoints stay"
+        lower = (
+            f"{kept}. Lower the learning rate, set trainer.max_grad_norm=1.0, or set "
+            "trainer.detect_anomaly=true to find the operation"
+        )
+        if self._policy == "skip":
+            return f"{lower}."
+        return (
+            f"{lower}; trainer.on_nonfinite=skip skips steps whose gradient is not finite, and rollback returns to a "
+            "checkpoint before them."
+        )
+
+    def _place(self, step: int | None) -> tuple[int | None, str]:
+        """Return the first bad step of all ranks, with its rank and samples as text; collective."""
+        run = self._run
+        own = None if step is None else (step, run.strategy.rank, self._feed.samples_of(step, run.state))
+        places = run.strategy.all_gather_object(own)
+        found = [place for place in places if place is not None]
+        if not found:  # it was logged already, and on no rank since
+            return None, f"before step {run.state.step}"
+        first, rank, samples = min(found)
+        on_rank = f" on rank {rank}" if len(places) > 1 else ""
+        return first, f"at step {first}{on_rank}" + (f" (samples {list_samples(samples)})" if samples else "")
+
+
+class RollbackPoint:
+    """The checkpoints of this run that a rollback may restore."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._foreign: set[Path] = set()
+        self.never_finite: frozenset[str] = frozenset()
+        """Names of state that was not finite before training and need not be, such as masks of minus infinity."""
+
+    def begin(self) -> bool:
+        """Return on the main rank whether there is a checkpoint of this run already.
+
+        The folder may hold others: of an earlier run, or of a later step than the one that was resumed.
+        """
+        run = self._run
+        entries: list[CheckpointEntry] = []
+        if run.is_main and run.checkpointer.store is not None:
+            with suppress(OSError):  # a save will report what is wrong with the folder
+                entries = run.checkpointer.store.entries()
+        self._foreign = {entry.path for entry in entries if run.resumed_from is None or entry.step > run.state.step}
+        return len(entries) > len(self._foreign)
+
+    def checkpoint_before(self, step: int) -> tuple[int, Path] | None:
+        """Return the step and path of the last complete checkpoint before `step` with finite weights; collective."""
+        run = self._run
+        run.checkpointer.wait()
+        found: tuple[int, Path] | None = None
+        if run.is_main and run.checkpointer.store is not None:
+            for entry in reversed(run.checkpointer.store.entries()):
+                if entry.path in self._foreign or entry.step >= step:
+                    continue
+                with suppress(CheckpointError):
+                    if is_finite_state(run.checkpointer.store.load(entry)["task"], except_for=self.never_finite):
+                        found = (entry.step, entry.path)
+                        break
+        return run.strategy.broadcast_object(found)
+
+    def restore(self, checkpoint: tuple[int, Path]) -> None:
+        """Restore a checkpoint, but keep the clock, the skipped steps and the micro-batch size; collective."""
+        run, state = self._run, self._run.state
+        seconds, skipped_steps, size = state.own_seconds, state.skipped_steps, state.micro_batch_size
+        resumed_from = run.resumed_from
+        payload = load_from(checkpoint[1]).payload
+        run.checkpointer.restore(payload, where=str(checkpoint[1]))
+        state.resume_clock(seconds)
+        state.skipped_steps |= skipped_steps
+        state.micro_batch_size = size  # found since the checkpoint, and in use
+        run.resumed_from = resumed_from
+        run.task.train()
+        drop_gradients(run)
+
+
+def drop_gradients(run: Run) -> None:
+    """Leave no gradient of an unfinished step."""
+    for optimization in run.optimizations:
+        optimization.zero_grad()

@@ -1,0 +1,182 @@
+"""Steps that change nothing: their gradient is not finite or a spike, or a rollback has listed them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.feed import Feed
+from trainkit.loops.phases import PhaseStep, TrainStep
+from trainkit.metrics.step_output import StepOutput
+from trainkit.run import Run
+from trainkit.state import TrainState
+from trainkit.window import Window
+
+logger = logging.getLogger(__name__)
+
+STEPS_SHOWN = 5
+"""Steps that are named between two log points."""
+SAMPLES_SHOWN = 20
+_FOLD_AT = 512
+"""Flags that are kept one by one before the steps among them are picked out, which waits for the device."""
+
+
+class SkippedSteps:
+    """Restores buffers after each step that an optimizer skips; nothing waits for the device before a log point.
+
+    buffers    before ---- forward, backward ---> after
+    gradient                                      not finite, or a spike: a flag on the device
+    buffers    where(flag, before, after)         batch-norm statistics are as if there had been no such batch
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._before: dict[str, BufferSnapshot] = {}  # of each phase between its first backward and its update
+        self._flags: list[tuple[int, Tensor]] = []
+        self._steps: list[int] = []
+
+    def wrap(self, step: PhaseStep) -> PhaseStep:
+        """Return the step with the buffers copied before its first backward, and restored if it is skipped."""
+        phase, forward_backward, update = step.phase, step.forward_backward, step.update
+        optimization = next(part for part in self._run.optimizations if part.phase == phase)
+
+        def snapshot_first(batch: Window) -> list[StepOutput]:
+            if phase not in self._before:
+                self._before[phase] = BufferSnapshot(self._run.task)
+            return forward_backward(batch)
+
+        def then_restore() -> Tensor | None:
+            norm = update()
+            self._restore(phase, optimization.skipped)
+            return norm
+
+        return replace(step, forward_backward=snapshot_first, update=then_restore)
+
+    def warn(self, bad: Sequence[int], feed: Feed) -> None:
+        """Warn of the steps skipped since the last call, of which `bad` had a bad loss here; waits for the device.
+
+        Collective.
+        """
+        self._fold()
+        steps, self._steps = list(dict.fromkeys(self._steps)), []
+        shown = steps[:STEPS_SHOWN]
+        if not shown:
+            return
+        run = self._run
+        own = {step: SkipReason(step in bad, feed.samples_of(step, run.state)) for step in shown}
+        reasons = run.strategy.all_gather_object((run.strategy.rank, own))
+        if not run.is_main:
+            return
+        reasons.sort(key=itemgetter(0))
+        causes = [_cause(step, {rank: known[step] for rank, known in reasons}) for step in shown]
+        more = f"; and {len(steps) - len(shown)} more" * (len(steps) > len(shown))
+        logger.warning(
+            "skipped since the last log: %s%s. Set trainer.detect_anomaly=true to find the operation.",
+            "; ".join(causes),
+            more,
+        )
+
+    def _restore(self, phase: str, flag: Tensor | None) -> None:
+        before = self._before.pop(phase, None)
+        if flag is None:
+            return
+        if before is not None:
+            before.restore_where(flag)
+        self._flags.append((self._run.state.step + 1, flag))
+        if len(self._flags) >= _FOLD_AT:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Pick out the steps that were skipped, which waits for the device."""
+        flags, self._flags = self._flags, []
+        if flags:
+            skipped = torch.stack([flag for _, flag in flags]).tolist()
+            self._steps += [step for (step, _), was_skipped in zip(flags, skipped, strict=True) if was_skipped]
+
+
+class SkipListedSteps:
+    """A step that changes nothing where a rollback has listed it in `state.skipped_steps`."""
+
+    def __init__(self, step: TrainStep, state: TrainState, skip: Callable[[], None]) -> None:
+        self._step, self._state, self._skip = step, state, skip
+        self._skips = False
+
+    @property
+    def grad_norms(self) -> Mapping[str, Tensor]:
+        """The norm of each phase's last gradient, where it was needed."""
+        return self._step.grad_norms
+
+    def begin(self, batch: Window) -> list[StepOutput]:
+        """Compute the step batch, or skip it; collective."""
+        self._skips = self._state.step + 1 in self._state.skipped_steps
+        if self._skips:
+            self._skip()
+            return []
+        return self._step.begin(batch)
+
+    def finish(self) -> None:
+        """Make the updates of a step that is not skipped."""
+        if not self._skips:
+            self._step.finish()
+
+
+class SkipReason(NamedTuple):
+    """What one rank knows of a skipped step."""
+
+    loss_was_bad: bool
+    samples: list[int]
+
+
+class BufferSnapshot:
+    """A copy of a module's buffers, one flat tensor for each device and type."""
+
+    def __init__(self, module: nn.Module) -> None:
+        buffers = sorted((buffer for buffer in module.buffers() if _has_values(buffer)), key=_kind)
+        self._groups = [list(group) for _, group in groupby(buffers, key=_kind)]
+        self._before = [_flat(group) for group in self._groups]
+
+    def restore_where(self, flag: Tensor) -> None:
+        """Restore the buffers if the flag is set, without waiting for the device."""
+        with torch.no_grad():
+            for group, before in zip(self._groups, self._before, strict=True):
+                chosen = torch.where(flag.to(before.device), before, _flat(group))
+                pieces = chosen.split([buffer.numel() for buffer in group])
+                torch._foreach_copy_(
+                    group, [piece.view_as(buffer) for piece, buffer in zip(pieces, group, strict=True)]
+                )
+
+
+def list_samples(samples: Sequence[int]) -> str:
+    """Return the first samples, separated by commas."""
+    return ", ".join(map(str, samples[:SAMPLES_SHOWN])) + ", ..." * (len(samples) > SAMPLES_SHOWN)
+
+
+def _cause(step: int, of_ranks: Mapping[int, SkipReason]) -> str:
+    """Return what was wrong with a step: the first rank whose loss was, and its samples, or those of all ranks."""
+    bad = next((rank for rank, reason in of_ranks.items() if reason.loss_was_bad), None)
+    samples = of_ranks[bad].samples if bad is not None else [i for reason in of_ranks.values() for i in reason.samples]
+    cause = "its gradient was not finite, or a spike" if bad is None else "its loss was NaN or infinite"
+    on_rank = f" on rank {bad}" if bad is not None and len(of_ranks) > 1 else ""
+    return f"step {step}, since {cause}{on_rank}" + (f" (samples {list_samples(samples)})" if samples else "")
+
+
+def _flat(buffers: list[Tensor]) -> Tensor:
+    return torch.cat([buffer.detach().reshape(-1) for buffer in buffers])  # a copy, also of one buffer
+
+
+def _has_values(buffer: Tensor) -> bool:
+    """Return whether a step may write here: not to a placeholder for the buffer of another stage."""
+    if buffer.is_meta or buffer.layout != torch.strided or buffer.numel() == 0:
+        return False
+    return all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+
+
+def _kind(buffer: Tensor) -> Any:
+    return str(buffer.device), str(buffer.dtype)

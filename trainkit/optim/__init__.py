@@ -1,0 +1,1 @@
+"""Optimizers, their phases and gradients that are not finite."""

@@ -1,0 +1,171 @@
+"""Phase: one of several optimizers of a task, and the checks of those that a task declares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainkit.errors import UserError, nearest
+from trainkit.task import OptimizerSpec
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning-rate scheduler and when it steps.
+
+    `every="step"`: after each optimizer step; `"epoch"`: after each epoch; `"metric"`: after each validation,
+    with the value of `metric` (`"validation/loss"`), as `ReduceLROnPlateau` wants it.
+    """
+
+    scheduler: LRScheduler
+    every: Literal["step", "epoch", "metric"] = "step"
+    metric: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every not in ("step", "epoch", "metric"):
+            raise UserError(f"Schedule(every={self.every!r}): choose 'step', 'epoch' or 'metric'.")
+        if (self.every == "metric") != (self.metric is not None):
+            raise UserError("Schedule(every='metric') goes with metric='validation/loss' or another name, and only it.")
+        if isinstance(self.scheduler, ReduceLROnPlateau) and self.every != "metric":
+            raise UserError(
+                "ReduceLROnPlateau needs a metric: Schedule(scheduler, every='metric', metric='validation/loss')."
+            )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a step: a loss of its own that trains parameters of its own.
+
+        def configure_phases(self):
+            return [
+                Phase("discriminator", Adam(self.discriminator.parameters())),   # calls discriminator_step(batch)
+                Phase("generator", Adam(self.generator.parameters()), every=2),  # calls generator_step(batch)
+            ]
+
+    The phases of a step see the same global batch, one after the other. While one is on, no other parameters require
+    a gradient, so none is computed for them.
+
+    Args:
+        name: What metrics of the phase are logged under: `train/<name>/loss`.
+        optimizer: The phase's optimizer, or `(optimizer, schedule)`; its parameters are those that the phase trains.
+        step: The task's method that returns the loss; `<name>_step` unless given.
+        every: The phase takes part in every so many steps, from the first on.
+        max_grad_norm: Largest global norm of the phase's gradient; the trainer's unless given.
+        max_grad_value: Largest absolute value of an element of it.
+
+    """
+
+    name: str
+    optimizer: OptimizerSpec
+    step: str | None = None
+    every: int = 1
+    max_grad_norm: float | None = None
+    max_grad_value: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise UserError(f"Phase({self.name!r}): a name has letters, digits and underscores, such as 'generator'.")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise UserError(f"Phase({self.name!r}, every={self.every!r}): give a whole number of steps, at least 1.")
+
+    @property
+    def step_name(self) -> str:
+        """The task's method that returns the loss."""
+        return self.step or f"{self.name}_step"
+
+
+class PhasedTask(Protocol):
+    """A task that declares phases."""
+
+    manual: bool
+
+
+class PhaseStrategy(Protocol):
+    """A strategy, as far as phases ask it."""
+
+    runs_phases: bool
+
+    def check_phases(self, task: Any) -> None:
+        """Raise UserError for a task with phases that could not be trained."""
+
+
+class NamedPhase(Protocol):
+    """An optimizer with the name of its phase; empty for the one of a task without phases."""
+
+    phase: str
+
+
+class TrainedParameters(NamedPhase, Protocol):
+    """The parameters of a phase."""
+
+    parameters: list[nn.Parameter]
+
+
+def check_phases_run(task: object, strategy: PhaseStrategy) -> None:
+    """Raise UserError for a task with phases on a strategy that cannot train these."""
+    if not strategy.runs_phases:
+        name = type(strategy).__name__
+        raise UserError(
+            f"{type(task).__name__} has phases, which {name} cannot train: each has a step and optimizer of its own, "
+            f"and {name} prepares one of each. Type strategy=ddp, strategy=dp, strategy=pipeline or strategy=single."
+        )
+    strategy.check_phases(task)
+
+
+def check_phases(phases: object, task: PhasedTask) -> list[Phase]:
+    """Return the phases that a task declares; raises UserError for what cannot be driven."""
+    where = f"{type(task).__name__}.configure_phases"
+    if not isinstance(phases, (list, tuple)) or not phases or not all(isinstance(phase, Phase) for phase in phases):
+        raise UserError(f"{where} returned {phases!r}; return a list of trainkit.Phase(name, optimizer).")
+    names = [phase.name for phase in phases]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise UserError(f"{where} returned two phases called {repeated!r}; names tell them apart.")
+    for phase in phases:
+        if not task.manual and not callable(getattr(task, phase.step_name, None)):
+            raise UserError(
+                f"{where} declares the phase {phase.name!r}, and there is no method {phase.step_name}."
+                f"{nearest(phase.step_name, dir(task))} Define {phase.step_name}(self, batch), which returns the loss."
+            )
+    return list(phases)
+
+
+def check_disjoint(optimizations: Sequence[TrainedParameters], task: nn.Module) -> None:
+    """Raise UserError if a parameter is trained by two phases."""
+    names = {id(parameter): name for name, parameter in task.named_parameters()}
+    owner: dict[int, str] = {}
+    for optimization in optimizations:
+        for parameter in optimization.parameters:
+            first = owner.setdefault(id(parameter), optimization.phase)
+            if first != optimization.phase:
+                raise UserError(
+                    f"the parameter {names.get(id(parameter), '?')} is trained by the phases {first!r} and "
+                    f"{optimization.phase!r} of {type(task).__name__}; a parameter belongs to one. "
+                    "Add up the losses in one phase to train shared layers."
+                )
+
+
+def by_phase(states: Sequence[Any], optimizations: Sequence[NamedPhase]) -> Any:
+    """Return the state of the one optimizer of a task without phases, else the states by the names of the phases."""
+    if optimizations[0].phase == "":
+        return states[0]
+    return {part.phase: state for part, state in zip(optimizations, states, strict=True)}
+
+
+def saved_by_phase(
+    optimizers: Any, schedules: Any, optimizations: Sequence[NamedPhase], *, where: str
+) -> list[tuple[Any, Any]]:
+    """Return each optimization's saved state and schedules; raises UserError if those are of other phases."""
+    names = [part.phase for part in optimizations]
+    saved = [""] if "param_groups" in optimizers else list(optimizers)
+    if sorted(saved) != sorted(names):
+        raise UserError(f"{where} was saved {_described(saved)}, and this task is trained {_described(names)}.")
+    return [(optimizers, schedules)] if saved == [""] else [(optimizers[name], schedules[name]) for name in names]
+
+
+def _described(phases: list[str]) -> str:
+    return "without phases" if phases == [""] else f"with the phases {', '.join(phases)}"
