@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainkit.callback import Callback
 from trainkit.checkpoints.payload import identity_of
 from trainkit.errors import UserError
+from trainkit.strategy import local_state
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -53,7 +54,7 @@ class AveragedWeights(Callback):
         if run.resumed_from is None:
             self._forget()
         self._seen_step = run.state.step
-        low = [name for name, tensor in run.strategy.held(run.task).items() if tensor.dtype in _LOW_PRECISION]
+        low = [name for name, tensor in local_state(run.strategy, run.task).items() if tensor.dtype in _LOW_PRECISION]
         if low:
             raise UserError(
                 f"{type(self).__name__} cannot average weights of 16 bits ({low[0]}): small changes would be rounded "
@@ -134,7 +135,7 @@ class AveragedWeights(Callback):
 
         What a checkpoint held is whole; a pipeline's stage keeps its part, once the task is cut.
         """
-        held = run.strategy.held(run.task)
+        held = local_state(run.strategy, run.task)
         average = self._average
         if self._updates and (
             average.keys() != held.keys() or any(average[name].device != held[name].device for name in held)

@@ -103,7 +103,7 @@ class Checkpoint(Callback):
         self._reason = None
         self._is_prepared = False
         self._retries.start()
-        self._saved_step = run.strategy.broadcast_object(_step_saved_last(run)) if run.resumed_from else None
+        self._saved_step = run.strategy.comm.broadcast_object(_step_saved_last(run)) if run.resumed_from else None
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         if self._by_clock and self._interval.due(run.state):
@@ -119,7 +119,7 @@ class Checkpoint(Callback):
             )
         value = metrics[self.monitor.metric]
         self._settle(run)  # what is being written may be one of the best
-        if run.strategy.broadcast_object(run.is_main and self._is_among_best(run.checkpoints, value)):
+        if run.strategy.comm.broadcast_object(run.is_main and self._is_among_best(run.checkpoints, value)):
             self._reason = BEST
 
     def on_step_end(self, run: Run) -> None:
@@ -143,7 +143,7 @@ class Checkpoint(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         # What was written in the background may be of this very step, and only the main rank knows that it failed.
-        if self.background and run.strategy.broadcast_object(self._settle(run)):
+        if self.background and run.strategy.comm.broadcast_object(self._settle(run)):
             self._saved_step = None
         # Not what this rank received: a signal that comes now is for none or for all of those that save.
         if run.stopped_by is not None:

@@ -124,7 +124,7 @@ class LearningRateFinder(Callback):
                 run.strategy.optimizer_step(optimization)
             else:
                 means.add(control.make_step(run, window, number=number))
-            loss = means.reduce(run.strategy).get(name)
+            loss = means.reduce(run.strategy.comm).get(name)
             if loss is None or number % optimization.every:  # the phase takes no part in this step
                 continue
             rates.append(rate)
@@ -190,7 +190,7 @@ def _windows(run: Run) -> Iterator[Window]:
     assert run.feed is not None
     for epoch in count():
         seen = False
-        for window in run.strategy.windows(run.feed.windows(epoch, 0), run.feed.source):
+        for window in run.strategy.step_batches(run.feed.windows(epoch, 0), pin_memory=run.feed.source.pin_memory):
             seen = True
             yield window
         if not seen:

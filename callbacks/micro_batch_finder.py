@@ -15,6 +15,7 @@ from trainkit.checkpoints.file import write_text
 from trainkit.console import Table, say, show
 from trainkit.errors import UserError, nearest
 from trainkit.step_output import read_training_output
+from trainkit.strategy import SupportsPhases
 from trainkit.way_back import drop_gradients
 from trainkit.window import MicroBatch, Window
 
@@ -66,8 +67,8 @@ class MicroBatchFinder(Callback):
             return
         self._check(run)
         assert run.plan is not None
-        share = -(-run.plan.batch_size // run.strategy.world_size)
-        in_stages = run.strategy.num_processes != run.strategy.world_size
+        share = -(-run.plan.batch_size // run.strategy.comm.world_size)
+        in_stages = run.strategy.comm.num_processes != run.strategy.comm.world_size
         sizes = _halves(run.plan.micro_batch_size) if in_stages else _sizes(min(share, self.largest or share))
         with trial(run, who="micro_batch_finder"):
             if in_stages:
@@ -113,9 +114,9 @@ class MicroBatchFinder(Callback):
             drop_gradients(run)
             if run.strategy.device.type == "cuda":
                 torch.cuda.empty_cache()
-            if run.strategy.agree(is_out):
+            if run.strategy.comm.any_rank(is_out):
                 break
-            speeds[size] = size / max(run.strategy.all_gather_object(seconds))
+            speeds[size] = size / max(run.strategy.comm.all_gather_object(seconds))
         del held_free
         return speeds
 
@@ -130,10 +131,10 @@ class MicroBatchFinder(Callback):
         _wait(device)
         began = time.perf_counter()
         for step_name in _phases_in_turn(run):
-            with strategy.gradient_session(sync=False):
+            with strategy.no_sync():
                 with strategy.precision.forward():
                     returned = getattr(run.task, step_name)(micro_batch.batch)
-                strategy.backward(read_training_output(returned, size, run.task, step_name), micro_batch, window)
+                strategy._backward(read_training_output(returned, size, run.task, step_name), micro_batch, window)
         _wait(device)
         return time.perf_counter() - began
 
@@ -146,10 +147,10 @@ class MicroBatchFinder(Callback):
             for size in sizes:  # first the one that was set, by which the windows that have begun are cut
                 strategy.accumulate, strategy.micro_batch_size = None, size
                 feed.plan_again(strategy)
-                window = next(strategy.windows(feed.windows(0, 0), feed.source))
+                window = next(strategy.step_batches(feed.windows(0, 0), pin_memory=feed.source.pin_memory))
                 # The first step meets new shapes.
                 seconds = min(self._seconds_of_step(run, window) for _ in range(1 + _REPEATS))
-                speeds[size] = plan.batch_size / max(strategy.all_gather_object(seconds))
+                speeds[size] = plan.batch_size / max(strategy.comm.all_gather_object(seconds))
         finally:
             strategy.accumulate, strategy.micro_batch_size = before
             feed.plan_again(strategy)
@@ -190,6 +191,7 @@ def _phases_in_turn(run: Run) -> Iterator[str]:
     """Yield the method of each phase, which the strategy is to train when it is yielded."""
     for optimization in run.optimizations:
         if optimization.phase:
+            assert isinstance(run.strategy, SupportsPhases)
             run.strategy.begin_phase(optimization, step_name=optimization.step_name)
         yield optimization.step_name
 

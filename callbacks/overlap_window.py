@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.console import say
+from trainkit.overlap import NO_COMMUNICATION, Overlap
+from trainkit.strategy import Strategy, SupportsOverlapProfile
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -36,7 +38,8 @@ class OverlapWindow:
     def on_step_end(self, run: Run, step: int) -> None:
         """Begin, or end and say what was found; `step` counts from where the run began."""
         if step == self._begin and self._is_long_enough:
-            run.strategy.watch_overlap()
+            if isinstance(run.strategy, SupportsOverlapProfile):
+                run.strategy.start_overlap_profile()
             self._since = _now(run)
         elif step == self._end:
             self._tell(run, _now(run) - self._since if self._is_long_enough else 0.0)
@@ -55,7 +58,7 @@ class OverlapWindow:
 
     def _tell(self, run: Run, seconds: float) -> None:
         steps = max(self._end - self._begin, 1)
-        found = run.strategy.take_overlap(steps)
+        found = _stop_profile(run.strategy, steps)
         if not run.is_main:
             return
         name = type(run.strategy).__name__
@@ -72,3 +75,9 @@ def _now(run: Run) -> float:
     if run.strategy.device.type == "cuda":
         torch.cuda.synchronize(run.strategy.device)
     return time.perf_counter()
+
+
+def _stop_profile(strategy: Strategy, steps: int) -> Overlap | None:
+    if isinstance(strategy, SupportsOverlapProfile):
+        return strategy.stop_overlap_profile(steps)
+    return NO_COMMUNICATION if strategy.comm.num_processes == 1 else None

@@ -112,7 +112,7 @@ class Profiler(Callback):
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         if self._flops is None and run.state.step - self._began >= self.first:
             # Every rank comes here after the same step, and with pipelines each has counted its own stages.
-            self._flops = sum(run.strategy.all_gather_object(self._own_flops or 0.0))
+            self._flops = sum(run.strategy.comm.all_gather_object(self._own_flops or 0.0))
         now, steps = time.perf_counter(), run.state.step - self._since_step
         seconds = now - self._since - self._evaluating
         # The steps that were recorded are slower than others.
@@ -159,7 +159,7 @@ class Profiler(Callback):
         metrics["train/flops_per_second"] = self._record["flops_per_second"] = flops_per_second
         peak, note = self._peak(run)
         if peak is not None:
-            metrics["train/mfu"] = self._record["mfu"] = flops_per_second / (peak * run.strategy.num_devices)
+            metrics["train/mfu"] = self._record["mfu"] = flops_per_second / (peak * run.strategy.comm.num_devices)
             self._record["peak_note"] = note
 
     def _peak(self, run: Run) -> tuple[float | None, str]:
@@ -189,7 +189,7 @@ class Profiler(Callback):
             torch.cuda.synchronize(run.strategy.device)  # the trace is to hold what was started
         recording.__exit__(None, None, None)
         assert run.run_dir is not None
-        trace = run.run_dir / TRACE.format(rank=run.strategy.process)
+        trace = run.run_dir / TRACE.format(rank=run.strategy.comm.process)
         recording.export_chrome_trace(str(trace))
         on_device = run.strategy.device.type == "cuda"
         operations = _operations(recording.key_averages(), on_device=on_device)

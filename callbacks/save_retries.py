@@ -48,7 +48,7 @@ class SaveRetries:
     def failed(self, error: CheckpointError, run: Run) -> None:
         """Warn, and know when to try again, on all ranks alike; raises the error after too many. Collective."""
         self.count(error)
-        self.step = run.state.step + run.strategy.broadcast_object(_steps(self._wait, run))
+        self.step = run.state.step + run.strategy.comm.broadcast_object(_steps(self._wait, run))
         if run.is_main:
             self._warn(error, f"after step {self.step}")
 

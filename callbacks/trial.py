@@ -12,6 +12,7 @@ from torch import Tensor
 from trainkit.errors import UserError
 from trainkit.phases import PhaseControl
 from trainkit.rng import rng_untouched
+from trainkit.strategy import SupportsPhases, local_state
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -31,7 +32,7 @@ def trial(run: Run, *, who: str) -> Iterator[None]:
                 f"{who} puts the optimizer back as it was, which strategy.{setting}=true does not allow; set it to "
                 "false while you look (weights are the same under every strategy)."
             )
-    held = {name: tensor.detach().clone() for name, tensor in run.strategy.held(run.task).items()}
+    held = {name: tensor.detach().clone() for name, tensor in local_state(run.strategy, run.task).items()}
     groups = [[_settings(group) for group in one.optimizer.param_groups] for one in run.optimizations]
     states = [
         {parameter: _copy(state) for parameter, state in one.optimizer.state.items()} for one in run.optimizations
@@ -44,7 +45,7 @@ def trial(run: Run, *, who: str) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for name, tensor in run.strategy.held(run.task).items():
+            for name, tensor in local_state(run.strategy, run.task).items():
                 tensor.copy_(held[name])
         for one, own_groups, own_states in zip(run.optimizations, groups, states, strict=True):
             one.optimizer.state.clear()
@@ -58,6 +59,7 @@ def trial(run: Run, *, who: str) -> Iterator[None]:
             one.skipped_steps = own_skipped
         run.precision.load_state_dict(scaler)
         if run.optimizations[0].phase:
+            assert isinstance(run.strategy, SupportsPhases)
             run.strategy.end_phases()
 
 

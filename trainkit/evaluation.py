@@ -16,6 +16,7 @@ from trainkit.metric_states import set_aside
 from trainkit.rng import rng_untouched
 from trainkit.run import EvaluationProgress, Run
 from trainkit.step_output import StepOutput
+from trainkit.strategy import metric_modules
 
 _STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
     "validation": "validation_step",
@@ -56,16 +57,16 @@ class EvalLoop:
         """Return the metrics of one dataset over all ranks, `None` if a stop was asked for; collective."""
         run, stage, strategy = self._run, self._stage, self._run.strategy
         means, objects, num_samples = ExactMeans(strategy.device), MetricObjects(), 0
-        with set_aside(strategy.metrics_of(run.task)):
+        with set_aside(metric_modules(strategy, run.task)):
             for micro_batch in feed.batches():
                 output = strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])
                 means.add(output)
                 objects.add(output)
                 progress.batch += 1
                 num_samples += micro_batch.num_samples
-                if strategy.stop_evaluating(run.signals.received is not None):
+                if strategy.comm.should_stop_evaluation(run.signals.received is not None):
                     break
-            if strategy.agree(run.signals.received is not None):
+            if strategy.comm.any_rank(run.signals.received is not None):
                 return None
             of_callbacks: dict[str, float] = {}
             run.emit("on_dataset_end", stage, of_callbacks)
@@ -76,13 +77,13 @@ class EvalLoop:
     def _over_all_ranks(self, means: ExactMeans, objects: MetricObjects) -> dict[str, float]:
         """Return means and metrics over the samples of all ranks; one collective, two where there are objects."""
         strategy = self._run.strategy
-        gathered = strategy.all_gather_object((means.sums(), objects.parts(strategy.rank)))
+        gathered = strategy.comm.all_gather_object((means.sums(), objects.parts(strategy.comm.rank)))
         ranks: dict[int, Sums] = {}
         for sums, (rank, _) in gathered:
             ranks.setdefault(rank, sums)  # those that share a rank's samples have the same
         reduced = means_over(ranks)
         if any(counted for _, (_, counted) in gathered):
-            reduced.update(objects.compute([parts for _, parts in gathered], strategy))
+            reduced.update(objects.compute([parts for _, parts in gathered], strategy.comm))
         return reduced
 
     def predict(self) -> Any:
@@ -93,11 +94,11 @@ class EvalLoop:
             for micro_batch in next(iter(self._feeds.values())).batches():
                 outputs.append(run.strategy.predict(run.task, micro_batch))
                 progress.batch += 1
-                if run.strategy.stop_evaluating(run.signals.received is not None):
+                if run.strategy.comm.should_stop_evaluation(run.signals.received is not None):
                     break
-            if run.strategy.agree(run.signals.received is not None):
+            if run.strategy.comm.any_rank(run.signals.received is not None):
                 return []  # not those of some samples, as if they were all
-            gathered = run.strategy.gather_predictions(outputs)
+            gathered = run.strategy.comm.gather_predictions(outputs)
         return concatenate(gathered) if gathered else []
 
     def _evaluating(self) -> AbstractContextManager[EvaluationProgress]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainkit.left_out_words import Told, what_was_seen, why_left_out
 from trainkit.rng import rng_untouched
 from trainkit.step_replay import Call, Finding, StepReplay, generators_of
+from trainkit.strategy import SupportsPhases
 
 if TYPE_CHECKING:
     from trainkit.feed import Feed
@@ -114,7 +115,7 @@ class LeftOutSteps:
             found[step] = self._look_late(step, steps[step], feed)
         run = self._run
         own = {step: Told(step in bad, feed.samples_of(step, run.state), found[step]) for step in shown}
-        told = run.strategy.all_gather_object((run.strategy.rank, own))
+        told = run.strategy.comm.all_gather_object((run.strategy.comm.rank, own))
         if not run.is_main:
             return
         told.sort(key=itemgetter(0))
@@ -141,10 +142,13 @@ class LeftOutSteps:
         try:
             return self._replay.look(
                 optimization,
-                [Call(moved, optimization.step_name) for moved in run.strategy.windows(iter([window]), feed.source)],
+                [
+                    Call(moved, optimization.step_name)
+                    for moved in run.strategy.step_batches(iter([window]), pin_memory=feed.source.pin_memory)
+                ],
             )
         finally:
-            if phase:
+            if phase and isinstance(run.strategy, SupportsPhases):
                 run.strategy.end_phases()
 
     def _fold(self) -> None:

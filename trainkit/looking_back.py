@@ -50,7 +50,7 @@ class LookingBack:
             found = replay.look_at_phases(Phases(run, run.optimizations).train, window)
         else:
             found = replay.look(optimization, [Call(window, optimization.step_name)], instead=True)
-        words = in_words(run.strategy.all_gather_object(found)) or "computed again, it is finite"
+        words = in_words(run.strategy.comm.all_gather_object(found)) or "computed again, it is finite"
         return f" {words[0].upper()}{words[1:]}."
 
     def see_again(self, step: int) -> str:
@@ -61,7 +61,7 @@ class LookingBack:
             blamed = first_of(strategy, self.not_finite())
             return "" if blamed is None else f" By now {blamed} is not finite."
         seconds = (step - checkpoint[0]) * state.own_seconds / max(state.step, 1)
-        if not strategy.broadcast_object(seconds < _PATIENCE_SECONDS):
+        if not strategy.comm.broadcast_object(seconds < _PATIENCE_SECONDS):
             return ""
         self._way_back.restore(checkpoint)
         feed = self._run.feed
@@ -70,7 +70,9 @@ class LookingBack:
             before = -1
             while state.step != before:  # or there is nothing to read any more
                 before = state.step
-                for window in strategy.windows(feed.windows(state.epoch, state.position), feed.source):
+                for window in strategy.step_batches(
+                    feed.windows(state.epoch, state.position), pin_memory=feed.source.pin_memory
+                ):
                     if state.step + 1 == step:
                         return self.look_at(window, step, "")
                     self.make_step(window)
@@ -81,7 +83,7 @@ class LookingBack:
 
 def first_of(strategy: Strategy, found: T | None) -> T | None:
     """Return what the first rank has found that found anything; collective."""
-    return next((other for other in strategy.all_gather_object(found) if other is not None), None)
+    return next((other for other in strategy.comm.all_gather_object(found) if other is not None), None)
 
 
 def _not_given(window: Window) -> None:

@@ -18,6 +18,7 @@ from trainkit.phases import Phases
 from trainkit.recovery import Recovery
 from trainkit.run import Run
 from trainkit.step_output import StepOutput
+from trainkit.strategy import uses_auto_micro_batch
 from trainkit.task import TaskModule
 from trainkit.window import Window
 
@@ -40,7 +41,7 @@ class FitLoop:
         phased = run.optimization.phase != ""
         self.phases = Phases(run, run.optimizations) if phased else None
         """Of a task that has several; `None` for others."""
-        self.memory_fit = MemoryFit(run) if run.strategy.fits_memory else None
+        self.memory_fit = MemoryFit(run) if uses_auto_micro_batch(run.strategy) else None
         self.forward_backward: Callable[[TaskModule, Window], list[StepOutput]]
         self.forward_backward = (self.memory_fit or run.strategy).forward_backward
         """Leaves the gradients of a window; collective."""
@@ -134,7 +135,9 @@ class FitLoop:
     def windows(self) -> Iterator[Window]:
         """Return this rank's windows of the present epoch, from where training is."""
         run, state = self._run, self._run.state
-        windows = run.strategy.windows(self._feed.timed_windows(state.epoch, state.position), self._feed.source)
+        windows = run.strategy.step_batches(
+            self._feed.timed_windows(state.epoch, state.position), pin_memory=self._feed.source.pin_memory
+        )
         return windows if run.watch is None else run.watch.received(windows)
 
     def step(self, window: Window) -> list[StepOutput]:
@@ -161,7 +164,7 @@ class FitLoop:
             optimization.after_step()
         state.advance(items=window.num_items, samples=window.num_samples, ends_epoch=window.ends_epoch)
         if state.clock_is_watched:  # what ranks have agreed on, which asks nobody
-            state.set_clock(max(state.seconds, run.strategy.agreed_seconds(state.own_seconds)))
+            state.set_clock(max(state.seconds, run.strategy.comm.synced_seconds(state.own_seconds)))
         if run.watch is not None:
             run.watch.end_step()
         if window.ends_epoch:
@@ -188,8 +191,8 @@ class FitLoop:
         """Return whether all ranks stop now; the time goes along with the question, and costs no collective."""
         strategy, state = self._run.strategy, self._run.state
         if not state.clock_is_watched:
-            return strategy.agree_to_stop(asked)
-        return strategy.agree_to_stop(asked, seconds=state.own_seconds)
+            return strategy.comm.should_stop(asked)
+        return strategy.comm.should_stop(asked, seconds=state.own_seconds)
 
     def check_progress(self, first_step: int) -> None:
         """Raise UserError if an epoch that began at `first_step` had no window."""
@@ -205,7 +208,7 @@ class FitLoop:
         """Write the means since the last time; the only place of training that waits for the device."""
         run = self._run
         bad = self._means.nonfinite_steps()
-        means = self._means.reduce(run.strategy)
+        means = self._means.reduce(run.strategy.comm)
         if not means:
             return
         if not self._means.loss_was_finite:

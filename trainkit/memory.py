@@ -15,6 +15,7 @@ from trainkit.before_step import BeforeStep
 from trainkit.errors import UserError
 from trainkit.run import Run
 from trainkit.step_output import StepOutput
+from trainkit.strategy import metric_modules
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
@@ -44,7 +45,7 @@ class MemoryFit:
         strategy = self._run.strategy
         while True:
             window = recut(window, strategy.micro_batch_size)
-            before = BeforeStep(task, strategy.metrics_of(task))
+            before = BeforeStep(task, metric_modules(strategy, task))
             try:
                 return strategy.forward_backward(task, window)
             except torch.OutOfMemoryError as error:
@@ -83,7 +84,7 @@ class MemoryFit:
     def _largest(self, window: Window) -> int:
         """Return the samples of the largest micro-batch that any rank has computed; collective."""
         own = max((micro_batch.num_samples for micro_batch in window.micro_batches), default=0)
-        return max(self._run.strategy.all_gather_object(own))
+        return max(self._run.strategy.comm.all_gather_object(own))
 
     def _use(self, size: int) -> None:
         run = self._run

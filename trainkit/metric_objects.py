@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.metric_states import Part, compute_together, reset, take
 from trainkit.step_output import StepOutput
-
-if TYPE_CHECKING:
-    from trainkit.strategy import Strategy
 
 Gathered = tuple[int, dict[str, list[Part]]]
 """A process's rank, and what it has counted under each name."""
@@ -38,9 +36,9 @@ class MetricObjects:
             _, samples = of_name.get(id(metric), (metric, 0))
             of_name[id(metric)] = (metric, samples + num_samples)
 
-    def reduce(self, strategy: Strategy) -> dict[str, float]:
+    def reduce(self, comm: Collectives) -> dict[str, float]:
         """Return the numbers over what all ranks have counted, and begin anew; collective."""
-        return self.compute(strategy.all_gather_object(self.parts(strategy.rank)), strategy)
+        return self.compute(comm.all_gather_object(self.parts(comm.rank)), comm)
 
     def parts(self, rank: int) -> Gathered:
         """Return what this process has counted, in host memory."""
@@ -49,7 +47,7 @@ class MetricObjects:
             for name, of_name in self._found.items()
         }
 
-    def compute(self, gathered: list[Gathered], strategy: Strategy) -> dict[str, float]:
+    def compute(self, gathered: list[Gathered], comm: Collectives) -> dict[str, float]:
         """Return the numbers over what all processes have counted, and let the objects begin anew; collective.
 
         Each name is computed where it was counted first, so every rank has the same number.
@@ -63,11 +61,11 @@ class MetricObjects:
         mine = {
             name: _numbers(name, self._compute(name, [part for parts in of_rank.values() for part in parts]))
             for name, of_rank in counted.items()
-            if owners[name] == strategy.process
+            if owners[name] == comm.process
         }
         self.reset()
         computed: dict[str, float] = {}
-        for numbers in strategy.all_gather_object(mine):
+        for numbers in comm.all_gather_object(mine):
             for own in numbers.values():
                 computed.update(own)
         return computed

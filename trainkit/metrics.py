@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from trainkit.distributed.collectives import Collectives
 from trainkit.metric_objects import MetricObjects
 from trainkit.step_output import StepOutput
-
-if TYPE_CHECKING:
-    from trainkit.strategy import Strategy
 
 _FOLD_AT = 512
 """Outputs that are kept one by one before they are summed up, which bounds memory."""
@@ -45,30 +42,30 @@ class WeightedMeans:
         if len(self._outputs) >= _FOLD_AT:
             self._fold()
 
-    def reduce(self, strategy: Strategy) -> dict[str, float]:
+    def reduce(self, comm: Collectives) -> dict[str, float]:
         """Return the means over all ranks and start anew; collective, and the one place that waits for the device."""
         self._fold()
         if self._objects:
             self._sums[_COUNTING] = torch.ones(2, dtype=self._dtype, device=self._device)
-        names, sums = strategy.sum_named(self._sums, device=self._device, dtype=self._dtype)
+        names, sums = comm.all_reduce_metrics(self._sums, device=self._device, dtype=self._dtype)
         self._sums, self._losses = {}, []
         reduced = dict(zip(names, sums.tolist(), strict=True))  # name -> [weighted sum, sum of weights]
         have_objects = reduced.pop(_COUNTING, None) is not None
         self.loss_was_finite = math.isfinite(reduced["loss"][0]) if "loss" in reduced else True
         means = {name: total / weight if weight else math.nan for name, (total, weight) in reduced.items()}
         if have_objects:
-            means.update(self._objects.reduce(strategy))
+            means.update(self._objects.reduce(comm))
         return means
 
-    def state_dict(self, strategy: Strategy) -> dict[str, list[float]]:
+    def state_dict(self, comm: Collectives) -> dict[str, list[float]]:
         """Return what a checkpoint keeps: each name's weighted sum and sum of weights over all ranks; collective."""
         self._fold()
-        names, sums = strategy.sum_named(self._sums, device=self._device, dtype=self._dtype)
+        names, sums = comm.all_reduce_metrics(self._sums, device=self._device, dtype=self._dtype)
         return dict(zip(names, sums.tolist(), strict=True))
 
-    def load_state_dict(self, saved: Mapping[str, list[float]], strategy: Strategy) -> None:
+    def load_state_dict(self, saved: Mapping[str, list[float]], comm: Collectives) -> None:
         """Go on from sums that `state_dict` returned, and from nothing else; rank 0 counts the samples of all."""
-        own = saved if strategy.rank == 0 else {}
+        own = saved if comm.rank == 0 else {}
         self._outputs, self._steps, self._losses = [], [], []
         self._sums = {name: torch.tensor(s, dtype=self._dtype, device=self._device) for name, s in own.items()}
         self._objects.reset()

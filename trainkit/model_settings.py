@@ -130,7 +130,7 @@ def _checkpointing(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _synchronise(task: TaskModule, strategy: Strategy) -> None:
-    if strategy.num_processes == 1:
+    if strategy.comm.num_processes == 1:
         return
     if strategy.device.type != "cuda":
         raise UserError("sync_batch_norm=true works on CUDA devices only; set trainer.sync_batch_norm=false.")

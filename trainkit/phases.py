@@ -77,6 +77,8 @@ class PhaseControl:
     """
 
     def __init__(self, task: TaskModule, strategy: Strategy, optimizations: Sequence[Optimization]) -> None:
+        from trainkit.strategy import SupportsPhases
+
         self.outputs: list[StepOutput] = []
         """What the phases of this step returned, their metrics under `<phase>/<name>`."""
         self.norms: dict[str, Tensor] = {}
@@ -86,7 +88,8 @@ class PhaseControl:
         self.left_out: LeftOutSteps | None = None
         """Where steps may be left out."""
         self._task = task
-        self._strategy = strategy
+        assert isinstance(strategy, SupportsPhases)  # checked before any rank was started
+        self._begin_phase = strategy.begin_phase
         self._forward_backward: Callable[[TaskModule, Window], list[StepOutput]] = strategy.forward_backward
         self._optimizer_step: Callable[[Optimization], Tensor | None] = strategy.optimizer_step
         self._optimizations = {optimization.phase: optimization for optimization in optimizations}
@@ -109,7 +112,7 @@ class PhaseControl:
         between, the second gradient is added to the first.
         """
         optimization = self._find(phase)
-        self._strategy.begin_phase(optimization, step_name=step or optimization.step_name)
+        self._begin_phase(optimization, step_name=step or optimization.step_name)
         if self.left_out is not None:
             self.left_out.keep(phase, self._window, step or optimization.step_name)
         outputs = self._forward_backward(self._task, self._window)
@@ -166,9 +169,11 @@ class Phases:
 
 def check_phases_run(task: TaskModule, strategy: Strategy) -> None:
     """Raise UserError for a task with phases on a strategy that cannot train these."""
+    from trainkit.strategy import SupportsPhases
+
     if not has_phases(task):
         return
-    if not strategy.runs_phases:
+    if not isinstance(strategy, SupportsPhases):
         name = type(strategy).__name__
         raise UserError(
             f"{type(task).__name__} has phases, which {name} cannot train: each has a step and optimizer of its own, "

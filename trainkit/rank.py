@@ -31,6 +31,7 @@ from trainkit.run import Run
 from trainkit.run_folder import forget_summary, make_run_dir, write_config, write_summary
 from trainkit.run_lock import only_run_in
 from trainkit.signals import EXIT_CODES, StopSignals
+from trainkit.strategy import PreparesSteps, StartsRanks
 from trainkit.task import TaskModule
 from trainkit.warning_log import warnings_kept
 
@@ -49,7 +50,7 @@ def fit_on_rank(
         before = Progress()
         try:
             # Under torchrun each rank has looked for itself; rank 0 decides.
-            loop = prepare_fit(trainer, run, strategy.broadcast_object(_start_of(run, checkpoint)))
+            loop = prepare_fit(trainer, run, strategy.comm.broadcast_object(_start_of(run, checkpoint)))
             before = Progress.of(run.state)
             loop.run()
         except BaseException as error:
@@ -59,7 +60,8 @@ def fit_on_rank(
             raise
         result = result_of(run, since=before)
         _write_summary(run, result, status="stopped" if result.exit_reason in EXIT_CODES else "finished")
-        result.weights = strategy.weights_for_caller(task)
+        if isinstance(strategy, StartsRanks):
+            result.weights = strategy.final_state_dict(task)
         return result
 
 
@@ -84,7 +86,7 @@ def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | 
     with StopSignals(trainer.preemption_signal) as signals, _torch_flags(trainer), ExitStack() as stack:
         try:
             strategy.setup(trainer.precision)
-            seed_everything(trainer.seed + strategy.rank)
+            seed_everything(trainer.seed + strategy.comm.rank)
             stack.enter_context(trainer.model_settings.applied(task, strategy))
             run = Run(
                 task=task,
@@ -92,10 +94,10 @@ def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | 
                 strategy=strategy,
                 precision=trainer.precision,
                 callbacks=[*trainer.callbacks, *task.configure_callbacks()],
-                loggers=trainer.loggers if strategy.is_main else [],
+                loggers=trainer.loggers if strategy.comm.is_main else [],
                 signals=signals,
                 seed=trainer.seed,
-                run_dir=strategy.broadcast_object(run_dir),
+                run_dir=strategy.comm.broadcast_object(run_dir),
                 config=trainer.config,
                 usual_batch=trainer.usual_batch,
             )
@@ -103,7 +105,7 @@ def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | 
                 make_run_dir(run.run_dir)
                 stack.enter_context(only_run_in(run.run_dir))
             try:
-                with warnings_kept(run.run_dir, process=strategy.process):
+                with warnings_kept(run.run_dir, process=strategy.comm.process):
                     yield run
                     run.finish_saving()  # here, where every rank is: `close` asks nobody
             except BaseException:
@@ -112,7 +114,6 @@ def run_on_rank(trainer: Trainer, task: TaskModule, data: Data, run_dir: Path | 
                 raise
             run.close()
         finally:
-            strategy.end_phases()
             strategy.teardown()
 
 
@@ -139,7 +140,7 @@ def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
     for optimization in run.optimizations:
         if trainer.spike_factor is not None:
             optimization.leave_out_spikes(trainer.spike_factor)
-        trainer.strategy.prepare_optimization(run.task, optimization)
+        trainer.strategy.prepare_optimizer(run.task, optimization)
     validation = _validation_loop(trainer, run)
     schedule = FitSchedule(trainer.max_duration, trainer.log_every, trainer.evaluate_every)
     recovery = Recovery(run, policy=trainer.on_nonfinite, rollback_limit=trainer.rollback_limit)
@@ -151,7 +152,8 @@ def prepare_fit(trainer: Trainer, run: Run, checkpoint: Path | None) -> FitLoop:
             loop.memory_fit.resume()
         run.restore_rng(payload)
     assert run.feed is not None
-    trainer.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
+    if isinstance(trainer.strategy, PreparesSteps):
+        trainer.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
     if checkpoint is None and validation is not None and trainer.sanity_batches and not trainer.fast_dev_run:
         metrics = eval_loop(trainer, run, "sanity", limit=trainer.sanity_batches).run()
         if metrics is not None:

@@ -57,8 +57,10 @@ class Recovery:
                 "not finite ends it, as with on_nonfinite=raise."
             )
         own = untrained_nonfinite_state(self._run.task)
-        if strategy.agree(bool(own)):  # stages have parts of the task
-            self._way_back.never_finite = frozenset(name for names in strategy.all_gather_object(own) for name in names)
+        if strategy.comm.any_rank(bool(own)):  # stages have parts of the task
+            self._way_back.never_finite = frozenset(
+                name for names in strategy.comm.all_gather_object(own) for name in names
+            )
 
     def start(self) -> None:
         """Have a checkpoint to go back to, if the policy may ask for one; collective."""
@@ -66,7 +68,7 @@ class Recovery:
         if run.checkpoints is None:
             return
         has_own = self._way_back.begin()
-        if self._policy == "rollback" and not run.strategy.broadcast_object(has_own):
+        if self._policy == "rollback" and not run.strategy.comm.broadcast_object(has_own):
             run.save(reason="start")
 
     def attempts(self, on_return: Callable[[], None]) -> Iterator[Attempt]:
@@ -81,7 +83,7 @@ class Recovery:
     def check(self) -> bool:
         """Apply the policy to losses that were not logged yet, and return whether the weights may be saved."""
         first_bad = self.means.first_nonfinite_step()
-        if self._run.strategy.agree(first_bad is not None):
+        if self._run.strategy.comm.any_rank(first_bad is not None):
             self.handle(first_bad)
         return self._weights_are_sound
 
@@ -97,7 +99,7 @@ class Recovery:
         if run.state.step == 0:
             return True
         blamed = self.looking_back.not_finite()
-        if not run.strategy.agree(blamed is not None):
+        if not run.strategy.comm.any_rank(blamed is not None):
             return True
         said = f"step {run.state.step} left {first_of(run.strategy, blamed)} not finite"
         if self._policy == "rollback":
@@ -188,8 +190,8 @@ class Recovery:
     def _place(self, step: int | None) -> tuple[int | None, str]:
         """Return the first bad step of all ranks, and in words where it was; collective."""
         run = self._run
-        own = None if step is None else (step, run.strategy.rank, self._feed.samples_of(step, run.state))
-        places = run.strategy.all_gather_object(own)
+        own = None if step is None else (step, run.strategy.comm.rank, self._feed.samples_of(step, run.state))
+        places = run.strategy.comm.all_gather_object(own)
         found = [place for place in places if place is not None]
         if not found:  # it was logged already, and on no rank since
             return None, f"before step {run.state.step}"

@@ -35,8 +35,9 @@ from trainkit.rng import rng_state, seed_everything, set_rng_state
 from trainkit.signals import StopSignals
 from trainkit.state import TrainState
 from trainkit.step_watch import StepWatch
-from trainkit.strategy import BatchPlan, Strategy
+from trainkit.strategy import Strategy, SupportsShardedState
 from trainkit.task import TaskModule
+from trainkit.window import BatchPlan
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class Run:
     @property
     def is_main(self) -> bool:
         """Whether this rank writes files and talks to the user."""
-        return self.strategy.is_main
+        return self.strategy.comm.is_main
 
     def hooks(self, moment: str) -> list[Callable[..., None]]:
         """Return the callbacks' methods for a moment; only overridden ones."""
@@ -123,7 +124,7 @@ class Run:
 
     def agree_on_signal(self) -> bool:
         """Let all ranks know which signal the first of them received, and return whether one did; collective."""
-        received = self.strategy.all_gather_object(self.signals.received)
+        received = self.strategy.comm.all_gather_object(self.signals.received)
         self.stopped_by = next((number for number in received if number is not None), None)
         return self.stopped_by is not None
 
@@ -175,16 +176,18 @@ class Run:
         if self.checkpoints is None or not self.may_save():
             return None
         self._finish_shards()
-        shards = self.strategy.shards(self.task, self.optimizations) if sharded else None
+        shards = self._shards() if sharded else None
         payload = self._payload(shards)
         if shards is not None and background:
             self.finish_saving()
-            self._sharded_writer = self._sharded_writer or ShardedWriter(self.checkpoints, self.strategy)
+            self._sharded_writer = self._sharded_writer or ShardedWriter(self.checkpoints, self.strategy.comm)
             self._sharded_writer.save(payload, shards.pieces, then=then, **self._labels(reason))
             return None
         if shards is not None:
             labels = self._labels(reason)
-            return save_together(self.checkpoints, payload, shards.pieces, together=self.strategy, then=then, **labels)
+            return save_together(
+                self.checkpoints, payload, shards.pieces, together=self.strategy.comm, then=then, **labels
+            )
         entry: CheckpointEntry | None = None
         failure: UserError | None = None
         if self.is_main:
@@ -192,7 +195,7 @@ class Run:
                 entry = self._write(payload, reason=reason, background=background, then=then)
             except UserError as error:
                 failure = error
-        failure = self.strategy.broadcast_object(failure)
+        failure = self.strategy.comm.broadcast_object(failure)
         if failure is not None:
             raise failure
         return entry
@@ -201,9 +204,9 @@ class Run:
         """Have memory for saves in the background, or the first would stall training longer than others; collective."""
         if self.checkpoints is None:
             return
-        shards = self.strategy.shards(self.task, self.optimizations) if sharded else None
+        shards = self._shards() if sharded else None
         if shards is not None:
-            self._sharded_writer = self._sharded_writer or ShardedWriter(self.checkpoints, self.strategy)
+            self._sharded_writer = self._sharded_writer or ShardedWriter(self.checkpoints, self.strategy.comm)
             self._sharded_writer.prepare(shards.pieces)
             return
         payload = self._state()
@@ -265,12 +268,12 @@ class Run:
         for optimization, spikes in zip(self.optimizations, payload.get("spikes", []), strict=False):
             if optimization.spikes is not None:
                 optimization.spikes.load_state_dict(spikes)
-        self.strategy.take_choices(payload.get("strategy", {}))
+        self.strategy.load_strategy_state(payload.get("strategy", {}))
         self.precision.load_state_dict(payload["scaler"])
         self.state.load_state_dict(payload["state"])
         self.feed.load_state_dict(payload["feed"])
         if self.means is not None:
-            self.means.load_state_dict(payload.get("means", {}), self.strategy)
+            self.means.load_state_dict(payload.get("means", {}), self.strategy.comm)
         for name, callback in _named(self.callbacks):
             if name in payload["callbacks"]:
                 callback.load_state_dict(payload["callbacks"][name])
@@ -292,10 +295,10 @@ class Run:
     def restore_rng(self, payload: dict[str, Any]) -> None:
         """Let the random generators go on: exactly on the layout that was saved, from a new seed on another."""
         states = payload["rng"]
-        if len(states) == self.strategy.num_processes and payload["layout"] == self._layout():
-            set_rng_state(states[self.strategy.process])
+        if len(states) == self.strategy.comm.num_processes and payload["layout"] == self._layout():
+            set_rng_state(states[self.strategy.comm.process])
         else:
-            seed_everything(self.seed + 1_000_003 * self.state.step + self.strategy.rank)
+            seed_everything(self.seed + 1_000_003 * self.state.step + self.strategy.comm.rank)
 
     def report(self, error: BaseException) -> None:
         """Tell the callbacks of an error, which stays the first whatever they raise; not collective."""
@@ -333,20 +336,24 @@ class Run:
             shards = Shards(self.strategy.state_dict(self.task), parts)
         return {"task": shards.task, "optimizer": by_phase(shards.optimizers, self.optimizations)}
 
+    def _shards(self) -> Shards | None:
+        strategy = self.strategy
+        return strategy.shards(self.task, self.optimizations) if isinstance(strategy, SupportsShardedState) else None
+
     def _payload(self, shards: Shards | None = None) -> dict[str, Any]:
         assert self.feed is not None
         payload = {
             **self._state(shards),
             "schedules": by_phase([part.schedule_state() for part in self.optimizations], self.optimizations),
             "spikes": [{} if part.spikes is None else part.spikes.state_dict() for part in self.optimizations],
-            "strategy": self.strategy.choices(),
+            "strategy": self.strategy.strategy_state(),
             "scaler": self.precision.state_dict(),
             "state": self.state.state_dict(),
             "feed": self.feed.state_dict(self.state.position),
-            "rng": self.strategy.all_gather_object(rng_state()),
+            "rng": self.strategy.comm.all_gather_object(rng_state()),
             "layout": self._layout(),
             "batch_size": None if self.plan is None else self.plan.batch_size,
-            "means": {} if self.means is None else self.means.state_dict(self.strategy),
+            "means": {} if self.means is None else self.means.state_dict(self.strategy.comm),
             "callbacks": {name: callback.state_dict() for name, callback in _named(self.callbacks)},
             "config": self.config,
             "task_class": f"{type(self.task).__module__}.{type(self.task).__qualname__}",

@@ -15,6 +15,7 @@ from trainkit.memory import recut
 from trainkit.nonfinite import ModuleWatch, nonfinite_gradient
 from trainkit.optimization import Optimization
 from trainkit.run import Run
+from trainkit.strategy import SupportsPhases, metric_modules, uses_auto_micro_batch
 from trainkit.window import Window
 
 
@@ -43,7 +44,7 @@ class StepReplay:
     @property
     def sees_modules(self) -> bool:
         """Whether the strategy calls the modules of the task, so that there is something to see."""
-        return self._run.strategy.shows_modules
+        return self._run.strategy.supports_module_hooks
 
     def look(self, optimization: Optimization, calls: Sequence[Call], *, instead: bool = False) -> Finding:
         """Return what is not finite first in forwards and backwards of one phase, with the weights as they are now.
@@ -53,14 +54,18 @@ class StepReplay:
         run, strategy = self._run, self._run.strategy
         if not self.sees_modules:
             return Finding()
-        before = BeforeStep(run.task, strategy.metrics_of(run.task), counters=True)
+        before = BeforeStep(run.task, metric_modules(strategy, run.task), counters=True)
         try:
             with _eagerly(run.task), ModuleWatch(run.task).open() as watch:
                 for call in calls:
                     _set_generators(call.generators)
-                    if optimization.phase:
+                    if optimization.phase and isinstance(strategy, SupportsPhases):
                         strategy.begin_phase(optimization, step_name=call.step_name)
-                    window = recut(call.window, strategy.micro_batch_size) if strategy.fits_memory else call.window
+                    window = (
+                        recut(call.window, strategy.micro_batch_size)
+                        if uses_auto_micro_batch(strategy)
+                        else call.window
+                    )
                     strategy.forward_backward(run.task, window)
             return Finding(watch.found, _nonfinite_gradient(optimization, run.task))
         finally:
@@ -94,7 +99,7 @@ class StepReplay:
     def _all_put_back(self) -> Iterator[None]:
         """Leave parameters, optimizers and schedules as they were too; a copy of each is in memory meanwhile."""
         run, task, strategy = self._run, self._run.task, self._run.strategy
-        before = BeforeStep(task, strategy.metrics_of(task), counters=True)
+        before = BeforeStep(task, metric_modules(strategy, task), counters=True)
         parameters = [parameter.detach().clone() for parameter in task.parameters()]
         states = [copy.deepcopy(part.optimizer.state_dict()) for part in run.optimizations]
         schedules = [copy.deepcopy(part.schedule_state()) for part in run.optimizations]

@@ -198,14 +198,14 @@ class Trainer:
         data, checkpoint = self.check(task, data, resume=resume)
         run_dir = self._choose_run_dir(task, checkpoint)
         self.strategy.log_dir = run_dir
-        with reported(run_dir if self.report else None, is_main=lambda: self.strategy.is_main):
+        with reported(run_dir if self.report else None, is_main=lambda: self.strategy.comm.is_main):
             result = self.strategy.launch(partial(fit_on_rank, self, task, data, checkpoint, run_dir))
         if result.weights is not None:
             self.precision.prepare(task)  # to the type that the ranks trained in
             has_no_memory = any(parameter.is_meta for parameter in task.parameters())
             task.load_state_dict(result.weights, assign=has_no_memory)
         if result.exit_reason in EXIT_CODES:
-            if result.exit_reason == self.requeue_after and self.strategy.is_main:
+            if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
         return replace(result, weights=None)

@@ -45,7 +45,7 @@ class WayBack:
                     if is_finite_state(run.checkpoints.load(entry)["task"], but_for=self.never_finite):
                         found = (entry.step, entry.path)
                         break
-        return run.strategy.broadcast_object(found)
+        return run.strategy.comm.broadcast_object(found)
 
     def restore(self, checkpoint: tuple[int, Path]) -> None:
         """Let the run be as the checkpoint has it, but for its clock and what it has found out since; collective."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..ddp.failure import RankError, StoreBoard, is_lost
+from trainkit.distributed.failure_store import FailureStore, RankError, is_lost
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class Failures:
 
     """
 
-    def __init__(self, board: StoreBoard, *, name: str, step: Callable[[], int]):
+    def __init__(self, board: FailureStore, *, name: str, step: Callable[[], int]):
         self._board = board
         self._name = name
         self._step = step

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainkit.distributed.failure_store import FailureStore
+
 from ..ddp.clipping import total_norm
-from ..ddp.failure import StoreBoard
 from ..ddp.reducer import Reducer, ReducerSettings
 from .grid import Grid
 from .placement import Placement
@@ -39,7 +40,7 @@ class StageGradients:
         grid: Grid,
         *,
         limit: timedelta,
-        board: StoreBoard | None,
+        board: FailureStore | None,
         phase: dict[str, nn.Parameter] | None = None,
     ):
         named = dict(task.named_parameters()) if phase is None else phase

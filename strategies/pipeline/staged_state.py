@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainkit.checkpoints.shards import Shards
 from trainkit.optimization import Optimization
+from trainkit.strategy import named_state
 from trainkit.task import TaskModule
 
 from .choice import Choice
@@ -18,7 +19,7 @@ from .staged_task import StagedTask
 class StagedState(StagedTask):
     """Gathers the state of all stages, and gives each its own part; every method is collective."""
 
-    def weights_for_caller(self, task: TaskModule) -> dict[str, Any] | None:
+    def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
         """Return the trained weights on the main rank if the caller is in another process; collective.
 
         Where the ranks were there before (torchrun), every one has the whole task again, in host memory.
@@ -27,19 +28,19 @@ class StagedState(StagedTask):
             self._state.make_whole(task)
             return None
         weights = {name: tensor.cpu() for name, tensor in self.state_dict(task).items()}
-        return weights if self.is_main else None
+        return weights if self.comm.is_main else None
 
     def state_dict(self, task: TaskModule) -> dict[str, Any]:
         """Return the task's parameters and buffers, complete on the main rank."""
-        return self._state.gather_task(task) if self.rank == 0 else task.state_dict()
+        return self._state.gather_task(task) if self.comm.rank == 0 else task.state_dict()
 
     def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
         """Give each stage its part of the parameters and buffers in `saved`."""
         self._state.load_task(task, saved)
 
-    def held(self, task: TaskModule) -> dict[str, Tensor]:
+    def local_state(self, task: TaskModule) -> dict[str, Tensor]:
         """Return the parameters and buffers of this stage, themselves and by name; all of them before the cut."""
-        everything = super().held(task)
+        everything = named_state(task)
         placement = None if self._staging is None else self._staging.placement
         if placement is None:
             return everything
@@ -47,25 +48,25 @@ class StagedState(StagedTask):
 
     def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
         """Return the optimizer's state, complete on the main rank."""
-        if not self._is_placed or self.rank != 0:
+        if not self._is_placed or self.comm.rank != 0:
             return super().optimizer_state_dict(task, optimization)
         return self._state.gather_optimizer(optimization.optimizer)
 
     def shards(self, task: TaskModule, optimizations: Sequence[Optimization]) -> Shards | None:
         """Return the state with this stage's pieces of it, once the task has been cut."""
         optimizers = [optimization.optimizer for optimization in optimizations]
-        return self._state.shards(task, optimizers, writes=self.rank == 0, all_gather=self.all_gather_object)
+        return self._state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=self.comm.all_gather_object)
 
     def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
         """Give this stage's optimizer the state of its own parameters in `saved`."""
         self._state.load_optimizer(task, optimization.optimizer, saved)
 
-    def choices(self) -> dict[str, Any]:
+    def strategy_state(self) -> dict[str, Any]:
         """Return how the task is cut, so that a resumed run is cut the same way."""
         choice = None if self._staging is None else self._staging.choice
         return {} if choice is None else {"pipeline": choice.saved()}
 
-    def take_choices(self, saved: Mapping[str, Any]) -> None:
+    def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
         """Cut the task as in the run that is resumed, if it has as many stages."""
         if "pipeline" in saved and self._staging is not None and not self._is_placed:
             self._staging.known = Choice.loaded(saved["pipeline"])

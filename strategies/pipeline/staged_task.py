@@ -12,14 +12,13 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from trainkit.data import Source
+from trainkit.distributed.collectives import broadcast, check_same_model, tensors_of
 from trainkit.errors import UserError
 from trainkit.optimization import Optimization
 from trainkit.precision import Precision
 from trainkit.task import TaskModule
 from trainkit.window import Window
 
-from ..ddp.agreement import broadcast, check_same_model, tensors_of
 from ..shared_buffers import SharedBuffers
 from .arguments import checked_balance, checked_count, checked_name, refuse_compiled
 from .partition import Shared
@@ -114,17 +113,17 @@ class StagedTask(StagedRanks):
         What lies on the meta device stays there until then, and is made only where it is needed.
         """
         self.precision.prepare(task)
-        check_same_model(tensors_of(task), self._ranks)  # or the broadcasts that follow might crash or hang
+        check_same_model(tensors_of(task), self._all_ranks)  # or the broadcasts that follow might crash or hang
         everything = [tensor for tensor in (*task.parameters(), *task.buffers()) if not tensor.is_meta]
         for tensor in everything:
             tensor.data = tensor.data.cpu()
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         self._all_trained = self._trained
         if self.stage == 0:
-            broadcast(everything, self.group)
+            broadcast(everything, self.comm.group)
         broadcast(everything, self._stage_group)
 
-    def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
+    def prepare_optimizer(self, task: TaskModule, optimization: Optimization) -> None:
         """Remember an optimizer, whose state follows the parameters to their stages."""
         if not callable(getattr(task, optimization.step_name, None)):
             raise UserError(
@@ -134,21 +133,21 @@ class StagedTask(StagedRanks):
             )
         self._optimizations[optimization.phase] = optimization
 
-    def prepare_steps(self, task: TaskModule, windows: Iterator[Window]) -> None:
+    def prepare_steps(self, task: TaskModule, batches: Iterator[Window]) -> None:
         """Record training's first micro-batch, cut the task by it, and leave each stage its part; collective."""
-        first = next(windows, None)
+        first = next(batches, None)
         if first is None:
             return
-        self._begun = chain([first], windows)
+        self._begun = chain([first], batches)
         task.train()
-        batches = [self._move_for_evaluation(micro_batch.batch) for micro_batch in first.micro_batches[:1]]
+        shown = [self._move_for_evaluation(micro_batch.batch) for micro_batch in first.micro_batches[:1]]
         with self._told():
-            self._cut(task, batches, len(first.micro_batches))
+            self._cut(task, shown, len(first.micro_batches))
 
-    def windows(self, windows: Iterator[Window], source: Source) -> Iterator[Window]:
-        """Return the windows with their micro-batches on the device, those that were begun first."""
+    def step_batches(self, batches: Iterator[Window], *, pin_memory: bool) -> Iterator[Window]:
+        """Return the batches with their micro-batches on the device, those that were begun first."""
         begun, self._begun = self._begun, None
-        return super().windows(windows if begun is None else begun, source)
+        return super().step_batches(batches if begun is None else begun, pin_memory=pin_memory)
 
     def begin_phase(self, optimization: Optimization, *, step_name: str) -> None:
         """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
@@ -244,7 +243,7 @@ class StagedTask(StagedRanks):
             named = task.named_parameters()
             own = {name: parameter for name, parameter in named if id(parameter) in trained and name in users}
         return StageGradients(
-            task, self._staging.placement, self._grid, limit=self._limit, board=self._board, phase=own
+            task, self._staging.placement, self._grid, limit=self._limit, board=self.comm.failure_store, phase=own
         )
 
     def _settle(self, task: TaskModule, num_micro_batches: int) -> None:
@@ -259,7 +258,7 @@ class StagedTask(StagedRanks):
         torch.set_rng_state(state)
         share = self._schedule.bubble(num_micro_batches)
         self.partition_plan = PartitionPlan.of(planned.whole, planned.partition, bubble=share)
-        if self.is_main:
+        if self.comm.is_main:
             self._report_plan(self.partition_plan)
 
     def _report_plan(self, plan: PartitionPlan) -> None:

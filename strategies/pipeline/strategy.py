@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from trainkit.data import Source
+from trainkit.distributed.collectives import Collectives, broadcast, gather
 from trainkit.feed import make_feed
 from trainkit.optimization import Clip, Optimization, configure
-from trainkit.overlap import Overlap
+from trainkit.overlap import NO_COMMUNICATION, Overlap
 from trainkit.phases import check_phases_run, has_phases
 from trainkit.precision import Precision
 from trainkit.step_output import StepOutput, read_training_output
-from trainkit.strategy import BatchPlan
+from trainkit.strategy import loss_weight
 from trainkit.task import TaskModule
-from trainkit.window import Window
+from trainkit.window import BatchPlan, Window
 
-from ..ddp.agreement import broadcast, gather
+from ..process_group import RankSettings
 from .evaluation_pass import EvaluationPass, draw_seed
 from .partition import Shared
 from .planning import Costs
@@ -67,14 +68,14 @@ class Pipeline(EvaluationPass):
         micro_batch_size: Samples of a micro-batch, at most; another way to say it.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of the first replica after every step.
         timeline: Whether each step leaves a picture of who did which micro-batch when in the run's folder.
-        timeout: Seconds to wait for another rank.
+        timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed, for what replicas say
             to each other; between stages it is always gloo.
-        launch: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
+        launcher: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
 
     """
 
-    shows_modules = False
+    supports_module_hooks = False
 
     def __init__(
         self,
@@ -92,9 +93,9 @@ class Pipeline(EvaluationPass):
         micro_batch_size: int | Literal["auto"] | None = None,
         broadcast_buffers: bool = True,
         timeline: bool = False,
-        timeout: float = 1800.0,
+        timeout_seconds: float = 1800.0,
         backend: str = "auto",
-        launch: str = "local",
+        launcher: str = "local",
     ) -> None:
         super().__init__(
             stages=stages,
@@ -105,57 +106,50 @@ class Pipeline(EvaluationPass):
             shared=shared,
             balance=balance,
             record=record,
-            device=device,
+            ranks=RankSettings(device=device, timeout_seconds=timeout_seconds, backend=backend, launcher=launcher),
             accumulate=accumulate,
             micro_batch_size=micro_batch_size,
             broadcast_buffers=broadcast_buffers,
-            timeout=timeout,
-            backend=backend,
-            launch=launch,
         )
+        self.num_micro_batches = accumulate or MICRO_BATCHES_PER_STAGE * stages
         self.draws_timeline = timeline
         self._waited_before: float | None = None  # when overlap was asked for
 
     # ---- Who reads what
 
-    @property
-    def micro_batches_of_a_step(self) -> int:
-        """Micro-batches in which each replica takes its part of a step."""
-        return self.accumulate or MICRO_BATCHES_PER_STAGE * self.stages
-
     def plan(self, batch_size: int, *, even: bool = True) -> BatchPlan:
         """Return how a global batch is cut; without a wish of the user's into enough micro-batches for all stages."""
         if self.accumulate is not None or self.micro_batch_size is not None:
             return super().plan(batch_size, even=even)
-        share = -(-batch_size // self.world_size)
-        size = -(-share // min(self.micro_batches_of_a_step, share))
-        return BatchPlan(batch_size, self.world_size, -(-share // size), size)
+        share = -(-batch_size // self.comm.world_size)
+        size = -(-share // min(self.num_micro_batches, share))
+        return BatchPlan(batch_size, self.comm.world_size, -(-share // size), size)
 
     # ---- A step
 
-    def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+    def forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
         """Leave in every `.grad` of this stage the gradient of the weighted mean loss over the global batch.
 
         Returns the outputs of this replica's micro-batches, on every stage. Collective.
         """
         self._steps += 1
         with self._told():
-            return self._forward_backward(task, window)
+            return self._forward_backward(task, batch)
 
-    def _forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+    def _forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
         step = partial(self._call, getattr(task, self._step_name))
-        batches = [micro_batch.batch for micro_batch in window.micro_batches]
+        batches = [micro_batch.batch for micro_batch in batch.micro_batches]
         staged = self._staged_training(task, batches)
         outputs: dict[int, StepOutput] = {}
 
         def read_loss(index: int, returned: Any) -> Tensor:
-            micro_batch = window.micro_batches[index]
+            micro_batch = batch.micro_batches[index]
             output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
             loss = output.loss
             assert loss is not None
             output.loss = loss.detach()
             outputs[index] = output
-            return self.precision.scale(loss * self.share_of(output, micro_batch, window))
+            return self.precision.scale(loss * loss_weight(output, micro_batch, batch))
 
         self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss, on every stage
         gradients = self._gradients[self._phase]
@@ -169,14 +163,14 @@ class Pipeline(EvaluationPass):
             [outputs[index] for index in sorted(outputs)], staged, act_name(self._phase, self._step_name)
         )
         gradients.add_up_shared()
-        self.finish_gradients(shared, window)
+        self._normalize_gradients(shared, batch)
         if self._buffers is not None and self.replicas > 1:
-            broadcast(self._buffers.now(), self.group)
+            broadcast(self._buffers.now(), self.comm.group)
         if self.draws_timeline and batches:
             self._draw_timeline(len(batches))
         return shared
 
-    def gradient_norm(self, optimization: Optimization) -> Tensor:
+    def _grad_norm(self, optimization: Optimization) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
         assert self._grid is not None
         return self._gradients[optimization.phase].norm(self._grid, self.device)
@@ -192,7 +186,7 @@ class Pipeline(EvaluationPass):
     def preview(self, task: TaskModule, source: Source, *, precision: Precision) -> tuple[PartitionPlan, str]:
         """Return the plan for training on `source`, and its drawing; nothing is started, and the task stays whole."""
         check_phases_run(task, self)
-        self.world_size = self.replicas
+        self.comm = Collectives(world_size=self.replicas)  # type: ignore[assignment] # nothing is reduced
         self.precision = precision
         precision.setup(self.device)
         precision.prepare(task)
@@ -201,11 +195,11 @@ class Pipeline(EvaluationPass):
             clip, steps = Clip(), 1000  # of which no plan depends
             phases = configure(task, clip=clip, precision=precision, total_steps=steps, fused=False, skip=False)
             self._optimizations = {optimization.phase: optimization for optimization in phases}
-        window = next(self.windows(make_feed(source, self, seed=0).windows(0, 0), source))
+        batch = next(self.step_batches(make_feed(source, self, seed=0).windows(0, 0), pin_memory=source.pin_memory))
         try:
             return preview(
-                rehearsals(self._acts(task), task.train(), window.micro_batches[0].batch, self._costs(task)),
-                len(window.micro_batches),
+                rehearsals(self._acts(task), task.train(), batch.micro_batches[0].batch, self._costs(task)),
+                len(batch.micro_batches),
                 schedule=self._schedule,
                 balance=self.balance,
                 cuts=self.cuts,
@@ -225,16 +219,16 @@ class Pipeline(EvaluationPass):
         """Seconds in which this stage has waited for others."""
         return None if self._runtime is None else self._runtime.waited_seconds
 
-    def watch_overlap(self) -> None:
+    def start_overlap_profile(self) -> None:
         """Note what has been waited so far."""
         self._waited_before = self.waited_seconds
 
-    def take_overlap(self, steps: int) -> Overlap | None:
-        """Return what this stage has waited since `watch_overlap`; messages that nobody waits for are hidden."""
+    def stop_overlap_profile(self, steps: int) -> Overlap | None:
+        """Return what this stage has waited since the start; messages that nobody waits for are hidden."""
         before, after = self._waited_before, self.waited_seconds
         self._waited_before = None
-        if self.num_processes == 1 or before is None or after is None or not steps:
-            return super().take_overlap(steps)
+        if self.comm.num_processes == 1 or before is None or after is None or not steps:
+            return NO_COMMUNICATION if self.comm.num_processes == 1 else None
         return Overlap((after - before) / steps, steps=steps, note="messages and the schedule's bubble, on this stage")
 
     def timeline(self) -> list[list[Span]]:
@@ -249,5 +243,5 @@ class Pipeline(EvaluationPass):
 
     def _draw_timeline(self, num_micro_batches: int) -> None:
         spans = self.timeline()
-        if self.is_main and self.log_dir is not None:
+        if self.comm.is_main and self.log_dir is not None:
             write_timeline(spans, Path(self.log_dir), expected=self._schedule.bubble(num_micro_batches))

@@ -18,11 +18,11 @@ from trainkit.callbacks.chart import chart
 from trainkit.callbacks.learning_rate_finder import LearningRateFinder, suggest
 from trainkit.callbacks.micro_batch_finder import MicroBatchFinder
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import Pipeline
-from trainkit.strategies.single import SingleDevice
-from trainkit.strategies.torch_ddp import TorchDDP
+from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, Phase, Strategy, Trainer, UserError
@@ -86,9 +86,9 @@ def test_a_look_leaves_nothing_behind_on_several_devices_of_one_process(make_tra
     finder = MicroBatchFinder(then="continue")
     finders = [LearningRateFinder(steps=10, then="continue"), finder]
 
-    trainer = make_trainer(DataParallel(devices=["cpu", "cpu"]), callbacks=finders, max_duration="3step")
+    trainer = make_trainer(DataParallelStrategy(devices=["cpu", "cpu"]), callbacks=finders, max_duration="3step")
     trainer.fit(looked, data())
-    make_trainer(DataParallel(devices=["cpu", "cpu"]), max_duration="3step").fit(plain, data())
+    make_trainer(DataParallelStrategy(devices=["cpu", "cpu"]), max_duration="3step").fit(plain, data())
 
     assert_same_bits(looked, plain)
     assert finder.suggestion in (2, 4, 8)
@@ -96,7 +96,7 @@ def test_a_look_leaves_nothing_behind_on_several_devices_of_one_process(make_tra
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": lambda: DDPStrategy(device="cpu"),
-    "torch_ddp": lambda: TorchDDP(device="cpu"),
+    "torch_ddp": lambda: TorchDDPStrategy(device="cpu"),
     "fusion": lambda: FusionStrategy(device="cpu"),
     "pipeline": lambda: Pipeline(stages=2, device="cpu", accumulate=2),
 }
@@ -233,7 +233,7 @@ def test_the_largest_size_that_fits_is_found_and_the_global_batch_stays(
     looked, plain = Model(most=5), Model()
 
     make_trainer(callbacks=[finder, recorder], run_dir=tmp_path).fit(looked, data(20))
-    make_trainer(SingleDevice(device="cpu", micro_batch_size=4)).fit(plain, data(20))
+    make_trainer(SingleStrategy(device="cpu", micro_batch_size=4)).fit(plain, data(20))
 
     kept = json.loads((tmp_path / "micro_batches.json").read_text())
     assert finder.suggestion == kept["suggestion"] == 4
@@ -288,7 +288,7 @@ def test_a_model_that_takes_no_single_sample_is_told(make_trainer: Any) -> None:
 def test_an_optimizer_that_is_kept_in_parts_is_refused_with_what_to_set(
     make_trainer: Any, finder: str, setting: str
 ) -> None:
-    class InParts(SingleDevice):
+    class InParts(SingleStrategy):
         pass
 
     setattr(InParts, setting, True)
@@ -341,7 +341,7 @@ def test_a_look_at_phases_leaves_nothing_behind(
             assert all(parameter.requires_grad for parameter in run.task.parameters())  # as before any phase
 
     looked, plain = kind(), kind()
-    strategy = partial(DataParallel, devices=["cpu"] * devices)
+    strategy = partial(DataParallelStrategy, devices=["cpu"] * devices)
 
     make_trainer(strategy(), callbacks=[*IN_PHASES[finder](), Looks()], max_duration="6step").fit(looked, data())
     make_trainer(strategy(), max_duration="6step").fit(plain, data())
@@ -356,16 +356,16 @@ def test_one_phase_is_swept_and_the_other_keeps_its_rate(
     finder = LearningRateFinder(steps=10, lowest=1e-4, highest=1e-1, then="apply", phase=phase)
     recorder, seen = Recorder(), []
     monkeypatch.setattr("trainkit.callbacks.learning_rate_finder.suggest", lambda rates, losses: 0.02)
-    step = SingleDevice.optimizer_step
+    step = SingleStrategy.optimizer_step
 
     def looked_at(self: Any, optimization: Any) -> Any:
         seen.append((optimization.phase, optimization.learning_rates()[0]))
         return step(self, optimization)
 
-    monkeypatch.setattr(SingleDevice, "optimizer_step", looked_at)
-    make_trainer(SingleDevice(device="cpu"), callbacks=[finder, recorder], run_dir=tmp_path, max_duration="1step").fit(
-        InPhases(), data()
-    )
+    monkeypatch.setattr(SingleStrategy, "optimizer_step", looked_at)
+    make_trainer(
+        SingleStrategy(device="cpu"), callbacks=[finder, recorder], run_dir=tmp_path, max_duration="1step"
+    ).fit(InPhases(), data())
 
     kept = json.loads((tmp_path / "learning_rates.json").read_text())
     swept = [rate for name, rate in seen if name == phase][: len(kept["rates"])]

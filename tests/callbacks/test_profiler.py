@@ -9,11 +9,12 @@ from trainkit.callbacks.device_peaks import peak_of_model
 from trainkit.callbacks.profiler import Profiler
 from trainkit.callbacks.step_times import StepTimes
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.dp.strategy import DataParallelStrategy
 
 from tests.tasks import FakeRank, Regression, regression_data
 from trainkit import Data, Trainer, UserError
 from trainkit.command_line.cli import main
+from trainkit.distributed.collectives import Collectives
 from trainkit.feed import make_feed
 from trainkit.precision import Precision
 from trainkit.step_watch import PARTS, StepWatch
@@ -45,7 +46,7 @@ def test_a_window_is_recorded_and_its_arithmetic_counted(make_trainer):
 def test_the_arithmetic_of_replicas_counts_and_that_of_an_evaluation_does_not(make_trainer):
     """As many operations as on one device; the peak is that of one device, which both replicas share."""
     trainer = make_trainer(
-        DataParallel(devices=["cpu", "cpu"]),
+        DataParallelStrategy(devices=["cpu", "cpu"]),
         max_duration="9step",
         log_every="3step",
         evaluate_every="3step",
@@ -59,8 +60,10 @@ def test_the_arithmetic_of_replicas_counts_and_that_of_an_evaluation_does_not(ma
 
 
 def test_the_use_of_the_peak_counts_every_device_of_one_process(make_trainer):
-    class OnTwoDevices(DataParallel):
-        num_devices = 2  # as of two GPUs
+    class OnTwoDevices(DataParallelStrategy):
+        def setup(self, precision):
+            super().setup(precision)
+            self.comm = Collectives(num_devices=2)  # as of two GPUs
 
     trainer = make_trainer(
         OnTwoDevices(devices=["cpu", "cpu"]),
@@ -172,6 +175,12 @@ class DeviceThatWorked:
 def test_what_the_host_waits_for_other_ranks_is_no_part_of_a_devices_backward():
     class Waits(FakeRank):
         waited_seconds = 0.0
+
+        def start_overlap_profile(self):
+            raise NotImplementedError
+
+        def stop_overlap_profile(self, steps):
+            raise NotImplementedError
 
     strategy = Waits()
     feed = make_feed(Data(train=regression_data(8), batch_size=4).source("train"), strategy, seed=0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tasks import FakeRank
+from trainkit.distributed.collectives import Collectives
 from trainkit.metrics import _FOLD_AT, WeightedMeans
 from trainkit.step_output import StepOutput
 
@@ -33,7 +33,7 @@ def output(loss, weight=1, **metrics):
 def test_the_mean_is_weighted_exactly(values):
     windows = [[output(loss, torch.tensor(weight) if tensor else weight)] for loss, weight, tensor in values]
     expected = math.fsum(loss * weight for loss, weight, _ in values) / sum(weight for _, weight, _ in values)
-    assert means_of(*windows).reduce(FakeRank())["loss"] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert means_of(*windows).reduce(Collectives())["loss"] == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 def test_numbers_and_tensors_of_any_type_count_alike():
@@ -45,21 +45,21 @@ def test_numbers_and_tensors_of_any_type_count_alike():
         output(1.0, 2.0, accuracy=torch.tensor(3)),
     ]
     expected = (0.5 + 1.0 + 0.25 * 2 + 1.0 * 4 + 3 * 2) / 10
-    assert means_of(outputs).reduce(FakeRank()) == {"loss": 1.0, "accuracy": expected}
+    assert means_of(outputs).reduce(Collectives()) == {"loss": 1.0, "accuracy": expected}
 
 
 def test_a_metric_counts_only_where_it_was_given():
     means = means_of([output(1.0, 2), output(4.0, 2, rare=10.0)], [output(1.0, 4, rare=40.0)])
-    assert means.reduce(FakeRank()) == {"loss": 14 / 8, "rare": pytest.approx(180 / 6)}
+    assert means.reduce(Collectives()) == {"loss": 14 / 8, "rare": pytest.approx(180 / 6)}
 
 
 def test_an_evaluation_without_a_loss_has_its_metrics():
-    assert means_of([output(None, 3, f1=0.5)]).reduce(FakeRank()) == {"f1": 0.5}
+    assert means_of([output(None, 3, f1=0.5)]).reduce(Collectives()) == {"f1": 0.5}
 
 
 def test_float64_sums_lose_nothing_that_float32_would():
     windows = [[output(1e8, 1)], *([output(1.0, 1)] for _ in range(99))]
-    assert means_of(*windows).reduce(FakeRank())["loss"] == (1e8 + 99) / 100
+    assert means_of(*windows).reduce(Collectives())["loss"] == (1e8 + 99) / 100
 
 
 @pytest.mark.parametrize("count", [_FOLD_AT - 1, _FOLD_AT, 3 * _FOLD_AT + 5])
@@ -70,16 +70,16 @@ def test_folding_changes_nothing(count):
         assert len(means._outputs) < _FOLD_AT
     weights = [index % 3 + 1 for index in range(count)]
     expected = sum(index * weight for index, weight in enumerate(weights)) / sum(weights)
-    assert means.reduce(FakeRank())["loss"] == pytest.approx(expected, rel=1e-12)
+    assert means.reduce(Collectives())["loss"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_reducing_starts_anew():
     means = means_of([output(math.nan)])
-    means.reduce(FakeRank())
-    assert means.reduce(FakeRank()) == {}
+    means.reduce(Collectives())
+    assert means.reduce(Collectives()) == {}
     assert means.first_nonfinite_step() is None
     means.add([output(2.0)], step=9)
-    assert means.reduce(FakeRank()) == {"loss": 2.0}
+    assert means.reduce(Collectives()) == {"loss": 2.0}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -89,7 +89,7 @@ def test_the_first_step_that_is_not_finite_is_named(bad, count):
     means = means_of(*windows)
     assert means.first_nonfinite_step() == 3
     assert means.first_nonfinite_step() == 3  # asking changes nothing
-    assert not math.isfinite(means.reduce(FakeRank())["loss"])
+    assert not math.isfinite(means.reduce(Collectives())["loss"])
 
 
 def test_infinities_that_cancel_are_found():
@@ -99,15 +99,15 @@ def test_infinities_that_cancel_are_found():
 def test_a_metric_that_is_not_finite_is_no_bad_loss():
     means = means_of([output(1.0, 1, ratio=math.nan)])
     assert means.first_nonfinite_step() is None
-    assert math.isnan(means.reduce(FakeRank())["ratio"])
+    assert math.isnan(means.reduce(Collectives())["ratio"])
 
 
 def test_a_weight_of_zero_counts_nothing_and_all_zero_is_no_number():
-    assert means_of([output(1.0, 0), output(3.0, 2)]).reduce(FakeRank()) == {"loss": 3.0}
-    assert math.isnan(means_of([output(1.0, 0)]).reduce(FakeRank())["loss"])
+    assert means_of([output(1.0, 0), output(3.0, 2)]).reduce(Collectives()) == {"loss": 3.0}
+    assert math.isnan(means_of([output(1.0, 0)]).reduce(Collectives())["loss"])
 
 
 def test_nothing_added_gives_nothing():
     means = WeightedMeans(CPU)
-    assert means.reduce(FakeRank()) == {}
+    assert means.reduce(Collectives()) == {}
     assert means.first_nonfinite_step() is None

@@ -107,7 +107,7 @@ def test_settings_are_compared_with_the_recipe():
     with composing() as composer:
         tree = composer.settings([*typed, "callbacks.early_stopping.patience=9"]).tree
     changes = changes_from_recipe(tree)
-    assert changes[0] == Change("strategy", "SingleDevice", "DDPStrategy")
+    assert changes[0] == Change("strategy", "SingleStrategy", "DDPStrategy")
     assert Change("strategy.devices", "auto", "3") in changes
     assert Change("task.lr", "0.002", "0.5") in changes
     (added,) = [change for change in changes if change.key == "callbacks.early_stopping"]

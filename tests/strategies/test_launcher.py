@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.ddp.failure import RankError
 from trainkit.strategies.launcher import _describe, _raise_failure, launch_ranks
 
 from trainkit import Data, TaskModule, Trainer
+from trainkit.distributed.failure_store import RankError
 
 
 def stopped_while_starting():
@@ -107,7 +107,7 @@ class Hanging(TaskModule):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_its_line_and_all_are_ended(tmp_path):
-    strategy = DDPStrategy(devices=2, device="cpu", timeout=5.0)
+    strategy = DDPStrategy(devices=2, device="cpu", timeout_seconds=5.0)
     trainer = Trainer(strategy, max_duration="10step", callbacks=[], loggers=[], run_dir=tmp_path / "run")
     data = Data(train=TensorDataset(torch.randn(64, 4)), batch_size=4)
     start = time.monotonic()

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from trainkit.command_line.hardware import absence, num_gpus
 from trainkit.command_line.problem import Problem
-from trainkit.cutting import cutting_complaint
+from trainkit.window import split_error
 
 
 def impossible(settings: Mapping[str, Any], *, here: bool = True) -> Iterator[Problem]:
@@ -36,7 +36,7 @@ def _batch(strategy: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Pro
     if not _is_count(batch_size):
         return
     if _is_count(accumulate):
-        complaint = cutting_complaint(batch_size, accumulate=accumulate, world_size=_ranks(strategy))
+        complaint = split_error(batch_size, accumulate=accumulate, world_size=_ranks(strategy))
         if complaint is not None:
             yield Problem("strategy.accumulate", complaint)
 

@@ -180,7 +180,7 @@ def _evaluate(
     except Stopped as stopped:
         _say(assembly, f"stopped by {stopped.signal_name}", to=sys.stderr)
         return stopped.exit_code
-    if assembly.trainer.strategy.is_main:
+    if assembly.trainer.strategy.comm.is_main:
         report(outcome, run_folder_of(path))
     return 0
 
@@ -244,7 +244,7 @@ def _show(settings: Settings, arguments: Arguments) -> int:
 
 def _say(assembly: Assembly, line: str, *, to: TextIO | None = None) -> None:
     """Print a line on one rank only: under torchrun each rank has come here by itself."""
-    if assembly.trainer.strategy.is_main:
+    if assembly.trainer.strategy.comm.is_main:
         print(line, file=to)
 
 

@@ -50,7 +50,7 @@ class TrainerView:
     def follow(self, run: Run) -> None:
         """Take over where the run is."""
         self.current_epoch, self.global_step = run.state.epoch, run.state.step
-        self.world_size, self.global_rank = run.strategy.world_size, run.strategy.rank
+        self.world_size, self.global_rank = run.strategy.comm.world_size, run.strategy.comm.rank
         self.total_steps = run.max_steps
 
     def __getattr__(self, name: str) -> Any:
@@ -98,7 +98,7 @@ class LightningHooks(Callback):
         with counted_on_all_ranks(run.task, run.strategy, keep_resets=True), recording() as logged:
             self._module.on_train_epoch_end()
             own = numbers_of(logged)
-        of_ranks = run.strategy.all_gather_object(own)
+        of_ranks = run.strategy.comm.all_gather_object(own)
         means = {name: _mean([numbers[name] for numbers in of_ranks if name in numbers]) for name in _names(of_ranks)}
         if means:
             run.log({f"train/{name}": value for name, value in means.items()})

@@ -23,6 +23,7 @@ from trainkit.metric_states import (
     states_on_host,
     talking_to_nobody,
 )
+from trainkit.strategy import metric_modules
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
@@ -100,11 +101,11 @@ def counted_on_all_ranks(task: TaskModule, strategy: Strategy, *, keep_resets: b
     if not own:
         yield
         return
-    holders = strategy.metrics_of(task)  # of the task, then those of each replica of it
+    holders = metric_modules(strategy, task)  # of the task, then those of each replica of it
     replicas = [holders[start : start + len(own)] for start in range(0, len(holders), len(own))]
     mine = [(sum(map(_updates, replica)), states_on_host(replica)) for replica in replicas]
     of_ranks: dict[int, Any] = {}
-    for rank, counted in strategy.all_gather_object((strategy.rank, mine)):
+    for rank, counted in strategy.comm.all_gather_object((strategy.comm.rank, mine)):
         # Of several processes that share a rank's samples, it may be one alone that counts.
         of_ranks[rank] = max(of_ranks.get(rank, counted), counted, key=lambda parts: sum(count for count, _ in parts))
     before = states_of(own)
