@@ -141,8 +141,8 @@ class FusionStrategy(DDPStrategy):
     def check_phases(self, task: TaskModule) -> None:
         """Raise UserError: buffers and servers are those of one optimizer."""
         raise UserError(
-            f"{type(task).__name__} has phases, which {type(self).__name__} cannot train: each has a step and optimizer "
-            f"of its own, and {type(self).__name__} prepares one of each. Type strategy=ddp, strategy=dp, "
+            f"{type(task).__name__} has phases, which {type(self).__name__} cannot train: each has a step and "
+            f"optimizer of its own, and {type(self).__name__} prepares one of each. Type strategy=ddp, strategy=dp, "
             "strategy=pipeline or strategy=single."
         )
 

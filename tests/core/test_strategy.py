@@ -63,9 +63,8 @@ def test_every_operation_has_its_meaning_for_one_process():
 
 
 def test_no_values_sum_to_nothing():
-    names, sums = SingleStrategy(device="cpu").comm.all_reduce_metrics(
-        {}, device=torch.device("cpu"), dtype=torch.float64
-    )
+    comm = SingleStrategy(device="cpu").comm
+    names, sums = comm.all_reduce_metrics({}, device=torch.device("cpu"), dtype=torch.float64)
     assert names == []
     assert sums.shape == (0, 2)
 

@@ -9,7 +9,7 @@ from trainkit.strategies.ddp import DDPStrategy
 
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
-from trainkit.distributed.collectives import StopConsensus
+from trainkit.distributed.collectives import MAX_STOP_INTERVAL, StopConsensus
 from trainkit.testing import run_ranks
 
 

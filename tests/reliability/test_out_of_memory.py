@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.strategies import within_memory
+from trainkit.strategies import process_group
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -159,7 +159,7 @@ def on_two_ranks_as_on_gpus() -> Any:
         raise AssertionError("reading a gradient waits for the device")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(within_memory, "_is_spoilt", read)
+        monkeypatch.setattr(process_group, "_has_nan_gradients", read)
         found, given = Large(3, rank=1), Large()
         fit(DDPStrategy(device="cpu", micro_batch_size="auto"), found, callbacks=[AskOnHost()])
         fit(DDPStrategy(device="cpu", micro_batch_size=2), given)
