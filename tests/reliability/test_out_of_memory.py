@@ -151,7 +151,7 @@ class AskOnHost(Callback):
     """Lets ranks ask as they do on GPUs, where no gradient is to be read."""
 
     def on_fit_start(self, run: Any) -> None:
-        run.strategy.asks_on_host = True
+        run.strategy.comm.asks_on_host = True
 
 
 def on_two_ranks_as_on_gpus() -> Any:
