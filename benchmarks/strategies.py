@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.fusion.parts import imbalance, whole_variable_loads
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.single import SingleDevice
-from trainkit.strategies.torch_ddp import TorchDDP
+from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from trainkit import TaskModule
 from trainkit.optimization import Clip, configure
@@ -40,7 +40,7 @@ STOCK = "torch_ddp"
 STEPS_OF_A_TURN = 4
 WARM_UP_ROUNDS = 2
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "torch_ddp": lambda: TorchDDP(device="cpu"),
+    "torch_ddp": lambda: TorchDDPStrategy(device="cpu"),
     "ddp": lambda: DDPStrategy(device="cpu", timeline=True),
     "ddp group": lambda: DDPStrategy(device="cpu", transport="group", timeline=True),
     "fusion": lambda: FusionStrategy(device="cpu", timeline=True),
@@ -56,8 +56,8 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "fusion exchange": lambda: FusionStrategy(device="cpu", transport="exchange", timeline=True),
 }
 ON_ONE_PROCESS: dict[str, Callable[[int], Strategy]] = {
-    "single": lambda ranks: SingleDevice(device="cpu", accumulate=ranks),
-    "dp": lambda ranks: DataParallel(devices=["cpu"] * ranks),
+    "single": lambda ranks: SingleStrategy(device="cpu", accumulate=ranks),
+    "dp": lambda ranks: DataParallelStrategy(devices=["cpu"] * ranks),
 }
 
 
@@ -126,7 +126,7 @@ class Runner:
         self.strategy, self.task = strategy, copy.deepcopy(task)
         strategy.setup(Precision())
         plan = strategy.plan(num_samples)
-        mine = num_samples // strategy.world_size
+        mine = num_samples // strategy.comm.world_size
         sizes = [min(plan.micro_batch_size, mine - start) for start in range(0, mine, plan.micro_batch_size)]
         self.window = Window(
             [MicroBatch(self.task.batch(size), size) for size in sizes], num_samples, num_samples, False
@@ -135,7 +135,7 @@ class Runner:
         (self.optimization,) = configure(
             self.task, clip=Clip(), precision=strategy.precision, total_steps=None, fused=True, skip=False
         )
-        strategy.prepare_optimization(self.task, self.optimization)
+        strategy.prepare_optimizer(self.task, self.optimization)
 
     def seconds_a_step(self) -> float:
         """Return the time of a step, measured over one turn."""

@@ -106,7 +106,7 @@ class Checkpoint(Callback):
         self._reason = None
         self._is_prepared = False
         self._retry.start()
-        self._saved_step = run.strategy.broadcast_object(_step_saved_last(run)) if run.resumed_from else None
+        self._saved_step = run.strategy.comm.broadcast_object(_step_saved_last(run)) if run.resumed_from else None
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         if self._by_clock and self._interval.due(run.state):
@@ -122,7 +122,7 @@ class Checkpoint(Callback):
             )
         value = metrics[self.monitor.metric]
         self._settle(run)  # what is being written may be one of the best
-        if run.strategy.broadcast_object(run.is_main and self._is_among_best(run.checkpointer.store, value)):
+        if run.strategy.comm.broadcast_object(run.is_main and self._is_among_best(run.checkpointer.store, value)):
             self._reason = BEST
 
     def on_step_end(self, run: Run) -> None:
@@ -146,7 +146,7 @@ class Checkpoint(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         # What was written in the background may be of this very step, and only the main rank knows that it failed.
-        if self.async_save and run.strategy.broadcast_object(self._settle(run)):
+        if self.async_save and run.strategy.comm.broadcast_object(self._settle(run)):
             self._saved_step = None
         # Not what this rank received: a signal that comes now is for none or for all of those that save.
         if run.stopped_by is not None:
@@ -267,7 +267,7 @@ class SaveRetry:
     def failed(self, error: CheckpointError, run: Run) -> None:
         """Warn and set the step of the next try; raises the error after too many failures. Collective."""
         self.count(error)
-        self.step = run.state.step + run.strategy.broadcast_object(_steps(self._wait, run))
+        self.step = run.state.step + run.strategy.comm.broadcast_object(_steps(self._wait, run))
         if run.is_main:
             self._warn(error, f"after step {self.step}")
 

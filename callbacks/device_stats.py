@@ -35,7 +35,7 @@ class DeviceStats(Callback):
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         known = self._look(run)
-        for other in run.strategy.all_gather_object(known):
+        for other in run.strategy.comm.all_gather_object(known):
             for name, value in other.items():
                 metrics[name] = max(value, metrics.get(name, value))
         self._begin()

@@ -13,6 +13,7 @@ from trainkit.callback import Callback
 from trainkit.checkpoints.payload import identity_of
 from trainkit.duration import Duration
 from trainkit.errors import UserError
+from trainkit.strategy import local_state
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -54,7 +55,7 @@ class WeightAveraging(Callback):
         if run.resumed_from is None:
             self._forget()
         self._seen_step = run.state.step
-        low = [name for name, tensor in run.strategy.held(run.task).items() if tensor.dtype in _LOW_PRECISION]
+        low = [name for name, tensor in local_state(run.strategy, run.task).items() if tensor.dtype in _LOW_PRECISION]
         if low:
             raise UserError(
                 f"{type(self).__name__} cannot average weights of 16 bits ({low[0]}): small changes would be rounded "
@@ -135,7 +136,7 @@ class WeightAveraging(Callback):
 
         The average of a checkpoint is that of the whole task; a pipeline stage keeps its own entries.
         """
-        held = run.strategy.held(run.task)
+        held = local_state(run.strategy, run.task)
         average = self._average
         if self._updates and (
             average.keys() != held.keys() or any(average[name].device != held[name].device for name in held)

@@ -51,7 +51,7 @@ class GradientNorms(Callback):
         measured = self._measured.values()
         mine = {name: value for names, norms in measured for name, value in zip(names, norms.tolist(), strict=True)}
         known: dict[str, float] = {}
-        for part in run.strategy.all_gather_object(mine):  # a pipeline's stages have their own parts
+        for part in run.strategy.comm.all_gather_object(mine):  # a pipeline's stages have their own parts
             known.update(part)
         squares: dict[str, float] = {}
         for name, norm in known.items():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from trainkit.callback import Callback
 from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError
+from trainkit.strategy import local_state
 
 if TYPE_CHECKING:
     from trainkit.optimization import Optimization
@@ -47,7 +48,7 @@ class Histograms(Callback):
 
     def on_step_end(self, run: Run) -> None:
         if self._interval.due(run.state) and run.loggers:
-            for name, tensor in run.strategy.held(run.task).items():
+            for name, tensor in local_state(run.strategy, run.task).items():
                 if fnmatchcase(name, self.pattern) and tensor.is_floating_point():
                     run.log_histogram(f"weights/{name}", tensor)
             self._wanted = {optimization.phase for optimization in run.optimizations}

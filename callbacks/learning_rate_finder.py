@@ -7,21 +7,24 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
-from trainkit.phases import PhaseControl
 
+from trainkit.batches import map_tensors
 from trainkit.callback import Callback
 from trainkit.checkpoints.file import write_text
 from trainkit.console import say
 from trainkit.errors import UserError, nearest
+from trainkit.loops.fit_loop import make_phase_step
+from trainkit.loops.phases import PhaseControl
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optimization import Optimization
 from trainkit.report.charts import line_chart
 from trainkit.rng import preserve_rng
+from trainkit.strategy import local_state
 from trainkit.window import Window
 
 if TYPE_CHECKING:
@@ -131,7 +134,7 @@ class LearningRateFinder(Callback):
                 run.strategy.optimizer_step(optimization)
             else:
                 means.add(control.make_step(run, window, number=number))
-            loss = means.reduce(run.strategy).get(name)
+            loss = means.reduce(run.strategy.comm).get(name)
             if loss is None or number % optimization.every:  # the phase is not in this step
                 continue
             rates.append(rate)
@@ -170,7 +173,7 @@ def trial(run: Run) -> Iterator[None]:
                 f"learning_rate_finder restores the optimizer, which strategy.{setting}=true does not allow; set it to "
                 "false for the search (weights are the same under every strategy)."
             )
-    held = {name: tensor.detach().clone() for name, tensor in run.strategy.held(run.task).items()}
+    held = {name: tensor.detach().clone() for name, tensor in local_state(run.strategy, run.task).items()}
     groups = [[_settings(group) for group in one.optimizer.param_groups] for one in run.optimizations]
     states = [
         {parameter: _copy(state) for parameter, state in one.optimizer.state.items()} for one in run.optimizations
@@ -183,7 +186,7 @@ def trial(run: Run) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for name, tensor in run.strategy.held(run.task).items():
+            for name, tensor in local_state(run.strategy, run.task).items():
                 tensor.copy_(held[name])
         for one, own_groups, own_states in zip(run.optimizations, groups, states, strict=True):
             one.optimizer.state.clear()
@@ -203,21 +206,22 @@ def trial(run: Run) -> Iterator[None]:
 class TrialPhases(PhaseControl):
     """Drives the steps of a task with phases, without stepping schedules."""
 
+    def __init__(self, run: Run) -> None:
+        steps = [make_phase_step(run.task, run.strategy, optimization) for optimization in run.optimizations]
+        super().__init__([replace(step, step_schedules=_keep_schedules) for step in steps])
+
     def make_step(self, run: Run, window: Window, *, number: int) -> list[StepOutput]:
         """Return the outputs of the phases that take part in step `number`. Collective."""
         self.begin(window, num_steps=number)
         if run.task.manual:
             run.task.manual_step(self)
         else:
-            for optimization in run.optimizations:
-                if self.due(optimization.phase):
-                    self.backward(optimization.phase)
-                    self.step(optimization.phase)
+            self.run_due_phases()
         return self.outputs
 
-    def step(self, phase: str) -> None:
-        """Update the parameters of the phase, without its schedules."""
-        self._optimizer_step(self._find(phase))
+
+def _keep_schedules() -> None:
+    """Step no schedule."""
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -225,9 +229,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return {name: _copy(part) for name, part in value.items()} if isinstance(value, dict) else value
+    return map_tensors(value, lambda tensor: tensor.detach().clone())
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
@@ -269,7 +271,7 @@ def _windows(run: Run) -> Iterator[Window]:
     assert run.feed is not None
     for epoch in count():
         seen = False
-        for window in run.strategy.windows(run.feed.windows(epoch, 0), run.feed.source):
+        for window in run.strategy.step_batches(run.feed.windows(epoch, 0), pin_memory=run.feed.source.pin_memory):
             seen = True
             yield window
         if not seen:

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainkit.callback import Callback
 from trainkit.checkpoints.file import write_text
 from trainkit.console import Table, plain, show
+from trainkit.strategy import local_state
 
 from .model_summary import in_bytes
 
@@ -55,7 +56,7 @@ class MemoryReport(Callback):
     def on_exception(self, run: Run, error: BaseException) -> None:
         if not isinstance(error, torch.OutOfMemoryError) or run.run_dir is None:
             return
-        path = Path(run.run_dir) / f"out_of_memory_rank_{run.strategy.process}.txt"
+        path = Path(run.run_dir) / f"out_of_memory_rank_{run.strategy.comm.process}.txt"
         write_text(path, post_mortem(run, error))
         if self._is_recording:
             torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
@@ -68,7 +69,7 @@ class MemoryReport(Callback):
 
 def memory_table(run: Run) -> Table:
     """Return what this process holds for training, by kind."""
-    held = run.strategy.held(run.task).values()
+    held = local_state(run.strategy, run.task).values()
     parameters = [tensor for tensor in held if isinstance(tensor, torch.nn.Parameter)]
     buffers = [tensor for tensor in held if not isinstance(tensor, torch.nn.Parameter)]
     gradients = sum(tensor.nbytes for tensor in parameters if tensor.requires_grad)
@@ -89,7 +90,7 @@ def memory_table(run: Run) -> Table:
 
 def post_mortem(run: Run, error: BaseException) -> str:
     """Return what was in memory when it ran out, and what to change."""
-    lines = [f"out of memory at step {run.state.step + 1} on process {run.strategy.process}: {error}", ""]
+    lines = [f"out of memory at step {run.state.step + 1} on process {run.strategy.comm.process}: {error}", ""]
     lines += [plain(memory_table(run)), ""]
     modules = Table("Parameters by module", ["module", "size"])
     for name, module in run.task.named_children():

@@ -8,6 +8,7 @@ from trainkit.batches import to_device
 from trainkit.callback import Callback
 from trainkit.model_graph import record_graph
 from trainkit.step_cost import steps_of
+from trainkit.strategy import local_state
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -22,7 +23,7 @@ class ModelGraph(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         whole = [*run.task.named_parameters(), *run.task.named_buffers()]
-        if not run.loggers or run.feed is None or len(run.strategy.held(run.task)) < len(whole):
+        if not run.loggers or run.feed is None or len(local_state(run.strategy, run.task)) < len(whole):
             return
         steps, batch = steps_of(run.task, run.optimizations), run.feed.example()
         if batch is not None and steps:

@@ -14,6 +14,7 @@ from trainkit.console import Table, say, show
 from trainkit.errors import UserError
 from trainkit.linear_scaling import linear_scaling
 from trainkit.step_cost import StepCost, cost_of_step, steps_of
+from trainkit.strategy import local_state
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -50,7 +51,7 @@ class ModelSummary(Callback):
 
     def _cost(self, run: Run) -> StepCost | None:
         whole = [*run.task.named_parameters(), *run.task.named_buffers()]
-        if not self.costs or run.feed is None or len(run.strategy.held(run.task)) < len(whole):
+        if not self.costs or run.feed is None or len(local_state(run.strategy, run.task)) < len(whole):
             return None
         steps, example = steps_of(run.task, run.optimizations), run.feed.example()
         if example is None or not steps:

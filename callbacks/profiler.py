@@ -16,7 +16,9 @@ import torch
 from trainkit.callback import Callback
 from trainkit.console import Table, say, show
 from trainkit.errors import UserError
+from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
 from trainkit.step_cost import FlopCount
+from trainkit.strategy import Strategy, SupportsOverlapProfile
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -116,7 +118,7 @@ class Profiler(Callback):
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         if self._flops is None and run.state.step - self._began >= self.start_step:
             # Every rank comes here after the same step, and with pipelines each has counted its own stages.
-            self._flops = sum(run.strategy.all_gather_object(self._own_flops or 0.0))
+            self._flops = sum(run.strategy.comm.all_gather_object(self._own_flops or 0.0))
         now, steps = time.perf_counter(), run.state.step - self._since_step
         seconds = now - self._since - self._evaluating
         # The steps that were recorded are slower than others.
@@ -163,7 +165,7 @@ class Profiler(Callback):
         metrics["train/flops_per_second"] = self._record["flops_per_second"] = flops_per_second
         peak, note = self._peak(run)
         if peak is not None:
-            metrics["train/mfu"] = self._record["mfu"] = flops_per_second / (peak * run.strategy.num_devices)
+            metrics["train/mfu"] = self._record["mfu"] = flops_per_second / (peak * run.strategy.comm.num_devices)
             self._record["peak_note"] = note
 
     def _peak(self, run: Run) -> tuple[float | None, str]:
@@ -193,7 +195,7 @@ class Profiler(Callback):
             torch.cuda.synchronize(run.strategy.device)  # the trace is to hold what was started
         recording.__exit__(None, None, None)
         assert run.run_dir is not None
-        trace = run.run_dir / TRACE.format(rank=run.strategy.process)
+        trace = run.run_dir / TRACE.format(rank=run.strategy.comm.process)
         recording.export_chrome_trace(str(trace))
         on_device = run.strategy.device.type == "cuda"
         operations = _operations(recording.key_averages(), on_device=on_device)
@@ -239,7 +241,8 @@ class OverlapProfiler:
     def on_step_end(self, run: Run, step: int) -> None:
         """Start or finish the measurement; `step` counts from the start of this run."""
         if step == self._begin and self._is_long_enough:
-            run.strategy.watch_overlap()
+            if isinstance(run.strategy, SupportsOverlapProfile):
+                run.strategy.start_overlap_profile()
             self._since = _now(run)
         elif step == self._end:
             self._finish(run, _now(run) - self._since if self._is_long_enough else 0.0)
@@ -258,7 +261,7 @@ class OverlapProfiler:
 
     def _finish(self, run: Run, seconds: float) -> None:
         steps = max(self._end - self._begin, 1)
-        found = run.strategy.take_overlap(steps)
+        found = _stop_profile(run.strategy, steps)
         if not run.is_main:
             return
         name = type(run.strategy).__name__
@@ -269,6 +272,12 @@ class OverlapProfiler:
         else:
             self.record = {"line": f"overlap: not known under {name} on {run.strategy.device.type}; see the trace"}
         say(self.record["line"])
+
+
+def _stop_profile(strategy: Strategy, steps: int) -> Overlap | None:
+    if isinstance(strategy, SupportsOverlapProfile):
+        return strategy.stop_overlap_profile(steps)
+    return NO_COMMUNICATION if strategy.comm.num_processes == 1 else None
 
 
 def _now(run: Run) -> float:

@@ -33,10 +33,10 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
+from trainkit.distributed.failure_store import GONE, RankError
 from trainkit.errors import Stopped, UserError
 from trainkit.signals import ALWAYS
 
-from .ddp.failure import GONE, RankError
 from .rank_log import keep_log, last_words
 
 T = TypeVar("T")

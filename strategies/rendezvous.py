@@ -16,7 +16,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # torch exports them at run time
 
-from .ddp.failure import RankError
+from trainkit.distributed.failure_store import RankError
 
 POLL_SECONDS = 0.02
 

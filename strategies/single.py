@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trainkit.strategy import Strategy
+from trainkit.strategy import PhaseTraining
 
 
-class SingleDevice(Strategy):
-    """Accumulates the gradients of a window's micro-batches on one device.
+class SingleStrategy(PhaseTraining):
+    """One device, which accumulates the gradients of a step's micro-batches.
 
         micro-batch 0   forward  backward
         micro-batch 1                     forward  backward
@@ -20,4 +20,4 @@ class SingleDevice(Strategy):
 
     """
 
-    can_fit_memory = True
+    auto_micro_batch = False

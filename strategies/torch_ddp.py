@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from trainkit.batches import to_device
 from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optimization import Optimization
-from trainkit.profiling.timeline import Overlap
+from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
 from .ddp.buckets import ring_bytes
-from .process_group import ProcessGroupStrategy
+from .process_group import MultiProcessStrategy, RankSettings
 
 _SAMPLE_RATE = 100  # PyTorch's default: one measured step of this many
 _ITS_ARGUMENTS = signature(DistributedDataParallel.__init__).parameters
@@ -29,7 +29,7 @@ _WITHOUT_BUFFERS: dict[str, Any] = {
 }
 
 
-class TorchDDP(ProcessGroupStrategy):
+class TorchDDPStrategy(MultiProcessStrategy):
     """PyTorch's Reducer under the same sampling, weighting and launching as `ddp`.
 
     Args:
@@ -42,14 +42,12 @@ class TorchDDP(ProcessGroupStrategy):
         static_graph: Whether every step uses the same parameters equally often.
         gradient_as_bucket_view: Whether gradients are parts of the buckets.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
-        timeout: Seconds to wait for another rank.
+        timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
-        launch: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
+        launcher: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
         process_group: The ranks that train together, where this process has joined others already; `None`: all ranks.
 
     """
-
-    runs_phases = False
 
     def __init__(
         self,
@@ -63,21 +61,23 @@ class TorchDDP(ProcessGroupStrategy):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = True,
-        timeout: float = 1800.0,
+        timeout_seconds: float = 1800.0,
         backend: str = "auto",
-        launch: str = "local",
+        launcher: str = "local",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
-            devices=devices,
-            device=device,
+            RankSettings(
+                devices=devices,
+                device=device,
+                timeout_seconds=timeout_seconds,
+                backend=backend,
+                launcher=launcher,
+                process_group=process_group,
+            ),
             accumulate=accumulate,
             micro_batch_size=micro_batch_size,
             broadcast_buffers=broadcast_buffers,
-            timeout=timeout,
-            backend=backend,
-            launch=launch,
-            process_group=process_group,
         )
         self.bucket_mb = bucket_mb
         self.find_unused = find_unused
@@ -89,11 +89,11 @@ class TorchDDP(ProcessGroupStrategy):
         self._last: Any = None  # the batch that this rank had last
         self._has_stepped = False
 
-    def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
+    def prepare_optimizer(self, task: TaskModule, optimization: Optimization) -> None:
         """Wrap the training step, beside the task, so that the task's own names do not change; collective."""
         self._wrapped = DistributedDataParallel(
             _TrainingStep(task),
-            process_group=self.group,
+            process_group=self.comm.group,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             **_WITHOUT_BUFFERS,
             bucket_cap_mb=self.bucket_mb,
@@ -104,21 +104,21 @@ class TorchDDP(ProcessGroupStrategy):
         self._through = _Through(self._wrapped)
         self._last, self._has_stepped = None, False
 
-    def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+    def forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
-        if window.micro_batches:
-            self._last = window.micro_batches[0].batch
-        if not self._has_stepped and window.num_samples < self.world_size:
+        if batch.micro_batches:
+            self._last = batch.micro_batches[0].batch
+        if not self._has_stepped and batch.num_samples < self.comm.world_size:
             self._share_first_batch()
         self._has_stepped = True
         assert self._through is not None
-        with self._waiting(f"forward and backward of step {self._steps}"):
-            outputs = super().forward_backward(self._through, window)
+        with self.comm.waiting(f"forward and backward of step {self._steps}"):
+            outputs = super().forward_backward(self._through, batch)
         if self._times is not None:
             self._times.add_previous_step()
         return outputs
 
-    def contribute_nothing(self) -> None:
+    def _reduce_zeros(self) -> None:
         """Take part in a reduction with the last batch at weight zero: PyTorch's Reducer needs a backward."""
         assert self._wrapped is not None
         returned = self._wrapped(self._last)
@@ -128,39 +128,47 @@ class TorchDDP(ProcessGroupStrategy):
 
     def _share_first_batch(self) -> None:
         """Give ranks that have had no samples yet a batch to stand in with: rank 0's; collective."""
-        batch = self.broadcast_object(to_device(self._last, torch.device("cpu")) if self.rank == 0 else None)
+        batch = self.comm.broadcast_object(to_device(self._last, torch.device("cpu")) if self.comm.rank == 0 else None)
         if self._last is None:
             self._last = self._move(batch)
 
-    def backward(self, output: StepOutput, micro_batch: MicroBatch, window: Window) -> None:
+    def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: Window) -> None:
         """Add this micro-batch's part to the gradients, such that PyTorch's mean over ranks is the sum."""
         loss = output.loss
         assert loss is not None
-        undivided = self._is_undivided(window.micro_batches, window)
-        share = 1.0 if undivided else output.weight / window.num_samples
-        self.precision.scale(loss * (share * self.world_size)).backward()
+        undivided = self._is_undivided(batch.micro_batches, batch)
+        share = 1.0 if undivided else output.weight / batch.num_samples
+        self.precision.scale(loss * (share * self.comm.world_size)).backward()
         output.loss = loss.detach()
 
-    def watch_overlap(self) -> None:
+    def start_overlap_profile(self) -> None:
         """Let PyTorch's Reducer measure every step from now on."""
-        if self._wrapped is not None and self.world_size > 1:
+        if self._wrapped is not None and self.comm.world_size > 1:
             self._times = ReducerTimes(self._wrapped)
 
-    def take_overlap(self, steps: int) -> Overlap | None:
-        """Return what PyTorch's Reducer measured since `watch_overlap`, which ends."""
+    def stop_overlap_profile(self, steps: int) -> Overlap | None:
+        """Return what PyTorch's Reducer measured since `start_overlap_profile`, which ends."""
         times, self._times = self._times, None
-        return super().take_overlap(steps) if times is None else times.close()
+        if times is None:
+            return NO_COMMUNICATION if self.comm.num_processes == 1 else None
+        return times.close()
 
-    def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
-        """Return the context of one backward: its gradients are reduced over ranks if `sync`."""
-        if sync or self._wrapped is None:
-            return nullcontext()
-        return self._wrapped.no_sync()
+    @property
+    def waited_seconds(self) -> float | None:
+        """Not known: PyTorch's Reducer does not tell."""
+        return None
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which PyTorch's Reducer only accumulates."""
+        return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
+
+    def _synced(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     @property
     def bytes_a_step(self) -> int:
         """Bytes of gradients that this rank sends in a step."""
-        return ring_bytes(sum(parameter.nbytes for parameter in self._all_trained), self.world_size)
+        return ring_bytes(sum(parameter.nbytes for parameter in self._all_trained), self.comm.world_size)
 
     def teardown(self) -> None:
         """Drop the wrapper and leave the group; may be called twice."""

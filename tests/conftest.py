@@ -36,10 +36,10 @@ def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
     numbers = count()
 
     def make(strategy: Any = None, **settings: Any) -> Trainer:
-        from trainkit.strategies.single import SingleDevice
+        from trainkit.strategies.single import SingleStrategy
 
         defaults: dict[str, Any] = {"callbacks": [], "loggers": [], "num_sanity_batches": 0}
         defaults["run_dir"] = tmp_path / f"run_{next(numbers)}"
-        return Trainer(strategy or SingleDevice(device="cpu"), **{**defaults, **settings})
+        return Trainer(strategy or SingleStrategy(device="cpu"), **{**defaults, **settings})
 
     yield make

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from trainkit import Callback, Logger, Strategy, TaskModule
+from trainkit.distributed.collectives import Collectives
 
 WIDTH = 4
 
@@ -109,7 +110,7 @@ class FakeRank(Strategy):
 
     def __init__(self, rank: int = 0, world_size: int = 1, **settings: Any) -> None:
         super().__init__(device="cpu", **settings)
-        self.rank, self.world_size = rank, world_size
+        self.comm = Collectives(rank=rank, world_size=world_size)
 
 
 class StopAt(Callback):

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from trainkit.sessions import Session, session
     from trainkit.several_datasets import InSequence, Mixture
     from trainkit.state import TrainState
-    from trainkit.strategy import BatchPlan, Strategy
+    from trainkit.strategy import Strategy
     from trainkit.task import TaskModule
     from trainkit.trainer import Trainer
+    from trainkit.window import BatchPlan
 
 __all__ = [
     "BatchPlan",
@@ -49,7 +50,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BatchPlan": "strategy",
+    "BatchPlan": "window",
     "Callback": "callback",
     "Data": "data",
     "Duration": "duration",

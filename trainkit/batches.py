@@ -1,9 +1,9 @@
-"""What can be asked of a batch without knowing its kind: its rows, its device."""
+"""Batches of any structure: traversal, rows, device."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,43 +12,50 @@ from torch import Tensor
 from trainkit.errors import UserError
 
 
+def tree_map(function: Callable[[Any], Any], tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Return `tree` with `function` applied to each leaf.
+
+    Mappings, lists, tuples, named tuples and dataclasses are nodes and keep their type; everything else is a leaf.
+    (torch.utils._pytree knows neither arbitrary mappings nor dataclasses that are not registered.)
+
+    Args:
+        function: Takes a leaf and returns its replacement.
+        tree: Containers in containers, or a single leaf.
+        is_leaf: Whether a node is to be treated as a leaf.
+
+    """
+    if is_leaf is not None and is_leaf(tree):
+        return function(tree)
+    kind = type(tree)
+    # Most batches, without the slow checks below: this runs in every step.
+    if kind is tuple or kind is list:
+        return kind([tree_map(function, part, is_leaf=is_leaf) for part in tree])
+    if kind is dict:
+        return {key: tree_map(function, part, is_leaf=is_leaf) for key, part in tree.items()}
+    parts = None if isinstance(tree, Tensor) else _parts(tree)
+    if parts is None:
+        return function(tree)
+    return _with_parts(tree, [tree_map(function, part, is_leaf=is_leaf) for part in parts])
+
+
+def tree_leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of a tree, as `tree_map` visits them."""
+    parts = None if isinstance(tree, Tensor) else _parts(tree)
+    if parts is None:
+        yield tree
+        return
+    for part in parts:
+        yield from tree_leaves(part)
+
+
 def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return `batch` with `function` applied to each tensor in its mappings, sequences and dataclasses."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        mapped = {key: map_tensors(value, function) for key, value in batch.items()}
-        return mapped if type(batch) is dict else _like_mapping(batch, mapped)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, function) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(value, function) for value in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {f.name: map_tensors(getattr(batch, f.name), function) for f in dataclasses.fields(batch)}
-        return dataclasses.replace(batch, **fields)
-    return batch
-
-
-def _like_mapping(batch: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
-    try:
-        return type(batch)(mapped)  # type: ignore[call-arg] # most mappings are made from one
-    except TypeError:
-        return mapped
+    """Return `batch` with `function` applied to each tensor."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors in a batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_in(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from tensors_in(getattr(batch, field.name))
+    return (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def num_rows(batch: Any) -> int:
@@ -92,3 +99,30 @@ def concatenate(outputs: Sequence[Any]) -> Any:
     if isinstance(first, list):
         return [item for output in outputs for item in output]
     return list(outputs)
+
+
+def _parts(tree: Any) -> Collection[Any] | None:
+    """Return the children of a node; `None` for a leaf."""
+    if isinstance(tree, Mapping):
+        return tree.values()
+    if isinstance(tree, (list, tuple)):
+        return tree
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    return None
+
+
+def _with_parts(tree: Any, parts: list[Any]) -> Any:
+    """Return a node of the same type with other children."""
+    if isinstance(tree, Mapping):
+        mapped = dict(zip(tree, parts, strict=True))
+        try:
+            return type(tree)(mapped)  # type: ignore[call-arg] # most mappings are made from one
+        except TypeError:
+            return mapped
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*parts)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(parts)
+    names = [field.name for field in dataclasses.fields(tree)]
+    return dataclasses.replace(tree, **dict(zip(names, parts, strict=True)))

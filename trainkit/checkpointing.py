@@ -16,13 +16,14 @@ from trainkit.errors import UserError
 from trainkit.feed import Feed
 from trainkit.linear_scaling import ReferenceBatchSize
 from trainkit.metrics.accumulate import WeightedMeans
+from trainkit.optim.phase import by_phase, saved_by_phase
 from trainkit.optimization import Optimization
-from trainkit.phases import by_phase, saved_by_phase
 from trainkit.precision import Precision
 from trainkit.rng import rng_state, seed_everything, set_rng_state
 from trainkit.state import TrainState
-from trainkit.strategy import BatchPlan, Strategy
+from trainkit.strategy import Strategy, SupportsShardedState
 from trainkit.task import TaskModule
+from trainkit.window import BatchPlan
 
 
 class StatefulCallback(Protocol):
@@ -100,25 +101,25 @@ class Checkpointer:
         if self.store is None or not run.weights_are_finite():
             return None
         self._wait_for_shards()
-        shards = strategy.shards(run.task, run.optimizations) if sharded else None
+        shards = self._shards() if sharded else None
         payload = self._payload(shards)
         if shards is not None and background:
             self.wait()
-            self._sharded_writer = self._sharded_writer or ShardedWriter(self.store, strategy)
+            self._sharded_writer = self._sharded_writer or ShardedWriter(self.store, strategy.comm)
             self._sharded_writer.save(payload, shards.pieces, then=then, **self._labels(reason))
             return None
         if shards is not None:
             return save_together(
-                self.store, payload, shards.pieces, together=strategy, then=then, **self._labels(reason)
+                self.store, payload, shards.pieces, together=strategy.comm, then=then, **self._labels(reason)
             )
         entry: CheckpointEntry | None = None
         failure: UserError | None = None
-        if strategy.is_main:
+        if strategy.comm.is_main:
             try:
                 entry = self._write(payload, reason=reason, background=background, then=then)
             except UserError as error:
                 failure = error
-        failure = strategy.broadcast_object(failure)
+        failure = strategy.comm.broadcast_object(failure)
         if failure is not None:
             raise failure
         return entry
@@ -128,13 +129,13 @@ class Checkpointer:
         if self.store is None:
             return
         run = self._run
-        shards = run.strategy.shards(run.task, run.optimizations) if sharded else None
+        shards = self._shards() if sharded else None
         if shards is not None:
-            self._sharded_writer = self._sharded_writer or ShardedWriter(self.store, run.strategy)
+            self._sharded_writer = self._sharded_writer or ShardedWriter(self.store, run.strategy.comm)
             self._sharded_writer.prepare(shards.pieces)
             return
         payload = self._task_and_optimizers()
-        if run.strategy.is_main:
+        if run.strategy.comm.is_main:
             self._writer = self._writer or AsyncWriter(self.store)
             self._writer.prepare(payload)
 
@@ -184,12 +185,12 @@ class Checkpointer:
         for optimization, spikes in zip(run.optimizations, payload.get("spikes", []), strict=False):
             if optimization.spikes is not None:
                 optimization.spikes.load_state_dict(spikes)
-        strategy.take_choices(payload.get("strategy", {}))
+        strategy.load_strategy_state(payload.get("strategy", {}))
         run.precision.load_state_dict(payload["scaler"])
         run.state.load_state_dict(payload["state"])
         run.feed.load_state_dict(payload["feed"])
         if run.means is not None:
-            run.means.load_state_dict(payload.get("means", {}), strategy)
+            run.means.load_state_dict(payload.get("means", {}), strategy.comm)
         for name, callback in _named(run.callbacks):
             if name in payload["callbacks"]:
                 callback.load_state_dict(payload["callbacks"][name])
@@ -213,10 +214,10 @@ class Checkpointer:
     def _restore_rng(self, payload: dict[str, Any]) -> None:
         run, strategy = self._run, self._run.strategy
         states = payload["rng"]
-        if len(states) == strategy.num_processes and payload["layout"] == self._layout():
-            set_rng_state(states[strategy.process])
+        if len(states) == strategy.comm.num_processes and payload["layout"] == self._layout():
+            set_rng_state(states[strategy.comm.process])
         else:
-            seed_everything(run.seed + 1_000_003 * run.state.step + strategy.rank)
+            seed_everything(run.seed + 1_000_003 * run.state.step + strategy.comm.rank)
 
     # ---- What is saved
 
@@ -227,14 +228,14 @@ class Checkpointer:
             **self._task_and_optimizers(shards),
             "schedules": by_phase([part.schedule_state() for part in run.optimizations], run.optimizations),
             "spikes": [{} if part.spikes is None else part.spikes.state_dict() for part in run.optimizations],
-            "strategy": strategy.choices(),
+            "strategy": strategy.strategy_state(),
             "scaler": run.precision.state_dict(),
             "state": run.state.state_dict(),
             "feed": run.feed.state_dict(run.state.position),
-            "rng": strategy.all_gather_object(rng_state()),
+            "rng": strategy.comm.all_gather_object(rng_state()),
             "layout": self._layout(),
             "batch_size": None if run.plan is None else run.plan.batch_size,
-            "means": {} if run.means is None else run.means.state_dict(strategy),
+            "means": {} if run.means is None else run.means.state_dict(strategy.comm),
             "callbacks": {name: callback.state_dict() for name, callback in _named(run.callbacks)},
             "config": run.config,
             "task_class": f"{type(run.task).__module__}.{type(run.task).__qualname__}",
@@ -255,6 +256,10 @@ class Checkpointer:
         state = self._run.state
         labels = {"step": state.step, "epoch": state.epoch, "metrics": self._run.metrics_of_this_step()}
         return {"name": f"step_{state.step:08d}", **labels, "reason": reason}
+
+    def _shards(self) -> Shards | None:
+        strategy, run = self._run.strategy, self._run
+        return strategy.shards(run.task, run.optimizations) if isinstance(strategy, SupportsShardedState) else None
 
     def _layout(self) -> str:
         return f"{type(self._run.strategy).__name__} {self._run.plan}"

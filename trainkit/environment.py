@@ -47,7 +47,7 @@ def environment(run: Run) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "strategy": type(strategy).__name__,
-        "processes": strategy.num_processes,
+        "processes": strategy.comm.num_processes,
         "plan": None if run.plan is None else str(run.plan),
         "max_steps": run.max_steps,
         "precision": run.precision.name,

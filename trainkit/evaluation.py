@@ -15,6 +15,7 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import detach_metrics
 from trainkit.rng import preserve_rng
 from trainkit.run import EvaluationProgress, Run
+from trainkit.strategy import metric_modules
 
 _STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
     "validation": "validation_step",
@@ -55,21 +56,21 @@ class EvaluationLoop:
         """Return the metrics of one dataset over all ranks, `None` if a stop was requested; collective."""
         run, stage, strategy = self._run, self._stage, self._run.strategy
         means, num_samples = WeightedMeans(strategy.device), 0
-        with detach_metrics(strategy.metrics_of(run.task)):
+        with detach_metrics(metric_modules(strategy, run.task)):
             for micro_batch in feed.batches():
                 output = strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])
                 means.add([output])
                 progress.batch += 1
                 num_samples += micro_batch.num_samples
-                if strategy.stop_evaluating(run.signals.received is not None):
+                if strategy.comm.should_stop_evaluation(run.signals.received is not None):
                     break
-            if strategy.agree(run.signals.received is not None):
+            if strategy.comm.any_rank(run.signals.received is not None):
                 return None
             of_callbacks: dict[str, float] = {}
             run.emit("on_dataset_end", stage, of_callbacks)
             if of_callbacks and num_samples:
                 means.add([StepOutput(None, num_samples, {**of_callbacks})])
-            return means.reduce(strategy)
+            return means.reduce(strategy.comm)
 
     def predict(self) -> Any:
         """Return the predictions in the order of the dataset, joined along the first dimension, on rank 0."""
@@ -79,11 +80,11 @@ class EvaluationLoop:
             for micro_batch in next(iter(self._feeds.values())).batches():
                 outputs.append(run.strategy.predict(run.task, micro_batch))
                 progress.batch += 1
-                if run.strategy.stop_evaluating(run.signals.received is not None):
+                if run.strategy.comm.should_stop_evaluation(run.signals.received is not None):
                     break
-            if run.strategy.agree(run.signals.received is not None):
+            if run.strategy.comm.any_rank(run.signals.received is not None):
                 return []  # not those of some samples, as if they were all
-            gathered = run.strategy.gather_predictions(outputs)
+            gathered = run.strategy.comm.gather_predictions(outputs)
         return concatenate(gathered) if gathered else []
 
     def _evaluating(self) -> AbstractContextManager[EvaluationProgress]:

@@ -62,7 +62,7 @@ def record_failure(run: Run, error: BaseException) -> None:
     """Leave what this rank knows in the run's folder; never raises, and is not collective."""
     if run.run_dir is None:
         return
-    progress, process = run.evaluation, run.strategy.process
+    progress, process = run.evaluation, run.strategy.comm.process
     record = FailureRecord(
         type(error).__name__,
         str(error),

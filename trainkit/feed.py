@@ -12,21 +12,20 @@ from trainkit.length_groups import LengthGroupedOrder
 from trainkit.order import GlobalOrder, WeightedOrder
 from trainkit.rng import preserve_rng
 from trainkit.sampling import Order, SamplerOrder
-from trainkit.window import MicroBatch, Window
+from trainkit.window import MicroBatch, ShardsData, Window
 
 if TYPE_CHECKING:
     from trainkit.state import TrainState
-    from trainkit.strategy import Strategy
 
 
 class Feed(ABC):
     """Reads one stage's data for one rank."""
 
-    def __init__(self, source: Source, strategy: Strategy, *, seed: int, limit: int | None) -> None:
+    def __init__(self, source: Source, strategy: ShardsData, *, seed: int, limit: int | None) -> None:
         self.source = source
         self.limit = limit
         self.seed = seed
-        self.rank, self.world_size = strategy.rank, strategy.world_size
+        self.rank, self.world_size = strategy.comm.rank, strategy.comm.world_size
         self.seconds_waited = 0.0
         """How long `timed_windows` have kept the loop waiting."""
 
@@ -59,13 +58,13 @@ class Feed(ABC):
                 return
             yield window
 
-    def check_order(self, strategy: Strategy) -> str | None:
+    def check_order(self, strategy: ShardsData) -> str | None:
         """Return what a user's own sampler does not keep; raises UserError if ranks would draw apart. Collective."""
         sampler = self.source.sampler
         if sampler is None:
             return None
         order = SamplerOrder(sampler, seed=self.seed)
-        return order.complaint(strategy.all_gather_object(order.first()))
+        return order.complaint(strategy.comm.all_gather_object(order.first()))
 
     def close(self) -> None:
         """Let worker processes end; may be called twice."""
@@ -92,7 +91,7 @@ class Feed(ABC):
         """Return this rank's window of an earlier step, read again; `None` for a stream. Draws from the generators."""
         return None
 
-    def cut_anew(self, strategy: Strategy) -> None:
+    def cut_anew(self, strategy: ShardsData) -> None:
         """Cut windows that are read from now on as the strategy plans it now."""
 
     def state_dict(self, position: int) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class Feed(ABC):
 
 
 def make_feed(
-    source: Source, strategy: Strategy, *, seed: int, limit: int | None = None, repeat_first: bool = False
+    source: Source, strategy: ShardsData, *, seed: int, limit: int | None = None, repeat_first: bool = False
 ) -> Feed:
     """Return the feed for a source; `limit` global batches at most make an epoch.
 

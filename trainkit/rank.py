@@ -31,7 +31,7 @@ from trainkit.run import Run
 from trainkit.run_folder import forget_summary, make_run_dir, write_config, write_summary
 from trainkit.run_lock import lock_run_dir
 from trainkit.signals import EXIT_CODES, StopSignals
-from trainkit.strategy import Strategy
+from trainkit.strategy import PreparesSteps, StartsRanks, Strategy
 from trainkit.task import TaskModule
 from trainkit.warning_log import warnings_kept
 
@@ -69,7 +69,7 @@ def fit_on_rank(
         seconds, samples = 0.0, 0
         try:
             # Under torchrun each rank has looked for itself; rank 0 decides.
-            loop = prepare_fit(run, config, strategy.broadcast_object(_start_of(run, checkpoint)))
+            loop = prepare_fit(run, config, strategy.comm.broadcast_object(_start_of(run, checkpoint)))
             seconds, samples = run.state.own_seconds, run.state.samples
             loop.run()
         except BaseException as error:
@@ -79,7 +79,8 @@ def fit_on_rank(
             raise
         result = _result_of(run, seconds, samples)
         _write_summary(run, result, status="stopped" if result.exit_reason in EXIT_CODES else "finished")
-        result.weights = strategy.weights_for_caller(task)
+        if isinstance(strategy, StartsRanks):
+            result.weights = strategy.final_state_dict(task)
         return result
 
 
@@ -107,19 +108,21 @@ def run_on_rank(
     with StopSignals(config.preemption_signal) as signals, _torch_flags(config), ExitStack() as stack:
         try:
             strategy.setup(config.precision)
-            seed_everything(config.seed + strategy.rank)
+            seed_everything(config.seed + strategy.comm.rank)
             transforms = config.transforms
-            stack.enter_context(transforms.applied(task, num_processes=strategy.num_processes, device=strategy.device))
+            stack.enter_context(
+                transforms.applied(task, num_processes=strategy.comm.num_processes, device=strategy.device)
+            )
             run = Run(
                 task=task,
                 data=data,
                 strategy=strategy,
                 precision=config.precision,
                 callbacks=[*config.callbacks, *task.configure_callbacks()],
-                loggers=config.loggers if strategy.is_main else [],
+                loggers=config.loggers if strategy.comm.is_main else [],
                 signals=signals,
                 seed=config.seed,
-                run_dir=strategy.broadcast_object(run_dir),
+                run_dir=strategy.comm.broadcast_object(run_dir),
                 config=config.yaml,
                 reference_batch_size=config.reference_batch_size,
             )
@@ -127,7 +130,7 @@ def run_on_rank(
                 make_run_dir(run.run_dir)
                 stack.enter_context(lock_run_dir(run.run_dir))
             try:
-                with warnings_kept(run.run_dir, process=strategy.process):
+                with warnings_kept(run.run_dir, process=strategy.comm.process):
                     yield run
                     run.checkpointer.wait()  # here, where every rank is: `close` is not collective
             except BaseException:
@@ -136,7 +139,6 @@ def run_on_rank(
                 raise
             run.close()
         finally:
-            strategy.end_phases()
             strategy.teardown()
 
 
@@ -154,7 +156,8 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
         if loop.auto_micro_batch is not None:
             loop.auto_micro_batch.resume()
     assert run.feed is not None
-    run.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
+    if isinstance(run.strategy, PreparesSteps):
+        run.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
     if checkpoint is None and validation is not None and config.num_sanity_batches and not config.fast_dev_run:
         metrics = evaluation_loop(run, config, "sanity", limit=config.num_sanity_batches).run()
         if metrics is not None:
@@ -221,7 +224,7 @@ def _prepare_optimizers(run: Run, config: FitConfig) -> None:
     for optimization in run.optimizations:
         if config.skip_grad_norm_factor is not None:
             optimization.skip_spikes(config.skip_grad_norm_factor)
-        run.strategy.prepare_optimization(run.task, optimization)
+        run.strategy.prepare_optimizer(run.task, optimization)
 
 
 def _validation_loop(run: Run, config: FitConfig) -> EvaluationLoop | None:

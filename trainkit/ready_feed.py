@@ -14,17 +14,18 @@ from trainkit.data import Source
 from trainkit.feed import Feed, order_of
 from trainkit.order import sample_seed
 from trainkit.reading import get_sample_of
-from trainkit.window import MicroBatch, Window
+from trainkit.window import BatchPlan, MicroBatch, ShardsData, Window
 
 if TYPE_CHECKING:
     from trainkit.state import TrainState
-    from trainkit.strategy import BatchPlan, Strategy
 
 
 class ReadyFeed(Feed):
     """Ready-made global batches: ranks take every W-th row, micro-batches take consecutive rows of those."""
 
-    def __init__(self, source: Source, strategy: Strategy, *, seed: int, limit: int | None, repeat_first: bool) -> None:
+    def __init__(
+        self, source: Source, strategy: ShardsData, *, seed: int, limit: int | None, repeat_first: bool
+    ) -> None:
         super().__init__(source, strategy, seed=seed, limit=limit)
         self._order = order_of(source, seed=seed)
         self._plan_for: Callable[[int], BatchPlan] = partial(strategy.plan, even=False)
@@ -33,7 +34,7 @@ class ReadyFeed(Feed):
         self._convert = None if source.collate is default_collate else source.collate
         self._converts_as_usual = self._convert is default_convert
         self._length = min(self._order.num_samples, limit or self._order.num_samples)
-        self._undivided = strategy.world_size == 1 and strategy.micro_batches_of_a_step == 1
+        self._undivided = strategy.comm.world_size == 1 and strategy.num_micro_batches == 1
 
     @property
     def num_steps(self) -> int:

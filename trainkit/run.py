@@ -25,8 +25,9 @@ from trainkit.precision import Precision
 from trainkit.profiling.memory import PeakMemoryTracker
 from trainkit.signals import StopSignals
 from trainkit.state import TrainState
-from trainkit.strategy import BatchPlan, Strategy
+from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
+from trainkit.window import BatchPlan
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Run:
     @property
     def is_main(self) -> bool:
         """Whether this rank writes files and talks to the user."""
-        return self.strategy.is_main
+        return self.strategy.comm.is_main
 
     def hooks(self, name: str) -> list[Callable[..., None]]:
         """Return the callbacks' methods for a hook; only overridden ones."""
@@ -124,7 +125,7 @@ class Run:
 
     def sync_stop_signal(self) -> bool:
         """Set `stopped_by` to the signal that the first rank received; return whether any did. Collective."""
-        received = self.strategy.all_gather_object(self.signals.received)
+        received = self.strategy.comm.all_gather_object(self.signals.received)
         self.stopped_by = next((number for number in received if number is not None), None)
         return self.stopped_by is not None
 

@@ -13,17 +13,18 @@ from trainkit.data import Source
 from trainkit.feed import Feed, order_of
 from trainkit.reading import Request, WorkerPool, make_reader, request_seed
 from trainkit.rng import seed_everything
-from trainkit.window import MicroBatch, Window
+from trainkit.window import MicroBatch, ShardsData, Window
 
 if TYPE_CHECKING:
     from trainkit.state import TrainState
-    from trainkit.strategy import Strategy
 
 
 class SampleFeed(Feed):
     """A map-style dataset: global batch t takes the positions from t * batch_size to (t + 1) * batch_size."""
 
-    def __init__(self, source: Source, strategy: Strategy, *, seed: int, limit: int | None, repeat_first: bool) -> None:
+    def __init__(
+        self, source: Source, strategy: ShardsData, *, seed: int, limit: int | None, repeat_first: bool
+    ) -> None:
         super().__init__(source, strategy, seed=seed, limit=limit)
         assert source.batch_size is not None
         self._batch_size = source.batch_size
@@ -58,7 +59,7 @@ class SampleFeed(Feed):
         for micro_batches in self._read_all(0, shares):
             yield from micro_batches
 
-    def cut_anew(self, strategy: Strategy) -> None:
+    def cut_anew(self, strategy: ShardsData) -> None:
         self._plan = strategy.plan(self._batch_size, even=self.source.stage == "train")
 
     def samples_of(self, step: int, state: TrainState) -> list[int]:

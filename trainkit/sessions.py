@@ -21,7 +21,7 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.rank import evaluation_loop, prepare_fit, run_on_rank
 from trainkit.run import Run
 from trainkit.state import TrainState
-from trainkit.strategy import Strategy
+from trainkit.strategy import StartsRanks, Strategy
 from trainkit.task import TaskModule
 from trainkit.trainer import Trainer
 from trainkit.window import Window
@@ -89,7 +89,7 @@ def session(
         callbacks=[],
         loggers=[],
     )
-    if trainer.strategy.starts_ranks:
+    if isinstance(trainer.strategy, StartsRanks) and trainer.strategy.starts_ranks:
         raise UserError(
             f"{type(trainer.strategy).__name__} starts processes, and a session is part of one. Start the program with "
             "torchrun, or put the session into a function and call strategy.launch(partial(function, strategy))."
@@ -164,7 +164,7 @@ class Session:
         means = WeightedMeans(self.run.strategy.device)
         means.add(list(outputs), step=self.state.step)
         bad = means.nonfinite_steps()
-        reduced = means.reduce(self.run.strategy)
+        reduced = means.reduce(self.run.strategy.comm)
         self._loop.warn_skipped_steps(bad)
         return reduced
 

@@ -7,17 +7,14 @@ from collections import deque
 from collections.abc import Iterator
 from copy import deepcopy
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit.data import Source
 from trainkit.errors import UserError
 from trainkit.feed import Feed
 from trainkit.reading import request_seed
-from trainkit.window import MicroBatch, Window
+from trainkit.window import MicroBatch, ShardsData, Window
 from trainkit.worker_stream import WorkerStream
-
-if TYPE_CHECKING:
-    from trainkit.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +24,9 @@ _STATES_KEPT = 4
 class StreamFeed(Feed):
     """An iterable dataset, read in its own order by every rank: of each global batch a rank keeps every W-th sample."""
 
-    def __init__(self, source: Source, strategy: Strategy, *, seed: int, limit: int | None, repeat_first: bool) -> None:
+    def __init__(
+        self, source: Source, strategy: ShardsData, *, seed: int, limit: int | None, repeat_first: bool
+    ) -> None:
         super().__init__(source, strategy, seed=seed, limit=limit)
         assert source.batch_size is not None
         self._batch_size = source.batch_size
@@ -82,7 +81,7 @@ class StreamFeed(Feed):
     def example(self) -> MicroBatch | None:
         return None
 
-    def cut_anew(self, strategy: Strategy) -> None:
+    def cut_anew(self, strategy: ShardsData) -> None:
         self._plan = strategy.plan(self._batch_size, even=self.source.stage == "train")
 
     def state_dict(self, position: int) -> dict[str, Any]:

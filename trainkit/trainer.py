@@ -21,7 +21,6 @@ from trainkit.fit_config import FitConfig, NonfinitePolicy
 from trainkit.linear_scaling import ReferenceBatchSize
 from trainkit.logger import Logger
 from trainkit.model_settings import ModelTransforms
-from trainkit.optim.phase import check_phases_run
 from trainkit.optimization import Clip
 from trainkit.precision import Precision
 from trainkit.rank import FitResult, evaluate_on_rank, fit_on_rank
@@ -31,7 +30,7 @@ from trainkit.run_folder import check_run_dir, choose_run_dir
 from trainkit.run_lock import check_not_locked
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named
 from trainkit.slurm import check_goes_on, requeue_job, signal_to_requeue_after
-from trainkit.strategy import Strategy
+from trainkit.strategy import Strategy, check_phases_run
 from trainkit.task import TaskModule, has_phases
 
 DEFAULT_CALLBACKS = ("model_summary", "learning_rate_monitor", "speed_monitor", "checkpoint", "progress_bar")
@@ -200,7 +199,7 @@ class Trainer:
         self.strategy.log_dir = run_dir
         config = replace(self.fit_config, reference_batch_size=self.reference_batch_size)
         work = partial(fit_on_rank, self.strategy, config, task, data, checkpoint=checkpoint, run_dir=run_dir)
-        is_main, report_dir = (lambda: self.strategy.is_main), run_dir if self.report else None
+        is_main, report_dir = (lambda: self.strategy.comm.is_main), run_dir if self.report else None
         with reported(report_dir, is_main=is_main, config_diff=self.config_diff):
             result = self.strategy.launch(work)
         if result.weights is not None:
@@ -208,7 +207,7 @@ class Trainer:
             has_no_memory = any(parameter.is_meta for parameter in task.parameters())
             task.load_state_dict(result.weights, assign=has_no_memory)
         if result.exit_reason in EXIT_CODES:
-            if result.exit_reason == self.requeue_after and self.strategy.is_main:
+            if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
         return replace(result, weights=None)

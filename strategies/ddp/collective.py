@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .failure import FailureBoard, RankError, timed_out
+from trainkit.distributed.failure_store import FailureStore, RankError, timed_out
+
 from .transport import Reduction, Transport
 
 SLICE = timedelta(seconds=0.5)  # between two looks at the board
@@ -22,7 +23,7 @@ class ProcessGroupTransport(Transport):
     name = "group"
 
     def __init__(
-        self, group: dist.ProcessGroup, *, board: FailureBoard, device: torch.device, timeout_seconds: float
+        self, group: dist.ProcessGroup, *, board: FailureStore, device: torch.device, timeout_seconds: float
     ) -> None:
         self.group, self.board, self.device = group, board, device
         self.timeout_seconds = timeout_seconds
@@ -62,7 +63,7 @@ class ProcessGroupTransport(Transport):
 class PatientWork:
     """A collective's work whose wait looks at the failure board, so that no rank waits for one that has failed."""
 
-    def __init__(self, work: dist.Work, *, where: str, board: FailureBoard, timeout_seconds: float) -> None:
+    def __init__(self, work: dist.Work, *, where: str, board: FailureStore, timeout_seconds: float) -> None:
         self.work, self.where, self.board, self.timeout_seconds = work, where, board, timeout_seconds
         self.finished_at: float | None = None
 

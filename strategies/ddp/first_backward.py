@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from .agreement import agree_on_arrivals
 from .buckets import DEFAULT_CAP_BYTES, MIB, BucketPlan, GradientSpec, plan_buckets
 from .gradient_bucket import Slot
 from .reducer_settings import ReducerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOrder:
+    """The order of arrival in the first backward, known to all ranks."""
+
+    order: list[int]
+    """Rank 0's order of arrival; parameters that it has not seen come last, in the reverse order of their own."""
+    unseen_by_first: set[int]
+    """Parameters that rank 0 has not seen."""
+    unseen_by_all: set[int]
+    """Parameters that no rank has seen."""
+    sparse_dims: list[int]
+    """For each parameter its gradient's sparse dimensions on any rank, 0 if it is dense."""
 
 
 class FirstBackward:
@@ -46,7 +60,7 @@ class FirstBackward:
             if gradient is not None and gradient.is_sparse:
                 slot.sparse_dim = gradient.sparse_dim()
         moments, sparse_dims = [slot.arrived for slot in self.slots], [slot.sparse_dim for slot in self.slots]
-        arrivals = agree_on_arrivals(moments, sparse_dims, group, device)
+        arrivals = exchange_arrivals(moments, sparse_dims, group, device)
         for slot, sparse_dim, fires in zip(self.slots, arrivals.sparse_dims, self.fires, strict=True):
             slot.sparse_dim = sparse_dim
             slot.expected = fires if self.settings.static_graph and self.moments else max(1, fires)
@@ -77,4 +91,27 @@ def plan_of(
         first_cap_bytes=int(settings.first_bucket_mb * MIB),
         order=order,
         apart=apart,
+    )
+
+
+def exchange_arrivals(
+    arrived: Sequence[int], sparse_dims: Sequence[int], group: dist.ProcessGroup, device: torch.device
+) -> GradientOrder:
+    """Return what the ranks have seen together. Collective.
+
+    `arrived` holds for each parameter the moment at which its gradient was ready, 0 if it never was; the sparse
+    dimensions are 0 for dense gradients.
+    """
+    of_first = torch.tensor(list(arrived), dtype=torch.int64, device=device)
+    of_any = torch.tensor([list(arrived), list(sparse_dims)], dtype=torch.int64, device=device)
+    if group.size() > 1:
+        dist.broadcast(of_first, dist.get_global_rank(group, 0), group=group)
+        dist.all_reduce(of_any, dist.ReduceOp.MAX, group=group)
+    known, (known_to_any, sparse) = of_first.tolist(), of_any.tolist()
+    count = len(known)
+    return GradientOrder(
+        order=sorted(range(count), key=lambda i: (known[i] == 0, known[i], -i)),
+        unseen_by_first={i for i in range(count) if known[i] == 0},
+        unseen_by_all={i for i in range(count) if known_to_any[i] == 0},
+        sparse_dims=sparse,
     )

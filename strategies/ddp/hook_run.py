@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .failure import FailureBoard, RankError, timed_out
+from trainkit.distributed.failure_store import FailureStore, RankError, timed_out
 
 HookFuture = torch.futures.Future[Tensor]
 HookSteps = Generator[Any, Any, Tensor]
@@ -28,7 +28,7 @@ class HookRun:
     since they run on the backend's threads in an order that differs between ranks.
     """
 
-    def __init__(self, returned: Any, *, where: str, board: FailureBoard, timeout_seconds: float) -> None:
+    def __init__(self, returned: Any, *, where: str, board: FailureStore, timeout_seconds: float) -> None:
         self.where, self.board, self.timeout_seconds = where, board, timeout_seconds
         self.result: Tensor | None = None
         self.steps: HookSteps | None = None

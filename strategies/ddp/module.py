@@ -14,8 +14,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.batches import tensors_in, to_device
+from trainkit.distributed.collectives import broadcast
 
-from .agreement import broadcast
 from .arguments import all_ranks, check_devices, check_hook, group_of, refuse, timeout_of
 from .graph import unreached_parameters
 from .hook_run import CommunicationHook

@@ -27,10 +27,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from trainkit.distributed.collectives import check_same_model, only_device
+from trainkit.distributed.failure_store import FailureStore
+
 from .absences import Absences
-from .agreement import check_same_model, only_device
 from .clipping import total_norm, whole_gradients
-from .failure import StoreBoard
 from .filling import Filling
 from .first_backward import FirstBackward, plan_of
 from .gradient_bucket import Bucket, Slot, make_buckets
@@ -56,7 +57,7 @@ class Reducer:
         *,
         group: dist.ProcessGroup,
         settings: ReducerSettings | None = None,
-        board: StoreBoard | None = None,
+        board: FailureStore | None = None,
         untrained: Mapping[str, Sequence[tuple[str, Tensor]]] | None = None,
     ) -> None:
         """Check that all ranks have the same parameters and listen to their gradients. Collective.
@@ -70,7 +71,7 @@ class Reducer:
         self.parameters = [slot.parameter for slot in self.slots]
         self.device = only_device(self.parameters)
         token = check_same_model({"parameter": named_parameters, **(untrained or {})}, group)
-        self.board = board or StoreBoard(group, token=token)
+        self.board = board or FailureStore(group, token=token)
         self.transport = open_transport(
             self.settings.transport,
             group=group,

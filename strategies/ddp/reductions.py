@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainkit.distributed.failure_store import FailureStore
+
 from .collective import ProcessGroupTransport
-from .failure import FailureBoard
 from .gradient_bucket import Bucket, GradientBucket
 from .hook_run import CommunicationHook, HookRun
 from .reducer_settings import ReducerSettings
@@ -21,7 +22,7 @@ class Reductions:
     """Starts the reductions of buckets, and leaves their results in the gradients."""
 
     def __init__(
-        self, group: dist.ProcessGroup, *, settings: ReducerSettings, board: FailureBoard, device: torch.device
+        self, group: dist.ProcessGroup, *, settings: ReducerSettings, board: FailureStore, device: torch.device
     ) -> None:
         self.settings, self.board, self.device = settings, board, device
         self.world_size = group.size()

@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .failure import FailureBoard, RankError, timed_out
+from trainkit.distributed.failure_store import FailureStore, RankError, timed_out
+
 from .transport import Reduction, Transport
 
 LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples
@@ -67,7 +68,7 @@ class SharedMemoryTransport(Transport):
     name = "shared_memory"
 
     def __init__(
-        self, group: dist.ProcessGroup, *, board: FailureBoard, timeout_seconds: float, takes_all: bool = True
+        self, group: dist.ProcessGroup, *, board: FailureStore, timeout_seconds: float, takes_all: bool = True
     ) -> None:
         """Share nothing yet; with `takes_all` memory is taken when it is allocated, else by `reserve`."""
         self.group, self.board, self.timeout_seconds = group, board, timeout_seconds

@@ -14,12 +14,12 @@ from torch import Tensor
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput
 from trainkit.optimization import Optimization
-from trainkit.profiling.timeline import Overlap
-from trainkit.strategy import Strategy
+from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
+from trainkit.strategy import PhaseTraining, Strategy
 from trainkit.task import TaskModule
 from trainkit.window import MicroBatch, Window
 
-from ..process_group import ProcessGroupStrategy
+from ..process_group import MultiProcessStrategy, RankSettings
 from .buckets import ring_bytes
 from .clipping import total_norm
 from .communication_hooks import AveragePeriod
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 _UNUSED = ("auto", "error", "find")
 _TRANSPORTS = ("auto", "shared_memory", "group")
-_NO_SESSION = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
-class DDPStrategy(ProcessGroupStrategy):
+class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     """Every rank trains a copy of the task on its samples; gradients are added up in buckets during backward.
 
         rank 0   forward  backward  . . . . . . .  step        bucket 0 travels while the
@@ -65,14 +65,14 @@ class DDPStrategy(ProcessGroupStrategy):
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
         timeline: Whether to record when each bucket was ready, started and done: every rank writes the last 200 steps
             as timeline_rank_<k>.json, to be opened in ui.perfetto.dev; rank 0 logs a picture and what to change.
-        timeout: Seconds to wait for another rank.
+        timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
-        launch: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
+        launcher: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
         process_group: The ranks that train together, where this process has joined others already; `None`: all ranks.
 
     """
 
-    can_fit_memory = True
+    auto_micro_batch = False
 
     def __init__(
         self,
@@ -91,21 +91,23 @@ class DDPStrategy(ProcessGroupStrategy):
         overlap_optimizer: bool = False,
         broadcast_buffers: bool = True,
         timeline: bool = False,
-        timeout: float = 1800.0,
+        timeout_seconds: float = 1800.0,
         backend: str = "auto",
-        launch: str = "local",
+        launcher: str = "local",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
-            devices=devices,
-            device=device,
+            RankSettings(
+                devices=devices,
+                device=device,
+                timeout_seconds=timeout_seconds,
+                backend=backend,
+                launcher=launcher,
+                process_group=process_group,
+            ),
             accumulate=accumulate,
             micro_batch_size=micro_batch_size,
             broadcast_buffers=broadcast_buffers,
-            timeout=timeout,
-            backend=backend,
-            launch=launch,
-            process_group=process_group,
         )
         if bucket_mb is not None and not bucket_mb > 0:
             raise UserError(f"bucket_mb must be above 0 MiB, got {bucket_mb}.")
@@ -121,11 +123,11 @@ class DDPStrategy(ProcessGroupStrategy):
             unused=unused,
             static_graph=static_graph,
             transport=transport,
-            timeout_seconds=self.timeout_seconds,
+            timeout_seconds=self.ranks.timeout_seconds,
         )
         self.hook = choose_hook(hook, state=hook_state, options=hook_options)
         self.overlap_optimizer = overlap_optimizer
-        if self.fits_memory and (self.hook is not None or overlap_optimizer):
+        if self._is_auto and (self.hook is not None or overlap_optimizer):
             raise UserError(
                 "micro_batch_size=auto gives up a step where a rank runs out of memory, which does not go with "
                 "overlap_optimizer=true nor with a hook; give strategy.micro_batch_size as a number."
@@ -141,17 +143,17 @@ class DDPStrategy(ProcessGroupStrategy):
 
     # ---- Before and after training
 
-    def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
+    def prepare_optimizer(self, task: TaskModule, optimization: Optimization) -> None:
         """Listen to the gradients of all trained parameters, or of those of a phase; collective."""
         named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
         if optimization.phase:
             own = {id(p) for p in optimization.parameters}
             named = [(name, p) for name, p in named if id(p) in own]
-        self.reducer = Reducer(named, group=self.group, settings=self.settings, board=self._board)
+        self.reducer = Reducer(named, group=self.comm.group, settings=self.settings, board=self.comm.failure_store)
         self._reducers[optimization.phase] = self.reducer
         self._trains_all = {id(p) for p in optimization.parameters} == {id(p) for _, p in named}
         if self.hook is not None:
-            state = self.hook.state(self.group)
+            state = self.hook.state(self.comm.group)
             self.reducer.register_hook(state, self.hook.hook)
             self._period = state if isinstance(state, AveragePeriod) else None
         if optimization.phase and (self._period is not None or self.overlap_optimizer):
@@ -176,11 +178,11 @@ class DDPStrategy(ProcessGroupStrategy):
         self._overlapped = BucketwiseOptimizer(optimization.optimizer)
         self.reducer.after_bucket = self._overlapped.step
 
-    def tell_failure(self, why: str) -> None:
+    def publish_failure(self, why: str) -> None:
         """Let the other ranks know that this one stops."""
         if self.reducer is None:
-            super().tell_failure(why)
-        elif self.world_size > 1:
+            super().publish_failure(why)
+        elif self.comm.world_size > 1:
             self.reducer.fail(why)
 
     def teardown(self) -> None:
@@ -194,13 +196,13 @@ class DDPStrategy(ProcessGroupStrategy):
         self._reducers, self.reducer = {}, None
 
     def _new_timeline(self) -> Timeline:
-        return Timeline(rank=self.rank)
+        return Timeline(rank=self.comm.rank)
 
     def _close_timeline(self, timeline: Timeline) -> None:
         """Write the trace, and on rank 0 say what it shows."""
         if self.log_dir is not None:
-            timeline.write(Path(self.log_dir) / f"timeline_rank_{self.rank}.json")
-        if self.is_main:
+            timeline.write(Path(self.log_dir) / f"timeline_rank_{self.comm.rank}.json")
+        if self.comm.is_main:
             drawn = timeline.drawn(strategy=type(self).__name__)
             if drawn is not None and self.log_dir is not None:
                 drawn.write(Path(self.log_dir))
@@ -218,7 +220,7 @@ class DDPStrategy(ProcessGroupStrategy):
     def bytes_a_step(self) -> int | None:
         """Bytes of gradients that this rank sends (in shared memory: reads and writes) in a step; not with a hook."""
         whole = sum(parameter.nbytes for parameter in self._all_trained)
-        return None if self.hook is not None else ring_bytes(whole, self.world_size)
+        return None if self.hook is not None else ring_bytes(whole, self.comm.world_size)
 
     @property
     def waited_seconds(self) -> float | None:
@@ -226,37 +228,42 @@ class DDPStrategy(ProcessGroupStrategy):
         reducers = self._reducers.values()  # one for each phase
         return sum(reducer.waited_seconds for reducer in reducers) if reducers else None
 
-    def watch_overlap(self) -> None:
+    def start_overlap_profile(self) -> None:
         """Measure from now on what of the reductions backward hides."""
-        if self._reducers and self.world_size > 1:
+        if self._reducers and self.comm.world_size > 1:
             self._overlap_meter = OverlapMeter(self._reducers.values(), self._new_timeline())
 
-    def take_overlap(self, steps: int) -> Overlap | None:
+    def stop_overlap_profile(self, steps: int) -> Overlap | None:
         """Stop measuring, and return what was found; `None` on a CUDA device."""
         meter, self._overlap_meter = self._overlap_meter, None
-        return super().take_overlap(steps) if meter is None else meter.close(steps)
+        if meter is None:
+            return NO_COMMUNICATION if self.comm.num_processes == 1 else None
+        return meter.close(steps)
 
-    def gradient_session(self, *, sync: bool) -> AbstractContextManager[Any]:
-        """Return the context of one backward: its gradients are added up over ranks if `sync`."""
-        return _NO_SESSION if self.reducer is None else self.reducer.session(sync=sync)
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients are accumulated in their buckets, and not reduced."""
+        return _NO_CONTEXT if self.reducer is None else self.reducer.session(sync=False)
 
-    def backward(self, output: StepOutput, micro_batch: MicroBatch, window: Window) -> None:
+    def _synced(self) -> AbstractContextManager[Any]:
+        return _NO_CONTEXT if self.reducer is None else self.reducer.session(sync=True)
+
+    def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: Window) -> None:
         """Add this micro-batch's part to the gradients and free its graph."""
         reducer = self.reducer
         if reducer is not None and reducer.is_open and self.settings.unused == "find" and output.loss is not None:
             reducer.mark_unused(unreached_parameters([output.loss], reducer.parameters))
         if self.timeline is not None:
             self.timeline.mark_backward()
-        super().backward(output, micro_batch, window)
+        super()._backward(output, micro_batch, batch)
 
-    def contribute_nothing(self) -> None:
+    def _reduce_zeros(self) -> None:
         """Take part in the reduction of the ranks that have samples, without any; collective."""
         assert self.reducer is not None
         self.reducer.reduce_nothing()
 
-    def finish_gradients(self, outputs: Sequence[StepOutput], window: Window) -> None:
+    def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: Window) -> None:
         """Divide by the sum of weights over all ranks where the task gave weights of its own; collective."""
-        super().finish_gradients(outputs, window)
+        super()._normalize_gradients(outputs, batch)
         if self._weighted and self._overlapped is not None:
             raise UserError(
                 "overlap_optimizer=true updates parameters before the sum of the weights that training_step returned "
@@ -267,7 +274,7 @@ class DDPStrategy(ProcessGroupStrategy):
         """Unscale, clip, update, and drop the gradients; return their global norm where it was needed; collective."""
         norm = None
         if self._overlapped is not None:  # every bucket was stepped as soon as it was reduced
-            norm = None if optimization.clip.norm is None else self.gradient_norm(optimization)
+            norm = None if optimization.clip.norm is None else self._grad_norm(optimization)
             optimization.zero_grad()
         else:
             norm = Strategy.optimizer_step(self, optimization)
@@ -275,7 +282,7 @@ class DDPStrategy(ProcessGroupStrategy):
             self._period.after_step(optimization.parameters)
         return norm
 
-    def gradient_norm(self, optimization: Optimization) -> Tensor:
+    def _grad_norm(self, optimization: Optimization) -> Tensor:
         """Return the global 2-norm of the gradients, computed on the flat buckets where they hold all of them."""
         if self._trains_all and self.reducer is not None:
             return self.reducer.gradient_norm()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .failure import FailureBoard
+    from trainkit.distributed.failure_store import FailureStore
 
 TransportName = Literal["auto", "group", "shared_memory"]
 
@@ -66,7 +66,7 @@ def open_transport(
     name: TransportName,
     *,
     group: dist.ProcessGroup,
-    board: FailureBoard,
+    board: FailureStore,
     device: torch.device,
     timeout_seconds: float,
 ) -> Transport:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
-from .agreement import broadcast
+from trainkit.distributed.collectives import broadcast
 
 if TYPE_CHECKING:
     from .module import DistributedDataParallel

@@ -1,5 +1,5 @@
 """One process, several devices: a master scatters, replicates, gathers and sums."""
 
-from .strategy import DataParallel
+from .strategy import DataParallelStrategy
 
-__all__ = ["DataParallel"]
+__all__ = ["DataParallelStrategy"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from trainkit.batches import rows
+from trainkit.batches import rows, tree_leaves
 
 
 def cut(batch: Any, count: int, *, parts: int) -> list[tuple[Any, int]]:
@@ -31,12 +29,7 @@ def cut(batch: Any, count: int, *, parts: int) -> list[tuple[Any, int]]:
 
 def _is_rows(batch: Any, count: int) -> bool:
     """Whether every leaf is a tensor with `count` rows, or says nothing about samples (None)."""
-    if isinstance(batch, Tensor):
-        return batch.dim() > 0 and batch.shape[0] == count
-    if isinstance(batch, Mapping):
-        return all(_is_rows(value, count) for value in batch.values())
-    if isinstance(batch, (list, tuple)):
-        return all(_is_rows(value, count) for value in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return all(_is_rows(getattr(batch, field.name), count) for field in dataclasses.fields(batch))
-    return batch is None
+    return all(
+        leaf.dim() > 0 and leaf.shape[0] == count if isinstance(leaf, Tensor) else leaf is None
+        for leaf in tree_leaves(batch)
+    )

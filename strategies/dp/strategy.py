@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.batches import concatenate, to_device
-from trainkit.data import Source
-from trainkit.devices import pick_device
+from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import fresh_copy, metrics_in, outermost_metrics
 from trainkit.precision import Precision
-from trainkit.profiling.timeline import Overlap
-from trainkit.strategy import BatchPlan, Strategy
+from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
+from trainkit.strategy import PhaseTraining, pick_device
 from trainkit.task import TaskModule
-from trainkit.window import MicroBatch, Window
+from trainkit.window import BatchPlan, MicroBatch, Window
 
 from .replicas import replicate
 from .scatter import cut
@@ -45,7 +44,7 @@ class ReplicaPlan(BatchPlan):
         )
 
 
-class DataParallel(Strategy):
+class DataParallelStrategy(PhaseTraining):
     """One process and a thread for each device; the first device is the master.
 
         master     scatter  replicate  forward 0           gather  loss  backward 0   sum  step
@@ -65,7 +64,7 @@ class DataParallel(Strategy):
 
     """
 
-    can_fit_memory = True
+    auto_micro_batch = False
 
     def __init__(
         self,
@@ -76,6 +75,7 @@ class DataParallel(Strategy):
     ) -> None:
         super().__init__(accumulate=accumulate, micro_batch_size=micro_batch_size)
         self._requested_devices = _checked(devices)
+        self._num_rounds = self.num_micro_batches  # of a step; in each every device takes a micro-batch
         self._threads: ReplicaThreads | None = None
         self._timer = TransferTimer([])
         self._measures_overlap = False
@@ -98,11 +98,6 @@ class DataParallel(Strategy):
             )
         return devices
 
-    @property
-    def num_devices(self) -> int:
-        """Different devices that take part."""
-        return len(set(self.devices))
-
     def validate(self) -> None:
         """Raise UserError for devices that are not there."""
         assert self.devices
@@ -112,22 +107,20 @@ class DataParallel(Strategy):
         self.device = self.devices[0]
         self.precision = precision
         precision.setup(self.device)
+        self.comm = Collectives(num_devices=len(set(self.devices)))
+        self.num_micro_batches = len(self.devices) * self._num_rounds
         self._threads = ReplicaThreads(self.devices)
         self._timer = TransferTimer(self.devices)
         self._metrics = None
 
     def teardown(self) -> None:
         """End the threads; may be called twice."""
+        super().teardown()
         if self._threads is not None:
             self._threads.close()
             self._threads = None
 
     # ---- Who reads what
-
-    @property
-    def micro_batches_of_a_step(self) -> int:
-        """Micro-batches in which a step is taken: one for each device and round."""
-        return len(self.devices) * super().micro_batches_of_a_step
 
     def plan(self, batch_size: int, *, even: bool = True) -> ReplicaPlan:
         """Return how a global batch is cut; raises UserError where it should be `even` and cannot be."""
@@ -136,34 +129,34 @@ class DataParallel(Strategy):
         size = -(-round_size // count)
         if self.micro_batch_size is not None:
             size = min(size, self.micro_batch_size)
-        return ReplicaPlan(batch_size, self.world_size, -(-batch_size // size), size, count)
+        return ReplicaPlan(batch_size, self.comm.world_size, -(-batch_size // size), size, count)
 
-    def windows(self, windows: Iterator[Window], source: Source) -> Iterator[Window]:
-        """Return the windows; micro-batches of several devices are moved when they are scattered."""
-        return super().windows(windows, source) if len(set(self.devices)) == 1 else windows
+    def step_batches(self, batches: Iterator[Window], *, pin_memory: bool) -> Iterator[Window]:
+        """Return the batches; micro-batches of several devices are moved when they are scattered."""
+        return super().step_batches(batches, pin_memory=pin_memory) if len(set(self.devices)) == 1 else batches
 
     # ---- A step
 
-    def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+    def forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch."""
         self._timer.start_step()
         outputs: list[StepOutput] = []
-        for start in range(0, len(window.micro_batches), len(self.devices)):
-            shards = window.micro_batches[start : start + len(self.devices)]
-            outputs += self._forward_backward_round(task, shards, window)
-        self.finish_gradients(outputs, window)
+        for start in range(0, len(batch.micro_batches), len(self.devices)):
+            shards = batch.micro_batches[start : start + len(self.devices)]
+            outputs += self._forward_backward_round(task, shards, batch)
+        self._normalize_gradients(outputs, batch)
         if self._timer.end_step():
             self._tell_shares()
         return outputs
 
     def _forward_backward_round(
-        self, task: TaskModule, shards: Sequence[MicroBatch], window: Window
+        self, task: TaskModule, shards: Sequence[MicroBatch], batch: Window
     ) -> list[StepOutput]:
         """Add to the gradients what the shards, one for each device, contribute."""
         outputs = self._on_replicas(task, shards, partial(_training_step, self._step_name), kind=self._step_name)
         with self._timer.phase("gather"):
             outputs = [self._gathered(output) for output in outputs]
-            total = self._combined(outputs, shards, window)
+            total = self._combined(outputs, shards, batch)
         self.precision.scale(total).backward()
         for output in outputs:
             assert output.loss is not None
@@ -197,13 +190,13 @@ class DataParallel(Strategy):
             weight = weight.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
         return StepOutput(loss, weight, output.metrics, output.own_weight, output.objects)
 
-    def _combined(self, outputs: Sequence[StepOutput], shards: Sequence[MicroBatch], window: Window) -> Tensor:
-        """Return the shards' losses, each at its part of the window, added up."""
+    def _combined(self, outputs: Sequence[StepOutput], shards: Sequence[MicroBatch], batch: Window) -> Tensor:
+        """Return the shards' losses, each at its part of the global batch, added up."""
         terms = []
         for output, shard in zip(outputs, shards, strict=True):
             assert output.loss is not None
-            undivided = shard.num_samples == window.num_samples
-            terms.append(output.loss if undivided else output.loss * (output.weight / window.num_samples))
+            undivided = shard.num_samples == batch.num_samples
+            terms.append(output.loss if undivided else output.loss * (output.weight / batch.num_samples))
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
     @property
@@ -212,18 +205,23 @@ class DataParallel(Strategy):
         away = sum(device != self.devices[0] for device in self.devices)
         return 2 * away * sum(parameter.nbytes for parameter in self._all_trained)
 
-    def watch_overlap(self) -> None:
+    def start_overlap_profile(self) -> None:
         """Time the copies between devices in every step from now on."""
         self._measures_overlap = len(self.devices) > 1
         if self._measures_overlap:
             self._timer.start_overlap()
 
-    def take_overlap(self, steps: int) -> Overlap | None:
+    def stop_overlap_profile(self, steps: int) -> Overlap | None:
         """Stop measuring, and return the seconds of copies between devices, of which nothing is hidden."""
         if not self._measures_overlap:
-            return super().take_overlap(steps) if len(self.devices) == 1 else None
+            return NO_COMMUNICATION if len(self.devices) == 1 else None
         self._measures_overlap = False
         return self._timer.stop_overlap()
+
+    @property
+    def waited_seconds(self) -> float | None:
+        """Not known: one process drives all devices."""
+        return None
 
     def _tell_shares(self) -> None:
         shares = self._timer.shares()
@@ -239,7 +237,7 @@ class DataParallel(Strategy):
 
     # ---- Evaluation
 
-    def metrics_of(self, task: TaskModule) -> list[nn.Module]:
+    def metric_modules(self, task: TaskModule) -> list[nn.Module]:
         """Return what holds states of metrics in the task and its replicas."""
         copies = [copy for of_replica in self._metrics_of_replicas(task) for copy in of_replica.values()]
         return [*metrics_in(task), *(holder for copy in copies for holder in metrics_in(copy))]

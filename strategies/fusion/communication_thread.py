@@ -19,7 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..ddp.failure import FailureBoard, RankError
+from trainkit.distributed.failure_store import FailureStore, RankError
+
 from .part_transport import Landing, PartTransport
 
 NAP_SECONDS = 100e-6  # between two looks at what is under way
@@ -30,7 +31,7 @@ END_SECONDS = 10.0  # that closing waits for the thread
 class CommunicationThread(PartTransport):
     """A transport that lets another one work on a thread of its own."""
 
-    def __init__(self, inner: PartTransport, *, board: FailureBoard, rank: int, device: torch.device) -> None:
+    def __init__(self, inner: PartTransport, *, board: FailureStore, rank: int, device: torch.device) -> None:
         self.inner, self.board, self.rank, self.device = inner, board, rank, device
         self.name = inner.name
         self.settings, self.num_gradients = inner.settings, inner.num_gradients

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.distributed.failure_store import FailureStore, RankError, timed_out
+
 from ..ddp.collective import PatientWork
-from ..ddp.failure import FailureBoard, RankError, timed_out
 from .channels import Channels
 from .flights import Flight, Passage, Shares
 from .part_transport import BufferSettings, Landing, PartTransport
@@ -36,7 +37,7 @@ class Exchange(PartTransport):
         self,
         channels: Channels,
         *,
-        board: FailureBoard,
+        board: FailureStore,
         device: torch.device,
         staging: Staging,
         timeout_seconds: float,

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ddp.failure import FailureBoard
+from trainkit.distributed.failure_store import FailureStore
+
 from ..ddp.shared_memory import LINE_BYTES, BucketWait, SharedBucket, SharedMemoryTransport
 from .exchange import Exchange
 from .host_memory import Gradients, Weights
@@ -54,7 +55,7 @@ class HostBuffers(SharedMemoryTransport, PartTransport):
         num_servers: int,
         device: torch.device,
         staging: Staging,
-        board: FailureBoard,
+        board: FailureStore,
         timeout_seconds: float,
         settings: BufferSettings,
         num_gradients: Callable[[], list[int]],

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from trainkit.distributed.collectives import gather
+from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
 
-from ..ddp.agreement import gather
-from ..ddp.failure import FailureBoard
 from ..ddp.shared_memory import why_no_shared_memory
 from .channels import Channels, open_channels
 from .exchange import Exchange
@@ -30,7 +30,7 @@ def open_part_transport(
     host: str,
     servers: Servers,
     device: torch.device,
-    board: FailureBoard,
+    board: FailureStore,
     timeout_seconds: float,
     settings: BufferSettings,
     num_gradients: Callable[[], list[int]],

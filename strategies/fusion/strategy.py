@@ -14,7 +14,7 @@ from trainkit.checkpoints.shards import Shards
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput
 from trainkit.optimization import Optimization
-from trainkit.strategy import Strategy
+from trainkit.strategy import Strategy, named_state
 from trainkit.task import TaskModule
 from trainkit.window import Window
 
@@ -65,13 +65,11 @@ class FusionStrategy(DDPStrategy):
         unused: Parameters without a gradient: `auto` handles them, `error` names them, `find` looks for them.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
         timeline: Whether to record when each buffer was ready, started and done.
-        timeout: Seconds to wait for another rank.
+        timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
-        launch: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
+        launcher: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
 
     """
-
-    runs_phases = False
 
     def __init__(
         self,
@@ -91,9 +89,9 @@ class FusionStrategy(DDPStrategy):
         unused: Unused = "auto",
         broadcast_buffers: bool = True,
         timeline: bool = False,
-        timeout: float = 1800.0,
+        timeout_seconds: float = 1800.0,
         backend: str = "auto",
-        launch: str = "local",
+        launcher: str = "local",
     ) -> None:
         super().__init__(
             devices=devices,
@@ -105,9 +103,9 @@ class FusionStrategy(DDPStrategy):
             transport="group",  # until ours takes its place
             broadcast_buffers=broadcast_buffers,
             timeline=timeline,
-            timeout=timeout,
+            timeout_seconds=timeout_seconds,
             backend=backend,
-            launch=launch,
+            launcher=launcher,
         )
         for name, value, valid in (
             ("wire", wire, tuple(_WIRES)),
@@ -126,7 +124,7 @@ class FusionStrategy(DDPStrategy):
         self.communication_thread = communication_thread
         self.shard_optimizer = shard_optimizer
         self._overlap_choice = overlap_optimizer
-        if self.fits_memory and shard_optimizer:
+        if self._is_auto and shard_optimizer:
             raise UserError(
                 "micro_batch_size=auto does not go with shard_optimizer=true, where no rank has all gradients; give "
                 "strategy.micro_batch_size as a number."
@@ -140,12 +138,20 @@ class FusionStrategy(DDPStrategy):
 
     # ---- Before and after training
 
-    def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
+    def check_phases(self, task: TaskModule) -> None:
+        """Raise UserError: buffers and servers are those of one optimizer."""
+        raise UserError(
+            f"{type(task).__name__} has phases, which {type(self).__name__} cannot train: each has a step and "
+            f"optimizer of its own, and {type(self).__name__} prepares one of each. Type strategy=ddp, strategy=dp, "
+            "strategy=pipeline or strategy=single."
+        )
+
+    def prepare_optimizer(self, task: TaskModule, optimization: Optimization) -> None:
         """Listen to the gradients of all trained parameters and open the way that they take; collective."""
         self._saved_state, self._optimization = {}, optimization
         if self.shard_optimizer:
             self._check_shards(optimization)
-        super().prepare_optimization(task, optimization)
+        super().prepare_optimizer(task, optimization)
         assert self.reducer is not None
         self._steps_inside = self.shard_optimizer and self._may_step_inside(optimization)
         self._transport = self._open_transport()
@@ -159,7 +165,7 @@ class FusionStrategy(DDPStrategy):
         else:
             wanted = bool(self._overlap_choice)
         waits = not wanted or self.precision.scaler is not None or _needs_all_gradients(optimization)
-        return not self.agree(waits)
+        return not self.comm.any_rank(waits)
 
     def _check_shards(self, optimization: Optimization) -> None:
         check_elementwise(optimization.optimizer)
@@ -175,18 +181,18 @@ class FusionStrategy(DDPStrategy):
 
         transport = open_part_transport(
             self.transport_name,
-            self.group,
+            self.comm.group,
             host=self.host(),
             servers=self.servers,
             device=self.device,
             board=reducer.board,
-            timeout_seconds=self.timeout_seconds,
+            timeout_seconds=self.ranks.timeout_seconds,
             settings=replace(self.buffer_settings, second_weights=self._steps_inside),
             num_gradients=num_gradients,
         )
         if not self._has_thread():
             return transport
-        return CommunicationThread(transport, board=reducer.board, rank=self.rank, device=self.device)
+        return CommunicationThread(transport, board=reducer.board, rank=self.comm.rank, device=self.device)
 
     def _has_thread(self) -> bool:
         if isinstance(self.communication_thread, bool):
@@ -211,11 +217,11 @@ class FusionStrategy(DDPStrategy):
         return None if self._transport is None else self._transport.bytes_a_step
 
     def _new_timeline(self) -> Timeline:
-        return Timeline(rank=self.rank, word="buffer", compressed="strategy.wire=bf16")
+        return Timeline(rank=self.comm.rank, word="buffer", compressed="strategy.wire=bf16")
 
     # ---- A step
 
-    def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+    def forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective.
 
         With servers that step at once also leave the new weights beside the old ones.
@@ -224,7 +230,7 @@ class FusionStrategy(DDPStrategy):
             # Known after the first step: where the buffers are, and that no sum of weights is still to come.
             steps = self._steps_inside and self._sharded is not None and self._weighted is False
             self._transport.on_summed = self._step_part if steps else None
-        return super().forward_backward(task, window)
+        return super().forward_backward(task, batch)
 
     def _step_part(self, buffer: int) -> None:
         """Update this rank's parts of a buffer's weights."""
@@ -242,7 +248,7 @@ class FusionStrategy(DDPStrategy):
             norm = self._update_shards(sharded, optimization)
             self._share_weights()
         elif optimization.clip.norm is not None:  # without a limit
-            norm = self.gradient_norm(optimization)
+            norm = self._grad_norm(optimization)
         optimization.zero_grad()
         sharded.adopt()
         return norm
@@ -252,10 +258,10 @@ class FusionStrategy(DDPStrategy):
         norm = None
         with sharded.on_pieces():
             if self.precision.scaler is not None:
-                overflow = ~torch.isfinite(self.gradient_norm(optimization))  # anywhere: all skip the same steps
+                overflow = ~torch.isfinite(self._grad_norm(optimization))  # anywhere: all skip the same steps
                 sharded.unscale(optimization.unscale, overflow=overflow)
             if optimization.clip.norm is not None or optimization.skip_nonfinite:
-                norm = self.gradient_norm(optimization)
+                norm = self._grad_norm(optimization)
             if optimization.clip.norm is not None and norm is not None:
                 optimization.clip_by_norm(norm)
             elif optimization.clip.value is not None:
@@ -263,12 +269,12 @@ class FusionStrategy(DDPStrategy):
             optimization.update(norm=norm)
         return norm
 
-    def gradient_norm(self, optimization: Optimization) -> Tensor:
+    def _grad_norm(self, optimization: Optimization) -> Tensor:
         """Return the global 2-norm of the gradients; collective."""
         if not self.shard_optimizer:
-            return super().gradient_norm(optimization)
+            return super()._grad_norm(optimization)
         own = total_norm(self._shards(optimization).gradients(), self.device)
-        return self.all_reduce(own.double().square()).sqrt().to(own.dtype)
+        return self.comm.all_reduce(own.double().square()).sqrt().to(own.dtype)
 
     def _shards(self, optimization: Optimization) -> ShardedOptimizer:
         """Return this rank's part of the optimizer, made after the first backward has shown the buffers."""
@@ -296,12 +302,16 @@ class FusionStrategy(DDPStrategy):
         settings = state_dict_without_state(optimization.optimizer)
         if self._sharded is None:  # no step has been made
             return {**settings, "state": self._saved_state}
-        sum_of: Callable[[Tensor], Tensor] = self.all_reduce
-        return {**settings, "state": self._sharded.whole_state(sum_of, self.all_gather_object)}
+        sum_of: Callable[[Tensor], Tensor] = self.comm.all_reduce
+        return {**settings, "state": self._sharded.whole_state(sum_of, self.comm.all_gather_object)}
 
     def shards(self, task: TaskModule, optimizations: Sequence[Optimization]) -> Shards | None:
         """Return the state with this rank's pieces of it, where the optimizer is sharded and a step has been made."""
-        return None if self._sharded is None else self._sharded.shards(task, self.all_gather_object)
+        return None if self._sharded is None else self._sharded.shards(task, self.comm.all_gather_object)
+
+    def local_state(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return all parameters and buffers: every rank holds them."""
+        return named_state(task)
 
     def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
         """Give the optimizer the state in `saved`, of which this rank will keep its part."""

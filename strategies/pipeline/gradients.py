@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainkit.distributed.failure_store import FailureStore
 from trainkit.optimization import Optimization
 
 from ..ddp.clipping import total_norm
-from ..ddp.failure import StoreBoard
 from ..ddp.reducer import Reducer, ReducerSettings
 from .mesh import PipelineMesh
 from .schedules import FORWARD, Action
@@ -27,7 +27,7 @@ class StageGradients:
         task: The task, whose parameters require a gradient as far as they are trained.
         placement: Where they are.
         mesh: Where this rank is.
-        board: Where they say why they stop.
+        failure_store: Where ranks publish why they stop.
         phase: The parameters that a phase trains and their names, as far as its step uses them; `None`: all.
 
     """
@@ -38,7 +38,7 @@ class StageGradients:
         placement: Placement,
         mesh: PipelineMesh,
         *,
-        board: StoreBoard | None,
+        failure_store: FailureStore | None,
         phase: dict[str, nn.Parameter] | None = None,
     ):
         named = dict(task.named_parameters()) if phase is None else phase
@@ -62,7 +62,7 @@ class StageGradients:
         self._reducer: Reducer | None = None
         if mesh.replicas > 1 and mine:
             settings = ReducerSettings(average=False, timeout_seconds=mesh.timeout.total_seconds())
-            self._reducer = Reducer(mine, group=mesh.replica_group, settings=settings, board=board)
+            self._reducer = Reducer(mine, group=mesh.replica_group, settings=settings, board=failure_store)
 
     def reduce_around(self, actions: Sequence[Action]) -> Callable[[int], AbstractContextManager[Any]] | None:
         """Return the context of each action: backwards add up gradients, and the last one reduces over replicas."""

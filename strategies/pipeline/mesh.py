@@ -1,4 +1,4 @@
-"""Mesh of ranks: stages in one dimension, replicas in the other."""
+"""Mesh of ranks: stages in one dimension, replicas in the other; its collectives and the errors of its ranks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.distributed.collectives import ProcessGroupCollectives, ReduceOp
+from trainkit.distributed.failure_store import FailureStore, RankError, is_lost
 from trainkit.errors import UserError
 
-from ..ddp.failure import RankError, StoreBoard, is_lost
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -114,18 +117,65 @@ class PipelineMesh:
         torch.set_rng_state(state)
 
 
+class PipelineCollectives(ProcessGroupCollectives):
+    """Collectives along one dimension of the mesh, or over all of it.
+
+    `all_reduce`, metrics and predictions are those of the replicas, for this stage; `should_stop_evaluation` that of
+    the stages of this replica; the others are those of all ranks.
+
+    Args:
+        all_ranks: The collectives of all ranks.
+        mesh: The mesh, which is joined.
+        step: Returns how many steps this rank has begun, for messages.
+
+    """
+
+    def __init__(self, all_ranks: ProcessGroupCollectives, mesh: PipelineMesh, *, step: Callable[[], int]) -> None:
+        super().__init__(
+            mesh.replica_group,
+            device=all_ranks.device,
+            timeout_seconds=all_ranks.timeout_seconds,
+            step=step,
+            failure_store=all_ranks.failure_store,
+            consensus=all_ranks.consensus,
+            process=all_ranks.process,
+            num_processes=all_ranks.num_processes,
+        )
+        self._all_ranks = all_ranks
+        self._mesh = mesh
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        return tensor.detach().clone() if self.world_size == 1 else super().all_reduce(tensor, op)
+
+    def all_gather_object(self, value: T) -> list[T]:
+        return self._all_ranks.all_gather_object(value)
+
+    def broadcast_object(self, value: T) -> T:
+        return self._all_ranks.broadcast_object(value)
+
+    def barrier(self) -> None:
+        self._all_ranks.barrier()
+
+    def any_rank(self, flag: bool) -> bool:
+        return self._all_ranks.any_rank(flag)
+
+    def should_stop_evaluation(self, requested: bool) -> bool:
+        with self.waiting(self.after("the check whether to continue an evaluation")):
+            return bool(self._mesh.max_over_stages(torch.tensor([int(requested)])).item())
+
+
 class PipelineErrors:
     """Publisher of this rank's errors in the failure store that all ranks read.
 
     Args:
-        board: The failure store.
+        failure_store: Where the error is published.
         name: Name of this rank in messages.
         step: Returns the current step.
 
     """
 
-    def __init__(self, board: StoreBoard, *, name: str, step: Callable[[], int]):
-        self._board = board
+    def __init__(self, failure_store: FailureStore, *, name: str, step: Callable[[], int]):
+        self._store = failure_store
         self._name = name
         self._step = step
         self._published: BaseException | None = None
@@ -153,16 +203,16 @@ class PipelineErrors:
     def publish(self, why: str, *, where: str = "") -> None:
         """Publish why this rank stops; only the first message of all ranks is kept."""
         place = f", {where}" if where else ""
-        self._board.publish(f"{self._name} stopped in step {self._step()}{place}: {why}")
+        self._store.publish(f"{self._name} stopped in step {self._step()}{place}: {why}")
 
     def _explain_by_others(self, error: RuntimeError) -> None:
         first_line = str(error).partition("\n")[0]
-        cause = self._board.root_cause()
+        cause = self._store.root_cause()
         if cause is not None:
             raise RankError(f"{first_line}\nbecause {cause}") from None
         if is_lost(error) and "imed out" in str(error):
-            self._board.publish(f"{self._name}, in step {self._step()}: {first_line}")
-            raise RankError(f"{first_line}\nwho is where:\n{self._board.who_waits()}") from None
+            self._store.publish(f"{self._name}, in step {self._step()}: {first_line}")
+            raise RankError(f"{first_line}\nwho is where:\n{self._store.who_waits()}") from None
 
 
 def _add_note(error: Exception, place: str) -> None:

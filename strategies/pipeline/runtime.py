@@ -35,12 +35,13 @@ class PipelineRuntime:
         """Seconds of waiting for other stages, over all training steps."""
         self.began = 0.0
         """Clock time at which the last step began."""
+        self.errors = errors
+        """Where errors of this rank are published."""
         self.spans: list[Span] = []
         """Actions of the last step, in seconds from its start, without waiting."""
         self._stage = mesh.stage
         self._channel = StageChannel(mesh.stage_group, rank=mesh.stage, device=device)
         self._outputs = OutputBroadcast(mesh.stage_group, rank=mesh.stage, device=device)
-        self._errors = errors
         self._device = device
 
     def train(
@@ -98,7 +99,7 @@ class PipelineRuntime:
                     try:  # inside of `around`, which would tell the others less
                         start = run.carry_out(action)
                     except Exception as error:
-                        self._errors.explain(error, where=action.place())
+                        self.errors.explain(error, where=action.place())
                         raise
                 self.spans.append(Span(action, start - begin, perf_counter() - begin))
         self._channel.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -14,6 +15,9 @@ from torch import nn
 from trainkit.batches import to_device
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.sync import detach_metrics, metrics_in
+from trainkit.optimization import Optimization
+from trainkit.precision import Precision
+from trainkit.task import TaskModule
 
 from .graph import Signature, TracedGraph, signature
 from .mesh import PipelineMesh
@@ -53,6 +57,39 @@ class TrainingStepSpec:
 def single_step(step: Step) -> TrainingStepSpec:
     """Return the spec of a task without phases."""
     return TrainingStepSpec(step, _nothing, 1.0)
+
+
+def training_steps(
+    task: TaskModule,
+    optimizations: Mapping[str, Optimization],
+    *,
+    precision: Precision,
+    begin_phase: Callable[..., None],
+) -> dict[str, TrainingStepSpec]:
+    """Return the specs by step key: one for each phase, or one in all for a task without phases.
+
+    `optimizations` are those of the phases, by name; `begin_phase(optimization, step_name=...)` switches to one.
+    """
+    if not any(optimizations):
+        return {step_key("", "training_step"): single_step(in_precision(precision, task.training_step))}
+    return {
+        step_key(phase, optimization.step_name): TrainingStepSpec(
+            in_precision(precision, getattr(task, optimization.step_name)),
+            partial(begin_phase, optimization, step_name=optimization.step_name),
+            1.0 / optimization.every,
+        )
+        for phase, optimization in optimizations.items()
+    }
+
+
+def in_precision(precision: Precision, step: Step) -> Step:
+    """Return a step that is run as the precision says."""
+    return partial(_call, precision, step)
+
+
+def _call(precision: Precision, step: Step, batch: Any) -> Any:
+    with precision.forward():
+        return step(batch)
 
 
 def step_key(phase: str, step_name: str) -> str:
@@ -175,6 +212,26 @@ class StagedModel:
         bounds, ranks = stage_bounds(graph, self.placement, num_ranks=self.schedule.num_ranks)
         executor = StageExecutor(graph, task, device)
         self.steps[name] = PartitionedStep.of(executor, stage_graphs(graph, bounds, ranks), seen)
+
+    def training_step(self, task: nn.Module, phase: str, step_name: str) -> PartitionedStep:
+        """Return a phase's partitioned step; raises UserError for a step that is not the phase's own."""
+        partitioned = self.steps.get(step_key(phase, step_name))
+        if partitioned is None:
+            prefix = step_key(phase, "")
+            own = next(key for key in self.steps if key.startswith(prefix)).removeprefix(prefix)
+            raise UserError(
+                f"{type(task).__name__} trains the phase '{phase}' by {step_name}, but a pipeline cuts the "
+                f"task by {own}, the phase's own step. Leave step={step_name!r} out of control.backward, or type "
+                "strategy=ddp."
+            )
+        return partitioned
+
+    def phase_parameters(self, task: nn.Module, optimization: Optimization) -> dict[str, nn.Parameter]:
+        """Return the named parameters that a phase trains, as far as its step uses them."""
+        trained = {id(parameter) for parameter in optimization.parameters}
+        users = self.steps[step_key(optimization.phase, optimization.step_name)].graph.parameter_users
+        named = task.named_parameters()
+        return {name: parameter for name, parameter in named if id(parameter) in trained and name in users}
 
     def preview(
         self,

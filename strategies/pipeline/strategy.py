@@ -3,50 +3,45 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainkit.phases import check_phases_run, has_phases
 
 from trainkit.batches import to_device
 from trainkit.checkpoints.shards import Shards
 from trainkit.data import Source
+from trainkit.distributed.collectives import Collectives, broadcast, check_same_model, gather, tensors_of
+from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
 from trainkit.feed import make_feed
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.optimization import Clip, Optimization, configure
 from trainkit.precision import Precision
-from trainkit.profiling.timeline import Overlap
-from trainkit.strategy import BatchPlan
-from trainkit.task import TaskModule
-from trainkit.window import MicroBatch, Window
+from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
+from trainkit.strategy import PhaseTraining, Strategy, loss_weight, named_state
+from trainkit.task import TaskModule, has_phases
+from trainkit.window import BatchPlan, MicroBatch, Window
 
-from ..ddp.agreement import broadcast, check_same_model, gather, tensors_of
-from ..ddp.failure import StoreBoard
-from ..process_group import ProcessGroupStrategy
+from ..process_group import MultiProcessStrategy, RankSettings
 from ..shared_buffers import SharedBuffers
 from .gradients import StageGradients, SyncedScaler
-from .mesh import PipelineErrors, PipelineMesh
+from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh
 from .partition import SharedParameters
 from .plan_report import PlanReport, write_plan, write_timeline
 from .runtime import PipelineRuntime
 from .schedules import SCHEDULES, SYNONYMS, Schedule, Span, forward_only
 from .stage_executor import PartitionedStep
-from .staged_model import StagedModel, TrainingStepSpec, check_name, single_step, step_key
+from .staged_model import StagedModel, check_name, in_precision, single_step, step_key, training_steps
 from .state import PipelineState
 
 if TYPE_CHECKING:
     from trainkit.cli.main import Arguments
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +49,7 @@ MICRO_BATCHES_PER_STAGE = 2
 """Default number of micro-batches per stage; a third of the time is idle with this many."""
 
 
-class PipelineStrategy(ProcessGroupStrategy):
+class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
     """Partitions the task into stages, one a process, and passes the micro-batches of each step through them.
 
     Four ranks as two stages and two replicas; replicas read different samples, stages the same::
@@ -86,14 +81,14 @@ class PipelineStrategy(ProcessGroupStrategy):
         micro_batch_size: Largest number of samples of a micro-batch, in place of `accumulate`.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of the first replica after every step.
         timeline: Whether each step writes a picture of its schedule to the run's folder.
-        timeout: Seconds to wait for another rank.
+        timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed, for the communication of
             replicas; stages always use gloo.
-        launch: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
+        launcher: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
 
     """
 
-    shows_modules = False
+    supports_module_hooks = False
 
     def __init__(
         self,
@@ -111,22 +106,20 @@ class PipelineStrategy(ProcessGroupStrategy):
         micro_batch_size: int | Literal["auto"] | None = None,
         broadcast_buffers: bool = True,
         timeline: bool = False,
-        timeout: float = 1800.0,
+        timeout_seconds: float = 1800.0,
         backend: str = "auto",
-        launch: str = "local",
+        launcher: str = "local",
     ) -> None:
         super().__init__(
-            device=device,
+            RankSettings(device=device, timeout_seconds=timeout_seconds, backend=backend, launcher=launcher),
             accumulate=accumulate,
             micro_batch_size=micro_batch_size,
             broadcast_buffers=broadcast_buffers,
-            timeout=timeout,
-            backend=backend,
-            launch=launch,
         )
         for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
+        self.num_micro_batches = accumulate or MICRO_BATCHES_PER_STAGE * stages
         known = check_name("schedule", schedule, [*SCHEDULES, *SYNONYMS])
         known = SYNONYMS.get(known, known)
         self.schedule = Schedule(known, stages, stages_per_rank if known == "interleaved_1f1b" else 1)
@@ -144,11 +137,10 @@ class PipelineStrategy(ProcessGroupStrategy):
         self.plan_report: PlanReport | None = None
         """The stages, from the first step on."""
         self.writes_timeline = timeline
-        self._errors: PipelineErrors | None = None
         self._gradients: dict[str, StageGradients] = {}  # by phase
         self._optimizations: dict[str, Optimization] = {}  # by phase
         self._phase = ""
-        self._begun: Iterator[Window] | None = None  # training's windows, of which the first has been traced
+        self._begun: Iterator[Window] | None = None  # training's batches, of which the first has been traced
         self._waited_before: float | None = None  # `waited_seconds` at the start of the overlap profile
 
     # ---- Ranks
@@ -157,7 +149,7 @@ class PipelineStrategy(ProcessGroupStrategy):
         """Return the number of processes: one for each stage of each replica."""
         return self.mesh.stages * self.mesh.replicas
 
-    def name_of_process(self, process: int) -> str:
+    def rank_name(self, process: int) -> str:
         """Return the name of a process in messages, with its stage."""
         return self.mesh.rank_name(process)
 
@@ -166,46 +158,26 @@ class PipelineStrategy(ProcessGroupStrategy):
         """The stage of this rank; for `interleaved_1f1b` the first of them."""
         return self.mesh.stage
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks with copies of this rank's parameters: the same stage of every replica."""
-        return self.mesh.replica_group if self.mesh.is_joined else super().group
-
-    @property
-    def process(self) -> int:
-        """The rank among all stages and replicas."""
-        return self.rank * self.mesh.stages + self.mesh.stage
-
-    @property
-    def num_processes(self) -> int:
-        """All stages of all replicas."""
-        return self.mesh.replicas * self.mesh.stages
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this rank writes files and messages: the first stage of the first replica."""
-        return self.rank == 0 and self.mesh.stage == 0
-
     def setup(self, precision: Precision) -> None:
         """Join the other ranks, with nothing partitioned; collective."""
         super().setup(precision)
         mesh = self.mesh
-        mesh.join(timeout=timedelta(seconds=self.timeout_seconds))
-        self.rank, self.world_size = mesh.replica, mesh.replicas
-        self._errors = PipelineErrors(
-            self._board or StoreBoard(mesh.stage_group, token="pipeline"),
+        mesh.join(timeout=timedelta(seconds=self.ranks.timeout_seconds))
+        self.comm = PipelineCollectives(self.comm, mesh, step=lambda: self._steps)
+        errors = PipelineErrors(
+            self.comm.failure_store or FailureStore(mesh.stage_group, token="pipeline"),
             name=f"stage {mesh.stage} of replica {mesh.replica}",
             step=lambda: max(self._steps - 1, 0),
         )
-        self.runtime = PipelineRuntime(mesh, device=self.device, errors=self._errors)
+        self.runtime = PipelineRuntime(mesh, device=self.device, errors=errors)
         self.staged_model.clear()
         self.state = PipelineState()
         self._optimizations, self._gradients, self._phase, self._begun = {}, {}, "", None
 
-    def tell_failure(self, why: str) -> None:
+    def publish_failure(self, why: str) -> None:
         """Publish why this rank stops."""
-        if self._errors is not None:
-            self._errors.publish(why)
+        if self.runtime is not None:
+            self.runtime.errors.publish(why)
 
     def teardown(self) -> None:
         """Leave the other ranks and release what was acquired; may be called twice."""
@@ -216,56 +188,15 @@ class PipelineStrategy(ProcessGroupStrategy):
         self.mesh.leave()
         super().teardown()
 
-    # ---- Collectives: over replicas, except where the docstring says all ranks
-
-    def all_reduce(self, tensor: Tensor, op: Literal["sum", "min", "max"] = "sum") -> Tensor:
-        """Return the reduction of `tensor` over replicas; collective."""
-        return tensor.detach().clone() if self.mesh.replicas == 1 else super().all_reduce(tensor, op)
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Return the value of each process, of all ranks; collective."""
-        with self._waiting(self._after("an all_gather")):
-            return gather(value, self._ranks)
-
-    def broadcast_object(self, value: T) -> T:
-        """Return rank 0's value on all ranks; collective."""
-        box: list[Any] = [value]
-        with self._waiting(self._after("a broadcast")):
-            dist.broadcast_object_list(box, src=0)
-        received: T = box[0]
-        return received
-
-    def barrier(self) -> None:
-        """Return when all ranks have called it; collective."""
-        with self._waiting(self._after("a barrier")):
-            dist.barrier()
-
-    def agree(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any of all ranks; collective."""
-        found = torch.tensor([int(flag)], device=self.device)
-        with self._waiting(self._after("an agreement")):
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found.item())
-
-    def stop_evaluating(self, requested: bool) -> bool:
-        """Return whether any stage of this replica was asked to stop; collective over its stages."""
-        with self._waiting(self._after("the agreement whether to go on evaluating")):
-            return bool(self.mesh.max_over_stages(torch.tensor([int(requested)])).item())
-
     # ---- Preparation
-
-    @property
-    def micro_batches_of_a_step(self) -> int:
-        """Micro-batches of a step on each replica."""
-        return self.accumulate or MICRO_BATCHES_PER_STAGE * self.mesh.stages
 
     def plan(self, batch_size: int, *, even: bool = True) -> BatchPlan:
         """Return how a global batch is split; by default into enough micro-batches for all stages."""
         if self.accumulate is not None or self.micro_batch_size is not None:
             return super().plan(batch_size, even=even)
-        share = -(-batch_size // self.world_size)
-        size = -(-share // min(self.micro_batches_of_a_step, share))
-        return BatchPlan(batch_size, self.world_size, -(-share // size), size)
+        share = -(-batch_size // self.comm.world_size)
+        size = -(-share // min(self.num_micro_batches, share))
+        return BatchPlan(batch_size, self.comm.world_size, -(-share // size), size)
 
     def check_phases(self, task: TaskModule) -> None:
         """Raise UserError for phases with replicated parameters, which are not supported together."""
@@ -282,17 +213,17 @@ class PipelineStrategy(ProcessGroupStrategy):
         Tensors on the meta device stay there until then, and are created only on the ranks that hold them.
         """
         self.precision.prepare(task)
-        check_same_model(tensors_of(task), self._ranks)  # or the broadcasts that follow might crash or hang
+        check_same_model(tensors_of(task), self._all_ranks)  # or the broadcasts that follow might crash or hang
         everything = [tensor for tensor in (*task.parameters(), *task.buffers()) if not tensor.is_meta]
         for tensor in everything:
             tensor.data = tensor.data.cpu()
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         self._all_trained = self._trained
         if self.mesh.stage == 0:
-            broadcast(everything, self.group)
+            broadcast(everything, self.comm.group)
         broadcast(everything, self.mesh.stage_group)
 
-    def prepare_optimization(self, task: TaskModule, optimization: Optimization) -> None:
+    def prepare_optimizer(self, task: TaskModule, optimization: Optimization) -> None:
         """Register an optimizer, whose state follows the parameters to their stages."""
         if not callable(getattr(task, optimization.step_name, None)):
             raise UserError(
@@ -302,21 +233,22 @@ class PipelineStrategy(ProcessGroupStrategy):
             )
         self._optimizations[optimization.phase] = optimization
 
-    def prepare_steps(self, task: TaskModule, windows: Iterator[Window]) -> None:
+    def prepare_steps(self, task: TaskModule, batches: Iterator[Window]) -> None:
         """Trace training's first micro-batch, partition the task, and keep each stage's part; collective."""
-        first = next(windows, None)
+        first = next(batches, None)
         if first is None:
             return
-        self._begun = chain([first], windows)
+        self._begun = chain([first], batches)
         task.train()
-        batches = [self._move_for_evaluation(micro_batch.batch) for micro_batch in first.micro_batches[:1]]
-        with self._publishing_errors():
-            self._partition(task, batches, len(first.micro_batches))
+        traced = [self._move_for_evaluation(micro_batch.batch) for micro_batch in first.micro_batches[:1]]
+        assert self.runtime is not None
+        with self.runtime.errors.published():
+            self._partition(task, traced, len(first.micro_batches))
 
-    def windows(self, windows: Iterator[Window], source: Source) -> Iterator[Window]:
-        """Return the windows with their micro-batches on the device, beginning with the traced one."""
+    def step_batches(self, batches: Iterator[Window], *, pin_memory: bool) -> Iterator[Window]:
+        """Return the batches with their micro-batches on the device, beginning with the traced one."""
         begun, self._begun = self._begun, None
-        return super().windows(windows if begun is None else begun, source)
+        return super().step_batches(batches if begun is None else begun, pin_memory=pin_memory)
 
     def begin_phase(self, optimization: Optimization, *, step_name: str) -> None:
         """Make the next `forward_backward` train the parameters of a phase alone, by the method `step_name`."""
@@ -331,42 +263,27 @@ class PipelineStrategy(ProcessGroupStrategy):
     def _partition(self, task: TaskModule, batches: Sequence[Any], num_micro_batches: int) -> None:
         """Partition the task by its training steps, and keep this stage's part on the device. Collective."""
         phase, step_name = self._phase, self._step_name
-        specs, batch = self._training_steps(task), batches[0] if batches else None
+        batch = batches[0] if batches else None
+        specs = training_steps(task, self._optimizations, precision=self.precision, begin_phase=self.begin_phase)
         model, mesh = self.staged_model, self.mesh
         placement = model.partition(task, specs, batch, mesh=mesh, device=self.device, all_replicas=True)
         if any(self._optimizations):  # phases: without them, what is frozen stays so
             self.end_phases()
         self._keep_local(task, num_micro_batches)
         self._gradients = {
-            name: StageGradients(task, placement, mesh, board=self._board, phase=self._phase_parameters(task, name))
+            name: StageGradients(
+                task,
+                placement,
+                mesh,
+                failure_store=self.comm.failure_store,
+                phase=model.phase_parameters(task, self._optimizations[name]) if name else None,
+            )
             for name in self._optimizations or [""]
         }
         if self.broadcast_buffers:
             self._buffers = SharedBuffers(task, is_shared=lambda name: placement.is_held(name, mesh.stage))
         if phase:
             self.begin_phase(self._optimizations[phase], step_name=step_name)
-
-    def _training_steps(self, task: TaskModule) -> dict[str, TrainingStepSpec]:
-        if not any(self._optimizations):
-            return {self._step_name: single_step(partial(self._call, task.training_step))}
-        return {
-            step_key(phase, optimization.step_name): TrainingStepSpec(
-                partial(self._call, getattr(task, optimization.step_name)),
-                partial(self.begin_phase, optimization, step_name=optimization.step_name),
-                1.0 / optimization.every,
-            )
-            for phase, optimization in self._optimizations.items()
-        }
-
-    def _phase_parameters(self, task: TaskModule, phase: str) -> dict[str, torch.nn.Parameter] | None:
-        """Return the parameters that a phase trains, as far as its step uses them; `None` without phases."""
-        if not phase:
-            return None
-        optimization = self._optimizations[phase]
-        trained = {id(parameter) for parameter in optimization.parameters}
-        users = self.staged_model.steps[step_key(phase, optimization.step_name)].graph.parameter_users
-        named = task.named_parameters()
-        return {name: parameter for name, parameter in named if id(parameter) in trained and name in users}
 
     def _keep_local(self, task: TaskModule, num_micro_batches: int) -> None:
         placement = self.staged_model.placement
@@ -375,7 +292,7 @@ class PipelineStrategy(ProcessGroupStrategy):
         self.state.keep_local(task, optimizers, placement, group=self.mesh.stage_group, device=self.device)
         self.mesh.sync_rng()
         self.plan_report = report = self.staged_model.report(num_micro_batches)
-        if not self.is_main:
+        if not self.comm.is_main:
             return
         if not self._optimizations or self.log_dir is None:
             logger.info("pipeline:\n%s", report)
@@ -383,46 +300,47 @@ class PipelineStrategy(ProcessGroupStrategy):
         print(f"Pipeline of {len(report.stages)} stages\n{report}", flush=True)
         write_plan(report, Path(self.log_dir))
 
-    def _call(self, step: Callable[[Any], Any], batch: Any) -> Any:
-        with self.precision.forward():
-            return step(batch)
-
-    def _publishing_errors(self) -> AbstractContextManager[None]:
-        assert self._errors is not None
-        return self._errors.published()
-
     # ---- Training
 
-    def forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
+    def forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
         """Leave in every `.grad` of this stage the gradient of the weighted mean loss over the global batch.
 
         Returns the outputs of this replica's micro-batches, on every stage. Collective.
         """
-        self._steps += 1
-        with self._publishing_errors():
-            return self._forward_backward(task, window)
-
-    def _forward_backward(self, task: TaskModule, window: Window) -> list[StepOutput]:
         assert self.runtime is not None
-        batches = [micro_batch.batch for micro_batch in window.micro_batches]
-        partitioned = self._training_step(task, batches)
+        self._steps += 1
+        with self.runtime.errors.published():
+            outputs = self._forward_backward(task, batch)
+            if self.writes_timeline and batch.micro_batches:
+                spans = self.timeline()
+                if self.comm.is_main and self.log_dir is not None:
+                    bubble = self.schedule.bubble(len(batch.micro_batches))
+                    write_timeline(spans, Path(self.log_dir), expected=bubble)
+            return outputs
+
+    def _forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
+        assert self.runtime is not None
+        batches = [micro_batch.batch for micro_batch in batch.micro_batches]
+        if self.staged_model.placement is None:
+            self._partition(task, batches, len(batches))
+        partitioned = self.staged_model.training_step(task, self._phase, self._step_name)
         outputs: dict[int, StepOutput] = {}
 
         def read_loss(index: int, returned: Any) -> Tensor:
-            micro_batch = window.micro_batches[index]
+            micro_batch = batch.micro_batches[index]
             output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
             loss = output.loss
             assert loss is not None
             output.loss = loss.detach()
             outputs[index] = output
-            return self.precision.scale(loss * self.share_of(output, micro_batch, window))
+            return self.precision.scale(loss * loss_weight(output, micro_batch, batch))
 
         self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss, on every stage
         gradients = self._gradients[self._phase]
         actions = self.schedule.actions(self.mesh.stage, len(batches))
         self.runtime.train(
             partitioned,
-            partial(self._call, getattr(task, self._step_name)),
+            in_precision(self.precision, getattr(task, self._step_name)),
             batches,
             actions=actions,
             read_loss=read_loss,
@@ -433,28 +351,12 @@ class PipelineStrategy(ProcessGroupStrategy):
         ordered = [outputs[index] for index in sorted(outputs)]
         shared = self.runtime.broadcast_outputs(ordered, partitioned, step_key(self._phase, self._step_name))
         gradients.sum_shared()
-        self.finish_gradients(shared, window)
+        self._normalize_gradients(shared, batch)
         if self._buffers is not None and self.mesh.replicas > 1:
-            broadcast(self._buffers.now(), self.group)
-        if self.writes_timeline and batches:
-            self._write_timeline(len(batches))
+            broadcast(self._buffers.now(), self.comm.group)
         return shared
 
-    def _training_step(self, task: TaskModule, batches: Sequence[Any]) -> PartitionedStep:
-        """Return the current training step; all ranks partition the task at the first one."""
-        if self.staged_model.placement is None:
-            self._partition(task, batches, len(batches))
-        partitioned = self.staged_model.steps.get(step_key(self._phase, self._step_name))
-        if partitioned is None:
-            own = self._optimizations[self._phase].step_name
-            raise UserError(
-                f"{type(task).__name__} trains the phase '{self._phase}' by {self._step_name}, but a pipeline cuts the "
-                f"task by {own}, the phase's own step. Leave step={self._step_name!r} out of control.backward, or type "
-                "strategy=ddp."
-            )
-        return partitioned
-
-    def gradient_norm(self, optimization: Optimization) -> Tensor:
+    def _grad_norm(self, optimization: Optimization) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
         return self._gradients[optimization.phase].norm(self.mesh, self.device)
 
@@ -476,7 +378,7 @@ class PipelineStrategy(ProcessGroupStrategy):
         if self._evaluates_whole:
             return super().evaluate(task, micro_batch, step_name)
         assert self.runtime is not None
-        with self._publishing_errors():
+        with self.runtime.errors.published():
             partitioned, returned = self._forward(task, step_name, micro_batch)
             outputs = [read_evaluation_output(value, micro_batch.num_samples, task, step_name) for value in returned]
             return self.runtime.broadcast_outputs(outputs, partitioned, step_name)[0]
@@ -485,7 +387,8 @@ class PipelineStrategy(ProcessGroupStrategy):
         """Return the predictions for one batch, on every stage of this replica; collective over its stages."""
         if self._evaluates_whole:
             return super().predict(task, micro_batch)
-        with self._publishing_errors():
+        assert self.runtime is not None
+        with self.runtime.errors.published():
             partitioned, returned = self._forward(task, "predict_step", micro_batch)
             box = returned or [None]
             source = partitioned.stage_graphs[-1].rank
@@ -496,7 +399,7 @@ class PipelineStrategy(ProcessGroupStrategy):
         """Return the step, and what it returned for the batch: on the last stage one value, elsewhere none."""
         assert self.runtime is not None
         model, mesh = self.staged_model, self.mesh
-        step = partial(self._call, getattr(task, step_name))
+        step = in_precision(self.precision, getattr(task, step_name))
         batch = self._move_for_evaluation(micro_batch.batch)
         key = f"{step_name} in training mode" if task.training else step_name
         if key not in model.steps:  # partitioned by this replica alone: replicas have unequal numbers of batches
@@ -521,9 +424,9 @@ class PipelineStrategy(ProcessGroupStrategy):
             return to_device(batch, torch.device("cpu"), dtype=self.precision.batch_type)
         return super()._move_for_evaluation(batch)
 
-    # ---- State, whole and under the names of the bare task; every method is collective except `held`
+    # ---- State, whole and under the names of the bare task; every method is collective except `local_state`
 
-    def weights_for_caller(self, task: TaskModule) -> dict[str, Any] | None:
+    def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
         """Return the trained weights on the main rank if the caller is in another process.
 
         Ranks that were started by others (torchrun) all have the whole task again, in host memory.
@@ -532,19 +435,19 @@ class PipelineStrategy(ProcessGroupStrategy):
             self.state.make_whole(task)
             return None
         weights = {name: tensor.cpu() for name, tensor in self.state_dict(task).items()}
-        return weights if self.is_main else None
+        return weights if self.comm.is_main else None
 
     def state_dict(self, task: TaskModule) -> dict[str, Any]:
         """Return the task's parameters and buffers, complete on the main rank."""
-        return self.state.gather_task(task) if self.rank == 0 else task.state_dict()
+        return self.state.gather_task(task) if self.comm.rank == 0 else task.state_dict()
 
     def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
         """Load into each stage its part of the parameters and buffers in `saved`."""
         self.state.load_task(task, saved)
 
-    def held(self, task: TaskModule) -> dict[str, Tensor]:
+    def local_state(self, task: TaskModule) -> dict[str, Tensor]:
         """Return the parameters and buffers of this stage by name; all of them before the task is partitioned."""
-        everything = super().held(task)
+        everything = named_state(task)
         placement = self.staged_model.placement
         if placement is None:
             return everything
@@ -552,7 +455,7 @@ class PipelineStrategy(ProcessGroupStrategy):
 
     def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
         """Return the optimizer's state, complete on the main rank."""
-        if self.staged_model.placement is None or self.rank != 0:
+        if self.staged_model.placement is None or self.comm.rank != 0:
             return super().optimizer_state_dict(task, optimization)
         return self.state.gather_optimizer(optimization.optimizer)
 
@@ -563,13 +466,13 @@ class PipelineStrategy(ProcessGroupStrategy):
     def shards(self, task: TaskModule, optimizations: Sequence[Optimization]) -> Shards | None:
         """Return the state with the shards of this stage; `None` before the task is partitioned."""
         optimizers = [optimization.optimizer for optimization in optimizations]
-        return self.state.shards(task, optimizers, writes=self.rank == 0, all_gather=self.all_gather_object)
+        return self.state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=self.comm.all_gather_object)
 
-    def choices(self) -> dict[str, Any]:
+    def strategy_state(self) -> dict[str, Any]:
         """Return the partition, so that a resumed run has the same."""
         return self.staged_model.state()
 
-    def take_choices(self, saved: Mapping[str, Any]) -> None:
+    def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
         """Load the partition of the run that is resumed, if it has as many stages."""
         self.staged_model.load_state(saved)
 
@@ -580,16 +483,18 @@ class PipelineStrategy(ProcessGroupStrategy):
         """Seconds in which this stage has waited for others."""
         return None if self.runtime is None else self.runtime.waited_seconds
 
-    def watch_overlap(self) -> None:
+    def start_overlap_profile(self) -> None:
         """Start the overlap profile."""
         self._waited_before = self.waited_seconds
 
-    def take_overlap(self, steps: int) -> Overlap | None:
-        """Return this stage's waiting time since `watch_overlap`; messages that nobody waits for are hidden."""
+    def stop_overlap_profile(self, steps: int) -> Overlap | None:
+        """Return this stage's waiting time since `start_overlap_profile`; messages that nobody waits for are hidden."""
         before, after = self._waited_before, self.waited_seconds
         self._waited_before = None
-        if self.num_processes == 1 or before is None or after is None or not steps:
-            return super().take_overlap(steps)
+        if self.comm.num_processes == 1:
+            return NO_COMMUNICATION
+        if before is None or after is None or not steps:
+            return None
         return Overlap((after - before) / steps, steps=steps, note="messages and the schedule's bubble, on this stage")
 
     def timeline(self) -> list[list[Span]]:
@@ -602,31 +507,28 @@ class PipelineStrategy(ProcessGroupStrategy):
             for began, spans in answers
         ]
 
-    def _write_timeline(self, num_micro_batches: int) -> None:
-        spans = self.timeline()
-        if self.is_main and self.log_dir is not None:
-            write_timeline(spans, Path(self.log_dir), expected=self.schedule.bubble(num_micro_batches))
-
     def preview(self, task: TaskModule, source: Source, *, precision: Precision) -> tuple[PlanReport, str]:
         """Return the partition for training on `source` and its drawing, in this process; the task stays whole."""
-        check_phases_run(task, self)
-        self.world_size = self.mesh.replicas
+        alone: Strategy = self
+        alone.comm = Collectives(world_size=self.mesh.replicas)
         self.precision = precision
         precision.setup(self.device)
         precision.prepare(task)
         self._all_trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         if has_phases(task):
+            self.check_phases(task)
             clip, steps = Clip(), 1000  # the partition does not depend on either
             phases = configure(task, clip=clip, precision=precision, total_steps=steps, fused=False, skip=False)
             self._optimizations = {optimization.phase: optimization for optimization in phases}
-        window = next(self.windows(make_feed(source, self, seed=0).windows(0, 0), source))
+        windows = make_feed(source, alone, seed=0).windows(0, 0)
+        first = next(self.step_batches(windows, pin_memory=source.pin_memory))
         try:
             return self.staged_model.preview(
                 task.train(),
-                self._training_steps(task),
-                window.micro_batches[0].batch,
+                training_steps(task, self._optimizations, precision=self.precision, begin_phase=self.begin_phase),
+                first.micro_batches[0].batch,
                 device=self.device,
-                num_micro_batches=len(window.micro_batches),
+                num_micro_batches=len(first.micro_batches),
             )
         finally:
             self.end_phases()
@@ -655,6 +557,6 @@ def partition_command(arguments: Arguments) -> int:
     if not isinstance(strategy, PipelineStrategy):
         raise UserError(f"{type(strategy).__name__} has no stages to show; only strategy=pipeline cuts a task.")
     data = Data(train=run.data) if isinstance(run.data, DataLoader) else run.data
-    report, drawing = strategy.preview(run.task, data.source("train"), precision=run.trainer.precision)
+    report, drawing = strategy.preview(run.task, data.source("train"), precision=run.trainer.fit_config.precision)
     print(f"{settings.name} in {len(report.stages)} stages\n{report}\n\n{drawing}")
     return 0

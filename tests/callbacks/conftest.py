@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit.callback import Callback
 from trainkit.data import Data
@@ -70,7 +70,7 @@ def fit(data: Data, tmp_path: Path) -> Callable[..., FitResult]:
         used = Data(train=data.source("train").dataset, batch_size=4) if without_validation else data
         defaults = {"max_duration": "20step", "evaluate_every": "2step", "log_every": "5step", "num_sanity_batches": 0}
         settings = {"run_dir": tmp_path / "run", "loggers": [], **defaults, **settings}
-        strategy = settings.pop("strategy", None) or SingleDevice(device="cpu")
+        strategy = settings.pop("strategy", None) or SingleStrategy(device="cpu")
         return Trainer(strategy, callbacks=callbacks, **settings).fit(task, used, resume=resume)
 
     return run

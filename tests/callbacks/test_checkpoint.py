@@ -11,10 +11,11 @@ import pytest
 import torch
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.early_stopping import EarlyStopping
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit.callback import Callback
 from trainkit.checkpoints.store import CheckpointEntry, CheckpointStore, DamagedCheckpoint
+from trainkit.distributed.collectives import Collectives
 from trainkit.errors import NonFiniteLoss, Stopped, UserError
 from trainkit.run import Run
 from trainkit.trainer import FitResult
@@ -33,17 +34,17 @@ class Weights(Callback):
         self.after[run.state.step] = next(run.task.parameters()).detach().clone()
 
 
-class OtherRanksAreSlower(SingleDevice):
+class OtherRanksAreSlower(Collectives):
     """Says what the clock of another rank would have it say."""
 
     hours = 0
 
-    def agreed_seconds(self, seconds: float) -> float:
+    def synced_seconds(self, seconds: float) -> float:
         self.hours += 1
         return 3600.0 * self.hours
 
 
-class OneOfSeveral(SingleDevice):
+class OneOfSeveral(Collectives):
     """Gathers from other ranks, as far as anyone can tell."""
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -312,7 +313,8 @@ def test_time_intervals_are_looked_at_when_training_logs(fit: Fit, scripted: Any
 
 def test_a_time_is_over_on_all_ranks_when_it_is_over_on_one(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
     """Or those that save would wait for the others for ever."""
-    strategy = OtherRanksAreSlower(device="cpu")
+    strategy = SingleStrategy(device="cpu")
+    strategy.comm = OtherRanksAreSlower()
 
     fit(scripted(), Checkpoint(every="4h", save_last_k=None), strategy=strategy, evaluate_every=None)
 
@@ -326,7 +328,9 @@ def test_an_exception_on_one_of_several_ranks_does_not_wait_for_the_others(
     task.at_step[8] = raising(RuntimeError("bug in the model"))
 
     with pytest.raises(RuntimeError):
-        fit(task, Checkpoint(every="5step"), strategy=OneOfSeveral(device="cpu"))
+        strategy = SingleStrategy(device="cpu")
+        strategy.comm = OneOfSeveral()
+        fit(task, Checkpoint(every="5step"), strategy=strategy)
 
     assert saved(store) == [(5, "interval")]
 

@@ -14,7 +14,7 @@ from trainkit.callbacks.swa import SWA
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import Regression, StopAt, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, Trainer, UserError
@@ -236,7 +236,7 @@ def test_every_strategy_has_the_average_of_single_and_resumes_to_the_bit(
         return make_trainer(strategy, callbacks=[EMA(decay=0.9), *more], **settings).fit(made, data(), resume=resume)
 
     reference, whole, resumed = task(), task(), task()
-    expected = fit(SingleDevice(device="cpu"), reference)
+    expected = fit(SingleStrategy(device="cpu"), reference)
     result = fit(STRATEGIES[name](), whole)
     fit(STRATEGIES[name](), task(), StopAt(5), run_dir=tmp_path / "parts")
     fit(STRATEGIES[name](), resumed, run_dir=tmp_path / "parts", resume=tmp_path / "parts")

@@ -8,8 +8,8 @@ import torch
 from trainkit.callbacks.gradual_unfreezing import GradualUnfreezing
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.single import SingleDevice
-from trainkit.strategies.torch_ddp import TorchDDP
+from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, Trainer, UserError
@@ -67,7 +67,9 @@ def test_a_pattern_that_fits_nothing_is_told(make_trainer: Any) -> None:
 
 
 def weights_on_this_rank(run_dir: str, strategy: str) -> dict[str, torch.Tensor]:
-    made = {"single": SingleDevice, "ddp": DDPStrategy, "torch_ddp": TorchDDP, "fusion": FusionStrategy}[strategy]
+    made = {"single": SingleStrategy, "ddp": DDPStrategy, "torch_ddp": TorchDDPStrategy, "fusion": FusionStrategy}[
+        strategy
+    ]
     settings = {"loggers": [], "max_grad_norm": 0.01, "evaluate_every": None, "num_sanity_batches": 0}
     callbacks = [GradualUnfreezing(unfreeze_at={"network.0.*": "1epoch"})]
     task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=1.0), hidden=3)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from trainkit.callbacks.learning_rate_finder import LearningRateFinder, suggest
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
-from trainkit.strategies.torch_ddp import TorchDDP
+from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, Phase, Strategy, Trainer, UserError
@@ -76,16 +76,16 @@ def test_a_look_leaves_nothing_behind_on_several_devices_of_one_process(make_tra
     looked, plain = Model(), Model()
     finder = LearningRateFinder(num_steps=10, on_finish="continue")
 
-    trainer = make_trainer(DataParallel(devices=["cpu", "cpu"]), callbacks=[finder], max_duration="3step")
+    trainer = make_trainer(DataParallelStrategy(devices=["cpu", "cpu"]), callbacks=[finder], max_duration="3step")
     trainer.fit(looked, data())
-    make_trainer(DataParallel(devices=["cpu", "cpu"]), max_duration="3step").fit(plain, data())
+    make_trainer(DataParallelStrategy(devices=["cpu", "cpu"]), max_duration="3step").fit(plain, data())
 
     assert_same_bits(looked, plain)
 
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": lambda: DDPStrategy(device="cpu"),
-    "torch_ddp": lambda: TorchDDP(device="cpu"),
+    "torch_ddp": lambda: TorchDDPStrategy(device="cpu"),
     "fusion": lambda: FusionStrategy(device="cpu"),
     "pipeline": lambda: PipelineStrategy(stages=2, device="cpu", accumulate=2),
 }
@@ -207,7 +207,7 @@ def test_a_resumed_run_does_not_look_again(make_trainer: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize("setting", ["shard_optimizer", "overlap_optimizer"])
 def test_an_optimizer_that_is_kept_in_parts_is_refused_with_what_to_set(make_trainer: Any, setting: str) -> None:
-    class InParts(SingleDevice):
+    class InParts(SingleStrategy):
         pass
 
     setattr(InParts, setting, True)
@@ -251,7 +251,7 @@ def test_a_look_at_phases_leaves_nothing_behind(make_trainer: Any, kind: type[In
             assert all(parameter.requires_grad for parameter in run.task.parameters())  # as before any phase
 
     looked, plain = kind(), kind()
-    strategy = partial(DataParallel, devices=["cpu"] * devices)
+    strategy = partial(DataParallelStrategy, devices=["cpu"] * devices)
     finder = LearningRateFinder(num_steps=12, on_finish="continue", phase="second")
 
     make_trainer(strategy(), callbacks=[finder, Looks()], max_duration="6step").fit(looked, data())
@@ -267,16 +267,16 @@ def test_one_phase_is_swept_and_the_other_keeps_its_rate(
     finder = LearningRateFinder(num_steps=10, min_lr=1e-4, max_lr=1e-1, on_finish="apply", phase=phase)
     recorder, seen = Recorder(), []
     monkeypatch.setattr("trainkit.callbacks.learning_rate_finder.suggest", lambda rates, losses: 0.02)
-    step = SingleDevice.optimizer_step
+    step = SingleStrategy.optimizer_step
 
     def looked_at(self: Any, optimization: Any) -> Any:
         seen.append((optimization.phase, optimization.learning_rates()[0]))
         return step(self, optimization)
 
-    monkeypatch.setattr(SingleDevice, "optimizer_step", looked_at)
-    make_trainer(SingleDevice(device="cpu"), callbacks=[finder, recorder], run_dir=tmp_path, max_duration="1step").fit(
-        InPhases(), data()
-    )
+    monkeypatch.setattr(SingleStrategy, "optimizer_step", looked_at)
+    make_trainer(
+        SingleStrategy(device="cpu"), callbacks=[finder, recorder], run_dir=tmp_path, max_duration="1step"
+    ).fit(InPhases(), data())
 
     kept = json.loads((tmp_path / "learning_rates.json").read_text())
     swept = [rate for name, rate in seen if name == phase][: len(kept["rates"])]

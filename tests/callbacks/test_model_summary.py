@@ -61,7 +61,7 @@ def test_the_header_says_what_will_run_where(
     fit(scripted(), ModelSummary())
 
     printed = capsys.readouterr().out
-    assert "strategy     SingleDevice on cpu" in printed
+    assert "strategy     SingleStrategy on cpu" in printed
     assert "precision    fp32" in printed
     assert "batches      global batch 4 = 1 rank x 1 micro-batch x 4 samples" in printed
     assert "steps        20" in printed

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from trainkit.callbacks.profiler import Profiler
-from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.torch_ddp import ReducerTimes
 
 from tests.tasks import FakeRank, Regression, regression_data
@@ -36,12 +36,12 @@ def overlap_of(make_trainer: Any, *strategy: Any, first: int = 10, **settings: A
 def test_one_device_has_no_communication(make_trainer: Any, capsys: pytest.CaptureFixture[str], first: int) -> None:
     overlap = overlap_of(make_trainer, first=first)
     assert overlap["communication_seconds"] == 0
-    assert overlap["line"] == "overlap: SingleDevice has no communication here (one process, one device)"
+    assert overlap["line"] == "overlap: SingleStrategy has no communication here (one process, one device)"
     assert capsys.readouterr().out.count(overlap["line"]) == 1
 
 
 def test_replicas_say_what_share_of_a_step_is_moving_things_and_that_nothing_of_it_is_hidden(make_trainer: Any) -> None:
-    overlap = overlap_of(make_trainer, DataParallel(devices=["cpu", "cpu"]), evaluate_every="1step")
+    overlap = overlap_of(make_trainer, DataParallelStrategy(devices=["cpu", "cpu"]), evaluate_every="1step")
     assert overlap["steps"] == 4  # steps 5 to 8
     assert 0 < overlap["communication_seconds"] < overlap["step_seconds"] < 0.05  # evaluations are no part of steps
     assert overlap["hidden_share"] == 0
@@ -50,7 +50,7 @@ def test_replicas_say_what_share_of_a_step_is_moving_things_and_that_nothing_of_
 
 
 def test_a_window_without_room_for_it_says_which_one_has(make_trainer: Any) -> None:
-    overlap = overlap_of(make_trainer, DataParallel(devices=["cpu", "cpu"]), first=5)
+    overlap = overlap_of(make_trainer, DataParallelStrategy(devices=["cpu", "cpu"]), first=5)
     assert overlap == {"line": "overlap: not measured; profiler.start_step=6 or later leaves the steps for it"}
 
 

@@ -8,7 +8,7 @@ import torch
 from trainkit.callbacks.profiler import Profiler, peak_of_model
 from trainkit.callbacks.speed_monitor import SpeedMonitor
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.dp.strategy import DataParallelStrategy
 
 from tests.tasks import FakeRank, Regression, regression_data
 from trainkit import Data, Trainer, UserError
@@ -44,7 +44,7 @@ def test_a_window_is_recorded_and_its_arithmetic_counted(make_trainer):
 def test_the_arithmetic_of_replicas_counts_and_that_of_an_evaluation_does_not(make_trainer):
     """As many operations as on one device; the peak is that of one device, which both replicas share."""
     trainer = make_trainer(
-        DataParallel(devices=["cpu", "cpu"]),
+        DataParallelStrategy(devices=["cpu", "cpu"]),
         max_duration="9step",
         log_every="3step",
         evaluate_every="3step",
@@ -58,7 +58,7 @@ def test_the_arithmetic_of_replicas_counts_and_that_of_an_evaluation_does_not(ma
 
 
 def test_the_use_of_the_peak_counts_every_device_of_one_process(make_trainer):
-    class OnTwoDevices(DataParallel):
+    class OnTwoDevices(DataParallelStrategy):
         num_devices = 2  # as of two GPUs
 
     trainer = make_trainer(

@@ -106,7 +106,7 @@ class SlowerFirst(Callback):
     """Lets rank 0 have trained for so long that a second is less than a step; on rank 1 it is many."""
 
     def on_fit_start(self, run: Any) -> None:
-        run.state.resume_clock(0.0 if run.strategy.rank else 1000.0)
+        run.state.resume_clock(0.0 if run.strategy.comm.rank else 1000.0)
 
 
 def on_two_ranks(run_dir: Path) -> int:

@@ -111,15 +111,15 @@ def test_own_recipes_are_listed(project, monkeypatch, capsys):
 def test_an_installed_package_adds_a_strategy_by_its_entry_point(monkeypatch, tmp_path):
     from importlib.metadata import EntryPoint
 
-    from trainkit.strategies.single import SingleDevice
+    from trainkit.strategies.single import SingleStrategy
 
     from trainkit import registry
     from trainkit.cli.compose import compose_config
 
-    point = EntryPoint("theirs", "trainkit.strategies.single:SingleDevice", "trainkit.strategies")
+    point = EntryPoint("theirs", "trainkit.strategies.single:SingleStrategy", "trainkit.strategies")
     monkeypatch.setattr(registry, "_points", lambda group: [point] if group == "strategy" else [])
     with compose_config() as composer:
         tree = composer.settings(["recipe=digits", "strategy=theirs", "strategy.accumulate=2"]).tree
-    assert tree["strategy"] == {"_target_": "trainkit.strategies.single.SingleDevice", "accumulate": 2}
-    assert isinstance(registry.make("strategy", "theirs"), SingleDevice)
+    assert tree["strategy"] == {"_target_": "trainkit.strategies.single.SingleStrategy", "accumulate": 2}
+    assert isinstance(registry.make("strategy", "theirs"), SingleStrategy)
     assert "theirs" in registry.names("strategy")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import (
     FakeRank,
@@ -30,7 +30,7 @@ def mean_error(task, dataset):
 @pytest.mark.parametrize("strategy", [{}, {"accumulate": 3}, {"micro_batch_size": 2}], ids=str)
 def test_the_metrics_do_not_depend_on_the_batch_size(make_trainer, batch_size, strategy):
     task, dataset = Regression(hidden=8, dropout=0.5), regression_data(11)
-    trainer = make_trainer(SingleDevice(device="cpu", **strategy))
+    trainer = make_trainer(SingleStrategy(device="cpu", **strategy))
     metrics = trainer.validate(task, Data(validation=dataset, batch_size=batch_size))
     assert set(metrics) == {"validation/loss", "validation/absolute"}
     assert metrics["validation/loss"] == pytest.approx(mean_error(task.eval(), dataset), rel=1e-6)
@@ -92,7 +92,7 @@ def test_the_weights_of_the_task_count_in_evaluation(make_trainer):
 @pytest.mark.parametrize("data", [regression_data(11), RegressionStream(11)], ids=["dataset", "stream"])
 def test_predictions_come_in_the_order_of_the_data(make_trainer, data):
     task = Regression()
-    predictions = make_trainer(SingleDevice(device="cpu", micro_batch_size=3)).predict(
+    predictions = make_trainer(SingleStrategy(device="cpu", micro_batch_size=3)).predict(
         task, Data(predict=data, batch_size=4)
     )
     torch.testing.assert_close(predictions, task(regression_data(11).tensors[0]).detach())

@@ -8,13 +8,14 @@ import pytest
 import torch
 import trainkit.strategies
 from torch import Tensor
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 import trainkit
 from tests.tasks import Recorder, Regression, WeightedRegression, regression_data, weighted_data
 from trainkit import Callback, Data
 from trainkit.callback import HOOKS
-from trainkit.loops import FitLoop
+from trainkit.distributed.collectives import Collectives
+from trainkit.loops.fit_loop import FitLoop
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optimization import _if_on_host
 
@@ -56,15 +57,15 @@ class CountWaits(Callback):
     ("settings", "task", "data"),
     [
         ({}, Regression, regression_data),
-        ({"strategy": SingleDevice(device="cpu", accumulate=4)}, Regression, regression_data),
-        ({"strategy": SingleDevice(device="cpu", accumulate=4)}, WeightedRegression, weighted_data),
+        ({"strategy": SingleStrategy(device="cpu", accumulate=4)}, Regression, regression_data),
+        ({"strategy": SingleStrategy(device="cpu", accumulate=4)}, WeightedRegression, weighted_data),
         ({"max_grad_norm": 0.1}, Regression, regression_data),
         ({"max_grad_value": 0.1}, Regression, regression_data),
         ({"precision": "bf16-mixed"}, Regression, regression_data),
         ({"precision": "bf16-true"}, Regression, regression_data),
         ({"on_nonfinite": "skip"}, Regression, regression_data),
         ({"on_nonfinite": "stop"}, Regression, regression_data),
-        ({"strategy": SingleDevice(device="cpu", micro_batch_size="auto")}, Regression, regression_data),
+        ({"strategy": SingleStrategy(device="cpu", micro_batch_size="auto")}, Regression, regression_data),
     ],
     ids=lambda value: "",
 )
@@ -109,7 +110,7 @@ def test_nothing_waits_for_a_gpu_between_log_points(make_trainer, settings):
         def close(self):
             torch.cuda.set_sync_debug_mode("default")
 
-    strategy = SingleDevice(device="cuda", accumulate=2)
+    strategy = SingleStrategy(device="cuda", accumulate=2)
     trainer = make_trainer(strategy, log_every="4step", max_duration="11step", callbacks=[Strict()], **settings)
     task = WeightedRegression(lambda task: torch.optim.AdamW(task.parameters()), hidden=8)
     assert trainer.fit(task, Data(train=weighted_data(64), batch_size=8)).steps == 11
@@ -154,22 +155,23 @@ def test_a_hook_set_on_one_callback_object_is_called(make_trainer):
 
 
 def test_metrics_are_reduced_once_for_each_log_interval_and_evaluation_and_once_at_the_end(make_trainer):
-    class Counting(SingleDevice):
+    class Counting(Collectives):
         reductions = gathers = 0
 
-        def sum_named(self, *args, **kwargs):
+        def all_reduce_metrics(self, *args, **kwargs):
             self.reductions += 1
-            return super().sum_named(*args, **kwargs)
+            return super().all_reduce_metrics(*args, **kwargs)
 
         def all_gather_object(self, value):
             self.gathers += 1
             return super().all_gather_object(value)
 
-    strategy = Counting(device="cpu")
+    strategy = SingleStrategy(device="cpu")
+    strategy.comm = Counting()
     trainer = make_trainer(strategy, log_every="5step", evaluate_every="1epoch", max_duration="2epoch")
     trainer.fit(Regression(), Data(train=regression_data(40), validation=regression_data(12), batch_size=4))
-    assert strategy.reductions == 4 + 1 + 2  # log intervals, the rest at the end, evaluations
-    assert strategy.gathers == 0
+    assert strategy.comm.reductions == 4 + 1 + 2  # log intervals, the rest at the end, evaluations
+    assert strategy.comm.gathers == 0
 
 
 def test_the_outputs_kept_between_log_points_are_bounded(make_trainer, monkeypatch):
@@ -198,7 +200,7 @@ def test_graphs_do_not_outlive_their_step(make_trainer):
             loss = super().training_step(batch)
             return {"loss": loss, "double": loss * 2, "weight": loss.new_tensor(4.0) + 0 * loss}
 
-    class Keeping(SingleDevice):
+    class Keeping(SingleStrategy):
         def forward_backward(self, task, window):
             outputs = super().forward_backward(task, window)
             kept.extend(outputs)

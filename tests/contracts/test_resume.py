@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import (
     MemoryLogger,
@@ -85,7 +85,7 @@ def test_a_resumed_run_with_dropout_has_the_weights_of_an_uninterrupted_one(make
 @STOPS
 def test_a_resumed_run_that_accumulates_has_the_weights_of_an_uninterrupted_one(make_trainer, stop):
     whole, resumed = both_ways(
-        make_trainer, dropout_task, plain_data, stop=stop, strategy=SingleDevice(device="cpu", accumulate=2)
+        make_trainer, dropout_task, plain_data, stop=stop, strategy=SingleStrategy(device="cpu", accumulate=2)
     )
     assert_same_bits(resumed, whole)
 
@@ -96,7 +96,7 @@ def test_a_resumed_run_with_token_weights_has_the_weights_of_an_uninterrupted_on
         lambda: WeightedRegression(adamw, hidden=8, dropout=0.5),
         lambda: Data(train=weighted_data(18), batch_size=4),
         stop=7,
-        strategy=SingleDevice(device="cpu", micro_batch_size=3),
+        strategy=SingleStrategy(device="cpu", micro_batch_size=3),
     )
     assert_same_bits(resumed, whole)
 
@@ -178,7 +178,7 @@ def test_random_augmentation_goes_on_where_it_was_with_any_number_of_workers(mak
         lambda: Data(train=Augmented(), batch_size=4, workers=workers),
         stop=stop,
         max_duration="2epoch",
-        strategy=SingleDevice(device="cpu", accumulate=2),
+        strategy=SingleStrategy(device="cpu", accumulate=2),
     )
     assert_same_bits(resumed, whole)
 
@@ -440,7 +440,7 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_up_when_the_run_goes_on(m
     assert_same_bits(resumed, whole)
 
 
-@pytest.mark.parametrize("change", [{"batch_size": 8}, {"strategy": SingleDevice(device="cpu", accumulate=4)}])
+@pytest.mark.parametrize("change", [{"batch_size": 8}, {"strategy": SingleStrategy(device="cpu", accumulate=4)}])
 def test_on_another_layout_the_remaining_samples_come_once_each_in_the_same_order(make_trainer, change):
     class Seen(Regression):
         def __init__(self):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallel
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.dp.strategy import DataParallelStrategy
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
@@ -82,12 +82,12 @@ def assert_printed_equal(weights, expected):
 @pytest.mark.parametrize("parts", [2, 3])
 def test_accumulation_and_replicas_print_the_weights_of_the_hand_written_loop(parts, tmp_path):
     expected = written_by_hand(parts)
-    assert_printed_equal(trained(SingleDevice(device="cpu", accumulate=parts), parts, tmp_path / "single"), expected)
-    assert_printed_equal(trained(DataParallel(devices=["cpu"] * parts), parts, tmp_path / "dp"), expected)
+    assert_printed_equal(trained(SingleStrategy(device="cpu", accumulate=parts), parts, tmp_path / "single"), expected)
+    assert_printed_equal(trained(DataParallelStrategy(devices=["cpu"] * parts), parts, tmp_path / "dp"), expected)
 
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_each_rank_of_ddp_prints_the_weights_of_accumulation(parts, tmp_path):
-    expected = trained(SingleDevice(device="cpu", accumulate=parts), parts, tmp_path / "single")
+    expected = trained(SingleStrategy(device="cpu", accumulate=parts), parts, tmp_path / "single")
     for weights in run_ranks(trained_on_this_rank, parts, tmp_path / "ddp", timeout=120):
         assert_printed_equal(weights, expected)

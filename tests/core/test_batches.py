@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainkit import UserError
-from trainkit.batches import concatenate, map_tensors, num_rows, rows, tensors_in, to_device
+from trainkit.batches import concatenate, map_tensors, num_rows, rows, tensors_in, to_device, tree_leaves, tree_map
 
 Pair = namedtuple("Pair", "left right")
 
@@ -42,6 +42,14 @@ def test_containers_keep_their_kind_and_other_values():
     assert doubled[4].name == "g"
     assert doubled[6]["y"].tolist() == [2.0, 2.0]
     assert one.tolist() == [1.0, 1.0]
+
+
+def test_leaves_are_visited_in_order_and_a_node_may_be_a_leaf():
+    tree = {"a": [1, (2, None)], "b": UserDict(c="text"), "d": Graph(3, "g")}
+    assert list(tree_leaves(tree)) == [1, 2, None, "text", 3, "g"]
+    seen = []
+    tree_map(seen.append, tree, is_leaf=lambda node: isinstance(node, list))
+    assert seen == [[1, (2, None)], "text", 3, "g"]
 
 
 def test_the_number_of_rows_is_the_first_dimension_of_the_first_tensor_that_has_one():

@@ -5,7 +5,7 @@ import torch
 
 from tests.tasks import Regression, regression_data
 from trainkit import Data, UserError
-from trainkit.devices import pick_device
+from trainkit.strategy import pick_device
 
 
 def test_the_cpu_is_always_there():
@@ -40,9 +40,9 @@ def test_a_cuda_device_that_is_not_there_is_refused_with_the_number_there_are():
 
 @pytest.mark.parametrize("name", ["cuda:99", "gpu"])
 def test_an_unknown_device_ends_a_run_before_anything_is_written(make_trainer, name):
-    from trainkit.strategies.single import SingleDevice
+    from trainkit.strategies.single import SingleStrategy
 
-    trainer = make_trainer(SingleDevice(device=name))
+    trainer = make_trainer(SingleStrategy(device=name))
     with pytest.raises(UserError, match=r"device"):
         trainer.fit(Regression(), Data(train=regression_data(8), batch_size=4))
     assert not trainer.run_dir.exists()

@@ -14,7 +14,9 @@ def test_settings_cannot_change_after_they_were_checked(make_trainer):
 
 
 def test_a_process_gets_the_settings_without_the_trainer(make_trainer):
-    config = make_trainer(max_duration=["2epoch", "5min"], max_grad_norm=0.5, callbacks=["learning_rate"]).fit_config
+    config = make_trainer(
+        max_duration=["2epoch", "5min"], max_grad_norm=0.5, callbacks=["learning_rate_monitor"]
+    ).fit_config
     copy = pickle.loads(pickle.dumps(config))
     assert copy.max_duration == [Duration(2, "epoch"), Duration(5, "minute")]
     assert copy.clip == config.clip

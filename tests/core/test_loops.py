@@ -234,9 +234,9 @@ def test_after_an_error_the_task_can_be_trained_again_as_if_nothing_had_been_lef
     class BrokenMidWindow(Broken):
         """Raises between the micro-batches of the first window."""
 
-    from trainkit.strategies.single import SingleDevice
+    from trainkit.strategies.single import SingleStrategy
 
-    strategy = SingleDevice(device="cpu", accumulate=2)
+    strategy = SingleStrategy(device="cpu", accumulate=2)
     task, expected = BrokenMidWindow(2), Regression()
     with pytest.raises(KeyError):
         make_trainer(strategy).fit(task, data())

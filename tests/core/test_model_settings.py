@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
-from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.dp.strategy import DataParallelStrategy
 
 from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, UserError
@@ -67,7 +67,7 @@ def test_what_is_frozen_stays_to_the_bit_and_may_be_trained_again_afterwards(mak
 @pytest.mark.parametrize("strategy", [None, "dp"])
 def test_activations_are_computed_twice_and_weights_are_the_same_to_the_bit(make_trainer: Any, strategy: Any) -> None:
     def made() -> Any:
-        return DataParallel(devices=["cpu", "cpu"]) if strategy else None
+        return DataParallelStrategy(devices=["cpu", "cpu"]) if strategy else None
 
     plain, checkpointed = Blocks(), Blocks()
     kinds = []

@@ -10,10 +10,10 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.speed_monitor import SpeedMonitor
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Phase, TaskModule, Trainer, UserError
 from trainkit.errors import NonFiniteLoss
@@ -75,7 +75,7 @@ def made(kind=Adversarial, **settings):
 
 def fit(task, tmp_path, strategy=None, *, duration="2epoch", resume=None, callbacks=(), precision="fp64", **settings):
     trainer = Trainer(
-        strategy or SingleDevice(),
+        strategy or SingleStrategy(),
         max_duration=duration,
         run_dir=tmp_path,
         loggers=[],
@@ -115,7 +115,7 @@ def by_hand(*, num_steps, every=1, critic_steps=1):
 
 def fit_in_order(task, tmp_path, **settings):
     trainer = Trainer(
-        SingleDevice(**settings), max_duration="2epoch", run_dir=tmp_path, loggers=[], callbacks=[], precision="fp64"
+        SingleStrategy(**settings), max_duration="2epoch", run_dir=tmp_path, loggers=[], callbacks=[], precision="fp64"
     )
     trainer.fit(task, Data(train=samples(), batch_size=8, shuffle=False))
     return task
@@ -138,7 +138,7 @@ def test_a_manual_task_drives_its_phases_itself(tmp_path):
     [
         (Adversarial, DDPStrategy(devices=2, micro_batch_size=3)),
         (Manual, DDPStrategy(devices=2)),
-        (Adversarial, DataParallel(devices=["cpu", "cpu"])),
+        (Adversarial, DataParallelStrategy(devices=["cpu", "cpu"])),
     ],
     ids=["ddp", "manual-ddp", "dp"],
 )
@@ -264,7 +264,7 @@ class SkipsStep(Callback):
 
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_skipped_step_steps_the_schedules_of_phases_that_were_due(step, tmp_path):
-    result = fit(made(every=2), tmp_path, duration="4step", callbacks=["learning_rate", SkipsStep(step)])
+    result = fit(made(every=2), tmp_path, duration="4step", callbacks=["learning_rate_monitor", SkipsStep(step)])
     assert result.metrics["train/generator/learning_rate"] == pytest.approx(0.05 * 0.9**2)
 
 

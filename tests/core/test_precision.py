@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import Recorder, Regression, assert_close, regression_data
 from trainkit import Callback, Data, UserError
@@ -75,7 +75,7 @@ def test_training_learns_in_every_precision(make_trainer, precision):
 def test_accumulation_gives_the_weights_of_one_big_batch_in_every_precision(make_trainer, precision):
     tasks = [Small(quick, hidden=8) for _ in range(2)]
     for task, accumulate in zip(tasks, (1, 4), strict=True):
-        strategy = SingleDevice(device="cpu", accumulate=accumulate)
+        strategy = SingleStrategy(device="cpu", accumulate=accumulate)
         make_trainer(strategy, precision=precision, max_duration="2epoch").fit(task, DATA)
     assert_close(*tasks, rtol=1e-7 if precision == "fp64" else 2e-2, atol=1e-2)
 

@@ -3,7 +3,7 @@
 from importlib.metadata import EntryPoint
 
 import pytest
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import Recorder
 from trainkit import Trainer, UserError, registry
@@ -11,7 +11,7 @@ from trainkit import Trainer, UserError, registry
 
 def test_a_name_gives_a_new_object_with_default_settings():
     first, second = registry.make("strategy", "single"), registry.make("strategy", "single")
-    assert type(first) is SingleDevice
+    assert type(first) is SingleStrategy
     assert first is not second
     assert first.accumulate is None
 
@@ -33,12 +33,12 @@ def test_a_class_in_place_of_an_object_is_refused_with_what_to_write():
 
 
 def test_an_installed_packages_entry_point_is_a_name_like_any_other(monkeypatch):
-    point = EntryPoint("mine", "trainkit.strategies.single:SingleDevice", "trainkit.strategies")
+    point = EntryPoint("mine", "trainkit.strategies.single:SingleStrategy", "trainkit.strategies")
     monkeypatch.setattr(registry, "_points", lambda group: [point] if group == "strategy" else [])
-    assert type(registry.make("strategy", "mine")) is SingleDevice
+    assert type(registry.make("strategy", "mine")) is SingleStrategy
     assert {"mine", "single"} <= set(registry.names("strategy"))
 
 
 def test_all_names_can_be_made():
     for name in registry.names("strategy"):
-        assert registry.make("strategy", name).world_size >= 1
+        assert registry.make("strategy", name).comm.world_size >= 1

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Schedule, TaskModule, Trainer, UserError, session
 
@@ -67,14 +67,14 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def test_a_plain_loop_over_a_session_gives_the_weights_of_the_trainer():
-    found, losses, metrics = train(SingleDevice())
+    found, losses, metrics = train(SingleStrategy())
     assert torch.equal(found, trained_by_a_trainer())
     assert len(losses) == 5
     assert set(metrics) == {"validation/loss"}
 
 
 def test_a_plain_loop_under_ddp_gives_the_same_weights_and_means():
-    alone, losses, metrics = train(SingleDevice())
+    alone, losses, metrics = train(SingleStrategy())
     strategy = DDPStrategy(devices=2)
     found, losses_of_two, metrics_of_two = strategy.launch(partial(train, strategy))
     torch.testing.assert_close(found, alone, rtol=0, atol=1e-6)
@@ -83,15 +83,15 @@ def test_a_plain_loop_under_ddp_gives_the_same_weights_and_means():
 
 
 def test_a_session_goes_on_from_what_another_saved(tmp_path):
-    whole, _, _ = train(SingleDevice(), steps=5)
-    train(SingleDevice(), steps=2, run_dir=tmp_path / "mine")
-    found, losses, _ = train(SingleDevice(), steps=5, resume=tmp_path / "mine")
+    whole, _, _ = train(SingleStrategy(), steps=5)
+    train(SingleStrategy(), steps=2, run_dir=tmp_path / "mine")
+    found, losses, _ = train(SingleStrategy(), steps=5, resume=tmp_path / "mine")
     assert torch.equal(found, whole)
     assert len(losses) == 3
 
 
 def test_a_session_leaves_no_folder_behind_that_was_not_asked_for(tmp_path):
-    train(SingleDevice())
+    train(SingleStrategy())
     assert list(tmp_path.iterdir()) == []
 
 

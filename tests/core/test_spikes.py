@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Data, TaskModule, Trainer, UserError
 from trainkit.optim.nonfinite import MEMORY_STEPS, WARM_UP_STEPS, SpikeDetector
@@ -38,7 +38,7 @@ def samples(spikes=(SPIKE,)):
 
 def fit(task, tmp_path, strategy=None, *, duration=f"{STEPS}step", resume=None, spikes=(SPIKE,), callbacks=()):
     trainer = Trainer(
-        strategy or SingleDevice(),
+        strategy or SingleStrategy(),
         max_duration=duration,
         run_dir=tmp_path,
         loggers=[],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import FakeRank, Regression, regression_data
 from trainkit import BatchPlan, Data, UserError
@@ -47,24 +47,24 @@ def test_what_a_refusal_suggests_works(batch_size, world_size, accumulate):
 
 
 def test_every_operation_has_its_meaning_for_one_process():
-    strategy = SingleDevice(device="cpu")
+    strategy = SingleStrategy(device="cpu")
     tensor = torch.ones(3)
-    assert (strategy.rank, strategy.world_size) == (0, 1)
+    assert (strategy.comm.rank, strategy.comm.world_size) == (0, 1)
     assert strategy.launch(lambda: 5) == 5
-    assert all(strategy.all_reduce(tensor, op) is tensor for op in ("sum", "min", "max"))
-    assert strategy.all_gather_object("a") == ["a"]
-    assert strategy.broadcast_object("a") == "a"
-    assert strategy.gather_predictions([1, 2]) == [1, 2]
-    assert strategy.agree(True) and strategy.agree_to_stop(True)
-    assert not strategy.agree(False) and not strategy.agree_to_stop(False)
-    assert strategy.weights_for_caller(Regression()) is None
-    strategy.barrier()
+    assert all(strategy.comm.all_reduce(tensor, op) is tensor for op in ("sum", "min", "max"))
+    assert strategy.comm.all_gather_object("a") == ["a"]
+    assert strategy.comm.broadcast_object("a") == "a"
+    assert strategy.comm.gather_predictions([1, 2]) == [1, 2]
+    assert strategy.comm.any_rank(True) and strategy.comm.should_stop(True)
+    assert not strategy.comm.any_rank(False) and not strategy.comm.should_stop(False)
+    strategy.comm.barrier()
     strategy.teardown()
     strategy.teardown()
 
 
 def test_no_values_sum_to_nothing():
-    names, sums = SingleDevice(device="cpu").sum_named({}, device=torch.device("cpu"), dtype=torch.float64)
+    comm = SingleStrategy(device="cpu").comm
+    names, sums = comm.all_reduce_metrics({}, device=torch.device("cpu"), dtype=torch.float64)
     assert names == []
     assert sums.shape == (0, 2)
 
@@ -72,7 +72,7 @@ def test_no_values_sum_to_nothing():
 def test_a_window_without_samples_leaves_no_gradient():
     from trainkit.window import Window
 
-    strategy, task = SingleDevice(device="cpu"), Regression()
+    strategy, task = SingleStrategy(device="cpu"), Regression()
     strategy.setup(Precision())
     strategy.prepare(task)
     assert strategy.forward_backward(task, Window([], 4, 4, False)) == []
@@ -82,9 +82,13 @@ def test_a_window_without_samples_leaves_no_gradient():
 def test_gradients_are_synchronised_with_the_last_micro_batch_only(make_trainer):
     from contextlib import nullcontext
 
-    class Sessions(SingleDevice):
-        def gradient_session(self, *, sync):
-            sessions.append(sync)
+    class Sessions(SingleStrategy):
+        def no_sync(self):
+            sessions.append(False)
+            return nullcontext()
+
+        def _synced(self):
+            sessions.append(True)
             return nullcontext()
 
     sessions = []
@@ -94,7 +98,7 @@ def test_gradients_are_synchronised_with_the_last_micro_batch_only(make_trainer)
 
 
 def test_the_strategy_is_torn_down_also_after_an_error(make_trainer):
-    class Torn(SingleDevice):
+    class Torn(SingleStrategy):
         torn = 0
 
         def teardown(self):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import (
     MemoryLogger,
@@ -331,7 +331,7 @@ class LargeGradient(TaskModule):
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_gradients_of_the_whole_batch_are_clipped_as_computed_by_hand(make_trainer, settings, pair, single, accumulate):
     task, recorder = LargeGradient(), Recorder()
-    strategy = SingleDevice(device="cpu", accumulate=accumulate)
+    strategy = SingleStrategy(device="cpu", accumulate=accumulate)
     make_trainer(strategy, max_duration="1step", log_every="1step", callbacks=[recorder], **settings).fit(task, data())
     torch.testing.assert_close(task.pair.detach(), torch.tensor(pair))
     torch.testing.assert_close(task.single.detach(), torch.tensor(single))
@@ -552,7 +552,7 @@ def test_a_seed_is_a_whole_number_that_is_not_negative(seed):
 
 def test_a_strategy_is_chosen_by_one_word(tmp_path):
     trainer = Trainer("single", callbacks=[], loggers=[], run_dir=tmp_path)
-    assert type(trainer.strategy) is SingleDevice
+    assert type(trainer.strategy) is SingleStrategy
     assert trainer.fit(Regression(), data()).steps == 5
 
 
@@ -574,7 +574,7 @@ def test_what_is_no_task_is_refused(make_trainer):
     ids=["empty", "smaller than a batch", "empty validation", "not divisible"],
 )
 def test_wrong_data_ends_a_run_before_anything_is_written_or_changed(make_trainer, wrong):
-    trainer, task, recorder = make_trainer(SingleDevice(device="cpu", accumulate=4)), Regression(), Recorder()
+    trainer, task, recorder = make_trainer(SingleStrategy(device="cpu", accumulate=4)), Regression(), Recorder()
     trainer.callbacks[:] = [recorder]
     before, generator = weights(task), torch.get_rng_state()
     with pytest.raises(UserError):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import default_collate
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit.data import Data
 from trainkit.errors import UserError
@@ -48,7 +48,7 @@ def fit(made, data, *, strategy, tmp_path, steps=3, precision="fp32"):
 def test_a_language_model_trains_from_its_configuration_on_a_dataset_of_the_datasets_package(tmp_path):
     data = Data(train=sentences(), validation=sentences(), batch_size=4, seed=0)
     result = fit(
-        task(learning_rate=1e-2, schedule="constant"), data, strategy=SingleDevice(), tmp_path=tmp_path, steps=9
+        task(learning_rate=1e-2, schedule="constant"), data, strategy=SingleStrategy(), tmp_path=tmp_path, steps=9
     )
     assert result.metrics["validation/loss"] < 3.3  # ln 32 = 3.47 before
 
@@ -60,7 +60,7 @@ def test_tokens_count_equally_however_they_fall_into_micro_batches(tmp_path):
         made = task(config=no_dropout, learning_rate=1e-2)
         data = Data(train=sentences(), batch_size=6, seed=0)
         folder = tmp_path / str(accumulate)
-        fit(made, data, strategy=SingleDevice(accumulate=accumulate), tmp_path=folder, steps=1, precision="fp64")
+        fit(made, data, strategy=SingleStrategy(accumulate=accumulate), tmp_path=folder, steps=1, precision="fp64")
         weights.append(torch.cat([parameter.detach().flatten() for parameter in made.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-5)
 
@@ -80,7 +80,7 @@ def test_a_micro_batch_without_a_token_to_learn_from_counts_for_nothing(tmp_path
     for samples, accumulate in ((silent + rows, 2), (rows, 1)):
         made = task(config=no_dropout, learning_rate=1e-2, schedule="constant")
         data = Data(train=samples, validation=silent + rows, batch_size=len(samples), shuffle=False)
-        strategy = SingleDevice(accumulate=accumulate)
+        strategy = SingleStrategy(accumulate=accumulate)
         result = fit(made, data, strategy=strategy, tmp_path=tmp_path / str(accumulate), steps=1, precision="fp64")
         weights.append(torch.cat([parameter.detach().flatten() for parameter in made.parameters()]))
         assert math.isfinite(result.metrics["validation/loss"])

@@ -6,8 +6,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallel
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.dp.strategy import DataParallelStrategy
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit.errors import UserError
 from trainkit.integrations.lightning import LightningTask, TrainerProxy, data_of, read_optimizers
@@ -77,7 +77,7 @@ def module():
 
 def fit(task, data, *, tmp_path, strategy=None, epochs=2):
     trainer = Trainer(
-        strategy or SingleDevice(), max_duration=f"{epochs}epoch", run_dir=tmp_path, callbacks=[], loggers=[]
+        strategy or SingleStrategy(), max_duration=f"{epochs}epoch", run_dir=tmp_path, callbacks=[], loggers=[]
     )
     return trainer.fit(task, data)
 
@@ -127,7 +127,9 @@ def test_a_module_that_asks_how_many_steps_there_will_be_is_told(tmp_path):
     assert fit(task, data_of(task.module), tmp_path=tmp_path).steps == task.module.asked == 8
 
 
-@pytest.mark.parametrize("strategy", [DataParallel(devices=["cpu", "cpu"]), DDPStrategy(devices=2)], ids=["dp", "ddp"])
+@pytest.mark.parametrize(
+    "strategy", [DataParallelStrategy(devices=["cpu", "cpu"]), DDPStrategy(devices=2)], ids=["dp", "ddp"]
+)
 def test_a_module_trains_to_the_same_weights_on_several_devices(strategy, tmp_path):
     alone, together = LightningTask(module()), LightningTask(module())
     expected = fit(alone, data_of(alone.module), tmp_path=tmp_path / "alone")

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tasks import FakeRank, Recorder, Regression, regression_data
+from tests.tasks import Recorder, Regression, regression_data
 from trainkit import Data, UserError
+from trainkit.distributed.collectives import Collectives
 from trainkit.metrics.accumulate import MetricAccumulator
 from trainkit.metrics.metric import Metric
 from trainkit.metrics.step_output import MetricUpdate, StepOutput
@@ -199,9 +200,7 @@ def test_a_metric_object_is_no_loss_and_no_weight(make_trainer, name):
 def test_of_processes_that_share_samples_one_counts():
     """Stages of a pipeline have one rank; where each evaluates the whole, their states are the same."""
 
-    class Stages(FakeRank):
-        process = 1
-
+    class Stages(Collectives):
         def all_gather_object(self, value):
             return [{}, value]
 
@@ -209,4 +208,4 @@ def test_of_processes_that_share_samples_one_counts():
     objects = MetricAccumulator()
     objects.add(StepOutput(None, 1.0, objects=[MetricUpdate("count", Scalar(), 3)]))
     gathered = [(0, {}), (0, {"count": [part]}), (0, {"count": [part]}), (1, {"count": [part]})]
-    assert objects.compute(gathered, Stages()) == {"count": 12.0}
+    assert objects.compute(gathered, Stages(process=1)) == {"count": 12.0}

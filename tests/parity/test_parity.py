@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
-from trainkit.strategies.torch_ddp import TorchDDP
+from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.equality import TASKS, ConvNet, Perceptron, images, largest_difference, make, numbers
 from trainkit import Callback, Data, Phase, Trainer, UserError
@@ -42,7 +42,7 @@ def perceptron_data(num_samples=29):
 @pytest.mark.parametrize("name", ["perceptron", "gpt"])
 def test_strategies_that_agree_are_equal_in_every_column(name):
     task, data = make(name, 29)
-    report = compare_strategies(task, data, ["dp", DataParallel(devices=["cpu"] * 3, accumulate=2)], steps=6)
+    report = compare_strategies(task, data, ["dp", DataParallelStrategy(devices=["cpu"] * 3, accumulate=2)], steps=6)
     assert report.is_equal and not report.notes
     assert [row.strategy for row in report.rows] == ["single", "dp", "DataParallel"]
     assert [row.verdict for row in report.rows] == ["reference", "equal", "equal"]
@@ -85,13 +85,13 @@ def test_optimizers_that_step_inside_backward_are_compared_as_they_are():
 # ---- Strategies that are wrong
 
 
-class Corrupting(SingleDevice):
+class Corrupting(SingleStrategy):
     """Adds a little to one element of one parameter's gradient in one step."""
 
     steps = 0
 
-    def finish_gradients(self, outputs, window):
-        super().finish_gradients(outputs, window)
+    def _normalize_gradients(self, outputs, window):
+        super()._normalize_gradients(outputs, window)
         self.steps += 1
         if self.steps == 3:
             self._trained[2].grad[1, 1] += 0.1
@@ -104,9 +104,9 @@ def test_a_wrong_gradient_is_found_at_its_step_and_parameter():
     assert row.gradient_norm.step == 3 and not report.is_equal
 
 
-class Doubling(SingleDevice):
-    def finish_gradients(self, outputs, window):
-        self.scale_gradients(2.0)
+class Doubling(SingleStrategy):
+    def _normalize_gradients(self, outputs, window):
+        self._scale_gradients(2.0)
 
 
 def test_a_wrong_scale_is_found_even_under_an_optimizer_that_does_not_mind():
@@ -119,7 +119,7 @@ def test_a_wrong_scale_is_found_even_under_an_optimizer_that_does_not_mind():
     assert row.gradient_norm.value == pytest.approx(1.0, rel=1e-3) and row.verdict == "different"
 
 
-class Boasting(SingleDevice):
+class Boasting(SingleStrategy):
     """Takes the right steps, and tells of smaller losses."""
 
     def forward_backward(self, task, window):
@@ -136,7 +136,7 @@ def test_a_wrong_loss_is_found_even_if_all_gradients_are_right():
 
 
 def test_weights_that_are_no_numbers_agree_with_nothing():
-    class Lost(SingleDevice):
+    class Lost(SingleStrategy):
         def state_dict(self, task):
             return {name: tensor * float("nan") for name, tensor in super().state_dict(task).items()}
 
@@ -146,7 +146,7 @@ def test_weights_that_are_no_numbers_agree_with_nothing():
 
 
 def test_a_strategy_that_fails_is_a_row_with_its_error():
-    class Failing(SingleDevice):
+    class Failing(SingleStrategy):
         def forward_backward(self, task, window):
             raise RuntimeError("no such luck")
 
@@ -397,7 +397,7 @@ def test_only_the_command_that_has_an_option_takes_it(capsys):
 
 
 def test_json_has_null_for_what_is_no_number():
-    class Failing(SingleDevice):
+    class Failing(SingleStrategy):
         def forward_backward(self, task, window):
             raise RuntimeError("no such luck")
 
@@ -421,9 +421,9 @@ def test_norms_that_overflow_alike_are_equal():
 
 
 def test_two_strategies_of_one_kind_have_a_row_each():
-    halves, thirds = (DataParallel(devices=["cpu"] * count) for count in (2, 3))
+    halves, thirds = (DataParallelStrategy(devices=["cpu"] * count) for count in (2, 3))
     report = compare_strategies(Perceptron(), perceptron_data(), [halves, thirds, "dp"], steps=1)
-    assert [row.strategy for row in report.rows] == ["single", "DataParallel", "DataParallel 2", "dp"]
+    assert [row.strategy for row in report.rows] == ["single", "DataParallel", "DataParallelStrategy 2", "dp"]
     assert report.is_equal
 
 
@@ -478,7 +478,7 @@ class Dropping(Perceptron):
         return functional.mse_loss(self.network(functional.dropout(batch[0], 0.3)), batch[1])
 
 
-@pytest.mark.parametrize("strategy", ["single", DataParallel(devices=["cpu"] * 3)])
+@pytest.mark.parametrize("strategy", ["single", DataParallelStrategy(devices=["cpu"] * 3)])
 def test_assert_resume_exact_accepts_a_task_whose_random_numbers_are_saved(strategy):
     assert_resume_exact(Dropping(), perceptron_data(), strategy)
 
@@ -529,7 +529,7 @@ def strategies_of(num_ranks, accumulate):
     """Return a new object of each strategy, on as many ranks, stages or devices."""
     return {
         "ddp": DDPStrategy(device="cpu", accumulate=accumulate),
-        "torch_ddp": TorchDDP(device="cpu", accumulate=accumulate),
+        "torch_ddp": TorchDDPStrategy(device="cpu", accumulate=accumulate),
         "fusion": FusionStrategy(device="cpu", accumulate=accumulate),
         "fusion sharded": FusionStrategy(device="cpu", accumulate=accumulate, shard_optimizer=True),
         "pipeline": PipelineStrategy(device="cpu", accumulate=accumulate, stages=num_ranks),
@@ -542,12 +542,12 @@ def largest_differences(run_dir):
     # 25 samples: the last batch has a single one, so that ranks are without.
     for name, num_samples in itertools.product(("perceptron", "plain_conv_net", "gpt"), (24, 25)):
         run = partial(trained, name=name, num_samples=num_samples)
-        single = run(SingleDevice(device="cpu"), run_dir=run_dir / f"alone_{rank}")
+        single = run(SingleStrategy(device="cpu"), run_dir=run_dir / f"alone_{rank}")
         for accumulate in (1, 3):
             strategies = strategies_of(num_ranks, accumulate)
             steps = {kind: run(made, run_dir=run_dir / "several") for kind, made in strategies.items()}
             if rank == 0:
-                dp = DataParallel(devices=["cpu"] * num_ranks, accumulate=accumulate)
+                dp = DataParallelStrategy(devices=["cpu"] * num_ranks, accumulate=accumulate)
                 steps["dp"] = run(dp, run_dir=run_dir / "dp")
                 for kind, ours in steps.items():
                     found[f"{kind} {name} {num_samples} {accumulate}"] = largest_difference(ours, single)
@@ -572,7 +572,7 @@ class CountedBytes(Callback):
 def bytes_of_strategies(run_dir):
     """Return how many bytes a rank says that it sends in a step, by strategy."""
     found = {}
-    for strategy in (DDPStrategy(device="cpu"), TorchDDP(device="cpu"), FusionStrategy(device="cpu")):
+    for strategy in (DDPStrategy(device="cpu"), TorchDDPStrategy(device="cpu"), FusionStrategy(device="cpu")):
         counted = CountedBytes()
         settings = {"max_duration": "1step", "evaluate_every": None, "num_sanity_batches": 0, "loggers": []}
         Trainer(strategy, callbacks=[counted], run_dir=run_dir, **settings).fit(Perceptron(), perceptron_data())
@@ -583,7 +583,7 @@ def bytes_of_strategies(run_dir):
 def test_strategies_that_reduce_all_gradients_tell_what_they_send(tmp_path):
     whole = sum(parameter.nbytes for parameter in Perceptron().parameters())
     for found in run_ranks(bytes_of_strategies, 3, tmp_path):
-        assert found["DDPStrategy"] == found["TorchDDP"] == 2 * 2 * whole // 3
+        assert found["DDPStrategy"] == found["TorchDDPStrategy"] == 2 * 2 * whole // 3
         assert found["FusionStrategy"] == pytest.approx(2 * 2 / 3 * whole, rel=0.2)  # parts begin at cache lines
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.stop_agreement import MAX_INTERVAL, StopAgreement
 
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
+from trainkit.distributed.collectives import MAX_STOP_INTERVAL, StopConsensus
 from trainkit.testing import run_ranks
 
 
@@ -21,7 +21,7 @@ class Calls(Callback):
         self.counts: Counter[str] = Counter()
         for name in ("broadcast_object", "all_gather_object", "agree", "all_reduce"):
             setattr(strategy, name, self._counting(name, getattr(strategy, name)))
-        StopAgreement._ask = self._counting("question", StopAgreement._ask)
+        StopConsensus._ask = self._counting("question", StopConsensus._ask)
 
     def _counting(self, name: str, method: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ class Calls(Callback):
         return counted
 
     def on_fit_start(self, run: Any) -> None:
-        run.state.resume_clock(-0.5 * run.strategy.rank)  # its clock is behind
+        run.state.resume_clock(-0.5 * run.strategy.comm.rank)  # its clock is behind
 
     def on_step_end(self, run: Any) -> None:
         if run.state.step == 1:
@@ -45,7 +45,7 @@ class Calls(Callback):
 
 class Stop(Callback):
     def on_step_end(self, run: Any) -> None:
-        if run.state.step == 300 and run.strategy.rank == 1:
+        if run.state.step == 300 and run.strategy.comm.rank == 1:
             run.request_stop("asked for")
 
 
@@ -72,7 +72,7 @@ def test_ranks_with_different_clocks_stop_and_log_together_without_asking_in_eve
     first, second = run_ranks(on_two_ranks, 2)
     assert first[:2] == second[:2]
     steps, logged, during, reason, stopped = first
-    assert stopped == second[-1] and 300 <= stopped <= 300 + 2 * MAX_INTERVAL  # though they ask now and then only
+    assert stopped == second[-1] and 300 <= stopped <= 300 + 2 * MAX_STOP_INTERVAL  # though they ask now and then only
     assert len(logged) >= 3 and steps > 50
     assert reason == "reached max_duration=1.5second"
     assert sum(during.values()) < steps / 4  # those of log points, of which there are few

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import assert_same_bits
 from trainkit import Callback, Data, Mixture, TaskModule, Trainer
@@ -138,7 +138,7 @@ def test_other_orders_go_on_with_what_is_left_on_another_number_of_ranks(tmp_pat
         assert_same_bits(ends["resumed"], ends["whole"])
     ranks = run_ranks(on_two_ranks, 2, tmp_path)
     for kind, step in KINDS.items():
-        weights, reads = train(SingleDevice(device="cpu"), kind, tmp_path / f"{kind} on one")
+        weights, reads = train(SingleStrategy(device="cpu"), kind, tmp_path / f"{kind} on one")
         (first, own), (second, others) = (rank[kind] for rank in ranks)
         assert_same_bits(first, second)
         expected = {number: samples for number, samples in reads.items() if number > step}

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.dp import DataParallel
+from trainkit.strategies.dp import DataParallelStrategy
 from trainkit.strategies.fusion import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Schedule, TaskModule, Trainer
 from trainkit.checkpoints.store import load_from
@@ -79,7 +79,7 @@ class Notes(Callback):
 
     def on_step_end(self, run: Any) -> None:
         read = run.data.dataset("train").read
-        self.reads.append((run.strategy.rank, run.state.step, list(read)))
+        self.reads.append((run.strategy.comm.rank, run.state.step, list(read)))
         read.clear()
 
     def on_fit_end(self, run: Any) -> None:
@@ -169,7 +169,7 @@ def three_ranks(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> tuple[Weights, Reads]:
     """What one device makes of the three epochs without a break."""
-    return train(SingleDevice(device="cpu"), folder / "single")
+    return train(SingleStrategy(device="cpu"), folder / "single")
 
 
 def test_on_the_same_ranks_a_resumed_run_is_that_of_an_uninterrupted_one_to_the_last_bit(three_ranks):
@@ -209,9 +209,9 @@ def assert_goes_on_like(whole: tuple[Weights, Reads], weights: Weights, reads: R
 @pytest.mark.parametrize("name", ["single", "accumulating", "dp"])
 def test_one_process_goes_on_with_the_samples_that_three_ranks_left(folder, whole, name):
     strategy = {
-        "single": lambda: SingleDevice(device="cpu"),
-        "accumulating": lambda: SingleDevice(device="cpu", micro_batch_size=5),
-        "dp": lambda: DataParallel(devices=["cpu", "cpu"]),
+        "single": lambda: SingleStrategy(device="cpu"),
+        "accumulating": lambda: SingleStrategy(device="cpu", micro_batch_size=5),
+        "dp": lambda: DataParallelStrategy(devices=["cpu", "cpu"]),
     }[name]()
     assert_goes_on_like(whole, *train(strategy, saved_copy(folder, name), resume=True))
 
@@ -239,7 +239,7 @@ def test_two_ranks_go_on_with_the_samples_that_three_ranks_left(folder, whole):
 
 @pytest.mark.usefixtures("three_ranks")
 def test_resuming_reads_nothing_again(folder):
-    reads = train(SingleDevice(device="cpu"), saved_copy(folder, "again"), resume=True)[1]
+    reads = train(SingleStrategy(device="cpu"), saved_copy(folder, "again"), resume=True)[1]
     assert len(reads[0][2]) == 12
     state = load_from(folder / "again").payload["state"]
     assert (state["step"], state["epoch"], state["position"]) == (STOP, 1, 24)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Data, TaskModule, Trainer
 from trainkit.feed import make_feed
@@ -54,7 +54,7 @@ def on_ranks() -> list[Any]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_measure_and_predict_what_one_device_does(num_ranks):
-    alone = [evaluate(SingleDevice(device="cpu"), num_samples) for num_samples in SIZES]
+    alone = [evaluate(SingleStrategy(device="cpu"), num_samples) for num_samples in SIZES]
     ranks = run_ranks(on_ranks, num_ranks)
     for num_samples, expected, *measured in zip(SIZES, alone, *ranks, strict=True):
         samples, classes = expected[2]
@@ -77,8 +77,8 @@ def test_rank_r_evaluates_every_wth_sample_from_the_rth_on_whatever_sizes_batche
     whole = {"samples": TensorDataset(numbers), "stream": Numbers(), "ready-made": numbers.split(sizes)}[kind]
     data = Data(validation=whole, batch_size=None if kind == "ready-made" else 5)
     for rank in range(num_ranks):
-        strategy = SingleDevice(device="cpu")
-        strategy.rank, strategy.world_size = rank, num_ranks
+        strategy = SingleStrategy(device="cpu")
+        strategy.comm.rank, strategy.comm.world_size = rank, num_ranks
         read = [batch.batch for batch in make_feed(data.source("validation"), strategy, seed=0).batches()]
         own = [row for batch in read for row in (batch[0] if kind == "samples" else batch).tolist()]
         assert own == numbers[rank::num_ranks].tolist()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Strategy, TaskModule, Trainer
 from trainkit.checkpoints.store import load_from
@@ -41,7 +41,7 @@ class Regression(TaskModule):
 class NoteStart(Callback):
     def on_fit_start(self, run: Any) -> None:
         if run.is_main:
-            start = {"step": run.state.step, "ranks": run.strategy.world_size, "batch": run.plan.batch_size}
+            start = {"step": run.state.step, "ranks": run.strategy.comm.world_size, "batch": run.plan.batch_size}
             with open(run.run_dir / "starts.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(start) + "\n")
 
@@ -112,7 +112,7 @@ def starts(folder: Path) -> list[dict[str, int]]:
 
 
 def assert_trained_as_one_process(folder: Path) -> None:
-    train(folder / "whole", SingleDevice(device="cpu"))
+    train(folder / "whole", SingleStrategy(device="cpu"))
     whole, trained = (load_from(folder / name).payload for name in ("whole", "run"))
     assert trained["state"]["step"] == whole["state"]["step"] == 12
     torch.testing.assert_close(trained["task"], dict(whole["task"]), check_device=False)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import Recorder
 from trainkit import Data, TaskModule, Trainer
@@ -125,9 +125,9 @@ def _quiet_in_an_empty_folder(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_compute_what_one_device_does(num_ranks):
-    alone = [evaluate(SingleDevice(device="cpu"), num_samples) for num_samples in SIZES]
-    each_alone = [evaluate(SingleDevice(device="cpu", micro_batch_size=1), num_samples) for num_samples in SIZES]
-    training = trained(SingleDevice(device="cpu"))
+    alone = [evaluate(SingleStrategy(device="cpu"), num_samples) for num_samples in SIZES]
+    each_alone = [evaluate(SingleStrategy(device="cpu", micro_batch_size=1), num_samples) for num_samples in SIZES]
+    training = trained(SingleStrategy(device="cpu"))
     for measured, each, logged in run_ranks(on_ranks, num_ranks):
         for num_samples, expected, actual in zip(SIZES, alone, measured, strict=True):
             assert actual["validation/order/count"] == num_samples
@@ -142,10 +142,10 @@ def test_ranks_compute_what_one_device_does(num_ranks):
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
 def test_replicas_of_dp_compute_what_one_device_does():
     for num_samples in SIZES:
-        expected = evaluate(SingleDevice(device="cpu"), num_samples)
-        actual = evaluate(DataParallel(devices=["cpu"] * 3), num_samples)
+        expected = evaluate(SingleStrategy(device="cpu"), num_samples)
+        actual = evaluate(DataParallelStrategy(devices=["cpu"] * 3), num_samples)
         assert_equal(without_order(actual), without_order(expected), close=("loss",))
-    alone, together = trained(SingleDevice(device="cpu")), trained(DataParallel(devices=["cpu"] * 2))
+    alone, together = trained(SingleStrategy(device="cpu")), trained(DataParallelStrategy(devices=["cpu"] * 2))
     for expected, actual in zip(alone, together, strict=True):
         assert_equal(without_order(actual), without_order(expected), close=("loss",))
 
@@ -153,7 +153,7 @@ def test_replicas_of_dp_compute_what_one_device_does():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
 def test_metrics_of_the_last_stage_are_those_of_the_whole():
-    expected = evaluate(SingleDevice(device="cpu"), 11, with_collection=False)
+    expected = evaluate(SingleStrategy(device="cpu"), 11, with_collection=False)
     for actual in run_ranks(on_stages, 2, ["network.2"]):
         assert_equal(actual, expected, close=("loss",))
     failures = [outcome.failure or "" for outcome in rank_outcomes(on_stages, 2, None, patience=1.0)]

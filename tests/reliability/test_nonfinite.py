@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Data, TaskModule, Trainer, UserError
 from trainkit.checkpoints.store import CheckpointStore
@@ -76,7 +76,7 @@ def of_one_rank_alone() -> list[str]:
     inputs[5] = float("inf")  # in step 2, on rank 1
     told = []
     for task in (Regression(), Summing()):
-        strategy = DDPStrategy(device="cpu", broadcast_buffers=False, timeout=20)
+        strategy = DDPStrategy(device="cpu", broadcast_buffers=False, timeout_seconds=20)
         callbacks = [Checkpoint(every="1step", save_last_k=None)]
         trainer = Trainer(strategy, log_every="5step", callbacks=callbacks, loggers=[], run_dir=type(task).__name__)
         with pytest.raises(NonFiniteLoss) as caught:
@@ -96,7 +96,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("log_every", ["1step", "4step", "9step", "1epoch"])
 @pytest.mark.parametrize("bad", [0, 5, 21])
 def test_the_samples_of_the_step_are_named(bad, log_every):
-    report = report_of(SingleDevice(device="cpu"), bad, log_every)
+    report = report_of(SingleStrategy(device="cpu"), bad, log_every)
     step, samples = re.search(r"at step (\d+) \(samples (.*)\)\. Lower", report).groups()
     order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()
     start = order.index(bad) // 4 * 4

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.strategies import within_memory
+from trainkit.strategies import process_group
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallel
+from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
-from trainkit.strategies.torch_ddp import TorchDDP
+from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import Recorder, assert_close, assert_same_bits
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
@@ -95,8 +95,8 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 def test_one_device_ends_as_if_it_had_begun_with_the_size_that_fits(caplog, in_backward, ready):
     found, given = Large(5, in_backward=in_backward), Large()
     with caplog.at_level(logging.WARNING):
-        logged = fit(SingleDevice(device="cpu", micro_batch_size="auto"), found, ready=ready)
-    expected = fit(SingleDevice(device="cpu", micro_batch_size=4), given, ready=ready)
+        logged = fit(SingleStrategy(device="cpu", micro_batch_size="auto"), found, ready=ready)
+    expected = fit(SingleStrategy(device="cpu", micro_batch_size=4), given, ready=ready)
     assert_same_bits(found, given)  # with the buffers of batch norm
     assert logged == expected  # with what the metric has counted
     assert found.sizes[:6] == [16, 8, 4, 4, 4, 4]
@@ -118,8 +118,8 @@ def test_gradients_of_a_window_that_is_given_up_do_not_count():
     found, given = Late(norm=False), Large(norm=False)
     for task in (found, given):
         task.network[2].p = 0.0
-    fit(SingleDevice(device="cpu", micro_batch_size="auto"), found)
-    fit(SingleDevice(device="cpu", micro_batch_size=4), given)
+    fit(SingleStrategy(device="cpu", micro_batch_size="auto"), found)
+    fit(SingleStrategy(device="cpu", micro_batch_size=4), given)
     assert found.sizes[:4] == [16, 16, 8, 8] and set(found.sizes[4:]) == {4}
     assert_close(found, given)
 
@@ -128,8 +128,8 @@ def test_replicas_of_dp_end_alike():
     found, given = Large(5, norm=False), Large(norm=False)
     for dropout in (found.network[2], given.network[2]):
         dropout.p = 0.0
-    fit(DataParallel(devices=["cpu", "cpu"], micro_batch_size="auto"), found)
-    fit(SingleDevice(device="cpu", micro_batch_size=4), given)
+    fit(DataParallelStrategy(devices=["cpu", "cpu"], micro_batch_size="auto"), found)
+    fit(SingleStrategy(device="cpu", micro_batch_size=4), given)
     assert_close(found, given)
 
 
@@ -151,7 +151,7 @@ class AskOnHost(Callback):
     """Lets ranks ask as they do on GPUs, where no gradient is to be read."""
 
     def on_fit_start(self, run: Any) -> None:
-        run.strategy.asks_on_host = True
+        run.strategy.comm.asks_on_host = True
 
 
 def on_two_ranks_as_on_gpus() -> Any:
@@ -159,7 +159,7 @@ def on_two_ranks_as_on_gpus() -> Any:
         raise AssertionError("reading a gradient waits for the device")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(within_memory, "_is_spoilt", read)
+        monkeypatch.setattr(process_group, "_has_nan_gradients", read)
         found, given = Large(3, rank=1), Large()
         fit(DDPStrategy(device="cpu", micro_batch_size="auto"), found, callbacks=[AskOnHost()])
         fit(DDPStrategy(device="cpu", micro_batch_size=2), given)
@@ -180,37 +180,37 @@ def test_ranks_give_up_a_window_together_though_one_alone_runs_out_of_memory():
 def test_a_resumed_run_begins_with_the_size_that_was_found():
     first = Large(5)
     settings = {"callbacks": [Checkpoint()], "max_duration": "2step"}
-    fit(SingleDevice(device="cpu", micro_batch_size="auto"), first, **settings)
+    fit(SingleStrategy(device="cpu", micro_batch_size="auto"), first, **settings)
     again, whole = Large(5), Large(5)
     trainer = Trainer(
-        SingleDevice(device="cpu", micro_batch_size="auto"), max_duration="5step", callbacks=[], loggers=[]
+        SingleStrategy(device="cpu", micro_batch_size="auto"), max_duration="5step", callbacks=[], loggers=[]
     )
     trainer.fit(again, data(), resume="run")
     assert max(again.sizes) == 4
-    fit(SingleDevice(device="cpu", micro_batch_size=4), whole, max_duration="5step", run_dir="whole")
+    fit(SingleStrategy(device="cpu", micro_batch_size=4), whole, max_duration="5step", run_dir="whole")
     assert_same_bits(again, whole)
 
 
 def test_what_does_not_fit_one_by_one_is_an_error():
     with pytest.raises(UserError, match="does not fit into memory with one sample at a time"):
-        fit(SingleDevice(device="cpu", micro_batch_size="auto"), Large(0, norm=False))
+        fit(SingleStrategy(device="cpu", micro_batch_size="auto"), Large(0, norm=False))
 
 
 def test_without_auto_the_error_is_torchs_own():
     with pytest.raises(torch.OutOfMemoryError):
-        fit(SingleDevice(device="cpu"), Large(5))
+        fit(SingleStrategy(device="cpu"), Large(5))
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: TorchDDP(micro_batch_size="auto"),
+        lambda: TorchDDPStrategy(micro_batch_size="auto"),
         lambda: PipelineStrategy(micro_batch_size="auto"),
-        lambda: SingleDevice(micro_batch_size="auto", accumulate=2),
+        lambda: SingleStrategy(micro_batch_size="auto", accumulate=2),
         lambda: DDPStrategy(micro_batch_size="auto", hook="fp16"),
         lambda: DDPStrategy(micro_batch_size="auto", overlap_optimizer=True),
         lambda: FusionStrategy(micro_batch_size="auto", shard_optimizer=True),
-        lambda: SingleDevice(micro_batch_size="some"),
+        lambda: SingleStrategy(micro_batch_size="some"),
     ],
 )
 def test_what_cannot_give_up_a_window_says_so(make):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Stopped, TaskModule, Trainer, UserError
 from trainkit.checkpoints.store import load_from
@@ -52,8 +52,8 @@ class NoteStart(Callback):
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        with open(run.run_dir / f"starts_{run.strategy.rank}.txt", "a", encoding="utf-8") as file:
-            file.write(f"{run.state.step} {run.strategy.world_size} {run.plan.batch_size} {node}\n")
+        with open(run.run_dir / f"starts_{run.strategy.comm.rank}.txt", "a", encoding="utf-8") as file:
+            file.write(f"{run.state.step} {run.strategy.comm.world_size} {run.plan.batch_size} {node}\n")
 
 
 class LoseNode(Callback):
@@ -99,7 +99,7 @@ def data() -> Data:
 
 
 def on_ray() -> DDPStrategy:
-    return DDPStrategy(devices=2, device="cpu", launch="ray")
+    return DDPStrategy(devices=2, device="cpu", launcher="ray")
 
 
 def test_an_error_of_the_task_is_raised_by_the_caller_and_is_in_the_logs_of_ranks(head, tmp_path):
@@ -130,7 +130,7 @@ def test_a_signal_to_the_caller_stops_all_ranks_with_a_checkpoint(head, tmp_path
 
 def test_a_cluster_without_room_is_told(head, tmp_path, monkeypatch):
     monkeypatch.setattr("trainkit.strategies.ray_launcher.PLACING_SECONDS", 0.1)
-    strategy = DDPStrategy(devices=5, device="cpu", launch="ray")
+    strategy = DDPStrategy(devices=5, device="cpu", launcher="ray")
     with pytest.raises(UserError, match=r"needs 5 times 1 CPU, and the Ray cluster has room for 2; set .*devices=2"):
         trainer(tmp_path, strategy, 5).fit(Regression(), data())
 
@@ -147,5 +147,5 @@ def test_a_lost_node_leads_to_a_run_on_what_is_left_with_the_weights_of_an_unint
     assert first[0][3] != second[0][3]
     assert first[1][3] == head
     assert result.steps == 12
-    trainer(tmp_path / "whole", SingleDevice(device="cpu"), 12).fit(whole, data())
+    trainer(tmp_path / "whole", SingleStrategy(device="cpu"), 12).fit(whole, data())
     torch.testing.assert_close(dict(task.state_dict()), dict(whole.state_dict()))

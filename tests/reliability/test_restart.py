@@ -50,7 +50,7 @@ class KillAt(Callback):
 
     def on_step_end(self, run: Any) -> None:
         first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-        if first_life and run.strategy.rank == self.rank and run.state.step == self.step:
+        if first_life and run.strategy.comm.rank == self.rank and run.state.step == self.step:
             os.kill(os.getpid(), 9)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import assert_same_bits
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
@@ -72,7 +72,7 @@ def trainer(run_dir: str, strategy: Any = None, **settings: Any) -> Trainer:
     every = settings.pop("every", "3step")
     defaults = {"log_every": "4step", "on_nonfinite": "rollback", "loggers": [JsonlLogger()]}
     chosen = {"callbacks": [Checkpoint(every=every)], **defaults, **settings}
-    return Trainer(strategy or SingleDevice(device="cpu"), run_dir=run_dir, **chosen)
+    return Trainer(strategy or SingleStrategy(device="cpu"), run_dir=run_dir, **chosen)
 
 
 class Lists(Callback):

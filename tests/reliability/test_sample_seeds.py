@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import FakeRank, Regression, StopAt, assert_close, assert_same_bits, regression_data
 from trainkit import Data
@@ -108,7 +108,7 @@ def test_augmented_runs_are_equal_with_workers_without_and_when_resumed(make_tra
     assert_same_bits(fit(workers=2)[0], whole)
     _, run_dir = fit(workers=1, stop=7)
     assert_same_bits(fit(resume=run_dir)[0], whole)
-    assert_close(fit(resume=run_dir, strategy=SingleDevice(device="cpu", accumulate=2))[0], whole)
+    assert_close(fit(resume=run_dir, strategy=SingleStrategy(device="cpu", accumulate=2))[0], whole)
     plain = Regression(momentum, hidden=8)
     make_trainer(max_duration="2epoch").fit(plain, Data(train=regression_data(NUM_SAMPLES), batch_size=4))
     with pytest.raises(AssertionError):

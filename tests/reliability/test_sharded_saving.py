@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.fusion import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Stopped, Strategy, TaskModule, Trainer, UserError
 from trainkit.checkpoints import shard_files
@@ -80,7 +80,7 @@ def resumed(folder: Path, copy: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a run that goes on in one process, in a copy of its folder."""
     shutil.copytree(folder, copy)
     task = Regression()
-    fit(copy, SingleDevice(device="cpu"), 12, task=task)
+    fit(copy, SingleStrategy(device="cpu"), 12, task=task)
     return task.state_dict()
 
 

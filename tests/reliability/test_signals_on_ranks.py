@@ -63,7 +63,7 @@ class SendAt(Callback):
         self.receiver, self.number, self.step = receiver, number, step
 
     def on_step_end(self, run: Any) -> None:
-        if run.state.step == self.step and run.strategy.rank == self.receiver:
+        if run.state.step == self.step and run.strategy.comm.rank == self.receiver:
             os.kill(os.getpid(), self.number)
 
 
@@ -74,7 +74,7 @@ class InSave(SendAt):
         super().__init__(receiver, number, 0)
 
     def on_save(self, run: Any, payload: dict[str, Any]) -> None:
-        if run.strategy.rank == self.receiver and run.state.step == 5:
+        if run.strategy.comm.rank == self.receiver and run.state.step == 5:
             os.kill(os.getpid(), self.number)
 
 
@@ -261,7 +261,7 @@ from test_signals_on_ranks import *
 class Pid(Callback):
     def on_step_end(self, run):
         if run.state.step == 5:
-            path = Path(sys.argv[1]) / f"rank_{{run.strategy.rank}}.part"
+            path = Path(sys.argv[1]) / f"rank_{{run.strategy.comm.rank}}.part"
             path.write_text(str(os.getpid()))
             path.rename(path.with_suffix(".pid"))
 

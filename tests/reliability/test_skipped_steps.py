@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import assert_same_bits
 from trainkit import Data, Phase, TaskModule, Trainer, UserError, optimization, session
@@ -71,7 +71,7 @@ def data(steps: int, *, bad: int | None, value: float = float("nan"), without: b
 def fit(data: Data, task: Any = None, strategy: Any = None, **settings: Any) -> Any:
     task = task or Normed()
     Trainer(
-        strategy or SingleDevice(device="cpu"),
+        strategy or SingleStrategy(device="cpu"),
         loggers=[],
         **{"log_every": "5step", "run_dir": "run", "callbacks": [], **settings},
     ).fit(task, data)

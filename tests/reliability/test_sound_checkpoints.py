@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.checkpoints.store import CheckpointStore
@@ -52,7 +52,9 @@ def data(bad: int | None = BAD) -> Data:
 def fit(run_dir: str, policy: str = "raise", *, strategy: Any = None, bad: int | None = BAD, **settings: Any) -> Root:
     chosen = {"callbacks": [Checkpoint(every="2step", save_last_k=1)], "loggers": [], "log_every": "10step", **settings}
     task = Root()
-    Trainer(strategy or SingleDevice(device="cpu"), on_nonfinite=policy, run_dir=run_dir, **chosen).fit(task, data(bad))
+    Trainer(strategy or SingleStrategy(device="cpu"), on_nonfinite=policy, run_dir=run_dir, **chosen).fit(
+        task, data(bad)
+    )
     return task
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Schedule, TaskModule, Trainer
 from trainkit.checkpoints.store import CheckpointStore, load_from
@@ -100,7 +100,7 @@ def train(run_dir: Path, tell: Callable[[str], None], *, background: bool) -> No
         every="3step", monitor="validation/loss", save_last_k=2, save_on_exception=False, async_save=background
     )
     trainer = Trainer(
-        SingleDevice(device="cpu"),
+        SingleStrategy(device="cpu"),
         max_duration=f"{STEPS}step",
         evaluate_every="5step",
         log_every="3step",

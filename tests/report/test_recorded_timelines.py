@@ -13,7 +13,7 @@ from trainkit.callbacks.profiler import Profiler
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.torch_ddp import TorchDDP
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, TaskModule, Trainer
@@ -98,7 +98,7 @@ def train_under_each(folder):
     hook = HookOfTheUser()
     for name, callbacks in (("torch_ddp", []), ("torch_ddp_with_a_hook", [hook])):
         trainer = Trainer(
-            TorchDDP(device="cpu", bucket_mb=0.015),
+            TorchDDPStrategy(device="cpu", bucket_mb=0.015),
             run_dir=folder / name,
             callbacks=[Profiler(start_step=6, end_step=6), *callbacks],
             **settings,

@@ -109,7 +109,7 @@ def test_settings_are_compared_with_the_recipe():
     with compose_config() as composer:
         settings = composer.settings([*typed, "callbacks.early_stopping.patience=9"])
     changes = recipe_diff(settings)
-    assert changes[0] == ConfigChange("strategy", "SingleDevice", "DDPStrategy")
+    assert changes[0] == ConfigChange("strategy", "SingleStrategy", "DDPStrategy")
     assert ConfigChange("strategy.devices", "auto", "3") in changes
     assert ConfigChange("task.lr", "0.002", "0.5") in changes
     (added,) = [change for change in changes if change.key == "callbacks.early_stopping"]

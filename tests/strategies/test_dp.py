@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from trainkit.strategies.dp.replicas import replicate
 from trainkit.strategies.dp.scatter import cut
-from trainkit.strategies.dp.strategy import DataParallel
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.dp.strategy import DataParallelStrategy
+from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import TASKS, ConvNet, Perceptron, StepWeights, images, largest_difference, make, numbers
 from tests.tasks import (
@@ -31,8 +31,8 @@ from trainkit import Callback, Data, TaskModule, Trainer, UserError
 TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}
 
 
-def dp(count: int, **settings) -> DataParallel:
-    return DataParallel(devices=["cpu"] * count, **settings)
+def dp(count: int, **settings) -> DataParallelStrategy:
+    return DataParallelStrategy(devices=["cpu"] * count, **settings)
 
 
 def nothing(name):
@@ -62,7 +62,7 @@ def trained(make_trainer):
 def test_replicas_train_step_by_step_to_the_weights_of_one_device(trained, name, accumulate, num_devices, precision):
     dtype = torch.float64 if precision == "fp64" else torch.float32
     num_samples = 8 * 3 + 5  # the last batch is short
-    single = trained(SingleDevice(device="cpu"), *make(name, num_samples, dtype=dtype), precision=precision)
+    single = trained(SingleStrategy(device="cpu"), *make(name, num_samples, dtype=dtype), precision=precision)
     ours = trained(dp(num_devices, accumulate=accumulate), *make(name, num_samples, dtype=dtype), precision=precision)
     assert len(ours[1]) == 8
     assert largest_difference(ours[1], single[1]) < TOLERANCE[precision]
@@ -72,7 +72,7 @@ def test_replicas_train_step_by_step_to_the_weights_of_one_device(trained, name,
 def test_batch_norm_sees_the_shard_and_keeps_the_statistics_of_replica_0(trained, num_devices):
     data = Data(train=images(24), batch_size=12)
     task, ours = trained(dp(num_devices), ConvNet(), data)
-    reference, single = trained(SingleDevice(device="cpu", accumulate=num_devices), ConvNet(), data)
+    reference, single = trained(SingleStrategy(device="cpu", accumulate=num_devices), ConvNet(), data)
     parameters = [name for name, _ in reference.named_parameters()]
     assert largest_difference(ours, single, names=parameters) < 1e-6
 
@@ -90,7 +90,7 @@ def test_batch_norm_sees_the_shard_and_keeps_the_statistics_of_replica_0(trained
 
 @pytest.mark.parametrize("last", [1, 2, 4], ids=lambda n: f"last batch of {n}")
 def test_shards_of_unequal_size_or_without_samples_count_by_their_samples(trained, last):
-    single = trained(SingleDevice(device="cpu"), *make("perceptron", 8 + last))
+    single = trained(SingleStrategy(device="cpu"), *make("perceptron", 8 + last))
     ours = trained(dp(3), *make("perceptron", 8 + last))
     assert largest_difference(ours[1], single[1]) < 1e-6
 
@@ -98,14 +98,14 @@ def test_shards_of_unequal_size_or_without_samples_count_by_their_samples(traine
 def test_a_limit_on_memory_is_that_of_one_device(trained):
     strategy = dp(2, micro_batch_size=3)
     assert (strategy.plan(16).micro_batches, strategy.plan(16).micro_batch_size) == (6, 3)
-    single = trained(SingleDevice(device="cpu"), *make("gpt", 40, batch_size=16))
+    single = trained(SingleStrategy(device="cpu"), *make("gpt", 40, batch_size=16))
     ours = trained(strategy, *make("gpt", 40, batch_size=16))
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
 def test_mixed_precision_gives_the_weights_of_accumulation_to_the_bit(trained):
     ours = trained(dp(2), *make("perceptron", 24), precision="bf16-mixed")
-    single = trained(SingleDevice(device="cpu", accumulate=2), *make("perceptron", 24), precision="bf16-mixed")
+    single = trained(SingleStrategy(device="cpu", accumulate=2), *make("perceptron", 24), precision="bf16-mixed")
     assert ours[0].network[0].weight.dtype == torch.float32
     assert largest_difference(ours[1], single[1]) < 1e-6
 
@@ -114,12 +114,12 @@ def test_ready_made_batches_are_cut_for_the_replicas(trained):
     inputs, targets = numbers(22).tensors
     batches = [list(rows) for rows in zip(inputs.split(8), targets.split(8), strict=True)]
     ours = trained(dp(2), Perceptron(), Data(train=batches))
-    single = trained(SingleDevice(device="cpu"), Perceptron(), Data(train=batches))
+    single = trained(SingleStrategy(device="cpu"), Perceptron(), Data(train=batches))
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_whole_gradient(trained):
-    single = trained(SingleDevice(device="cpu"), *make("perceptron", 24), max_grad_norm=0.01)
+    single = trained(SingleStrategy(device="cpu"), *make("perceptron", 24), max_grad_norm=0.01)
     ours = trained(dp(3), *make("perceptron", 24), max_grad_norm=0.01)
     assert largest_difference(ours[1], single[1]) < 1e-6
 
@@ -130,9 +130,9 @@ def test_checkpoints_go_from_dp_to_single_and_back(make_trainer, tmp_path):
         trainer.fit(task, Data(train=numbers(21), batch_size=8), resume=resume)
         return task
 
-    whole = train(SingleDevice(device="cpu"), Perceptron(), run_dir=tmp_path / "whole")
+    whole = train(SingleStrategy(device="cpu"), Perceptron(), run_dir=tmp_path / "whole")
     train(dp(2), Perceptron(), StopAt(2), run_dir=tmp_path / "run")
-    train(SingleDevice(device="cpu"), Perceptron(), StopAt(5), run_dir=tmp_path / "run", resume=tmp_path / "run")
+    train(SingleStrategy(device="cpu"), Perceptron(), StopAt(5), run_dir=tmp_path / "run", resume=tmp_path / "run")
     resumed = train(dp(3), Perceptron(), SaveAtEnd(), run_dir=tmp_path / "run", resume=tmp_path / "run")
     assert_close(resumed, whole, rtol=1e-5)
 
@@ -242,7 +242,7 @@ def test_tasks_of_any_structure_are_replicated(trained):
     task, other = Structured(), Structured()
     other.load_state_dict(task.state_dict())
     data = Data(train=torch.utils.data.TensorDataset(torch.randn(20, 5, 3)), batch_size=8)
-    ours, single = trained(dp(3), task, data), trained(SingleDevice(device="cpu"), other, data)
+    ours, single = trained(dp(3), task, data), trained(SingleStrategy(device="cpu"), other, data)
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
@@ -308,7 +308,7 @@ def test_each_replica_has_a_thread_of_its_own_after_the_first_step(make_trainer)
         def __init__(self):
             super().__init__()
             self.seen = []
-            self.meeting = threading.Barrier(3, timeout=20)
+            self.meeting = threading.Barrier(3, timeout_seconds=20)
 
         def training_step(self, batch):
             self.seen.append(threading.get_ident())
@@ -401,7 +401,7 @@ def test_an_error_without_a_text_says_its_place_as_well(make_trainer):
 @pytest.mark.parametrize("devices", [0, -1, True, "cpu", [], 1.5, None])
 def test_devices_are_a_number_or_a_list(devices):
     with pytest.raises(UserError, match=r"devices must be .*strategy.devices=2"):
-        DataParallel(devices=devices)
+        DataParallelStrategy(devices=devices)
 
 
 @pytest.mark.parametrize(
@@ -410,14 +410,14 @@ def test_devices_are_a_number_or_a_list(devices):
 )
 def test_devices_that_are_not_there_are_refused_before_training(make_trainer, devices, message):
     with pytest.raises(UserError, match=message):
-        make_trainer(DataParallel(devices=devices)).fit(Perceptron(), Data(train=numbers(8), batch_size=8))
+        make_trainer(DataParallelStrategy(devices=devices)).fit(Perceptron(), Data(train=numbers(8), batch_size=8))
 
 
 def test_a_number_of_devices_on_a_machine_without_gpu_is_as_many_replicas():
     expected = ["cpu"] * 4 if not torch.cuda.is_available() else None
     if expected is not None:
-        assert [str(device) for device in DataParallel(devices=4).devices] == expected
-        assert [str(device) for device in DataParallel().devices] == ["cpu", "cpu"]
+        assert [str(device) for device in DataParallelStrategy(devices=4).devices] == expected
+        assert [str(device) for device in DataParallelStrategy().devices] == ["cpu", "cpu"]
 
 
 # ---- What it tells

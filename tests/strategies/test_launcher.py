@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.ddp.failure import RankError
 from trainkit.strategies.launcher import _describe, _raise_failure, launch_ranks
 
 from trainkit import Data, TaskModule, Trainer
+from trainkit.distributed.failure_store import RankError
 
 
 def stopped_while_starting():
@@ -66,7 +66,7 @@ def test_a_rank_begins_once_all_are_started_and_ends_if_they_will_not_be(tmp_pat
         time.sleep(0.3)
         assert rank.poll() is None
         folder.rmdir()
-        assert rank.wait(timeout=20) == 1
+        assert rank.wait(timeout_seconds=20) == 1
         assert not ran.exists()
     finally:
         rank.kill()
@@ -107,7 +107,7 @@ class Hanging(TaskModule):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_its_line_and_all_are_ended(tmp_path):
-    strategy = DDPStrategy(devices=2, device="cpu", timeout=5.0)
+    strategy = DDPStrategy(devices=2, device="cpu", timeout_seconds=5.0)
     trainer = Trainer(strategy, max_duration="10step", callbacks=[], loggers=[], run_dir=tmp_path / "run")
     data = Data(train=TensorDataset(torch.randn(64, 4)), batch_size=4)
     start = time.monotonic()

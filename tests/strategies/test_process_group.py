@@ -13,12 +13,12 @@ from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.torch_ddp import TorchDDP
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from trainkit import Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 
-STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDP, "fusion": FusionStrategy}
+STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDPStrategy, "fusion": FusionStrategy}
 ALSO_STAGES = {**STRATEGIES, "pipeline": PipelineStrategy}
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import (
     Recorder,
@@ -81,7 +81,7 @@ def test_the_tutorial_has_the_same_weights_after_every_epoch_however_often_it_ac
     make_trainer, accumulate, num_samples
 ):
     seen = EpochWeights()
-    trainer = make_trainer(SingleDevice(device="cpu", accumulate=accumulate), max_duration="2epoch", callbacks=[seen])
+    trainer = make_trainer(SingleStrategy(device="cpu", accumulate=accumulate), max_duration="2epoch", callbacks=[seen])
     trainer.fit(Tutorial(), Data(train=tutorial_data(num_samples), batch_size=4))
     expected = by_hand(num_samples, batch_size=4, epochs=2, loss_of=torch.Tensor.mean)
     assert len(seen.weights) == 2
@@ -110,7 +110,7 @@ def accumulated_by_hand(num_samples, *, num_micro_batches, epochs):
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_the_tutorials_own_loop_prints_the_same_weights(make_trainer, accumulate):
     seen = EpochWeights()
-    trainer = make_trainer(SingleDevice(device="cpu", accumulate=accumulate), max_duration="2epoch", callbacks=[seen])
+    trainer = make_trainer(SingleStrategy(device="cpu", accumulate=accumulate), max_duration="2epoch", callbacks=[seen])
     trainer.fit(TutorialSum(), Data(train=tutorial_data(32), batch_size=4 * accumulate))
     expected = accumulated_by_hand(32, num_micro_batches=accumulate, epochs=2)
     for actual, wanted in zip(seen.weights, expected, strict=True):
@@ -122,7 +122,7 @@ def test_the_tutorials_own_loop_prints_the_same_weights(make_trainer, accumulate
 def test_accumulation_gives_the_weights_of_one_big_batch(make_trainer, settings, num_samples):
     task, expected = Regression(hidden=8), Regression(hidden=8)
     data = Data(train=regression_data(num_samples), batch_size=8)
-    make_trainer(SingleDevice(device="cpu", **settings), max_duration="3epoch").fit(task, data)
+    make_trainer(SingleStrategy(device="cpu", **settings), max_duration="3epoch").fit(task, data)
     make_trainer(max_duration="3epoch").fit(expected, data)
     assert_close(task, expected)
 
@@ -132,7 +132,7 @@ def test_accumulation_gives_the_weights_of_one_big_batch(make_trainer, settings,
 def test_micro_batches_with_token_weights_give_the_weights_of_one_big_batch(make_trainer, settings, num_samples):
     task, expected = WeightedRegression(hidden=8), WeightedRegression(hidden=8)
     data = Data(train=weighted_data(num_samples), batch_size=8)
-    make_trainer(SingleDevice(device="cpu", **settings), max_duration="3epoch").fit(task, data)
+    make_trainer(SingleStrategy(device="cpu", **settings), max_duration="3epoch").fit(task, data)
     make_trainer(max_duration="3epoch").fit(expected, data)
     assert_close(task, expected)
 
@@ -146,7 +146,7 @@ def test_token_weights_that_are_python_numbers_count_like_tensors(make_trainer):
     task, expected = Numbers(), WeightedRegression()
     data = Data(train=weighted_data(21), batch_size=8)
     for each in (task, expected):
-        make_trainer(SingleDevice(device="cpu", accumulate=4), max_duration="2epoch").fit(each, data)
+        make_trainer(SingleStrategy(device="cpu", accumulate=4), max_duration="2epoch").fit(each, data)
     assert_close(task, expected)
 
 
@@ -161,7 +161,7 @@ def test_a_micro_batch_of_weight_zero_changes_nothing(make_trainer):
     tokens = torch.tensor([1.0] * 4 + [0.0] * 4)
     task, expected = FirstOnly(), Regression()
     data = Data(train=TensorDataset(inputs, targets, tokens), batch_size=8, shuffle=False)
-    make_trainer(SingleDevice(device="cpu", accumulate=2)).fit(task, data)
+    make_trainer(SingleStrategy(device="cpu", accumulate=2)).fit(task, data)
     half = Data(train=TensorDataset(inputs[:4], targets[:4]), batch_size=4, shuffle=False)
     make_trainer().fit(expected, half)
     assert_close(task, expected)
@@ -176,7 +176,7 @@ def test_a_window_whose_weights_are_all_zero_changes_nothing(make_trainer, weigh
 
     task = Padding()
     before = weights(task)
-    strategy = SingleDevice(device="cpu", accumulate=accumulate)
+    strategy = SingleStrategy(device="cpu", accumulate=accumulate)
     make_trainer(strategy).fit(task, Data(train=regression_data(8), batch_size=4))
     assert_same_bits(task, before)
 
@@ -200,7 +200,7 @@ def test_the_gradient_of_any_window_is_that_of_the_weighted_mean_over_all_its_sa
         batch.append(tokens)
     parts = zip(*(tensor.split(sizes) for tensor in batch), strict=True)
     window = Window([MicroBatch(list(part), len(part[0])) for part in parts], total, total, False)
-    strategy = SingleDevice(device="cpu")
+    strategy = SingleStrategy(device="cpu")
     strategy.setup(Precision())
     strategy.prepare(task)
 
@@ -218,7 +218,7 @@ def test_the_logged_loss_is_the_mean_over_samples_also_over_a_short_window(make_
     task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=0.0))
     data = regression_data(21)
     trainer = make_trainer(
-        SingleDevice(device="cpu", accumulate=4), callbacks=[recorder], log_every="1epoch", max_duration="1epoch"
+        SingleStrategy(device="cpu", accumulate=4), callbacks=[recorder], log_every="1epoch", max_duration="1epoch"
     )
     trainer.fit(task, Data(train=data, batch_size=8))
     expected = nn.functional.mse_loss(task(data.tensors[0]), data.tensors[1])
@@ -231,7 +231,7 @@ def test_the_loss_that_is_logged_is_never_the_scaled_one(make_trainer):
             return {"loss": super().training_step(batch) * 0 + 3.0, "one": 1.0}
 
     recorder = Recorder()
-    trainer = make_trainer(SingleDevice(device="cpu", accumulate=4), callbacks=[recorder], log_every="1step")
+    trainer = make_trainer(SingleStrategy(device="cpu", accumulate=4), callbacks=[recorder], log_every="1step")
     trainer.fit(Constant(), Data(train=regression_data(16), batch_size=8))
     assert [logged["train/loss"] for logged in recorder.logged] == [3.0, 3.0]
     assert [logged["train/one"] for logged in recorder.logged] == [1.0, 1.0]
@@ -264,25 +264,25 @@ def test_a_global_batch_is_cut_into_the_micro_batches_that_the_plan_says(make_tr
         on_step_end = on_fit_start
 
     task = Sizes()
-    trainer = make_trainer(SingleDevice(device="cpu", **settings), callbacks=[NewWindow()])
+    trainer = make_trainer(SingleStrategy(device="cpu", **settings), callbacks=[NewWindow()])
     trainer.fit(task, Data(train=regression_data(21), batch_size=8))
     assert task.seen == [*sizes, []]
 
 
 def test_the_plan_in_words_multiplies_to_the_global_batch():
-    assert str(SingleDevice(accumulate=4).plan(32)) == "global batch 32 = 1 rank x 4 micro-batches x 8 samples"
-    assert str(SingleDevice().plan(32)) == "global batch 32 = 1 rank x 1 micro-batch x 32 samples"
+    assert str(SingleStrategy(accumulate=4).plan(32)) == "global batch 32 = 1 rank x 4 micro-batches x 8 samples"
+    assert str(SingleStrategy().plan(32)) == "global batch 32 = 1 rank x 1 micro-batch x 32 samples"
 
 
 @pytest.mark.parametrize("accumulate", [3, 5, 16])
 def test_accumulate_that_does_not_cut_the_batch_evenly_is_refused_with_one_that_does(make_trainer, accumulate):
-    trainer = make_trainer(SingleDevice(device="cpu", accumulate=accumulate))
+    trainer = make_trainer(SingleStrategy(device="cpu", accumulate=accumulate))
     task = Regression()
     before = weights(task)
     with pytest.raises(UserError, match=r"batch_size=8 .*accumulate=(2|4|8), or micro_batch_size=\d") as caught:
         trainer.fit(task, Data(train=regression_data(16), batch_size=8))
     suggested = int(str(caught.value).split("set accumulate=")[1].split(",")[0])
-    assert SingleDevice(accumulate=suggested).plan(8).micro_batches == suggested
+    assert SingleStrategy(accumulate=suggested).plan(8).micro_batches == suggested
     assert_same_bits(task, before)
 
 
@@ -290,16 +290,16 @@ def test_accumulate_that_does_not_cut_the_batch_evenly_is_refused_with_one_that_
 @pytest.mark.parametrize("name", ["accumulate", "micro_batch_size"])
 def test_accumulate_and_micro_batch_size_are_whole_numbers_above_zero(name, value):
     with pytest.raises(UserError, match=f"{name} must be a whole number, at least 1, got"):
-        SingleDevice(**{name: value})
+        SingleStrategy(**{name: value})
 
 
 def test_accumulate_and_micro_batch_size_exclude_each_other():
     with pytest.raises(UserError, match=r"accumulate=2 and micro_batch_size=3 .*set one of them"):
-        SingleDevice(accumulate=2, micro_batch_size=3)
+        SingleStrategy(accumulate=2, micro_batch_size=3)
 
 
 def test_accumulation_does_not_concern_the_size_of_validation_batches(make_trainer):
-    trainer = make_trainer(SingleDevice(device="cpu", accumulate=4))
+    trainer = make_trainer(SingleStrategy(device="cpu", accumulate=4))
     data = Data(train=regression_data(16), validation=regression_data(10), batch_size=8, evaluation_batch_size=10)
     result = trainer.fit(Regression(), data)
     assert result.steps == 2
@@ -311,7 +311,7 @@ def test_ready_made_batches_with_a_short_last_one_accumulate_exactly(make_traine
     batches = [list(rows) for rows in zip(inputs.split(8), targets.split(8), strict=True)]  # 8, 8 and 6 rows
     task, expected = Regression(hidden=8), Regression(hidden=8)
     data = Data(train=batches)
-    make_trainer(SingleDevice(device="cpu", accumulate=4), max_duration="2epoch").fit(task, data)
+    make_trainer(SingleStrategy(device="cpu", accumulate=4), max_duration="2epoch").fit(task, data)
     make_trainer(max_duration="2epoch").fit(expected, data)
     assert_close(task, expected)
 
@@ -326,5 +326,5 @@ def test_a_gradient_that_was_there_before_training_does_not_count(make_trainer):
 
 def test_no_gradient_is_left_after_training(make_trainer):
     task = Regression()
-    make_trainer(SingleDevice(device="cpu", accumulate=2)).fit(task, Data(train=regression_data(8), batch_size=4))
+    make_trainer(SingleStrategy(device="cpu", accumulate=2)).fit(task, Data(train=regression_data(8), batch_size=4))
     assert all(parameter.grad is None for parameter in task.parameters())

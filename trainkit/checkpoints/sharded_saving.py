@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Together(Protocol):
-    """What is needed of the processes that save: a strategy has it."""
+    """What is needed of the processes that save: a strategy's `comm` has it."""
 
     @property
     def process(self) -> int:

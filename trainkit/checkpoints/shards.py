@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.batches import tree_map
+
 _PLACE = "trainkit_shard"
 
 
@@ -67,11 +69,5 @@ def with_tensors(payload: dict[str, Any], elements: Mapping[str, Tensor]) -> dic
     return whole
 
 
-def _replace(value: Any, by: Callable[[dict[str, Any]], Any]) -> Any:
-    if is_elsewhere(value):
-        return by(value)
-    if isinstance(value, dict):
-        return {key: _replace(item, by) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_replace(item, by) for item in value])
-    return value
+def _replace(payload: Any, by: Callable[[dict[str, Any]], Any]) -> Any:
+    return tree_map(lambda leaf: by(leaf) if is_elsewhere(leaf) else leaf, payload, is_leaf=is_elsewhere)

@@ -225,7 +225,7 @@ def _collective(ranks: int) -> Finding:
     logging.getLogger("torch").setLevel(logging.ERROR)
     start = time.perf_counter()
     try:
-        settings = {"devices": ranks, "device": "cpu", "timeout": _COLLECTIVE_SECONDS}
+        settings = {"devices": ranks, "device": "cpu", "timeout_seconds": _COLLECTIVE_SECONDS}
         strategy = registry.make("strategy", "ddp", settings)
         total, seconds = strategy.launch(_Sum(strategy))
     except Exception as error:
@@ -256,10 +256,10 @@ class _Sum:
         assert isinstance(self.strategy, Strategy)
         self.strategy.setup(Precision())
         try:
-            total = self.strategy.all_reduce(torch.tensor(float(self.strategy.rank + 1))).item()
+            total = self.strategy.comm.all_reduce(torch.tensor(float(self.strategy.comm.rank + 1))).item()
             start = time.perf_counter()
             for _ in range(self._TIMES):
-                self.strategy.all_reduce(torch.ones(16))
+                self.strategy.comm.all_reduce(torch.ones(16))
             return total, (time.perf_counter() - start) / self._TIMES
         finally:
             self.strategy.teardown()

@@ -231,7 +231,7 @@ def _evaluate(
     except Stopped as stopped:
         _print_on_main(run, f"stopped by {stopped.signal_name}", to=sys.stderr)
         return stopped.exit_code
-    if run.trainer.strategy.is_main:
+    if run.trainer.strategy.comm.is_main:
         report(outcome, run_folder_of(path))
     return 0
 
@@ -252,7 +252,7 @@ def _show(settings: Settings, arguments: Arguments) -> int:
 
 def _print_on_main(run: RunComponents, line: str, *, to: TextIO | None = None) -> None:
     """Print a line on one rank only: under torchrun each rank has come here by itself."""
-    if run.trainer.strategy.is_main:
+    if run.trainer.strategy.comm.is_main:
         print(line, file=to)
 
 

@@ -11,8 +11,8 @@ from difflib import SequenceMatcher
 from typing import Any, TypeGuard
 
 from trainkit.cli.signatures import MISSING, Signature, TargetError, ValueType, signature_of
-from trainkit.cutting import cutting_complaint
 from trainkit.errors import UserError
+from trainkit.window import split_error
 
 TRAINER = "trainkit.trainer.Trainer"
 # Arguments of the Trainer that have a place of their own at the top of the settings.
@@ -374,7 +374,7 @@ def _batch(strategy: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Pro
     if not _is_count(batch_size):
         return
     if _is_count(accumulate):
-        message = cutting_complaint(batch_size, accumulate=accumulate, world_size=_ranks(strategy))
+        message = split_error(batch_size, accumulate=accumulate, world_size=_ranks(strategy))
         if message is not None:
             yield Problem("strategy.accumulate", message)
 

@@ -24,6 +24,7 @@ from trainkit.metrics.sync import (
     restore,
     states_on_host,
 )
+from trainkit.strategy import metric_modules
 
 if TYPE_CHECKING:
     from trainkit.run import Run
@@ -68,7 +69,7 @@ class TrainerProxy:
     def follow(self, run: Run) -> None:
         """Take over where the run is."""
         self.current_epoch, self.global_step = run.state.epoch, run.state.step
-        self.world_size, self.global_rank = run.strategy.world_size, run.strategy.rank
+        self.world_size, self.global_rank = run.strategy.comm.world_size, run.strategy.comm.rank
         self.total_steps = run.max_steps
 
     def __getattr__(self, name: str) -> Any:
@@ -116,7 +117,7 @@ class LightningHooks(Callback):
         with synced_metrics(run.task, run.strategy, keep_resets=True), recording() as logged:
             self._module.on_train_epoch_end()
             own = numbers_of(logged)
-        of_ranks = run.strategy.all_gather_object(own)
+        of_ranks = run.strategy.comm.all_gather_object(own)
         means = {name: _mean([numbers[name] for numbers in of_ranks if name in numbers]) for name in _names(of_ranks)}
         if means:
             run.log({f"train/{name}": value for name, value in means.items()})
@@ -228,11 +229,11 @@ def synced_metrics(task: TaskModule, strategy: Strategy, *, keep_resets: bool) -
     if not own:
         yield
         return
-    holders = strategy.metrics_of(task)  # of the task, then those of each replica of it
+    holders = metric_modules(strategy, task)  # of the task, then those of each replica of it
     replicas = [holders[start : start + len(own)] for start in range(0, len(holders), len(own))]
     mine = [(sum(map(_updates, replica)), states_on_host(replica)) for replica in replicas]
     of_ranks: dict[int, Any] = {}
-    for rank, counted in strategy.all_gather_object((strategy.rank, mine)):
+    for rank, counted in strategy.comm.all_gather_object((strategy.comm.rank, mine)):
         # Of several processes that share a rank's samples, it may be one alone that counts.
         of_ranks[rank] = max(of_ranks.get(rank, counted), counted, key=lambda parts: sum(count for count, _ in parts))
     before = preserve_state(own)

@@ -16,7 +16,7 @@ from trainkit.loops.rollback import NonFinitePolicy
 from trainkit.loops.skipped_steps import SkipListedSteps, SkippedSteps
 from trainkit.optimization import Optimization
 from trainkit.run import Run
-from trainkit.strategy import Strategy
+from trainkit.strategy import Strategy, uses_auto_micro_batch
 from trainkit.task import TaskModule
 from trainkit.window import Window
 
@@ -42,7 +42,7 @@ class FitLoop:
         self, run: Run, intervals: FitIntervals, *, validation: EvaluationLoop | None, policy: NonFinitePolicy
     ) -> None:
         assert run.feed is not None
-        self.auto_micro_batch = AutoMicroBatch(run) if run.strategy.fits_memory else None
+        self.auto_micro_batch = AutoMicroBatch(run) if uses_auto_micro_batch(run.strategy) else None
         self._run = run
         self._feed: Feed = run.feed
         self._max_duration = intervals.max_duration
@@ -121,7 +121,9 @@ class FitLoop:
     def epoch_batches(self) -> Iterator[Window]:
         """Return this rank's step batches of the present epoch, from the present position on."""
         run, state = self._run, self._run.state
-        batches = run.strategy.windows(self._feed.timed_windows(state.epoch, state.position), self._feed.source)
+        batches = run.strategy.step_batches(
+            self._feed.timed_windows(state.epoch, state.position), pin_memory=self._feed.source.pin_memory
+        )
         return batches if run.watch is None else run.watch.timed_batches(batches)
 
     def finish_step(self, batch: Window) -> None:
@@ -130,7 +132,7 @@ class FitLoop:
         self._step.finish()
         state.advance(items=batch.num_items, samples=batch.num_samples, ends_epoch=batch.ends_epoch)
         if state.clock_is_synced:  # the time that ranks have agreed on, which costs no collective
-            state.set_clock(max(state.seconds, run.strategy.agreed_seconds(state.own_seconds)))
+            state.set_clock(max(state.seconds, run.strategy.comm.synced_seconds(state.own_seconds)))
         if run.watch is not None:
             run.watch.end_step()
         if batch.ends_epoch:
@@ -172,14 +174,14 @@ class FitLoop:
         """Return whether all ranks stop now; the time is sent with the question, and costs no collective."""
         strategy, state = self._run.strategy, self._run.state
         if not state.clock_is_synced:
-            return strategy.agree_to_stop(requested)
-        return strategy.agree_to_stop(requested, seconds=state.own_seconds)
+            return strategy.comm.should_stop(requested)
+        return strategy.comm.should_stop(requested, seconds=state.own_seconds)
 
     def _log(self) -> None:
         """Write the means since the last time; the only place of training that waits for the device."""
         run = self._run
         bad = self._means.nonfinite_steps()
-        means = self._means.reduce(run.strategy)
+        means = self._means.reduce(run.strategy.comm)
         if not means:
             return
         if not self._means.loss_was_finite:

@@ -18,6 +18,7 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import preserve_state, restore
 from trainkit.rng import rng_state, set_rng_state
 from trainkit.run import Run
+from trainkit.strategy import metric_modules
 from trainkit.window import MicroBatch, Window
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class AutoMicroBatch:
         strategy, task = self._run.strategy, self._run.task
         while True:
             batch = resplit(batch, strategy.micro_batch_size)
-            before = StateSnapshot(task, strategy.metrics_of(task))
+            before = StateSnapshot(task, metric_modules(strategy, task))
             try:
                 return forward_backward(batch)
             except torch.OutOfMemoryError as error:
@@ -90,7 +91,7 @@ class AutoMicroBatch:
     def _largest(self, batch: Window) -> int:
         """Return the samples of the largest micro-batch that any rank has computed; collective."""
         own = max((micro_batch.num_samples for micro_batch in batch.micro_batches), default=0)
-        return max(self._run.strategy.all_gather_object(own))
+        return max(self._run.strategy.comm.all_gather_object(own))
 
     def _use(self, size: int) -> None:
         run = self._run

@@ -66,8 +66,10 @@ class NonFinitePolicy:
                 "finite ends it, as with on_nonfinite=raise."
             )
         own = untrained_nonfinite_state(self._run.task)
-        if strategy.agree(bool(own)):  # stages hold parts of the task
-            self._point.never_finite = frozenset(name for names in strategy.all_gather_object(own) for name in names)
+        if strategy.comm.any_rank(bool(own)):  # stages hold parts of the task
+            self._point.never_finite = frozenset(
+                name for names in strategy.comm.all_gather_object(own) for name in names
+            )
 
     def start(self) -> None:
         """Save a first checkpoint to return to, if the policy may need one and there is none; collective."""
@@ -75,7 +77,7 @@ class NonFinitePolicy:
         if run.checkpointer.store is None:
             return
         has_own = self._point.begin()
-        if self._policy == "rollback" and not run.strategy.broadcast_object(has_own):
+        if self._policy == "rollback" and not run.strategy.comm.broadcast_object(has_own):
             run.checkpointer.save(reason="start")
 
     @contextmanager
@@ -90,7 +92,7 @@ class NonFinitePolicy:
     def check(self) -> bool:
         """Apply the policy to losses that were not logged yet, and return whether the weights may be saved."""
         first_bad = self.means.first_nonfinite_step()
-        if self._run.strategy.agree(first_bad is not None):
+        if self._run.strategy.comm.any_rank(first_bad is not None):
             self.on_nonfinite_loss(first_bad)
         return self._weights_are_sound
 
@@ -106,7 +108,7 @@ class NonFinitePolicy:
         if run.state.step == 0:
             return True
         name = self._nonfinite_name()
-        if not run.strategy.agree(name is not None):
+        if not run.strategy.comm.any_rank(name is not None):
             return True
         cause = f"step {run.state.step} left {self._first_of_ranks(name)} not finite"
         if self._policy == "rollback":
@@ -196,7 +198,7 @@ class NonFinitePolicy:
 
     def _first_of_ranks(self, name: str | None) -> str | None:
         """Return the name that the first rank gives which gives one; collective."""
-        return next((other for other in self._run.strategy.all_gather_object(name) if other is not None), None)
+        return next((other for other in self._run.strategy.comm.all_gather_object(name) if other is not None), None)
 
     def _remedy(self) -> str:
         kept = "" if self._run.checkpointer.store is None else "; they are not saved, and earlier checkpoints stay"
@@ -214,8 +216,8 @@ class NonFinitePolicy:
     def _place(self, step: int | None) -> tuple[int | None, str]:
         """Return the first bad step of all ranks, with its rank and samples as text; collective."""
         run = self._run
-        own = None if step is None else (step, run.strategy.rank, self._feed.samples_of(step, run.state))
-        places = run.strategy.all_gather_object(own)
+        own = None if step is None else (step, run.strategy.comm.rank, self._feed.samples_of(step, run.state))
+        places = run.strategy.comm.all_gather_object(own)
         found = [place for place in places if place is not None]
         if not found:  # it was logged already, and on no rank since
             return None, f"before step {run.state.step}"
@@ -259,7 +261,7 @@ class RollbackPoint:
                     if is_finite_state(run.checkpointer.store.load(entry)["task"], except_for=self.never_finite):
                         found = (entry.step, entry.path)
                         break
-        return run.strategy.broadcast_object(found)
+        return run.strategy.comm.broadcast_object(found)
 
     def restore(self, checkpoint: tuple[int, Path]) -> None:
         """Restore a checkpoint, but keep the clock, the skipped steps and the micro-batch size; collective."""

@@ -71,7 +71,7 @@ class SkippedSteps:
             return
         run = self._run
         own = {step: SkipReason(step in bad, feed.samples_of(step, run.state)) for step in shown}
-        reasons = run.strategy.all_gather_object((run.strategy.rank, own))
+        reasons = run.strategy.comm.all_gather_object((run.strategy.comm.rank, own))
         if not run.is_main:
             return
         reasons.sort(key=itemgetter(0))

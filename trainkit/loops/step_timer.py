@@ -26,7 +26,7 @@ from trainkit.feed import Feed
 from trainkit.loops.phases import PhaseStep
 from trainkit.metrics.step_output import StepOutput
 from trainkit.precision import Precision
-from trainkit.strategy import Strategy
+from trainkit.strategy import Strategy, waited_seconds
 from trainkit.window import Window
 
 PARTS = ("data", "copy", "forward", "backward", "communication", "optimizer", "rest")
@@ -42,7 +42,7 @@ class StepTimer:
         self._strategy = strategy
         self._feed = feed
         self._received = self._forward = self._both = self._optimizer = 0.0
-        self._waited_before, self._data_before = strategy.waited_seconds, feed.seconds_waited
+        self._waited_before, self._data_before = waited_seconds(strategy), feed.seconds_waited
         self._device = _DeviceTimer() if strategy.device.type == "cuda" else None
         self._thread: int | None = None  # that is in a step
         self._in_step = False  # since its first forward, and until it is counted
@@ -112,7 +112,7 @@ class StepTimer:
 
     def take(self, seconds: float) -> dict[str, float]:
         """Return the seconds of each part of the steps that took `seconds`, and start again; at a log point only."""
-        waited = self._strategy.waited_seconds
+        waited = waited_seconds(self._strategy)
         communication = None
         if waited is not None:
             communication = max(waited - (self._waited_before or 0.0), 0.0)  # a new reducer starts from zero

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import MetricShard, compute_synced, local_states, reset
@@ -20,26 +21,6 @@ _HAS_OBJECTS = "metric objects"
 
 GatheredShards = tuple[int, dict[str, list[MetricShard]]]
 """The rank of a process, and what it has counted under each name."""
-
-
-class MetricCollectives(Protocol):
-    """The collectives that metrics need, and who takes part in them."""
-
-    @property
-    def rank(self) -> int:
-        """Rank whose samples this process counts; processes that share a rank's samples have the same outputs."""
-
-    @property
-    def process(self) -> int:
-        """Place of this process in what `all_gather_object` returns."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the value of each process; collective."""
-
-    def sum_named(
-        self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
-    ) -> tuple[list[str], Tensor]:
-        """Return the names known to any rank, and their `(names, 2)` sums over ranks; collective."""
 
 
 class WeightedMeans:
@@ -66,12 +47,12 @@ class WeightedMeans:
         if len(self._outputs) >= _FOLD_AT:
             self._fold()
 
-    def reduce(self, collectives: MetricCollectives) -> dict[str, float]:
+    def reduce(self, collectives: Collectives) -> dict[str, float]:
         """Return the means over all ranks and clear them; collective, and the one place that waits for the device."""
         self._fold()
         if self._objects:
             self._sums[_HAS_OBJECTS] = torch.ones(2, dtype=self._dtype, device=self._device)
-        names, sums = collectives.sum_named(self._sums, device=self._device, dtype=self._dtype)
+        names, sums = collectives.all_reduce_metrics(self._sums, device=self._device, dtype=self._dtype)
         self._sums, self._losses = {}, []
         reduced = dict(zip(names, sums.tolist(), strict=True))  # name -> [weighted sum, sum of weights]
         have_objects = reduced.pop(_HAS_OBJECTS, None) is not None
@@ -81,13 +62,13 @@ class WeightedMeans:
             means.update(self._objects.reduce(collectives))
         return means
 
-    def state_dict(self, collectives: MetricCollectives) -> dict[str, list[float]]:
+    def state_dict(self, collectives: Collectives) -> dict[str, list[float]]:
         """Return each name's weighted sum and sum of weights over all ranks, for a checkpoint; collective."""
         self._fold()
-        names, sums = collectives.sum_named(self._sums, device=self._device, dtype=self._dtype)
+        names, sums = collectives.all_reduce_metrics(self._sums, device=self._device, dtype=self._dtype)
         return dict(zip(names, sums.tolist(), strict=True))
 
-    def load_state_dict(self, saved: Mapping[str, list[float]], collectives: MetricCollectives) -> None:
+    def load_state_dict(self, saved: Mapping[str, list[float]], collectives: Collectives) -> None:
         """Replace the sums by those of a `state_dict`; rank 0 counts the samples of all ranks."""
         own = saved if collectives.rank == 0 else {}
         self._outputs, self._steps, self._losses = [], [], []
@@ -154,7 +135,7 @@ class MetricAccumulator:
             _, samples = of_name.get(id(metric), (metric, 0))
             of_name[id(metric)] = (metric, samples + num_samples)
 
-    def reduce(self, collectives: MetricCollectives) -> dict[str, float]:
+    def reduce(self, collectives: Collectives) -> dict[str, float]:
         """Return the metrics over the samples of all ranks and reset the objects; collective."""
         return self.compute(collectives.all_gather_object(self.shards(collectives.rank)), collectives)
 
@@ -165,7 +146,7 @@ class MetricAccumulator:
             for name, of_name in self._found.items()
         }
 
-    def compute(self, gathered: list[GatheredShards], collectives: MetricCollectives) -> dict[str, float]:
+    def compute(self, gathered: list[GatheredShards], collectives: Collectives) -> dict[str, float]:
         """Return the metrics over what all processes have counted and reset the objects; collective.
 
         Each name is computed by the first process that counted it, so every rank has the same number.

@@ -84,15 +84,6 @@ class PhasedTask(Protocol):
     manual: bool
 
 
-class PhaseStrategy(Protocol):
-    """A strategy, as far as phases ask it."""
-
-    runs_phases: bool
-
-    def check_phases(self, task: Any) -> None:
-        """Raise UserError for a task with phases that could not be trained."""
-
-
 class NamedPhase(Protocol):
     """An optimizer with the name of its phase; empty for the one of a task without phases."""
 
@@ -103,17 +94,6 @@ class TrainedParameters(NamedPhase, Protocol):
     """The parameters of a phase."""
 
     parameters: list[nn.Parameter]
-
-
-def check_phases_run(task: object, strategy: PhaseStrategy) -> None:
-    """Raise UserError for a task with phases on a strategy that cannot train these."""
-    if not strategy.runs_phases:
-        name = type(strategy).__name__
-        raise UserError(
-            f"{type(task).__name__} has phases, which {name} cannot train: each has a step and optimizer of its own, "
-            f"and {name} prepares one of each. Type strategy=ddp, strategy=dp, strategy=pipeline or strategy=single."
-        )
-    strategy.check_phases(task)
 
 
 def check_phases(phases: object, task: PhasedTask) -> list[Phase]:

@@ -218,5 +218,5 @@ def make_strategy(item: StrategyChoice, devices: int, device: str) -> Strategy:
 def _layout(run: Run) -> str:
     plan = run.plan
     if plan is None:
-        return f"{run.strategy.world_size} x ready-made"
+        return f"{run.strategy.comm.world_size} x ready-made"
     return f"{plan.world_size} x {plan.micro_batches} x {plan.micro_batch_size}"

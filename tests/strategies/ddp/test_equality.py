@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.ddp.models import Checkpointed, SparseEmbedding
 from trainkit import Data, TaskModule, Trainer
@@ -86,7 +86,7 @@ def distances_to_single(folder: str) -> tuple[dict[str, float], list[Any]]:
         accumulate = arguments.get("accumulate")
         alone = torch.cat([p.detach().reshape(-1) for p in start.parameters()])
         if dist.get_rank() == 0:
-            alone = fit(SingleDevice(device="cpu", accumulate=accumulate), copy.deepcopy(start), f"{folder}/1 {name}")
+            alone = fit(SingleStrategy(device="cpu", accumulate=accumulate), copy.deepcopy(start), f"{folder}/1 {name}")
         dist.broadcast(alone, 0)
         task = copy.deepcopy(start)
         ours = fit(DDPStrategy(device="cpu", bucket_mb=SMALL_BUCKET_MB, **arguments), task, f"{folder}/ddp {name}")

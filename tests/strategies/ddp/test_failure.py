@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trainkit.strategies.ddp.collective import PatientWork
-from trainkit.strategies.ddp.failure import RankError, StoreBoard
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
 
 from trainkit.cli import main as cli
+from trainkit.distributed.failure_store import FailureStore, RankError
 from trainkit.testing import RankFailure, rank_outcomes, run_ranks
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["group", "shared_memory"])
@@ -190,7 +190,7 @@ def test_a_board_keeps_the_first_cause_until_its_store_is_gone_and_says_so_then(
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = _Group(server.port)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", group.get_group_store)  # before torch 2.9
-    board, other = StoreBoard(group, token="gone"), StoreBoard(group, token="gone")
+    board, other = FailureStore(group, token="gone"), FailureStore(group, token="gone")
     assert board.root_cause() is None
     other.publish("the cause")
     board.publish("what followed from it")

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy, DistributedDataParallel
 from trainkit.strategies.ddp.clipping import total_norm
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
@@ -98,7 +98,7 @@ def distances_to_single(backend: str, folder: str) -> dict[str, float]:
         own = {key: value for key, value in arguments.items() if key == "accumulate"}
         tasks = []
         for strategy in (
-            SingleDevice(device="cuda", **own),
+            SingleStrategy(device="cuda", **own),
             DDPStrategy(device="cuda", process_group=group, **arguments),
         ):
             tasks.append(Regression(weighted=weighted))

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from trainkit.strategies.ddp import shared_memory
-from trainkit.strategies.ddp.agreement import gather
-from trainkit.strategies.ddp.failure import StoreBoard
 from trainkit.strategies.ddp.shared_memory import SharedMemoryTransport, _shards, why_no_shared_memory
 from trainkit.strategies.ddp.transport import open_transport
 
+from trainkit.distributed.collectives import gather
+from trainkit.distributed.failure_store import FailureStore
 from trainkit.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd_create on this system")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memf
 
 def transport_of_all_ranks() -> SharedMemoryTransport:
     group = dist.group.WORLD
-    board = StoreBoard(group, token="test")
+    board = FailureStore(group, token="test")
     return SharedMemoryTransport(group, board=board, timeout_seconds=20)
 
 
@@ -44,7 +44,7 @@ def memory_taken_by_each_bucket() -> list[float]:
     transport = open_transport(
         "shared_memory",
         group=group,
-        board=StoreBoard(group, token="memory"),
+        board=FailureStore(group, token="memory"),
         device=torch.device("cpu"),
         timeout_seconds=20,
     )
@@ -123,7 +123,7 @@ def leftovers() -> tuple[list[str], list[str], str]:
     transport = open_transport(
         "auto",
         group=dist.group.WORLD,
-        board=StoreBoard(dist.group.WORLD, token="test"),
+        board=FailureStore(dist.group.WORLD, token="test"),
         device=torch.device("cpu"),
         timeout_seconds=20,
     )
@@ -148,7 +148,7 @@ def falls_back(broken_rank: int) -> tuple[str | None, str]:
         shared_memory.os.memfd_create = _no_memory
     group, cpu = dist.group.WORLD, torch.device("cpu")
     reason = why_no_shared_memory(group, cpu)
-    board = StoreBoard(group, token="test")
+    board = FailureStore(group, token="test")
     return reason, open_transport("auto", group=group, board=board, device=cpu, timeout_seconds=20).name
 
 
@@ -190,7 +190,7 @@ def processes_of_a_group_of_its_own() -> list[int]:
     group = dist.new_group(ranks, timeout=timedelta(seconds=20))
     if dist.get_rank() not in ranks:
         return []
-    transport = SharedMemoryTransport(group, board=StoreBoard(group, token="test"), timeout_seconds=20)
+    transport = SharedMemoryTransport(group, board=FailureStore(group, token="test"), timeout_seconds=20)
     (flat,) = transport.allocate([(10, torch.float32)])
     flat.fill_(dist.get_rank() + 1)
     transport.start(0, where="a test").wait()

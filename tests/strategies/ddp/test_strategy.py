@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.single import SingleDevice
-from trainkit.strategies.torch_ddp import TorchDDP
+from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from trainkit import Data, TaskModule, Trainer, UserError
 from trainkit.testing import run_ranks
@@ -107,10 +107,10 @@ def distances_to_single(names: list[str], folder: str) -> dict[str, float]:
         start = Regression(**task_arguments)
         strategies = {"ddp": DDPStrategy(device="cpu", **arguments)}
         if arguments == own:
-            strategies["torch_ddp"] = TorchDDP(device="cpu", **own)
+            strategies["torch_ddp"] = TorchDDPStrategy(device="cpu", **own)
         alone = copy.deepcopy(start)
         if dist.get_rank() == 0:
-            fit(SingleDevice(device="cpu"), alone, run_dir=f"{folder}/single {name}", **settings)
+            fit(SingleStrategy(device="cpu"), alone, run_dir=f"{folder}/single {name}", **settings)
         weights = flat(alone)
         dist.broadcast(weights, 0)
         for kind, strategy in strategies.items():
@@ -136,7 +136,7 @@ def short_batches(folder: str) -> tuple[float, float]:
     for weighted in (False, True):
         task, alone = Regression(weighted=weighted), Regression(weighted=weighted)
         if dist.get_rank() == 0:
-            fit(SingleDevice(device="cpu"), alone, batch_size=13, run_dir=f"{folder}/single {weighted}")
+            fit(SingleStrategy(device="cpu"), alone, batch_size=13, run_dir=f"{folder}/single {weighted}")
         weights = flat(alone)
         dist.broadcast(weights, 0)
         fit(DDPStrategy(device="cpu"), task, batch_size=13, run_dir=f"{folder}/ddp {weighted}")
@@ -163,8 +163,8 @@ class Sizes(Dataset[Any]):
 
 def empty_shares_at_first(folder: str) -> list[float]:
     tasks: list[Regression] = []
-    for strategy in (SingleDevice(device="cpu"), DDPStrategy(device="cpu"), TorchDDP(device="cpu")):
-        if dist.get_rank() and isinstance(strategy, SingleDevice):
+    for strategy in (SingleStrategy(device="cpu"), DDPStrategy(device="cpu"), TorchDDPStrategy(device="cpu")):
+        if dist.get_rank() and isinstance(strategy, SingleStrategy):
             continue
         tasks.append(Regression())
         name = type(strategy).__name__
@@ -327,7 +327,7 @@ def trained_in_a_group_of_its_own(folder: str) -> tuple[str, list[float]]:
 
 def test_a_process_group_of_the_users_own_trains_by_itself(tmp_path):
     alone = Regression()
-    fit(SingleDevice(device="cpu"), alone, run_dir=tmp_path / "single")
+    fit(SingleStrategy(device="cpu"), alone, run_dir=tmp_path / "single")
     (_, first), (refused, _), (_, last) = run_ranks(trained_in_a_group_of_its_own, 3, str(tmp_path))
     assert first == last
     assert (torch.tensor(first) - flat(alone)).abs().max() < 2e-5
@@ -340,7 +340,7 @@ def test_a_process_group_of_the_users_own_trains_by_itself(tmp_path):
 @pytest.mark.slow
 def test_started_ranks_bring_weights_metrics_and_predictions_back(tmp_path):
     alone, task = Regression(), Regression()
-    fit(SingleDevice(device="cpu"), alone, run_dir=tmp_path / "single")
+    fit(SingleStrategy(device="cpu"), alone, run_dir=tmp_path / "single")
     strategy = DDPStrategy(devices=2, device="cpu")
     fit(strategy, task, run_dir=tmp_path / "ddp")
     assert (flat(task) - flat(alone)).abs().max() < 2e-5
@@ -391,7 +391,7 @@ def test_a_task_that_cannot_be_pickled_is_refused_with_advice(tmp_path):
         ({"unused": "atuo"}, "Did you mean 'auto'"),
         ({"transport": "nccl"}, "transport='nccl' is unknown"),
         ({"bucket_mb": 0}, "above 0 MiB"),
-        ({"timeout": 0}, "above 0 seconds"),
+        ({"timeout_seconds": 0}, "above 0 seconds"),
     ],
 )
 def test_wrong_settings_are_refused(arguments, message):

@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainkit.strategies.ddp import DDPStrategy, whereabouts
-from trainkit.strategies.ddp.failure import RankError, StoreBoard, is_lost
-from trainkit.strategies.ddp.whereabouts import Whereabouts, place_of
-from trainkit.strategies.torch_ddp import TorchDDP
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from trainkit import Data, TaskModule, Trainer
+from trainkit.distributed import failure_store
+from trainkit.distributed.failure_store import FailureStore, RankError, RankWatchdog, is_lost, place_of
+from trainkit.failure import phase_in
 from trainkit.testing import rank_outcomes, run_ranks
 
-STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDP}
+STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDPStrategy}
 
 
 class Hanging(TaskModule):
@@ -54,11 +55,11 @@ class Hanging(TaskModule):
 
 
 def fit_until_rank_1_hangs(strategy: str, where: str, folder: str) -> str:
-    whereabouts.POLL_SECONDS = 0.05
+    failure_store.POLL_SECONDS = 0.05
     # The limit of gloo itself is that of the group, which a strategy makes by itself where ranks are started.
     group = dist.new_group(timeout=timedelta(seconds=1))
     data = Data(train=TensorDataset(torch.ones(12, 4)), validation=TensorDataset(torch.ones(4, 4)), batch_size=4)
-    made = STRATEGIES[strategy](device="cpu", timeout=1.0, process_group=group)
+    made = STRATEGIES[strategy](device="cpu", timeout_seconds=1.0, process_group=group)
     trainer = Trainer(made, max_duration="1epoch", callbacks=[], loggers=[], run_dir=folder)
     try:
         trainer.fit(Hanging(where=where), data)
@@ -91,15 +92,15 @@ def test_a_time_out_says_where_the_rank_is_that_hangs(strategy, where, waits, ha
 
 
 def answers_to_two_questions() -> list[str]:
-    board = StoreBoard(dist.group.WORLD, token="test")
-    whereabouts.POLL_SECONDS = 0.01
-    there = Whereabouts(board, step=lambda: 7 + dist.get_rank())
+    board = FailureStore(dist.group.WORLD, token="test")
+    failure_store.POLL_SECONDS = 0.01
+    there = RankWatchdog(board, step=lambda: 7 + dist.get_rank(), describe=phase_in)
     dist.barrier()
     said = [board.who_waits() for _ in range(2)] if dist.get_rank() == 0 else []
     dist.barrier()
     there.close()
     there.close()
-    assert not any(thread.name == "trainkit-whereabouts" for thread in threading.enumerate())
+    assert not any(thread.name == "trainkit-watchdog" for thread in threading.enumerate())
     return said
 
 
@@ -113,7 +114,7 @@ def test_a_place_is_the_innermost_line_of_the_users_own():
     def here() -> Any:
         return sys._getframe()
 
-    assert place_of(here()) == f"{__file__}:{here().f_lineno}"
+    assert place_of(here(), phase_in) == f"{__file__}:{here().f_lineno}"
 
 
 def test_only_broken_collectives_are_taken_for_a_lost_rank():

@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from trainkit.strategies.ddp.failure import RankError
 from trainkit.strategies.fusion.communication_thread import CommunicationThread
 from trainkit.strategies.fusion.part_transport import BufferSettings, PartTransport
 from trainkit.strategies.fusion.staging import Staging
@@ -18,6 +17,7 @@ from tests.equality import Perceptron, numbers
 from tests.strategies.fusion.training import train, trained
 from tests.tasks import Recorder
 from trainkit import Data
+from trainkit.distributed.failure_store import RankError
 from trainkit.testing import rank_outcomes, run_ranks
 
 WHERE = "backward of step 7, bucket 2 of 5"
@@ -226,7 +226,7 @@ class FailingOnOne(Perceptron):
 
 
 def failing(transport, run_dir):
-    strategy = FusionStrategy(device="cpu", transport=transport, communication_thread=True, timeout=30.0)
+    strategy = FusionStrategy(device="cpu", transport=transport, communication_thread=True, timeout_seconds=30.0)
     try:
         train(strategy, FailingOnOne(), Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
     finally:

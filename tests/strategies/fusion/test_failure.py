@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from trainkit.strategies.ddp.failure import RankError
 from trainkit.strategies.fusion.strategy import FusionStrategy
 
 from tests.equality import Perceptron, numbers
 from tests.strategies.fusion.training import train
 from trainkit import Data
+from trainkit.distributed.failure_store import RankError
 from trainkit.testing import rank_outcomes
 
 HANG_SECONDS = 3.0
@@ -56,7 +56,7 @@ def failing(fault, transport, thread, run_dir):
         transport=transport,
         communication_thread=thread,
         shard_optimizer=True,
-        timeout=HANG_SECONDS if fault == "hang" else 60.0,
+        timeout_seconds=HANG_SECONDS if fault == "hang" else 60.0,
     )
     start = time.monotonic()
     try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainkit.strategies.fusion.staging import CudaStaging
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import largest_difference
 from tests.strategies.fusion.training import trained
@@ -34,7 +34,7 @@ def differences_on_cuda(run_dir):
     found = {}
     alone = run_dir / f"single_{torch.distributed.get_rank()}"
     for name in ("perceptron", "gpt"):
-        single = trained(SingleDevice(device="cuda"), name, run_dir=alone, log_every="100step")
+        single = trained(SingleStrategy(device="cuda"), name, run_dir=alone, log_every="100step")
         for transport in ("shared_memory", "exchange"):
             for wire in ("same", "bf16"):
                 strategy = FusionStrategy(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainkit.strategies.fusion.hosts import Hosts
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import StepWeights, largest_difference, numbers
 from tests.strategies.fusion.training import Partly, Wide, train, trained
@@ -50,7 +50,7 @@ class Pretended(FusionStrategy):
     """Takes every two ranks for a host."""
 
     def host(self):
-        return f"host {self.rank // 2}"
+        return f"host {self.comm.rank // 2}"
 
 
 def differences_on_this_rank(run_dir):
@@ -58,7 +58,7 @@ def differences_on_this_rank(run_dir):
     found = {}
     alone = run_dir / f"single_{dist.get_rank()}"
     singles = {
-        name: trained(SingleDevice(device="cpu"), name, run_dir=alone, precision="fp64")
+        name: trained(SingleStrategy(device="cpu"), name, run_dir=alone, precision="fp64")
         for name in ("perceptron", "gpt")
     }
     ways = itertools.product(("rank", "host"), (False, True), (False, True), ("same", "bf16"))
@@ -103,7 +103,7 @@ def test_ranks_of_several_hosts_train_to_the_weights_of_one_device(num_ranks, tm
 def partly_used(run_dir):
     """Return the differences from single of a task some of whose parameters only some ranks use."""
     single = StepWeights()
-    alone = SingleDevice(device="cpu", accumulate=dist.get_world_size())
+    alone = SingleStrategy(device="cpu", accumulate=dist.get_world_size())
     data = Data(train=numbers(16), batch_size=4)
     train(alone, Partly(), data, single, run_dir=run_dir / f"single_{dist.get_rank()}", steps=8)
     found, used = [], []
@@ -180,7 +180,7 @@ class GoneOnTheOtherHost(Wide):
 
 
 def failing(thread, run_dir):
-    strategy = Pretended(device="cpu", communication_thread=thread, shard_optimizer=True, timeout=30.0)
+    strategy = Pretended(device="cpu", communication_thread=thread, shard_optimizer=True, timeout_seconds=30.0)
     train(strategy, GoneOnTheOtherHost(), Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from trainkit.strategies.ddp.failure import RankError
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.channels import open_channels
 from trainkit.strategies.fusion.exchange import Exchange
@@ -20,12 +19,13 @@ from trainkit.strategies.fusion.part_transport import BufferSettings
 from trainkit.strategies.fusion.parts import imbalance, whole_variable_loads
 from trainkit.strategies.fusion.staging import Staging
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import Perceptron, StepWeights, largest_difference, make, numbers
 from tests.strategies.fusion.training import OPTIMIZERS, Partly, Wide, train, trained
 from tests.tasks import Recorder, StopAt
 from trainkit import Data, UserError
+from trainkit.distributed.failure_store import RankError
 from trainkit.testing import run_ranks
 
 
@@ -37,7 +37,7 @@ def differences_on_this_rank(transport, run_dir):
         if optimizer == "adamw":  # which enlarges the rounding of gradients that are nearly zero
             settings["precision"] = "fp64"
         single = trained(
-            SingleDevice(device="cpu"),
+            SingleStrategy(device="cpu"),
             name,
             optimizer=optimizer,
             run_dir=run_dir / f"single_{dist.get_rank()}",
@@ -90,11 +90,11 @@ def resumed_across(run_dir):
         return task, Data(train=numbers(13), batch_size=6)
 
     whole = StepWeights()
-    train(SingleDevice(device="cpu"), *fresh(), whole, run_dir=run_dir / f"whole_{rank}", steps=8, precision="fp64")
+    train(SingleStrategy(device="cpu"), *fresh(), whole, run_dir=run_dir / f"whole_{rank}", steps=8, precision="fp64")
     parts = run_dir / "parts"
     bytes_kept = []
     if rank == 0:
-        train(SingleDevice(device="cpu"), *fresh(), StopAt(2), run_dir=parts, steps=8, precision="fp64")
+        train(SingleStrategy(device="cpu"), *fresh(), StopAt(2), run_dir=parts, steps=8, precision="fp64")
     dist.barrier()
     for stop, shard in ((4, True), (6, False), (7, True)):
         strategy = FusionStrategy(device="cpu", buffer_mb=0.0005, shard_optimizer=shard)
@@ -105,7 +105,7 @@ def resumed_across(run_dir):
         dist.barrier()
     last = StepWeights()
     alone = run_dir / f"alone_{rank}"
-    train(SingleDevice(device="cpu"), *fresh(), last, run_dir=alone, resume=parts, steps=8, precision="fp64")
+    train(SingleStrategy(device="cpu"), *fresh(), last, run_dir=alone, resume=parts, steps=8, precision="fp64")
     _, optimizer = load_state(parts)
     shapes = [tuple(state["exp_avg"].shape) for state in optimizer["state"].values()]
     return largest_difference(last.steps[-1:], whole.steps[-1:]), shapes, bytes_kept
@@ -174,7 +174,7 @@ def with_momentum_from_the_start(run_dir):
     train(strategy, task, data, kept, seen, run_dir=run_dir / "fusion", on_nonfinite="skip")
     own_memory = all(p.untyped_storage().nbytes() == p.nbytes for p in task.parameters())
     alone = run_dir / f"single_{dist.get_rank()}"
-    single = trained(SingleDevice(device="cpu"), "perceptron", run_dir=alone, on_nonfinite="skip")
+    single = trained(SingleStrategy(device="cpu"), "perceptron", run_dir=alone, on_nonfinite="skip")
     return kept.num_bytes, largest_difference(seen.steps, single), own_memory
 
 
@@ -230,7 +230,7 @@ def stepped_inside(run_dir):
     ):
         steps = []
         for strategy in (
-            SingleDevice(device="cpu"),
+            SingleStrategy(device="cpu"),
             FusionStrategy(
                 device="cpu",
                 shard_optimizer=True,
@@ -330,7 +330,7 @@ def test_flags_that_have_not_arrived_are_no_flags():
 def short_formats(transport, run_dir):
     """Train with gradients in bf16 on the wire, sharded and not; return differences from fp32 and between ranks."""
     found = {}
-    exact = trained(SingleDevice(device="cpu"), "perceptron", run_dir=run_dir / f"single_{dist.get_rank()}")
+    exact = trained(SingleStrategy(device="cpu"), "perceptron", run_dir=run_dir / f"single_{dist.get_rank()}")
     for shard in (False, True):
         strategy = FusionStrategy(
             device="cpu", transport=transport, wire="bf16", shard_optimizer=shard, buffer_mb=0.0005
@@ -365,7 +365,7 @@ def partly_used(run_dir):
     """Return the differences of sharded and plain fusion from single for a task with unused parameters."""
     found = []
     for strategy in (
-        SingleDevice(device="cpu", accumulate=dist.get_world_size()),
+        SingleStrategy(device="cpu", accumulate=dist.get_world_size()),
         FusionStrategy(device="cpu"),
         FusionStrategy(device="cpu", shard_optimizer=True),
         FusionStrategy(device="cpu", shard_optimizer=True, transport="exchange", buffer_mb=0.0005),
@@ -490,7 +490,7 @@ def with_sparse_gradients(run_dir):
         folder = run_dir / ("fusion" if found else f"single_{dist.get_rank()}")
         seen = StepWeights()
         data = Data(train=numbers(13), batch_size=6)
-        train(strategy or SingleDevice(device="cpu"), WithTable(), data, seen, run_dir=folder)
+        train(strategy or SingleStrategy(device="cpu"), WithTable(), data, seen, run_dir=folder)
         found[transport] = seen.steps
     with pytest.raises(UserError) as caught:
         train(FusionStrategy(device="cpu", shard_optimizer=True), WithTable(), data, run_dir=run_dir / "sharded")

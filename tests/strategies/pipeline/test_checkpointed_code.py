@@ -67,7 +67,7 @@ def _slope_and_norm(cuts):
     directions = [None for _ in parameters]
     loss()  # cuts the task
     middle = loss()
-    norm = float(strategy.gradient_norm(training.optimization))
+    norm = float(strategy._grad_norm(training.optimization))
     directions = [None if p.grad is None else p.grad / norm for p in parameters]
     step = 1e-5
     high = loss(step)

@@ -47,7 +47,9 @@ class _Hangs(Mlp):
 
 
 def _train(model, timeout):
-    strategy = PipelineStrategy(stages=dist.get_world_size(), device="cpu", split_points=["net.8"], timeout=timeout)
+    strategy = PipelineStrategy(
+        stages=dist.get_world_size(), device="cpu", split_points=["net.8"], timeout_seconds=timeout
+    )
     training = Training(make(model), strategy)
     torch.manual_seed(0)
     training.run(windows(model, sizes=[5, 3, 2], num_steps=2))
@@ -120,7 +122,7 @@ class _BreaksInBackward(Mlp):
 
 
 def _fail_between_steps():
-    strategy = PipelineStrategy(stages=2, device="cpu", split_points=["net.8"], timeout=4.0)
+    strategy = PipelineStrategy(stages=2, device="cpu", split_points=["net.8"], timeout_seconds=4.0)
     training = Training(make(Mlp), strategy)
     first, second = windows(Mlp, sizes=[5, 3, 2], num_steps=2)
     try:

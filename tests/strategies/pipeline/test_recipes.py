@@ -14,7 +14,7 @@ from trainkit.recipes.digits import DigitsData, DigitsTask
 from trainkit.recipes.digits_mlp import DigitsMLP
 from trainkit.recipes.gan import DigitsGAN, DigitsWithNoise
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit.callback import Callback
 from trainkit.checkpoints.store import load_from
@@ -105,7 +105,7 @@ def _same(first, second):
     ],
 )
 def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, stages, schedule, tmp_path):
-    expected, _, _, single = _fit(name, SingleDevice(device="cpu"), tmp_path / "single")
+    expected, _, _, single = _fit(name, SingleStrategy(device="cpu"), tmp_path / "single")
 
     pipeline = PipelineStrategy(stages=stages, schedule=schedule, device="cpu", timeline=True)
     task, _, _, result = _fit(name, pipeline, tmp_path / "pipeline")
@@ -121,7 +121,7 @@ def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, stages, sched
 
 
 def test_a_run_under_a_pipeline_goes_on_under_one_process_and_predicts_the_same(tmp_path):
-    expected, data, trainer, single = _fit("digits_mlp", SingleDevice(device="cpu"), tmp_path / "single")
+    expected, data, trainer, single = _fit("digits_mlp", SingleStrategy(device="cpu"), tmp_path / "single")
     wanted = trainer.predict(expected, data)
     run = tmp_path / "pipeline"
 
@@ -133,7 +133,7 @@ def test_a_run_under_a_pipeline_goes_on_under_one_process_and_predicts_the_same(
         callbacks=[Checkpoint(every=None)],
     )
     early = trainer.predict(task, data)
-    resumed, _, trainer, result = _fit("digits_mlp", SingleDevice(device="cpu"), run, resume=run)
+    resumed, _, trainer, result = _fit("digits_mlp", SingleStrategy(device="cpu"), run, resume=run)
 
     assert early.shape == wanted.shape
     assert _difference(resumed, expected) <= 1e-10
@@ -143,7 +143,7 @@ def test_a_run_under_a_pipeline_goes_on_under_one_process_and_predicts_the_same(
 
 @pytest.mark.slow
 def test_two_stages_and_two_replicas_have_the_weights_of_one_process_on_augmented_samples(tmp_path):
-    expected, data, trainer, single = _fit("digits augmented", SingleDevice(device="cpu"), tmp_path / "single")
+    expected, data, trainer, single = _fit("digits augmented", SingleStrategy(device="cpu"), tmp_path / "single")
     wanted = trainer.predict(expected, data)
 
     strategy = PipelineStrategy(stages=2, replicas=2, device="cpu", split_points=["network.3"])
@@ -194,12 +194,12 @@ def _handed_on(name, strategies, run):
 
 @pytest.mark.slow
 def test_a_run_in_phases_goes_from_one_process_to_two_stages_and_back(tmp_path):
-    expected, data, trainer, single = _fit("gan", SingleDevice(device="cpu"), tmp_path / "single", duration="6step")
+    expected, data, trainer, single = _fit("gan", SingleStrategy(device="cpu"), tmp_path / "single", duration="6step")
     wanted = trainer.predict(expected, data)
     strategies = [
-        SingleDevice(device="cpu"),
+        SingleStrategy(device="cpu"),
         PipelineStrategy(stages=2, device="cpu", split_points=["generator.3"]),
-        SingleDevice(device="cpu"),
+        SingleStrategy(device="cpu"),
     ]
     task, trainer, result = _handed_on("gan", strategies, tmp_path / "run")
 
@@ -210,13 +210,13 @@ def test_a_run_in_phases_goes_from_one_process_to_two_stages_and_back(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_from_one_process_to_four_stages_to_two_and_back(tmp_path):
-    expected, data, trainer, _ = _fit("char_lm", SingleDevice(device="cpu"), tmp_path / "single", duration="8step")
+    expected, data, trainer, _ = _fit("char_lm", SingleStrategy(device="cpu"), tmp_path / "single", duration="8step")
     wanted = trainer.test(expected, data)
     strategies = [
-        SingleDevice(device="cpu"),
+        SingleStrategy(device="cpu"),
         PipelineStrategy(stages=4, device="cpu"),
         PipelineStrategy(stages=2, device="cpu", schedule="gpipe"),
-        SingleDevice(device="cpu"),
+        SingleStrategy(device="cpu"),
     ]
     task, _, _ = _handed_on("char_lm", strategies, tmp_path / "run")
 

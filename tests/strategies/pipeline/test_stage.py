@@ -10,11 +10,10 @@ from trainkit.strategies.pipeline.planner import plan
 from trainkit.strategies.pipeline.stage import materialize
 from trainkit.strategies.pipeline.staged_model import cost_source
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.models import OWN, EncoderDecoder, Mlp, ResNet
 from tests.strategies.pipeline.training import Training, largest_difference, windows
-from trainkit.data import Data
 from trainkit.errors import UserError
 from trainkit.testing import run_ranks
 
@@ -168,7 +167,7 @@ def _train(model, num_steps):
     training = Training(task, strategy)
     strategy.prepare_steps(task, iter(steps))
     held = sum(p.untyped_storage().nbytes() for p in task.parameters() if p.untyped_storage().nbytes() > 8)
-    training.run(strategy.windows(iter(()), Data(train=[0], batch_size=1).source("train")))
+    training.run(strategy.step_batches(iter(()), pin_memory=False))
     weights = training.weights()
     saved = [weights, strategy.optimizer_state_dict(task, training.optimization)]
     dist.broadcast_object_list(saved, src=0)
@@ -183,7 +182,7 @@ def _train(model, num_steps):
         return held, None, None
     whole = _on_meta(model).double()
     materialize(whole, seed=11)
-    reference = Training(whole, SingleDevice(device="cpu")).run(steps)
+    reference = Training(whole, SingleStrategy(device="cpu")).run(steps)
     return held, largest_difference(weights, reference.weights()), largest_difference(*both)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp, ResNet
 from tests.strategies.pipeline.training import Training, largest_difference, make, windows
@@ -71,7 +71,7 @@ def _saving():
     fresh = resumed(_pipeline(Gpt)).run(steps[3:]).weights()
     if dist.get_rank():
         return {}
-    single = resumed(Training(make(Gpt), SingleDevice(device="cpu"))).run(steps[3:]).weights()
+    single = resumed(Training(make(Gpt), SingleStrategy(device="cpu"))).run(steps[3:]).weights()
     return {
         "keys": list(final) == list(make(Gpt).state_dict()),
         "pipeline to pipeline": largest_difference(final, fresh),
@@ -100,7 +100,7 @@ def _resuming():
     steps = windows(_Uneven, sizes=SIZES, num_steps=4)
     first = _pipeline(_Uneven).run(steps[:2])
     weights, optimizer = first.weights(), first.strategy.optimizer_state_dict(first.task, first.optimization)
-    weights, optimizer, choices = _shared((weights, copy.deepcopy(optimizer), first.strategy.choices()))
+    weights, optimizer, choices = _shared((weights, copy.deepcopy(optimizer), first.strategy.strategy_state()))
     generator = torch.get_rng_state()
     final = first.run(steps[2:]).weights()
 
@@ -108,10 +108,10 @@ def _resuming():
         training = _pipeline(_SlowElsewhere)
         training.strategy.load_state_dict(training.task, weights)
         training.strategy.load_optimizer_state_dict(training.task, training.optimization, copy.deepcopy(optimizer))
-        training.strategy.take_choices(choices)
+        training.strategy.load_strategy_state(choices)
         torch.set_rng_state(generator)
         training.run(steps[2:])
-        return training.weights(), training.strategy.choices()
+        return training.weights(), training.strategy.strategy_state()
 
     again, kept = resumed(choices)
     _, without = resumed({})
@@ -139,7 +139,7 @@ def _evaluation():
     trained = early.task.train() is early.task and early.run(steps)
     last = dist.get_rank() == dist.get_world_size() - 1
     return {
-        "stops evaluating": [training.strategy.stop_evaluating(asked) for asked in (last, False)],
+        "stops evaluating": [training.strategy.comm.should_stop_evaluation(asked) for asked in (last, False)],
         "evaluation": float(found.loss - expected["loss"]),
         "evaluated metric": float(found.metrics["accuracy"]) - float(expected["accuracy"]),
         "prediction": torch.equal(predicted, expected_prediction),
@@ -160,7 +160,7 @@ def _norm():
     _, norm = _pipeline(Gpt, clip=0.1).step(steps[0])
     if dist.get_rank():
         return {}
-    _, expected = Training(make(Gpt), SingleDevice(device="cpu"), clip=0.1).step(steps[0])
+    _, expected = Training(make(Gpt), SingleStrategy(device="cpu"), clip=0.1).step(steps[0])
     return {"norm": float(norm - expected)}
 
 
@@ -223,7 +223,7 @@ def _peak_of_saved_bytes(training, window):
 def _new_shapes():
     """Train on batches of sizes, then of widths of another kind, than the one recorded."""
     training = _pipeline(ManyInputs)
-    reference = Training(make(ManyInputs), SingleDevice(device="cpu"))
+    reference = Training(make(ManyInputs), SingleStrategy(device="cpu"))
     for sizes in ([4, 4], [5, 2], [1], [2, 3, 4, 5, 1]):
         for window in windows(ManyInputs, sizes=sizes, num_steps=1):
             training.step(window)
@@ -240,9 +240,9 @@ def _timeline():
 
 def _replicas():
     """Two copies of one stage: each sees other samples, and buffers are the first one's."""
-    strategy = PipelineStrategy(stages=1, replicas=2, device="cpu", timeout=77.0)
+    strategy = PipelineStrategy(stages=1, replicas=2, device="cpu", timeout_seconds=77.0)
     training = Training(make(ResNet), strategy)
-    training.run(windows(ResNet, sizes=[3, 3, 2, 2], num_steps=2, replica=strategy.rank, num_replicas=2))
+    training.run(windows(ResNet, sizes=[3, 3, 2, 2], num_steps=2, replica=strategy.comm.rank, num_replicas=2))
     means = [None, None]
     dist.all_gather_object(means, training.task.stem[1].running_mean)
     reducer = strategy._gradients[""]._reducer

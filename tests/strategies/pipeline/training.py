@@ -6,7 +6,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleDevice
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit.loops.fit_loop import make_phase_step
 from trainkit.loops.phases import PhaseControl
@@ -51,7 +51,7 @@ class Training:
             task, clip=Clip(norm=clip), precision=self.precision, total_steps=100, fused=False, skip=False
         )
         for optimization in self.optimizations:
-            strategy.prepare_optimization(task, optimization)
+            strategy.prepare_optimizer(task, optimization)
         self.optimization = self.optimizations[0]
         steps = [make_phase_step(task, strategy, optimization) for optimization in self.optimizations]
         self.control = PhaseControl(steps) if has_phases(task) else None
@@ -107,13 +107,15 @@ def compare(model, *, sizes, num_steps=10, precision="fp64", clip=None, replicas
     single = copy.deepcopy(task)
     strategy = PipelineStrategy(stages=dist.get_world_size() // replicas, replicas=replicas, **pipeline)
     training = Training(task, strategy, precision=precision, clip=clip)
-    mine = windows(model, sizes=sizes, num_steps=num_steps, replica=strategy.rank, num_replicas=replicas, dtype=dtype)
+    mine = windows(
+        model, sizes=sizes, num_steps=num_steps, replica=strategy.comm.rank, num_replicas=replicas, dtype=dtype
+    )
     training.run(mine)
     weights = training.weights()
     strategy.teardown()
     if dist.get_rank():
         return None
-    reference = Training(single, SingleDevice(device="cpu"), precision=precision, clip=clip)
+    reference = Training(single, SingleStrategy(device="cpu"), precision=precision, clip=clip)
     reference.run(windows(model, sizes=sizes, num_steps=num_steps, dtype=dtype))
     difference = largest_difference(weights, reference.weights())
     if replicas == 1:

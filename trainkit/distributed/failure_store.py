@@ -1,11 +1,18 @@
-"""Tell the other ranks why this one stopped, and who waits where."""
+"""The store in which ranks publish why they fail and where they are; it works while collectives hang.
+
+rank 0   waits ... times out: asks              reads "step 12, Task.training_step, train.py:17"
+rank 1   hangs in a read              its watchdog thread inspects the main thread's stack and answers
+"""
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from types import FrameType
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -21,14 +28,17 @@ GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", 
 """What errors say of a rank that is gone."""
 _LOST = (*GONE, "Timed out waiting", "wait timeout")
 
+POLL_SECONDS = 1.0  # between two checks whether a rank has asked
+_NOT_THE_USERS = frozenset({"torch", "trainkit", *sys.stdlib_module_names})
+
 
 class RankError(FailedElsewhere):
     """Another rank failed, died or did not come; the message names it."""
 
 
-def timed_out(board: FailureBoard, *, where: str, seconds: float) -> RankError:
+def timed_out(store: FailureStore, *, where: str, seconds: float) -> RankError:
     """Return the error of a rank that has waited for too long: where, and where every rank is."""
-    rank, who = board.rank, board.who_waits()
+    rank, who = store.rank, store.who_waits()
     return RankError(f"rank {rank} waited {seconds:.0f} s in {where}; who is where:\n{who}")
 
 
@@ -37,36 +47,22 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
 
 
-class FailureBoard(Protocol):
-    """A place that every rank can read: the first failure, and where each rank waits."""
+class FailureStore:
+    """The first failure and the position of each rank, in the key-value store of a process group.
 
-    rank: int
-    """Of whoever holds this view of the board."""
+    Args:
+        group: The ranks that share the store.
+        token: The same on all of them, and used for no other store.
 
-    def publish(self, message: str) -> None:
-        """Leave `message` as the root cause unless another rank has been first."""
-
-    def root_cause(self) -> str | None:
-        """Return what the first failing rank published, or None while all is well."""
-
-    def note_waiting(self, where: str) -> None:
-        """Leave word that this rank has been waiting at `where` for a while, or with "" that it no longer is."""
-
-    def who_waits(self) -> str:
-        """Return one line for each rank: where it waits, or that it has not been seen waiting."""
-
-
-class StoreBoard:
-    """A board in the key-value store of a process group; it works while collectives hang."""
+    """
 
     def __init__(self, group: dist.ProcessGroup, *, token: str) -> None:
-        """Open the board that all ranks with the same `token` share."""
         self.rank, self.world_size = group.rank(), group.size()
-        self.is_answered = False  # whether a thread of each rank answers questions, see `whereabouts`
+        self.is_answered = False  # whether a RankWatchdog of each rank answers questions
         self.store = PrefixStore(f"trainkit/{group.group_name}/{token}", _store_of(group))
 
     def publish(self, message: str) -> None:
-        """Leave `message` as the root cause unless another rank has been first."""
+        """Store `message` as the root cause unless another rank was first."""
         with suppress(dist.DistNetworkError):  # then nobody can be told
             if self.store.add(f"{FAILURE_KEY}/count", 1) == 1:
                 self.store.set(FAILURE_KEY, message)
@@ -79,11 +75,11 @@ class StoreBoard:
             return "the process that kept the ranks' store, rank 0 or the one that started them, is gone"
 
     def note_waiting(self, where: str) -> None:
-        """Leave word that this rank has been waiting at `where` for a while, or with "" that it no longer is."""
+        """Store that this rank has been waiting in `where` for a while; "" when it no longer is."""
         self.store.set(f"{WAITING_KEY}/{self.rank}", where)
 
     def who_waits(self) -> str:
-        """Return one line for each rank: where it waits, or what it does, or that it has not been seen waiting."""
+        """Return one line for each rank: where it waits, or what it does, or that it was not seen waiting."""
         places = self._ask() if self.is_answered else {}
         lines = []
         for rank in range(self.world_size):
@@ -99,11 +95,11 @@ class StoreBoard:
         return self.store.add(QUESTION_KEY, 0)
 
     def answer(self, question: int, place: str) -> None:
-        """Leave word where this rank is."""
+        """Store where this rank is."""
         self.store.set(f"{QUESTION_KEY}/{question}/{self.rank}", place)
 
     def _ask(self) -> dict[int, str]:
-        """Return where the ranks say that they are; those that do not say so in time are left out."""
+        """Return the positions of the ranks that answer in time."""
         question = self.store.add(QUESTION_KEY, 1)
         places: dict[int, str] = {}
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -121,6 +117,56 @@ class StoreBoard:
         if not self.store.check([key]):
             return None
         return self.store.get(key).decode()
+
+
+class RankWatchdog:
+    """A thread that answers in a failure store where the thread is that made it, until it is closed.
+
+    Args:
+        store: Where other ranks ask.
+        step: Returns the step that the rank is in.
+        describe: Returns what a stack of calls is doing, the outermost first, or "".
+
+    """
+
+    def __init__(
+        self, store: FailureStore, *, step: Callable[[], int], describe: Callable[[Sequence[FrameType]], str]
+    ) -> None:
+        self.store, self.step, self.describe = store, step, describe
+        self._watched = threading.get_ident()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._answer_all, name="trainkit-watchdog", daemon=True)
+        store.is_answered = True
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; may be called twice."""
+        self.store.is_answered = False
+        self._closing.set()
+        self._thread.join(timeout=5.0)
+
+    def _answer_all(self) -> None:
+        answered = 0
+        with suppress(RuntimeError):  # the store is gone, and with it whoever could ask
+            while not self._closing.wait(POLL_SECONDS):
+                asked = self.store.num_questions()
+                if asked > answered:
+                    answered = asked
+                    frame = sys._current_frames().get(self._watched)
+                    place = "nowhere: its thread has ended" if frame is None else place_of(frame, self.describe)
+                    self.store.answer(asked, f"step {self.step()}, {place}")
+
+
+def place_of(innermost: FrameType, describe: Callable[[Sequence[FrameType]], str]) -> str:
+    """Return what the stack below a frame is doing, and the innermost line of the user's own code."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        frames.insert(0, frame)
+        frame = frame.f_back
+    own = [f for f in frames if str(f.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS]
+    line = f"{own[-1].f_code.co_filename}:{own[-1].f_lineno}" if own else ""
+    return ", ".join(part for part in (describe(frames), line) if part)
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:

@@ -1,0 +1,1 @@
+"""What ranks say to each other: collectives, and the store of failures."""
