@@ -115,7 +115,7 @@ def run_in_terminal(
                 os.write(near, type_when[1])
                 type_when = None
         shown.screens.append([line.rstrip() for line in screen.display])
-        shown.exit_code = process.wait(timeout_seconds=20)
+        shown.exit_code = process.wait(timeout=20)
     finally:
         process.kill()
         process.wait()

@@ -66,7 +66,7 @@ def test_a_rank_begins_once_all_are_started_and_ends_if_they_will_not_be(tmp_pat
         time.sleep(0.3)
         assert rank.poll() is None
         folder.rmdir()
-        assert rank.wait(timeout_seconds=20) == 1
+        assert rank.wait(timeout=20) == 1
         assert not ran.exists()
     finally:
         rank.kill()

@@ -16,7 +16,7 @@ from trainkit.loops.rollback import NonFinitePolicy
 from trainkit.loops.skipped_steps import SkipListedSteps, SkippedSteps
 from trainkit.optimization import Optimization
 from trainkit.run import Run
-from trainkit.strategy import Strategy, uses_auto_micro_batch
+from trainkit.strategy import Strategy, uses_auto_micro_batch, SupportsPhases
 from trainkit.task import TaskModule
 from trainkit.window import Window
 
@@ -228,6 +228,7 @@ def make_phase_step(task: TaskModule, strategy: Strategy, optimization: Optimiza
     """Return the calls of one optimizer, without options around them."""
 
     def begin(step_name: str | None) -> None:
+        assert isinstance(strategy, SupportsPhases)  # checked before training
         strategy.begin_phase(optimization, step_name=step_name or optimization.step_name)
 
     return PhaseStep(
