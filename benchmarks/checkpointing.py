@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from trainkit.checkpoints.store import CheckpointStore
-from trainkit.checkpoints.writer import AsyncWriter
+from trainkit.checkpoint.async_writer import AsyncWriter
+from trainkit.checkpoint.store import CheckpointStore
 
 
 def main() -> None:

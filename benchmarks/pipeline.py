@@ -24,10 +24,10 @@ from trainkit.strategies.pipeline.planner import plan
 from trainkit.strategies.pipeline.schedules import Span, bubble, idle_share
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
-from trainkit.precision import Precision
+from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.optim.precision import Precision
 from trainkit.task import TaskModule
 from trainkit.testing import run_ranks
-from trainkit.window import MicroBatch, Window
 
 VOCABULARY, LENGTH, BATCH_SIZE = 512, 64, 32
 WARM_UP_ROUNDS = 2
@@ -188,7 +188,7 @@ def _own(
     strategy.setup(Precision())
     strategy.prepare(task)
     pairs = zip(batch[0].chunk(count), batch[1].chunk(count), strict=True)
-    window = Window([MicroBatch(pair, len(pair[0])) for pair in pairs], BATCH_SIZE, BATCH_SIZE, False)
+    window = StepBatch([MicroBatch(pair, len(pair[0])) for pair in pairs], BATCH_SIZE, BATCH_SIZE, False)
 
     def step() -> None:
         strategy.forward_backward(task, window)
@@ -295,7 +295,7 @@ def overhead_on_rank(depth: int) -> dict[str, float]:
     strategy.setup(Precision())
     strategy.prepare(task)
     tokens = torch.randint(0, VOCABULARY, (1, LENGTH))
-    window = Window([MicroBatch((tokens, tokens), 1) for _ in range(4)], 4, 4, False)
+    window = StepBatch([MicroBatch((tokens, tokens), 1) for _ in range(4)], 4, 4, False)
     for _ in range(3):
         strategy.forward_backward(task, window)
     staged = next(iter(strategy.staged_model.steps.values()))

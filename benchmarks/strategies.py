@@ -24,17 +24,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
-from trainkit.strategies.fusion.parts import imbalance, whole_variable_loads
+from trainkit.strategies.fusion.partition import imbalance, naive_bytes_per_server
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from trainkit import TaskModule
-from trainkit.optimization import Clip, configure
-from trainkit.precision import Precision
+from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.optim.optimizer import GradientClipping, configure_optimizers
+from trainkit.optim.precision import Precision
 from trainkit.strategy import Strategy
 from trainkit.testing import run_ranks
-from trainkit.window import MicroBatch, Window
 
 STOCK = "torch_ddp"
 STEPS_OF_A_TURN = 4
@@ -128,12 +128,12 @@ class Runner:
         plan = strategy.plan(num_samples)
         mine = num_samples // strategy.comm.world_size
         sizes = [min(plan.micro_batch_size, mine - start) for start in range(0, mine, plan.micro_batch_size)]
-        self.window = Window(
+        self.window = StepBatch(
             [MicroBatch(self.task.batch(size), size) for size in sizes], num_samples, num_samples, False
         )
         strategy.prepare(self.task)
-        (self.optimization,) = configure(
-            self.task, clip=Clip(), precision=strategy.precision, total_steps=None, fused=True, skip=False
+        (self.optimization,) = configure_optimizers(
+            self.task, clip=GradientClipping(), precision=strategy.precision, total_steps=None, fused=True, skip=False
         )
         strategy.prepare_optimizer(self.task, self.optimization)
 
@@ -235,7 +235,7 @@ def server_balance(ranks: int) -> dict[str, float]:
     return {
         "parts in shared memory": imbalance(shared_memory),
         "parts through gloo": imbalance(exchange),
-        "whole variables": imbalance(whole_variable_loads(Lopsided.sizes, ranks)),
+        "whole variables": imbalance(naive_bytes_per_server(Lopsided.sizes, ranks)),
     }
 
 

@@ -8,21 +8,15 @@ from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Literal
 
 from trainkit.callback import Callback
-from trainkit.checkpoints.store import (
-    CheckpointEntry,
-    CheckpointError,
-    CheckpointStore,
-    DamagedCheckpoint,
-    Monitor,
-)
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointError, CheckpointStore, DamagedCheckpoint, Monitor
 from trainkit.duration import Duration, Interval
 from trainkit.errors import NonFiniteLoss, UserError, nearest
-from trainkit.optimization import Optimization
+from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.state import TrainState
 from trainkit.strategy import Strategy
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -323,7 +317,7 @@ def _was_updating(error: BaseException, strategy: Strategy) -> bool:
     """Return whether the error came from inside a step's update, where some weights are new and others old."""
     update = {
         type(strategy).optimizer_step.__code__,
-        Optimization.step_schedules.__code__,
+        PhaseOptimizer.step_schedules.__code__,
         TrainState.advance.__code__,
     }
     return not update.isdisjoint(_codes(error.__traceback__))

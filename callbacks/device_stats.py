@@ -12,7 +12,7 @@ import torch
 from trainkit.callback import Callback
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 MIB = 2**20
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.callback import Callback
-from trainkit.checkpoints.payload import identity_of
+from trainkit.checkpoint.serialization import storage_key
 from trainkit.duration import Duration
 from trainkit.errors import UserError
 from trainkit.strategy import local_state
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 AVERAGE = "average"
@@ -221,7 +221,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     copied = copy(state)  # with what modules note of their versions
     for name, value in state.items():
         if isinstance(value, Tensor):
-            identity = identity_of(value)
+            identity = storage_key(value)
             copies.setdefault(identity, value.detach().clone())
             copied[name] = copies[identity]
     return copied

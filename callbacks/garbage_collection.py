@@ -9,7 +9,7 @@ from trainkit.callback import Callback
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 
 class GarbageCollection(Callback):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.errors import UserError
-from trainkit.optimization import Optimization
+from trainkit.optim.optimizer import PhaseOptimizer
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class GradientNorms(Callback):
     def close(self) -> None:
         self._measured = {}
 
-    def _look(self, run: Run, optimization: Optimization, names: dict[int, str]) -> None:
+    def _look(self, run: Run, optimization: PhaseOptimizer, names: dict[int, str]) -> None:
         if (run.state.step + 1) % self.every:
             return
         having = [parameter for parameter in optimization.parameters if parameter.grad is not None]

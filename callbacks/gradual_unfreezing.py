@@ -13,7 +13,7 @@ from trainkit.duration import Duration
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 
 class GradualUnfreezing(Callback):

@@ -12,8 +12,8 @@ from trainkit.errors import UserError
 from trainkit.strategy import local_state
 
 if TYPE_CHECKING:
-    from trainkit.optimization import Optimization
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
+    from trainkit.optim.optimizer import PhaseOptimizer
 
 
 class Histograms(Callback):
@@ -53,7 +53,7 @@ class Histograms(Callback):
                     run.log_histogram(f"weights/{name}", tensor)
             self._wanted = {optimization.phase for optimization in run.optimizations}
 
-    def _look(self, run: Run, optimization: Optimization, names: dict[int, str]) -> None:
+    def _look(self, run: Run, optimization: PhaseOptimizer, names: dict[int, str]) -> None:
         if optimization.phase not in self._wanted:
             return
         self._wanted.remove(optimization.phase)

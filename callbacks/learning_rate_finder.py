@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from trainkit.batches import map_tensors
 from trainkit.callback import Callback
-from trainkit.checkpoints.file import write_text
-from trainkit.console import say
+from trainkit.checkpoint.files import write_text
+from trainkit.data.batch import StepBatch
 from trainkit.errors import UserError, nearest
 from trainkit.loops.fit_loop import make_phase_step
 from trainkit.loops.phases import PhaseControl
 from trainkit.metrics.accumulate import WeightedMeans
-from trainkit.optimization import Optimization
+from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.report.charts import line_chart
 from trainkit.rng import preserve_rng
+from trainkit.run_dir.console import say
 from trainkit.strategy import local_state
-from trainkit.window import Window
+from trainkit.tree import map_tensors
 
 if TYPE_CHECKING:
+    from trainkit.loops.run import Run
     from trainkit.metrics.step_output import StepOutput
-    from trainkit.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class LearningRateFinder(Callback):
         elif self.on_finish == "apply" and self.suggestion is not None:
             _apply(optimization, self.suggestion)
 
-    def _swept(self, run: Run) -> Optimization:
+    def _swept(self, run: Run) -> PhaseOptimizer:
         """Return the optimizer whose rate is varied."""
         phases = {optimization.phase: optimization for optimization in run.optimizations}
         if (self.phase or "") in phases:
@@ -119,7 +119,7 @@ class LearningRateFinder(Callback):
             f"{nearest(self.phase, list(phases))} Choose {', '.join(phases)}."
         )
 
-    def _sweep(self, run: Run, optimization: Optimization) -> tuple[list[float], list[float]]:
+    def _sweep(self, run: Run, optimization: PhaseOptimizer) -> tuple[list[float], list[float]]:
         """Return the rates and their losses, the same on every rank. Collective."""
         rates: list[float] = []
         losses: list[float] = []
@@ -210,7 +210,7 @@ class TrialPhases(PhaseControl):
         steps = [make_phase_step(run.task, run.strategy, optimization) for optimization in run.optimizations]
         super().__init__([replace(step, step_schedules=_keep_schedules) for step in steps])
 
-    def make_step(self, run: Run, window: Window, *, number: int) -> list[StepOutput]:
+    def make_step(self, run: Run, window: StepBatch, *, number: int) -> list[StepOutput]:
         """Return the outputs of the phases that take part in step `number`. Collective."""
         self.begin(window, num_steps=number)
         if run.task.manual:
@@ -266,7 +266,7 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
     return smooth
 
 
-def _windows(run: Run) -> Iterator[Window]:
+def _windows(run: Run) -> Iterator[StepBatch]:
     """Yield the step batches of epoch after epoch."""
     assert run.feed is not None
     for epoch in count():
@@ -278,7 +278,7 @@ def _windows(run: Run) -> Iterator[Window]:
             return
 
 
-def _scale(optimization: Optimization, rate: float) -> None:
+def _scale(optimization: PhaseOptimizer, rate: float) -> None:
     """Set the largest rate of the groups to `rate`, and keep their ratios."""
     groups = [group for group in optimization.optimizer.param_groups if "lr" in group]
     largest = max(float(group.get("initial_lr", group["lr"])) for group in groups)
@@ -286,7 +286,7 @@ def _scale(optimization: Optimization, rate: float) -> None:
         group["lr"] = rate * (float(group.get("initial_lr", group["lr"])) / largest if largest else 1.0)
 
 
-def _apply(optimization: Optimization, rate: float) -> None:
+def _apply(optimization: PhaseOptimizer, rate: float) -> None:
     """Scale the rates of all groups and their schedules, so that the largest initial rate is `rate`."""
     groups = optimization.optimizer.param_groups
     factor = rate / max(float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
-from trainkit.weight_decay import SPLIT_FROM
+from trainkit.optim.optimizer import SPLIT_FROM
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 
 class LearningRateMonitor(Callback):

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.checkpoints.file import write_text
-from trainkit.console import Table, plain, show
+from trainkit.checkpoint.files import write_text
+from trainkit.run_dir.console import Table, plain, show
 from trainkit.strategy import local_state
 
 from .model_summary import in_bytes
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 
 class MemoryReport(Callback):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainkit.batches import to_device
 from trainkit.callback import Callback
-from trainkit.model_graph import record_graph
-from trainkit.step_cost import steps_of
+from trainkit.model.flops import steps_of
+from trainkit.model.graph import record_graph
 from trainkit.strategy import local_state
+from trainkit.tree import to_device
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 
 class ModelGraph(Callback):

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainkit.batches import to_device
 from trainkit.callback import Callback
-from trainkit.console import Table, say, show
 from trainkit.errors import UserError
-from trainkit.linear_scaling import linear_scaling
-from trainkit.step_cost import StepCost, cost_of_step, steps_of
+from trainkit.model.flops import StepCost, cost_of_step, steps_of
+from trainkit.optim.lr_schedule import linear_scaling
+from trainkit.run_dir.console import Table, say, show
 from trainkit.strategy import local_state
+from trainkit.tree import to_device
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

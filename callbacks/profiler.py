@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.callback import Callback
-from trainkit.console import Table, say, show
 from trainkit.errors import UserError
+from trainkit.model.flops import FlopCount
 from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
-from trainkit.step_cost import FlopCount
+from trainkit.run_dir.console import Table, say, show
 from trainkit.strategy import Strategy, SupportsOverlapProfile
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
-from trainkit.checkpoints.store import CheckpointEntry, CheckpointError, CheckpointStore, Monitor
-from trainkit.console import Table, clock, number, on_terminal, say, show, terminal
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointError, CheckpointStore, Monitor
 from trainkit.errors import UserError
+from trainkit.run_dir.console import Table, clock, number, on_terminal, say, show, terminal
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 _BAR_WIDTH = 24
 _SHOWN_ELSEWHERE = ("train/epoch", "train/samples_per_second", "train/steps_per_second")

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainkit.batches import map_tensors
 from trainkit.callback import Callback
-from trainkit.checkpoints.file import write_text
+from trainkit.checkpoint.files import write_text
+from trainkit.data.batch import MicroBatch
+from trainkit.data.readers import make_reader
 from trainkit.errors import UserError
-from trainkit.reading import make_reader
 from trainkit.rng import preserve_rng
-from trainkit.window import MicroBatch
+from trainkit.tree import map_tensors
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 
 class SampleWriter(Callback):

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
-from trainkit.console import clock, say
 from trainkit.loops.step_timer import StepTimer
+from trainkit.run_dir.console import clock, say
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 FILENAME = "step_times.jsonl"
 MAX_DATA_WAIT = 0.2

@@ -10,7 +10,7 @@ from trainkit.errors import UserError
 from .ema import WeightAveraging
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
 
 
 class SWA(WeightAveraging):

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import Dataset
 from trainkit.recipes.digits import DigitsData
 
-from trainkit.data import Data
+from trainkit.data.data import Data
 from trainkit.errors import UserError
 from trainkit.task import TaskModule
 

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import TensorDataset
 
-from trainkit.data import Data
+from trainkit.data.data import Data
 from trainkit.errors import UserError
 from trainkit.task import TaskModule
 

@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from trainkit.data import Data
+from trainkit.data.data import Data
+from trainkit.data.prepare import prepare_folder
 from trainkit.errors import UserError, nearest
-from trainkit.prepared_folder import prepare_folder
 from trainkit.task import TaskModule
 
 _NUM_BYTES = 256

@@ -20,9 +20,9 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from trainkit.data import Data
+from trainkit.data.data import Data
+from trainkit.data.prepare import prepare_folder
 from trainkit.errors import UserError
-from trainkit.prepared_folder import prepare_folder
 from trainkit.task import TaskModule
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"

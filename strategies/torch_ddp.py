@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.batches import to_device
+from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.metrics.step_output import StepOutput, read_training_output
-from trainkit.optimization import Optimization
+from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
 from trainkit.task import TaskModule
-from trainkit.window import MicroBatch, Window
+from trainkit.tree import to_device
 
-from .ddp.buckets import ring_bytes
-from .process_group import MultiProcessStrategy, RankSettings
+from .ddp.bucket_plan import ring_bytes
+from .multiprocess import MultiProcessStrategy, RankSettings
 
 _SAMPLE_RATE = 100  # PyTorch's default: one measured step of this many
 _ITS_ARGUMENTS = signature(DistributedDataParallel.__init__).parameters
@@ -89,7 +89,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
         self._last: Any = None  # the batch that this rank had last
         self._has_stepped = False
 
-    def prepare_optimizer(self, task: TaskModule, optimization: Optimization) -> None:
+    def prepare_optimizer(self, task: TaskModule, optimization: PhaseOptimizer) -> None:
         """Wrap the training step, beside the task, so that the task's own names do not change; collective."""
         self._wrapped = DistributedDataParallel(
             _TrainingStep(task),
@@ -104,7 +104,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
         self._through = _Through(self._wrapped)
         self._last, self._has_stepped = None, False
 
-    def forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
+    def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
         if batch.micro_batches:
             self._last = batch.micro_batches[0].batch
@@ -132,7 +132,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
         if self._last is None:
             self._last = self._move(batch)
 
-    def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: Window) -> None:
+    def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add this micro-batch's part to the gradients, such that PyTorch's mean over ranks is the sum."""
         loss = output.loss
         assert loss is not None

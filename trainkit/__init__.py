@@ -9,35 +9,36 @@ __path__ = extend_path(__path__, __name__)
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
-    from trainkit.data import Data
+    from trainkit.custom_loop import Session, session
+    from trainkit.data.batch import BatchPlan
+    from trainkit.data.data import Data
+    from trainkit.data.mixture import Mixture, Sequential
+    from trainkit.data.packing import Packed
     from trainkit.duration import Duration
     from trainkit.errors import Stopped, UserError
     from trainkit.logger import Logger
     from trainkit.loops.phases import PhaseControl
     from trainkit.metrics.metric import Metric
-    from trainkit.optim.phase import Phase, Schedule
-    from trainkit.packing import Packed
-    from trainkit.sessions import Session, session
-    from trainkit.several_datasets import InSequence, Mixture
+    from trainkit.optim.lr_schedule import LRSchedule
+    from trainkit.optim.phase import Phase
     from trainkit.state import TrainState
     from trainkit.strategy import Strategy
     from trainkit.task import TaskModule
     from trainkit.trainer import Trainer
-    from trainkit.window import BatchPlan
 
 __all__ = [
     "BatchPlan",
     "Callback",
     "Data",
     "Duration",
-    "InSequence",
+    "LRSchedule",
     "Logger",
     "Metric",
     "Mixture",
     "Packed",
     "Phase",
     "PhaseControl",
-    "Schedule",
+    "Sequential",
     "Session",
     "Stopped",
     "Strategy",
@@ -50,26 +51,26 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BatchPlan": "window",
+    "BatchPlan": "data.batch",
     "Callback": "callback",
-    "Data": "data",
+    "Data": "data.data",
     "Duration": "duration",
-    "InSequence": "several_datasets",
+    "LRSchedule": "optim.lr_schedule",
     "Logger": "logger",
     "Metric": "metrics.metric",
-    "Mixture": "several_datasets",
-    "Packed": "packing",
+    "Mixture": "data.mixture",
+    "Packed": "data.packing",
     "Phase": "optim.phase",
     "PhaseControl": "loops.phases",
-    "Schedule": "optim.phase",
-    "Session": "sessions",
+    "Sequential": "data.mixture",
+    "Session": "custom_loop",
     "Stopped": "errors",
     "Strategy": "strategy",
     "TaskModule": "task",
     "TrainState": "state",
     "Trainer": "trainer",
     "UserError": "errors",
-    "session": "sessions",
+    "session": "custom_loop",
 }
 
 

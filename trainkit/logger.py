@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainkit.loggers.media import Histogram
-    from trainkit.model_graph import ModelGraph
+    from trainkit.model.graph import ModelGraph
 
 HyperParameter = str | int | float | bool
 """A leaf of a run's config."""

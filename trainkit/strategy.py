@@ -16,20 +16,20 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from trainkit.batches import to_device
-from trainkit.checkpoints.shards import Shards
+from trainkit.checkpoint.shard_files import ShardedState
+from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch, split_error
+from trainkit.data.prefetch import prefetched
+from trainkit.data.sampler import Order, ShardSampler
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import metrics_in
-from trainkit.optimization import Optimization
-from trainkit.precision import Precision
-from trainkit.prefetch import prefetched
+from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.optim.precision import Precision
 from trainkit.profiling.timeline import Overlap
-from trainkit.sampling import Order, ShareSampler
 from trainkit.signals import ALWAYS
 from trainkit.task import TaskModule
-from trainkit.window import BatchPlan, MicroBatch, Window, split_error
+from trainkit.tree import to_device
 
 T = TypeVar("T")
 _NO_CONTEXT = nullcontext()
@@ -125,7 +125,7 @@ class Strategy:
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         self._all_trained = self._trained
 
-    def prepare_optimizer(self, task: TaskModule, optimization: Optimization) -> None:
+    def prepare_optimizer(self, task: TaskModule, optimization: PhaseOptimizer) -> None:
         """Arrange for the optimizer's gradients to be reduced; collective, before a run is restored.
 
         Called once for each phase of a task that has several; raises UserError for an optimizer it cannot step.
@@ -152,11 +152,11 @@ class Strategy:
             size = min(share, self.micro_batch_size or share)
         return BatchPlan(batch_size, world_size, -(-share // size), size)
 
-    def sampler(self, dataset: Any, order: Order) -> ShareSampler:
+    def sampler(self, dataset: Any, order: Order) -> ShardSampler:
         """Return the sampler of this rank's shard of each global batch."""
-        return ShareSampler(dataset, order, rank=self.comm.rank, world_size=self.comm.world_size)
+        return ShardSampler(dataset, order, rank=self.comm.rank, world_size=self.comm.world_size)
 
-    def step_batches(self, batches: Iterator[Window], *, pin_memory: bool) -> Iterator[Window]:
+    def step_batches(self, batches: Iterator[StepBatch], *, pin_memory: bool) -> Iterator[StepBatch]:
         """Return the batches with their micro-batches on the device; on CUDA one is copied ahead."""
         if self.device.type == "cpu" and self.precision.batch_type is None:
             return batches
@@ -167,7 +167,7 @@ class Strategy:
 
     # ---- A step
 
-    def forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
+    def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective.
 
         Gradients are added to those that are there. Returns the outputs of this rank's own micro-batches, without
@@ -189,7 +189,7 @@ class Strategy:
         """Return a context in which a backward adds to this rank's own gradients only; nothing is reduced."""
         return _NO_CONTEXT
 
-    def optimizer_step(self, optimization: Optimization) -> Tensor | None:
+    def optimizer_step(self, optimization: PhaseOptimizer) -> Tensor | None:
         """Unscale, clip, update, and drop the gradients; collective.
 
         Returns the global norm of the gradients before clipping, a scalar on the device, where it was needed.
@@ -210,7 +210,7 @@ class Strategy:
         """Return the context of a step's last backward: at its end gradients are summed over ranks. Collective."""
         return _NO_CONTEXT
 
-    def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: Window) -> None:
+    def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add this micro-batch's part to the gradients and free its graph."""
         loss = output.loss
         assert loss is not None
@@ -218,7 +218,7 @@ class Strategy:
         self.precision.scale(loss if isinstance(weight, float) and weight == 1.0 else loss * weight).backward()
         output.loss = loss.detach()
 
-    def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: Window) -> None:
+    def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: StepBatch) -> None:
         """Divide by the batch's sum of weights where the task returned weights of its own; collective."""
         if len(outputs) > 1 and any(output.own_weight for output in outputs):
             self._scale_gradients(_quotient(batch.num_samples, sum(output.weight for output in outputs)))
@@ -228,7 +228,7 @@ class Strategy:
         if gradients:  # a pipeline's stage may have none
             torch._foreach_mul_(gradients, factor)
 
-    def _grad_norm(self, optimization: Optimization) -> Tensor:
+    def _grad_norm(self, optimization: PhaseOptimizer) -> Tensor:
         """Return the global 2-norm of the gradients, a scalar on the device; collective."""
         return torch.nn.utils.get_total_norm(optimization.gradients())
 
@@ -260,11 +260,11 @@ class Strategy:
         """Give the task the parameters and buffers in `saved`, which is complete on every rank."""
         task.load_state_dict(saved)
 
-    def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
+    def optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer) -> dict[str, Any]:
         """Return the optimizer's state; complete on rank 0."""
         return optimization.optimizer.state_dict()
 
-    def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer, saved: dict[str, Any]) -> None:
         """Give the optimizer the state in `saved`, which is complete on every rank."""
         own = optimization.optimizer.param_groups
         pairs = zip(saved["param_groups"], own, strict=True)
@@ -286,7 +286,7 @@ class PhaseTraining(Strategy):
     def check_phases(self, task: TaskModule) -> None:
         """Raise UserError for a task whose phases cannot be trained; called before any process is started."""
 
-    def begin_phase(self, optimization: Optimization, *, step_name: str) -> None:
+    def begin_phase(self, optimization: PhaseOptimizer, *, step_name: str) -> None:
         """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
         own = {id(parameter) for parameter in optimization.parameters}
         for parameter in self._all_trained:
@@ -317,7 +317,7 @@ class SupportsPhases(Protocol):
     def check_phases(self, task: TaskModule) -> None:
         """Raise UserError for a task whose phases cannot be trained; called before any process is started."""
 
-    def begin_phase(self, optimization: Optimization, *, step_name: str) -> None:
+    def begin_phase(self, optimization: PhaseOptimizer, *, step_name: str) -> None:
         """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
 
     def end_phases(self) -> None:
@@ -354,7 +354,7 @@ class SupportsOverlapProfile(Protocol):
 class SupportsShardedState(Protocol):
     """Holds parameters or optimizer state of which no rank has all."""
 
-    def shards(self, task: TaskModule, optimizations: Sequence[Optimization]) -> Shards | None:
+    def shards(self, task: TaskModule, optimizations: Sequence[PhaseOptimizer]) -> ShardedState | None:
         """Return this rank's shards of the state; `None` while one rank has all of it. Collective."""
 
     def local_state(self, task: TaskModule) -> dict[str, Tensor]:
@@ -365,7 +365,7 @@ class SupportsShardedState(Protocol):
 class PreparesSteps(Protocol):
     """Has to see the first batch of training before anything is evaluated."""
 
-    def prepare_steps(self, task: TaskModule, batches: Iterator[Window]) -> None:
+    def prepare_steps(self, task: TaskModule, batches: Iterator[StepBatch]) -> None:
         """Get ready for the first step; collective.
 
         `batches` are those that training begins with, not on the device yet; `step_batches` returns the one that was
@@ -434,7 +434,7 @@ def check_phases_run(task: TaskModule, strategy: Strategy) -> None:
     strategy.check_phases(task)
 
 
-def loss_weight(output: StepOutput, micro_batch: MicroBatch, batch: Window) -> float | Tensor:
+def loss_weight(output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> float | Tensor:
     """Return what a micro-batch's loss is multiplied by in the sum that backward starts from."""
     if micro_batch.num_samples != batch.num_samples:
         return output.weight / batch.num_samples

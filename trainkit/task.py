@@ -12,7 +12,7 @@ from trainkit.errors import UserError
 
 StepReturn = Tensor | Mapping[str, Tensor | float]
 OptimizerSpec = Optimizer | tuple[Optimizer, Any]
-"""An optimizer, or an optimizer and an LRScheduler, a `trainkit.Schedule`, or a list of them."""
+"""An optimizer, or an optimizer and an LRScheduler, a `trainkit.LRSchedule`, or a list of them."""
 
 
 class TaskModule(nn.Module):
@@ -50,7 +50,7 @@ class TaskModule(nn.Module):
 
         Declare it as `configure_optimizers(self)`, or as `configure_optimizers(self, total_steps)` to be told how
         many optimizer steps the run will take. A schedule is an `LRScheduler`, which then steps after every
-        optimizer step, or a `trainkit.Schedule`, which says when.
+        optimizer step, or a `trainkit.LRSchedule`, which says when.
         """
         raise UserError(
             f"{type(self).__name__} has no configure_optimizers; define "

@@ -12,24 +12,30 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainkit import registry
 from trainkit.callback import Callback
-from trainkit.checkpoints.store import CHECKPOINTS, resolve
-from trainkit.continuation import AUTO, run_to_continue
-from trainkit.data import Data
+from trainkit.checkpoint.store import CHECKPOINTS, resolve
+from trainkit.data.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
-from trainkit.fit_config import FitConfig, NonfinitePolicy
-from trainkit.linear_scaling import ReferenceBatchSize
 from trainkit.logger import Logger
-from trainkit.model_settings import ModelTransforms
-from trainkit.optimization import Clip
-from trainkit.precision import Precision
-from trainkit.rank import FitResult, evaluate_on_rank, fit_on_rank
+from trainkit.loops.fit_config import FitConfig, NonfinitePolicy
+from trainkit.loops.worker import FitResult, evaluate_on_rank, fit_on_rank
+from trainkit.model.transforms import ModelTransforms
+from trainkit.optim.lr_schedule import ReferenceBatchSize
+from trainkit.optim.optimizer import GradientClipping
+from trainkit.optim.precision import Precision
 from trainkit.report.config_diff import ConfigChange
 from trainkit.report.run_report import reported
-from trainkit.run_folder import check_run_dir, choose_run_dir
-from trainkit.run_lock import check_not_locked
-from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named
-from trainkit.slurm import check_goes_on, requeue_job, signal_to_requeue_after
+from trainkit.run_dir.folder import check_run_dir, choose_run_dir
+from trainkit.run_dir.lock import check_not_locked
+from trainkit.run_dir.resume_auto import AUTO, find_run_to_resume
+from trainkit.signals import (
+    ALWAYS,
+    EXIT_CODES,
+    check_goes_on,
+    preemption_signal_named,
+    requeue_job,
+    signal_to_requeue_after,
+)
 from trainkit.strategy import Strategy, check_phases_run
 from trainkit.task import TaskModule, has_phases
 
@@ -134,7 +140,7 @@ class Trainer:
             log_every=Duration.parse(log_every, where="log_every"),
             seed=seed,
             precision=Precision(precision, tf32=tf32),
-            clip=Clip(max_grad_norm, max_grad_value),
+            clip=GradientClipping(max_grad_norm, max_grad_value),
             transforms=ModelTransforms(freeze, activation_checkpointing, channels_last, sync_batch_norm),
             compile=compile,
             deterministic=deterministic,
@@ -260,7 +266,7 @@ class Trainer:
     def _run_to_continue(self, task: TaskModule) -> Path | None:
         if self.fit_config.fast_dev_run:
             return None
-        found = run_to_continue(self.run_dir, name=type(task).__name__, max_duration=self.fit_config.max_duration)
+        found = find_run_to_resume(self.run_dir, name=type(task).__name__, max_duration=self.fit_config.max_duration)
         found.log()
         return found.run_dir
 

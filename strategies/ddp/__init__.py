@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .module import DistributedDataParallel
+    from .distributed_data_parallel import DistributedDataParallel
     from .reducer import Reducer, ReducerSettings
     from .strategy import DDPStrategy
 
@@ -12,7 +12,7 @@ __all__ = ["DDPStrategy", "DistributedDataParallel", "Reducer", "ReducerSettings
 
 _HOMES = {
     "DDPStrategy": "strategy",
-    "DistributedDataParallel": "module",
+    "DistributedDataParallel": "distributed_data_parallel",
     "Reducer": "reducer",
     "ReducerSettings": "reducer",
 }

@@ -26,21 +26,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from trainkit.strategies.ddp.reductions import open_transport
 
 from trainkit.distributed.collectives import check_same_model, only_device
 from trainkit.distributed.failure_store import FailureStore
 
-from .absences import Absences
-from .clipping import total_norm, whole_gradients
-from .filling import Filling
-from .first_backward import FirstBackward, plan_of
-from .gradient_bucket import Bucket, Slot, make_buckets
-from .hook_run import CommunicationHook
-from .launch_queue import LaunchQueue
-from .mistakes import too_often, without_gradient
-from .reducer_settings import ReducerSettings, Unused
-from .reductions import Reductions
-from .transport import open_transport
+from .bucket import Bucket, GradientEntry, LaunchQueue, ReducerSettings, Unused, make_buckets
+from .grad_norm import total_norm, whole_gradients
+from .reductions import BucketReductions
+from .transport import CommunicationHook
+from .unused_parameters import BucketFiller, FirstBackwardStats, UnusedParameters, plan_of
+
+MAX_NAMES = 8  # in a message
+
+
+def marked_ready_twice_message(slot: GradientEntry, *, has_changed: bool) -> str:
+    """Return what to say of a parameter that was ready before; `has_changed`: unlike in a static graph's first step."""
+    changed = "Your training graph has changed in this iteration, which static_graph=True rules out: "
+    return (
+        f"{changed if has_changed else ''}parameter {slot.name!r} got its gradient ready more often than expected in "
+        f"one backward ({slot.expected} expected). Expected to mark a variable ready only once. This happens when a "
+        "reentrant checkpoint runs a module several times, or when one forward's graph is run backward in "
+        "parts; with static_graph=True the number of times is learned from the first step."
+    )
+
+
+def unused_parameters_message(slots: Sequence[GradientEntry], *, num_parameters: int) -> str:
+    """Return what to say of parameters that took no part in the loss."""
+    names = ", ".join(repr(slot.name) for slot in slots[:MAX_NAMES])
+    more = f" and {len(slots) - MAX_NAMES} more" if len(slots) > MAX_NAMES else ""
+    return (
+        f"{len(slots)} of {num_parameters} parameters got no gradient in this backward: {names}{more}. They took no "
+        'part in the loss; allow that with unused="auto" (find_unused_parameters=True in the drop-in '
+        "DistributedDataParallel)."
+    )
+
 
 __all__ = ["Reducer", "ReducerSettings", "Unused"]
 
@@ -67,7 +87,7 @@ class Reducer:
         """
         self.settings = settings or ReducerSettings()
         self.group, self.world_size = group, group.size()
-        self.slots = [Slot(i, name, parameter) for i, (name, parameter) in enumerate(named_parameters)]
+        self.slots = [GradientEntry(i, name, parameter) for i, (name, parameter) in enumerate(named_parameters)]
         self.parameters = [slot.parameter for slot in self.slots]
         self.device = only_device(self.parameters)
         token = check_same_model({"parameter": named_parameters, **(untrained or {})}, group)
@@ -79,9 +99,9 @@ class Reducer:
             device=self.device,
             timeout_seconds=self.settings.timeout_seconds,
         )
-        self.reductions = Reductions(group, settings=self.settings, board=self.board, device=self.device)
+        self.reductions = BucketReductions(group, settings=self.settings, board=self.board, device=self.device)
         scale = 1.0 / self.world_size if self.settings.average else 1.0
-        self.filling = Filling(scale=scale, as_view=self.settings.gradient_as_bucket_view)
+        self.filling = BucketFiller(scale=scale, as_view=self.settings.gradient_as_bucket_view)
         self.plan = plan_of(self.slots, settings=self.settings)
         self.buckets: list[Bucket] = []  # made when the first backward has shown the order
         self.sync = True  # whether a backward is reduced; read when gradients arrive
@@ -93,10 +113,10 @@ class Reducer:
         self._fast = False  # open, buckets exist, and the first gradient has arrived
         self._queue = LaunchQueue(self._start)
         self._num_completed = 0  # buckets whose results are in the gradients
-        self._first = FirstBackward(self.slots, settings=self.settings)
+        self._first = FirstBackwardStats(self.slots, settings=self.settings)
         self.began_at = self.backward_ended_at = self.ended_at = 0.0  # seconds of time.perf_counter
         self.waited_seconds = 0.0  # after backward, in all steps
-        self._absences = Absences(
+        self._absences = UnusedParameters(
             self.slots,
             filling=self.filling,
             queue=self._queue,
@@ -131,7 +151,7 @@ class Reducer:
     def no_sync(self) -> Iterator[None]:
         """Let gradients only add up on this rank; the next reduction takes the sum along."""
         before, self.sync = self.sync, False
-        self._absences.share_carried()
+        self._absences.pre_divide_accumulated()
         try:
             yield
         finally:
@@ -163,7 +183,7 @@ class Reducer:
         """Do not wait for the parameters `unused`: they are known to take no part in the backward that follows."""
         self._absences.mark(unused)
         if self._fast:
-            self._absences.fill_marked()
+            self._absences.fill_unused()
 
     def finish(self) -> None:
         """Leave in every `.grad` the reduction over ranks. Collective; the backward has run.
@@ -175,7 +195,7 @@ class Reducer:
             if not self.buckets:
                 self._settle()
             elif not self._fast:
-                self._absences.fill_marked()
+                self._absences.fill_unused()
             if not self._queue.is_complete:
                 self._contribute_missing()
             self._wait_for_all()
@@ -199,7 +219,7 @@ class Reducer:
             why = f"{type(error).__name__}: {error}" if error is not None else "a backward did not reach its end"
             self.fail(why)
 
-    def reduce_nothing(self) -> None:
+    def reduce_zeros(self) -> None:
         """Take part in a reduction without gradients of its own: this rank adds zeros. Collective."""
         self._absences.is_shadow = True
         try:
@@ -256,16 +276,16 @@ class Reducer:
 
     # ---- Gradients arriving
 
-    def _make_hook(self, slot: Slot) -> Callable[[Tensor], None]:
+    def _make_hook(self, slot: GradientEntry) -> Callable[[Tensor], None]:
         # One closure for each parameter, short because it runs once for each in every backward.
         filling, as_view, multiply = self.filling, self.filling.as_view, torch.mul
 
         def on_gradient(parameter: Tensor) -> None:
-            if not (self._fast and self.sync) and not self._takes_part(slot):
+            if not (self._fast and self.sync) and not self._should_bucket(slot):
                 return
             slot.remaining -= 1
             if slot.remaining:
-                self._not_the_last(slot)
+                self._count_extra_use(slot)
                 return
             gradient, view = parameter.grad, slot.view
             if view is None or gradient is None or gradient.requires_grad:
@@ -295,7 +315,7 @@ class Reducer:
 
         return on_cuda_gradient
 
-    def _takes_part(self, slot: Slot) -> bool:
+    def _should_bucket(self, slot: GradientEntry) -> bool:
         """Note a gradient that only adds up, or is one of the first backward; return whether it is for a bucket.
 
         The first that is for one lets those follow that are known not to come. Before it there may be nothing to
@@ -309,17 +329,17 @@ class Reducer:
             self.arm()
         if self.buckets:
             self._fast = True
-            self._absences.fill_marked()
+            self._absences.fill_unused()
             return True
         fires = self._first.note(slot)
         if fires > 1 and self.settings.unused == "error" and not self.settings.static_graph:
-            self._raise_twice(slot)
+            self._raise_marked_twice(slot)
         return False
 
-    def _not_the_last(self, slot: Slot) -> None:
+    def _count_extra_use(self, slot: GradientEntry) -> None:
         slot.touched = True
         if slot.remaining < 0:
-            self._raise_twice(slot)
+            self._raise_marked_twice(slot)
 
     def _bucket_filled(self, bucket: Bucket) -> None:
         bucket.ready_at = time.perf_counter()
@@ -398,11 +418,11 @@ class Reducer:
 
     # ---- Mistakes
 
-    def _raise_twice(self, slot: Slot) -> NoReturn:
-        self._raise(too_often(slot, has_changed=self.settings.static_graph and bool(self.buckets)))
+    def _raise_marked_twice(self, slot: GradientEntry) -> NoReturn:
+        self._raise(marked_ready_twice_message(slot, has_changed=self.settings.static_graph and bool(self.buckets)))
 
-    def _raise_unused(self, slots: Sequence[Slot]) -> NoReturn:
-        self._raise(without_gradient(slots, num_parameters=len(self.slots)))
+    def _raise_unused(self, slots: Sequence[GradientEntry]) -> NoReturn:
+        self._raise(unused_parameters_message(slots, num_parameters=len(self.slots)))
 
     def _raise(self, why: str) -> NoReturn:
         self.fail(why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +12,13 @@ import torch.distributed as dist
 
 from trainkit.distributed.failure_store import FailureStore
 
-from .collective import ProcessGroupTransport
-from .gradient_bucket import Bucket, GradientBucket
-from .hook_run import CommunicationHook, HookRun
-from .reducer_settings import ReducerSettings
-from .transport import Transport
+from .bucket import Bucket, GradBucket, ReducerSettings
+from .transport import CommunicationHook, PendingHook, ProcessGroupTransport, Transport, TransportName
+
+logger = logging.getLogger(__name__)
 
 
-class Reductions:
+class BucketReductions:
     """Starts the reductions of buckets, and leaves their results in the gradients."""
 
     def __init__(
@@ -60,8 +60,8 @@ class Reductions:
             return
         if self.settings.unused != "error":
             bucket.flags = self.collective.start_tensor(bucket.used_flags, where=where)
-        view = GradientBucket(bucket, is_last=is_last, buffer=bucket.flat)
-        bucket.hook_run = HookRun(
+        view = GradBucket(bucket, is_last=is_last, buffer=bucket.flat)
+        bucket.hook_run = PendingHook(
             self._hook(self._hook_state, view),
             where=where,
             board=self.board,
@@ -182,3 +182,28 @@ def _copy_back(bucket: Bucket) -> None:
     if gradients:
         with torch.no_grad():
             torch._foreach_copy_(gradients, views)
+
+
+def open_transport(
+    name: TransportName,
+    *,
+    group: dist.ProcessGroup,
+    board: FailureStore,
+    device: torch.device,
+    timeout_seconds: float,
+) -> Transport:
+    """Return the transport called `name`; "auto" is shared memory where it works, else the group. Collective."""
+    from .shared_memory import SharedMemoryTransport, why_no_shared_memory
+
+    through_group = ProcessGroupTransport(group, board=board, device=device, timeout_seconds=timeout_seconds)
+    if name == "group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
+        return through_group
+    reason = why_no_shared_memory(group, device)
+    if reason is None:
+        # Bucket by bucket, as gradients move in for the first time and let go of their own: two sets are never there.
+        return SharedMemoryTransport(group, board=board, timeout_seconds=timeout_seconds, takes_all=False)
+    if name == "shared_memory":
+        raise ValueError(f'transport="shared_memory" cannot work here: {reason}. Use transport="auto".')
+    if group.rank() == 0:
+        logger.info("gradients go through the process group, not through shared memory: %s", reason)
+    return through_group

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore, RankError, timed_out
 
-from .transport import Reduction, Transport
+from .transport import Transport, Work
 
 LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples
 NONCE_BYTES = 16
@@ -75,7 +75,7 @@ class SharedMemoryTransport(Transport):
         self.takes_all = takes_all
         self._extents: list[tuple[int, int]] = []  # of each bucket in the region, in bytes
         self.rank, self.world_size = group.rank(), group.size()
-        self.peers: list[_Peer] = []
+        self.peers: list[PeerMemory] = []
         self.buckets: list[SharedBucket] = []
         self.under_way: list[SharedBucket] = []
         self.fence = Lock()  # taking a lock drains the processor's store buffers, streaming stores included
@@ -88,7 +88,7 @@ class SharedMemoryTransport(Transport):
             start, end = end, end + _round_up(numel * dtype.itemsize, LINE_BYTES)
             self._extents.append((start, end))
         regions = share_regions(self.group, end, takes_all=self.takes_all)
-        self.peers = [_Peer(rank, *shared) for rank, shared in enumerate(regions)]
+        self.peers = [PeerMemory(rank, *shared) for rank, shared in enumerate(regions)]
         self.buckets = []
         for number, ((numel, dtype), (offset, _)) in enumerate(zip(sizes, self._extents, strict=True)):
             flats = [_tensor_in(peer.region, offset, numel, dtype) for peer in self.peers]
@@ -111,14 +111,14 @@ class SharedMemoryTransport(Transport):
         """Return bucket `number`, of which each rank holds one of the flat tensors."""
         return SharedBucket(number, flats[self.rank], _shards(flats, self.rank))
 
-    def start(self, bucket: int, *, where: str, timed: bool = False) -> Reduction:
+    def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
         """Let the others know that this rank's part is in, and add what is already complete."""
         shared = self.buckets[bucket]
         shared.round += 1
         self.raise_counter(2 * shared.number, shared.round)
         self.under_way.append(shared)
         self.progress()
-        return BucketWait(self, shared, where)
+        return BucketWork(self, shared, where)
 
     def progress(self) -> None:
         """Add this rank's shard of every bucket that all ranks have filled."""
@@ -188,7 +188,7 @@ class SharedBucket:
                     other.copy_(first)
 
 
-class BucketWait:
+class BucketWork:
     """The reduction of one bucket; whoever waits for it helps with all of them."""
 
     __slots__ = ("bucket", "finished_at", "transport", "where")
@@ -201,7 +201,7 @@ class BucketWait:
         """Whether there is nothing to wait for any more."""
         return self.transport.is_done(self.bucket)
 
-    def look_around(self, *, waited: float) -> None:
+    def check_peers(self, *, waited: float) -> None:
         """Raise if a rank has failed, has gone, or has been waited for too long; for one that waits in its own way."""
         self._look_at_peers()
         self._look_at_board(waited=waited)
@@ -255,7 +255,7 @@ class BucketWait:
             raise timed_out(board, where=self.where, seconds=waited)
 
 
-class _Peer:
+class PeerMemory:
     """One rank's region of shared memory, with its counters, its last words and a handle on its life."""
 
     def __init__(self, rank: int, pid: int, region: mmap.mmap) -> None:
@@ -288,7 +288,7 @@ class _Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class SharedRegion:
     """What a rank says of its region, so that the others can open it, or why it has none."""
 
     host: str = ""
@@ -308,7 +308,7 @@ def share_regions(group: dist.ProcessGroup, num_bytes: int, *, takes_all: bool =
     fd = -1
     try:
         offer, fd = _make_offer(num_bytes, takes_all)
-        offers: list[_Offer] = _gather(group, offer)
+        offers: list[SharedRegion] = _gather(group, offer)
         _raise_first_problem([offer.problem for offer in offers])
         regions, problem = _open_all(offers, num_bytes, takes_all)
         # Also the barrier behind which every rank has mapped this one's memory, so the descriptor may go.
@@ -319,11 +319,11 @@ def share_regions(group: dist.ProcessGroup, num_bytes: int, *, takes_all: bool =
     return [(offer.pid, region) for offer, region in zip(offers, regions, strict=True)]
 
 
-def _make_offer(num_bytes: int, takes_all: bool) -> tuple[_Offer, int]:
+def _make_offer(num_bytes: int, takes_all: bool) -> tuple[SharedRegion, int]:
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return _Offer(problem=f"the order of stores is not known on {platform.machine()}"), -1
+        return SharedRegion(problem=f"the order of stores is not known on {platform.machine()}"), -1
     if not hasattr(os, "memfd_create"):
-        return _Offer(problem=f"{platform.system()} has no memfd_create"), -1
+        return SharedRegion(problem=f"{platform.system()} has no memfd_create"), -1
     nonce = secrets.token_bytes(NONCE_BYTES)
     fd = -1
     try:
@@ -337,11 +337,11 @@ def _make_offer(num_bytes: int, takes_all: bool) -> tuple[_Offer, int]:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        return _Offer(problem=f"no shared memory of {num_bytes} bytes: {error}"), -1
-    return _Offer(host, os.getpid(), fd, nonce), fd
+        return SharedRegion(problem=f"no shared memory of {num_bytes} bytes: {error}"), -1
+    return SharedRegion(host, os.getpid(), fd, nonce), fd
 
 
-def _open_all(offers: list[_Offer], num_bytes: int, takes_all: bool) -> tuple[list[mmap.mmap], str | None]:
+def _open_all(offers: list[SharedRegion], num_bytes: int, takes_all: bool) -> tuple[list[mmap.mmap], str | None]:
     regions: list[mmap.mmap] = []
     for rank, offer in enumerate(offers):
         if offer.host != offers[0].host:

@@ -11,25 +11,23 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput
-from trainkit.optimization import Optimization
+from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
 from trainkit.strategy import PhaseTraining, Strategy
 from trainkit.task import TaskModule
-from trainkit.window import MicroBatch, Window
 
-from ..process_group import MultiProcessStrategy, RankSettings
-from .buckets import ring_bytes
-from .clipping import total_norm
-from .communication_hooks import AveragePeriod
-from .graph import unreached_parameters
-from .hook_choice import choose_hook
-from .hook_run import CommunicationHook
-from .overlap import BucketwiseOptimizer
+from ..multiprocess import MultiProcessStrategy, RankSettings
+from .bucket_plan import ring_bytes
+from .bucketwise_optimizer import BucketwiseOptimizer
+from .comm_hooks import PeriodicAveraging, make_comm_hook
+from .distributed_data_parallel import unreached_parameters
+from .grad_norm import total_norm
 from .reducer import Reducer, ReducerSettings, Unused
 from .timeline import OverlapMeter, Timeline
-from .transport import TransportName
+from .transport import CommunicationHook, TransportName
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +123,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             transport=transport,
             timeout_seconds=self.ranks.timeout_seconds,
         )
-        self.hook = choose_hook(hook, state=hook_state, options=hook_options)
+        self.hook = make_comm_hook(hook, state=hook_state, options=hook_options)
         self.overlap_optimizer = overlap_optimizer
         if self._is_auto and (self.hook is not None or overlap_optimizer):
             raise UserError(
@@ -136,14 +134,14 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self.timeline: Timeline | None = None
         self._overlap_meter: OverlapMeter | None = None
         self.reducer: Reducer | None = None
-        self._period: AveragePeriod | None = None
+        self._period: PeriodicAveraging | None = None
         self._trains_all = False  # the optimizer has exactly the reduced parameters
         self._overlapped: BucketwiseOptimizer | None = None
         self._reducers: dict[str, Reducer] = {}  # by phase
 
     # ---- Before and after training
 
-    def prepare_optimizer(self, task: TaskModule, optimization: Optimization) -> None:
+    def prepare_optimizer(self, task: TaskModule, optimization: PhaseOptimizer) -> None:
         """Listen to the gradients of all trained parameters, or of those of a phase; collective."""
         named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
         if optimization.phase:
@@ -155,7 +153,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         if self.hook is not None:
             state = self.hook.state(self.comm.group)
             self.reducer.register_hook(state, self.hook.hook)
-            self._period = state if isinstance(state, AveragePeriod) else None
+            self._period = state if isinstance(state, PeriodicAveraging) else None
         if optimization.phase and (self._period is not None or self.overlap_optimizer):
             raise UserError(
                 "overlap_optimizer=true and hook=local_sgd need a single optimizer, and this task has phases. Set "
@@ -167,7 +165,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             self.timeline = self.timeline or self._new_timeline()
             self.reducer.after_step = self.timeline.record
 
-    def _overlap(self, optimization: Optimization) -> None:
+    def _overlap(self, optimization: PhaseOptimizer) -> None:
         assert self.reducer is not None
         if optimization.clip.limits or optimization.skip_nonfinite or self.precision.scaler:
             raise UserError(
@@ -211,7 +209,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     # ---- A step
 
-    def begin_phase(self, optimization: Optimization, *, step_name: str) -> None:
+    def begin_phase(self, optimization: PhaseOptimizer, *, step_name: str) -> None:
         """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
         super().begin_phase(optimization, step_name=step_name)
         self.reducer = self._reducers[optimization.phase]
@@ -247,7 +245,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def _synced(self) -> AbstractContextManager[Any]:
         return _NO_CONTEXT if self.reducer is None else self.reducer.session(sync=True)
 
-    def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: Window) -> None:
+    def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add this micro-batch's part to the gradients and free its graph."""
         reducer = self.reducer
         if reducer is not None and reducer.is_open and self.settings.unused == "find" and output.loss is not None:
@@ -259,9 +257,9 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def _reduce_zeros(self) -> None:
         """Take part in the reduction of the ranks that have samples, without any; collective."""
         assert self.reducer is not None
-        self.reducer.reduce_nothing()
+        self.reducer.reduce_zeros()
 
-    def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: Window) -> None:
+    def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: StepBatch) -> None:
         """Divide by the sum of weights over all ranks where the task gave weights of its own; collective."""
         super()._normalize_gradients(outputs, batch)
         if self._weighted and self._overlapped is not None:
@@ -270,7 +268,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "is known. Set strategy.overlap_optimizer=false."
             )
 
-    def optimizer_step(self, optimization: Optimization) -> Tensor | None:
+    def optimizer_step(self, optimization: PhaseOptimizer) -> Tensor | None:
         """Unscale, clip, update, and drop the gradients; return their global norm where it was needed; collective."""
         norm = None
         if self._overlapped is not None:  # every bucket was stepped as soon as it was reduced
@@ -282,7 +280,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             self._period.after_step(optimization.parameters)
         return norm
 
-    def _grad_norm(self, optimization: Optimization) -> Tensor:
+    def _grad_norm(self, optimization: PhaseOptimizer) -> Tensor:
         """Return the global 2-norm of the gradients, computed on the flat buckets where they hold all of them."""
         if self._trains_all and self.reducer is not None:
             return self.reducer.gradient_norm()

@@ -11,27 +11,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainkit.batches import concatenate, to_device
+from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import fresh_copy, metrics_in, outermost_metrics
-from trainkit.precision import Precision
+from trainkit.optim.precision import Precision
 from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
 from trainkit.strategy import PhaseTraining, pick_device
 from trainkit.task import TaskModule
-from trainkit.window import BatchPlan, MicroBatch, Window
+from trainkit.tree import concatenate, to_device
 
-from .replicas import replicate
-from .scatter import cut
-from .threads import ReplicaThreads
+from .parallel_apply import ParallelApply
+from .replicate import replicate, scatter
 from .timing import MEASURED_STEPS, WARM_UP_STEPS, TransferTimer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ReplicaPlan(BatchPlan):
+class ReplicaBatchPlan(BatchPlan):
     """A global batch cut in micro-batches, of which `num_devices` at a time are computed side by side."""
 
     num_devices: int = 1
@@ -76,7 +75,7 @@ class DataParallelStrategy(PhaseTraining):
         super().__init__(accumulate=accumulate, micro_batch_size=micro_batch_size)
         self._requested_devices = _checked(devices)
         self._num_rounds = self.num_micro_batches  # of a step; in each every device takes a micro-batch
-        self._threads: ReplicaThreads | None = None
+        self._threads: ParallelApply | None = None
         self._timer = TransferTimer([])
         self._measures_overlap = False
         self._metrics: list[dict[int, nn.Module]] | None = None  # of each replica but the first
@@ -109,7 +108,7 @@ class DataParallelStrategy(PhaseTraining):
         precision.setup(self.device)
         self.comm = Collectives(num_devices=len(set(self.devices)))
         self.num_micro_batches = len(self.devices) * self._num_rounds
-        self._threads = ReplicaThreads(self.devices)
+        self._threads = ParallelApply(self.devices)
         self._timer = TransferTimer(self.devices)
         self._metrics = None
 
@@ -122,22 +121,22 @@ class DataParallelStrategy(PhaseTraining):
 
     # ---- Who reads what
 
-    def plan(self, batch_size: int, *, even: bool = True) -> ReplicaPlan:
+    def plan(self, batch_size: int, *, even: bool = True) -> ReplicaBatchPlan:
         """Return how a global batch is cut; raises UserError where it should be `even` and cannot be."""
         count = len(self.devices)
         round_size = super().plan(batch_size, even=even).micro_batch_size if self.accumulate else batch_size
         size = -(-round_size // count)
         if self.micro_batch_size is not None:
             size = min(size, self.micro_batch_size)
-        return ReplicaPlan(batch_size, self.comm.world_size, -(-batch_size // size), size, count)
+        return ReplicaBatchPlan(batch_size, self.comm.world_size, -(-batch_size // size), size, count)
 
-    def step_batches(self, batches: Iterator[Window], *, pin_memory: bool) -> Iterator[Window]:
+    def step_batches(self, batches: Iterator[StepBatch], *, pin_memory: bool) -> Iterator[StepBatch]:
         """Return the batches; micro-batches of several devices are moved when they are scattered."""
         return super().step_batches(batches, pin_memory=pin_memory) if len(set(self.devices)) == 1 else batches
 
     # ---- A step
 
-    def forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
+    def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch."""
         self._timer.start_step()
         outputs: list[StepOutput] = []
@@ -150,7 +149,7 @@ class DataParallelStrategy(PhaseTraining):
         return outputs
 
     def _forward_backward_round(
-        self, task: TaskModule, shards: Sequence[MicroBatch], batch: Window
+        self, task: TaskModule, shards: Sequence[MicroBatch], batch: StepBatch
     ) -> list[StepOutput]:
         """Add to the gradients what the shards, one for each device, contribute."""
         outputs = self._on_replicas(task, shards, partial(_training_step, self._step_name), kind=self._step_name)
@@ -190,7 +189,7 @@ class DataParallelStrategy(PhaseTraining):
             weight = weight.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
         return StepOutput(loss, weight, output.metrics, output.own_weight, output.objects)
 
-    def _combined(self, outputs: Sequence[StepOutput], shards: Sequence[MicroBatch], batch: Window) -> Tensor:
+    def _combined(self, outputs: Sequence[StepOutput], shards: Sequence[MicroBatch], batch: StepBatch) -> Tensor:
         """Return the shards' losses, each at its part of the global batch, added up."""
         terms = []
         for output, shard in zip(outputs, shards, strict=True):
@@ -265,7 +264,7 @@ class DataParallelStrategy(PhaseTraining):
         return concatenate([to_device(output, self.device) for output in outputs])
 
     def _cut(self, micro_batch: MicroBatch) -> list[MicroBatch]:
-        parts = cut(micro_batch.batch, micro_batch.num_samples, parts=len(self.devices))
+        parts = scatter(micro_batch.batch, micro_batch.num_samples, parts=len(self.devices))
         return [MicroBatch(batch, num_samples) for batch, num_samples in parts]
 
     def _mean(self, outputs: Sequence[StepOutput]) -> StepOutput:

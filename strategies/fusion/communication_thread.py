@@ -21,23 +21,23 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore, RankError
 
-from .part_transport import Landing, PartTransport
+from .transport import ShardTransport, ShardWork
 
 NAP_SECONDS = 100e-6  # between two looks at what is under way
 LOOK_SECONDS = 0.25  # between two looks whether the others live
 END_SECONDS = 10.0  # that closing waits for the thread
 
 
-class CommunicationThread(PartTransport):
+class CommunicationThread(ShardTransport):
     """A transport that lets another one work on a thread of its own."""
 
-    def __init__(self, inner: PartTransport, *, board: FailureStore, rank: int, device: torch.device) -> None:
+    def __init__(self, inner: ShardTransport, *, board: FailureStore, rank: int, device: torch.device) -> None:
         self.inner, self.board, self.rank, self.device = inner, board, rank, device
         self.name = inner.name
         self.settings, self.num_gradients = inner.settings, inner.num_gradients
         self._changed = threading.Condition()
-        self._new: deque[_HandedOver] = deque()
-        self._under_way: deque[_HandedOver] = deque()  # of the thread alone
+        self._new: deque[_QueuedTransfer] = deque()
+        self._under_way: deque[_QueuedTransfer] = deque()  # of the thread alone
         self._error: BaseException | None = None
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -50,16 +50,16 @@ class CommunicationThread(PartTransport):
         self.weight_sets = self.inner.weight_sets
         return flats
 
-    def start(self, bucket: int, *, where: str, timed: bool = False) -> Landing:
+    def start(self, bucket: int, *, where: str, timed: bool = False) -> ShardWork:
         """Hand a buffer over to the thread."""
         self.inner.mark_ready(bucket)
         self.inner.on_summed, self.inner.live = self.on_summed, self.live
-        return self._hand_over(bucket, partial(self.inner.start, bucket, where=where, timed=timed), where)
+        return self._enqueue(bucket, partial(self.inner.start, bucket, where=where, timed=timed), where)
 
-    def share(self, buffer: int, *, where: str) -> Landing:
+    def share(self, buffer: int, *, where: str) -> ShardWork:
         """Let the thread share weights."""
         self.inner.live = self.live
-        return self._hand_over(buffer, partial(self.inner.share, buffer, where=where), where)
+        return self._enqueue(buffer, partial(self.inner.share, buffer, where=where), where)
 
     def own_parts(self, buffer: int) -> list[tuple[int, int]]:
         """Return (start, stop) of the gradient elements of a buffer that this rank sums."""
@@ -89,8 +89,8 @@ class CommunicationThread(PartTransport):
         self.inner.close()
         self.weight_sets = []
 
-    def _hand_over(self, buffer: int, begin: Callable[[], Landing], where: str) -> Landing:
-        handed = _HandedOver(self, buffer, begin, where)
+    def _enqueue(self, buffer: int, begin: Callable[[], ShardWork], where: str) -> ShardWork:
+        handed = _QueuedTransfer(self, buffer, begin, where)
         with self._changed:
             self.raise_error()
             self._new.append(handed)
@@ -100,7 +100,7 @@ class CommunicationThread(PartTransport):
             self._thread.start()
         return handed
 
-    def wait_for(self, handed: _HandedOver) -> None:
+    def wait_for(self, handed: _QueuedTransfer) -> None:
         """Return once a buffer has landed; raises the thread's error."""
         with self._changed:
             while not handed.has_landed:
@@ -126,7 +126,7 @@ class CommunicationThread(PartTransport):
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            while self._begin_new():
+            while self._start_queued():
                 self.inner.progress()
                 self._land()
         except BaseException as error:  # whatever it is, the thread that trains must hear of it
@@ -134,7 +134,7 @@ class CommunicationThread(PartTransport):
                 self._error = error
                 self._changed.notify_all()
 
-    def _begin_new(self) -> bool:
+    def _start_queued(self) -> bool:
         """Sleep until there is something to do, start what is new, and return whether to go on."""
         with self._changed:
             while not (self._new or self._under_way or self._is_closing):
@@ -161,18 +161,18 @@ class CommunicationThread(PartTransport):
                     handed.has_landed = True
                 self._changed.notify_all()
         elif self._under_way:
-            self._under_way[0].look_around()
+            self._under_way[0].check_peers()
 
 
-class _HandedOver:
+class _QueuedTransfer:
     """A buffer on the thread, as both threads see it."""
 
-    def __init__(self, thread: CommunicationThread, buffer: int, start: Callable[[], Landing], where: str) -> None:
+    def __init__(self, thread: CommunicationThread, buffer: int, start: Callable[[], ShardWork], where: str) -> None:
         self.thread, self.buffer, self.where = thread, buffer, where
         self.has_landed = False
         self.finished_at: float | None = None
         self._start = start
-        self._landing: Landing | None = None
+        self._landing: ShardWork | None = None
         self._began = self._next_look = 0.0
         self._has_looked = False
 
@@ -202,10 +202,10 @@ class _HandedOver:
         if self._has_looked:
             self.thread.board.note_waiting("")
 
-    def look_around(self, *, waited: float | None = None) -> None:
+    def check_peers(self, *, waited: float | None = None) -> None:
         """Raise if a rank has failed or gone, or has been waited for too long; from time to time."""
         now = time.monotonic()
         if self._landing is not None and now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._has_looked = True
-            self._landing.look_around(waited=now - self._began if waited is None else waited)
+            self._landing.check_peers(waited=now - self._began if waited is None else waited)

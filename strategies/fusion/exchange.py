@@ -9,6 +9,7 @@ that backward waits for none. Nothing moves by itself: `progress` takes every wi
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -20,28 +21,196 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore, RankError, timed_out
 
-from ..ddp.collective import PatientWork
-from .channels import Channels
-from .flights import Flight, Passage, Shares
-from .part_transport import BufferSettings, Landing, PartTransport
-from .parts import cut_windows, equal_parts
-from .staging import Copy, Staging
+from ..ddp.transport import WatchedWork
+from .host_copy import HostCopier, HostCopy
+from .partition import equal_shards, split_into_chunks
+from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, ordered_sum
 
 
-class Exchange(PartTransport):
+class BufferTransfer:
+    """One window on its way to the servers and back."""
+
+    def __init__(self, exchange: GlooExchange, buffer: int, window: Tensor, ready: Any, where: str) -> None:
+        self.exchange, self.buffer, self.window, self.ready, self.where = exchange, buffer, window, ready, where
+        self.sizes = equal_shards(len(window), exchange.world_size)
+        self.own = self.sizes[exchange.rank]
+        self.is_summed = self.is_landed = False
+        self.wire = window
+        self._copy: HostCopy | None = None  # to the host
+        self._work: WatchedWork | None = None
+
+    def launch(self) -> None:
+        """Start to copy the window to where it can be sent from."""
+        exchange, window = self.exchange, self.window
+        wire_type = exchange.wire_type_of(window.dtype)
+        if window.device.type != "cpu" or wire_type != window.dtype:
+            self.wire = exchange.staging.empty(len(window), wire_type)
+            self._copy = exchange.staging.to_host(window, self.wire, after=self.ready)
+
+    def is_sent_now(self) -> bool:
+        """Send the parts to their servers if they are on the host, and return whether they are sent."""
+        if self._copy is None and self._work is None and not self.is_summed:
+            self._scatter()
+        elif self._copy is not None and self._copy.is_done():
+            self._copy = None
+            self._scatter()
+        return self._copy is None
+
+    def is_summed_now(self) -> bool:
+        """Sum this server's part if it has arrived from all, and return whether it is summed."""
+        if not self.is_summed and self._work is not None and self._work.work.is_completed():
+            self._sum_and_return()
+        return self.is_summed
+
+    def is_landed_now(self) -> bool:
+        """Take what has come back, and return whether nothing is left to do."""
+        if self.is_summed and not self.is_landed and (self._work is None or self._work.work.is_completed()):
+            self._land()
+        return self.is_landed
+
+    def wait_a_stage(self) -> None:
+        """Return once the present stage has ended."""
+        if self._copy is not None:
+            self._copy.wait()
+        elif self._work is not None:
+            self._work.wait()
+
+    def _scatter(self) -> None:
+        world_size = self.exchange.world_size
+        self.arrived = torch.empty(world_size * self.own, dtype=self.wire.dtype)
+        own = [self.own] * world_size
+        work = dist.all_to_all_single(self.arrived, self.wire, own, self.sizes, self.exchange.channels.scatter, True)
+        self._work = self.exchange.patient(work, self.where)
+
+    def _sum_and_return(self) -> None:
+        """Add up what has arrived and send the sum to all, or keep it."""
+        assert self._work is not None
+        self._work.wait()
+        self.is_summed = True
+        exchange = self.exchange
+        parts = list(self.arrived.split(self.own)) if self.own else [self.arrived]
+        total = ordered_sum(parts)
+        if exchange.settings.sharded:
+            self.window.split(self.sizes)[exchange.rank].copy_(total)
+            self._work = None
+            return
+        for part in parts:
+            part.copy_(total)
+        own = [self.own] * exchange.world_size
+        work = dist.all_to_all_single(self.wire, self.arrived, self.sizes, own, exchange.channels.back, True)
+        self._work = exchange.patient(work, self.where)
+
+    def _land(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self.wire is not self.window:
+                self.exchange.mark_done(self.buffer, self.exchange.staging.to_device(self.wire, self.window))
+        self.is_landed = True
+
+
+class TransferWork:
+    """The reduction of one buffer: all its windows, and with sharded settings what follows from their sums."""
+
+    def __init__(
+        self,
+        exchange: GlooExchange,
+        buffer: int,
+        where: str,
+        *,
+        flights: list[BufferTransfer],
+        flags: WatchedWork | None,
+    ) -> None:
+        self.exchange, self.buffer, self.where = exchange, buffer, where
+        self.flights, self.flags = flights, flags
+        self.shares: list[WatchedWork] = []
+        self.is_summed = False
+        self.finished_at: float | None = None
+
+    def is_done(self) -> bool:
+        """Whether the buffer holds the sum, or the next weights are here."""
+        return self.finished_at is not None
+
+    def advance(self) -> bool:
+        """Go on as far as is possible without waiting, and return whether all is done."""
+        if not self.is_summed and not self._becomes_summed():
+            return False
+        if not all(share.work.is_completed() for share in self.shares):
+            return False
+        for share in self.shares:
+            share.wait()
+        self.finished_at = self.finished_at or time.perf_counter()
+        return True
+
+    def _becomes_summed(self) -> bool:
+        if not all(flight.is_landed for flight in self.flights):
+            return False
+        if self.flags is not None:
+            if not self.flags.work.is_completed():
+                return False
+            self.flags.wait()
+        self.is_summed = True
+        exchange = self.exchange
+        if exchange.on_summed is not None:
+            exchange.on_summed(self.buffer)
+            self.shares = exchange.send_weights(self.buffer, self.where)
+        return True
+
+    def wait_a_stage(self) -> None:
+        """Return once the present stage has ended."""
+        pending = [self.flags] if self.flags is not None and not self.is_summed else self.shares
+        for work in pending:
+            work.wait()
+
+    def wait(self) -> None:
+        """Return once the buffer holds the sum, or the next weights are here."""
+        exchange = self.exchange
+        exchange.progress()
+        while not self.is_done():
+            exchange.wait_for_first()
+            exchange.progress()
+        exchange.order_current_stream(self.buffer)
+
+    def check_peers(self, *, waited: float) -> None:
+        """Raise if a rank has failed, or has been waited for too long."""
+        self.exchange.check_peers(self.where, waited=waited)
+
+
+class GatherWork:
+    """Weights under way."""
+
+    def __init__(self, exchange: GlooExchange, works: list[WatchedWork], where: str) -> None:
+        self.exchange, self.works, self.where = exchange, works, where
+        self.finished_at: float | None = None
+
+    def is_done(self) -> bool:
+        """Whether all parts are here."""
+        return all(work.work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """Return once all parts are here."""
+        for work in self.works:
+            work.wait()
+
+    def check_peers(self, *, waited: float) -> None:
+        """Raise if a rank has failed, or has been waited for too long."""
+        self.exchange.check_peers(self.where, waited=waited)
+
+
+class GlooExchange(ShardTransport):
     """Sums windows of flat buffers at the servers that share `channels`; device buffers are staged in CPU memory."""
 
     name = "exchange"
 
     def __init__(
         self,
-        channels: Channels,
+        channels: ServerGroups,
         *,
         board: FailureStore,
         device: torch.device,
-        staging: Staging,
+        staging: HostCopier,
         timeout_seconds: float,
-        settings: BufferSettings,
+        settings: FusionSettings,
         num_gradients: Callable[[], list[int]],
     ) -> None:
         self.channels, self.board, self.device, self.staging = channels, board, device, staging
@@ -52,10 +221,10 @@ class Exchange(PartTransport):
         self.weight_sets = []
         self._windows: list[list[tuple[int, int]]] = []
         self._ready: dict[int, Any] = {}  # by buffer: the moment at which it was filled
-        self._landed: dict[int, Copy] = {}  # by buffer: the last copy to the device
-        self._queue: deque[Flight] = deque()  # windows in the order in which they travel, those under way first
+        self._landed: dict[int, HostCopy] = {}  # by buffer: the last copy to the device
+        self._queue: deque[BufferTransfer] = deque()  # windows in the order in which they travel, those under way first
         self._num_under_way = 0
-        self._passages: deque[Passage] = deque()
+        self._passages: deque[TransferWork] = deque()
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Return one flat tensor of zeros for each (elements, dtype)."""
@@ -83,7 +252,7 @@ class Exchange(PartTransport):
         """Sum these flat tensors from now on, `summed` elements of each."""
         self.flats, self.flags, self.weight_sets, self.live = flats, flags, weight_sets, 0
         self._windows = [
-            cut_windows(numel, max(1, self.settings.window_bytes // flat.dtype.itemsize))
+            split_into_chunks(numel, max(1, self.settings.window_bytes // flat.dtype.itemsize))
             for numel, flat in zip(summed, flats, strict=True)
         ]
 
@@ -96,18 +265,18 @@ class Exchange(PartTransport):
         if buffer in self._landed:
             self._landed[buffer].order_current_stream()
 
-    def start(self, bucket: int, *, where: str, timed: bool = False) -> Landing:
+    def start(self, bucket: int, *, where: str, timed: bool = False) -> ShardWork:
         """Start to sum the buffer number `bucket`, window by window."""
         flat, ready = self.flats[bucket], self._ready.pop(bucket, None) or self.staging.mark()
         flags = None
-        flights: list[Flight] = []
+        flights: list[BufferTransfer] = []
         if self.world_size > 1:
-            flights = [Flight(self, bucket, flat[a:b], ready, where) for a, b in self._windows[bucket]]
+            flights = [BufferTransfer(self, bucket, flat[a:b], ready, where) for a, b in self._windows[bucket]]
             if self.settings.sharded and self.flags[bucket].numel():
                 work = dist.all_reduce(self.flags[bucket], group=self.channels.flags, async_op=True)
                 flags = self.patient(work, where)
         self._queue.extend(flights)
-        passage = Passage(self, bucket, where, flights=flights, flags=flags)
+        passage = TransferWork(self, bucket, where, flights=flights, flags=flags)
         self._passages.append(passage)
         self.progress()
         return passage
@@ -133,7 +302,7 @@ class Exchange(PartTransport):
         """Return (start, stop) of the gradient elements of a buffer that this rank sums."""
         parts = []
         for start, stop in self._windows[buffer]:
-            sizes = equal_parts(stop - start, self.world_size)
+            sizes = equal_shards(stop - start, self.world_size)
             begin = start + sum(sizes[: self.rank])
             parts.append((begin, begin + sizes[self.rank]))
         return [(start, stop) for start, stop in parts if start < stop]
@@ -142,16 +311,16 @@ class Exchange(PartTransport):
         """Return for each parameter of a summed buffer how many ranks had a gradient."""
         return self.flags[buffer]
 
-    def share(self, buffer: int, *, where: str) -> Landing:
+    def share(self, buffer: int, *, where: str) -> ShardWork:
         """Start to send this rank's parts of the next weights to all."""
-        return Shares(self, self.send_weights(buffer, where), where)
+        return GatherWork(self, self.send_weights(buffer, where), where)
 
-    def send_weights(self, buffer: int, where: str) -> list[PatientWork]:
+    def send_weights(self, buffer: int, where: str) -> list[WatchedWork]:
         """Start to send this rank's parts of the next weights, and to receive the others'."""
         works = []
         for start, stop in self._windows[buffer] if self.world_size > 1 else []:
             whole = self.weight_sets[self.next][buffer][start:stop]
-            sizes = equal_parts(len(whole), self.world_size)
+            sizes = equal_shards(len(whole), self.world_size)
             own = whole.split(sizes)[self.rank]
             work = dist.all_to_all_single(
                 whole, own.repeat(self.world_size), sizes, [len(own)] * self.world_size, self.channels.back, True
@@ -166,17 +335,17 @@ class Exchange(PartTransport):
         for flat, windows in zip(self.flats, self._windows, strict=True):
             wire = self.wire_type_of(flat.dtype).itemsize
             for start, stop in windows:
-                own = equal_parts(stop - start, self.world_size)[self.rank]
+                own = equal_shards(stop - start, self.world_size)[self.rank]
                 back = flat.dtype.itemsize if self.settings.sharded else wire  # weights in full, or sums
                 total += (stop - start - own) * wire + own * (self.world_size - 1) * back
         return total
 
-    def patient(self, work: dist.Work | None, where: str) -> PatientWork:
+    def patient(self, work: dist.Work | None, where: str) -> WatchedWork:
         """Return a collective whose wait looks at the failure board."""
         assert work is not None
-        return PatientWork(work, where=where, board=self.board, timeout_seconds=self.timeout_seconds)
+        return WatchedWork(work, where=where, board=self.board, timeout_seconds=self.timeout_seconds)
 
-    def look_around(self, where: str, *, waited: float) -> None:
+    def check_peers(self, where: str, *, waited: float) -> None:
         """Raise if a rank has failed, or has been waited for too long."""
         cause = self.board.root_cause()
         if cause is not None:
@@ -192,7 +361,7 @@ class Exchange(PartTransport):
         elif self._passages:
             self._passages[0].wait_a_stage()
 
-    def note_landed(self, buffer: int, copy: Copy) -> None:
+    def mark_done(self, buffer: int, copy: HostCopy) -> None:
         """Remember the last copy to the device."""
         self._landed[buffer] = copy
 
@@ -205,7 +374,7 @@ class Exchange(PartTransport):
         self._num_under_way = 0
         self.staging.close()
 
-    def _under_way(self) -> list[Flight]:
+    def _under_way(self) -> list[BufferTransfer]:
         return list(islice(self._queue, self._num_under_way))
 
     def _launch(self) -> None:

@@ -2,32 +2,138 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.checkpoints.shards import Shards
+from trainkit.checkpoint.shard_files import ShardedState
+from trainkit.data.batch import StepBatch
+from trainkit.distributed.collectives import gather
+from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput
-from trainkit.optimization import Optimization
+from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import Strategy, named_state
 from trainkit.task import TaskModule
-from trainkit.window import Window
 
-from ..ddp.buckets import MIB
-from ..ddp.clipping import total_norm
+from ..ddp.bucket_plan import MIB
+from ..ddp.grad_norm import total_norm
 from ..ddp.reducer import Unused
+from ..ddp.shared_memory import why_no_shared_memory
 from ..ddp.strategy import DDPStrategy
 from ..ddp.timeline import Timeline
 from .communication_thread import CommunicationThread
-from .hosts import Servers
-from .opening import host_name, open_part_transport
-from .part_transport import BufferSettings, PartTransport
-from .sharding import ShardedOptimizer, check_elementwise, state_dict_without_state
+from .exchange import GlooExchange
+from .host_copy import HostCopier, open_host_copier
+from .partition import HostLayout, Servers
+from .sharded_optimizer import ShardedOptimizer, check_elementwise, state_dict_without_state
+from .shared_buffers import SharedBuffers
+from .transport import FusionSettings, ServerGroups, ShardTransport, open_server_groups
+
+logger = logging.getLogger(__name__)
+
+
+def open_shard_transport(
+    name: str,
+    group: dist.ProcessGroup,
+    *,
+    host: str,
+    servers: Servers,
+    device: torch.device,
+    board: FailureStore,
+    timeout_seconds: float,
+    settings: FusionSettings,
+    num_gradients: Callable[[], list[int]],
+) -> ShardTransport:
+    """Return the transport called `name`; "auto" is shared memory inside each host where that works. Collective.
+
+    `host` names the machine that this rank is on. Raises UserError on every rank for what cannot be.
+    """
+
+    def exchange(channels: ServerGroups, device: torch.device, staging: HostCopier) -> GlooExchange:
+        return GlooExchange(
+            channels,
+            board=board,
+            device=device,
+            staging=staging,
+            timeout_seconds=timeout_seconds,
+            settings=settings,
+            num_gradients=num_gradients,
+        )
+
+    hosts = HostLayout.of(gather(host, group))
+    local = _local_group(hosts, group)
+    reason = _why_no_host_buffers(hosts, group, local, servers)
+    if name != "exchange" and reason is None:
+        channels = open_server_groups(hosts.columns(servers), group)
+        alone = len(hosts.ranks) == 1
+        return SharedBuffers(
+            local,
+            names=hosts.beside(group.rank()),
+            between=None if alone or channels is None else exchange(channels, torch.device("cpu"), HostCopier()),
+            num_servers=hosts.servers_of_a_host(servers),
+            device=device,
+            staging=open_host_copier(device),
+            board=board,
+            timeout_seconds=timeout_seconds,
+            settings=settings,
+            num_gradients=num_gradients,
+        )
+    if name == "shared_memory":
+        raise UserError(f"transport=shared_memory cannot work here: {reason}. Set strategy.transport=auto.")
+    if servers == "host" and group.size() > 1:
+        why = "transport=exchange makes every rank one" if name == "exchange" else f"it cannot: {reason}"
+        raise UserError(f"servers=host needs memory that a host's ranks share, and {why}. Set strategy.servers=rank.")
+    if name == "auto" and group.rank() == 0 and group.size() > len(hosts.ranks):
+        logger.info("buffers go through gloo, not through shared memory: %s", reason)
+    channels = open_server_groups([range(group.size())], group)
+    assert channels is not None
+    return exchange(channels, device, open_host_copier(device))
+
+
+def _local_group(hosts: HostLayout, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group of this host's ranks. Collective."""
+    if len(hosts.ranks) == 1:
+        return group
+    found = group
+    for ranks in hosts.ranks:
+        made = dist.new_group([dist.get_global_rank(group, rank) for rank in ranks], backend="gloo")
+        if group.rank() in ranks:
+            assert made is not None
+            found = made
+    return found
+
+
+def _why_no_host_buffers(
+    hosts: HostLayout, group: dist.ProcessGroup, local: dist.ProcessGroup, servers: Servers
+) -> str | None:
+    """Return None if the ranks of every host can share memory, else the first reason. Collective."""
+    if group.size() == 1:
+        return "there is one rank only"
+    if len(hosts.ranks) == group.size() and servers == "rank":
+        return "every rank is on a host of its own"
+    if servers == "rank" and not hosts.are_even:
+        return "hosts have unequal numbers of ranks"
+    reasons = gather(why_no_shared_memory(local, torch.device("cpu")), group)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def host_name() -> str:
+    """Return what tells this machine from others: a number that its kernel drew when it started."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        import socket
+
+        return socket.gethostname()
+
 
 MAX_OVERLAPPED_BYTES = 64 * MIB  # of weights, of which a second set takes no memory worth saving
 _TRANSPORTS = ("auto", "shared_memory", "exchange")
@@ -129,9 +235,9 @@ class FusionStrategy(DDPStrategy):
                 "micro_batch_size=auto does not go with shard_optimizer=true, where no rank has all gradients; give "
                 "strategy.micro_batch_size as a number."
             )
-        self.buffer_settings = BufferSettings(int(buffer_mb * MIB), in_flight, _WIRES[wire], shard_optimizer)
-        self._transport: PartTransport | None = None
-        self._optimization: Optimization | None = None
+        self.buffer_settings = FusionSettings(int(buffer_mb * MIB), in_flight, _WIRES[wire], shard_optimizer)
+        self._transport: ShardTransport | None = None
+        self._optimization: PhaseOptimizer | None = None
         self._sharded: ShardedOptimizer | None = None
         self._steps_inside = False  # whether servers may step while backward goes on
         self._saved_state: dict[int, Any] = {}  # of an optimizer whose pieces are not known yet
@@ -146,7 +252,7 @@ class FusionStrategy(DDPStrategy):
             "strategy=pipeline or strategy=single."
         )
 
-    def prepare_optimizer(self, task: TaskModule, optimization: Optimization) -> None:
+    def prepare_optimizer(self, task: TaskModule, optimization: PhaseOptimizer) -> None:
         """Listen to the gradients of all trained parameters and open the way that they take; collective."""
         self._saved_state, self._optimization = {}, optimization
         if self.shard_optimizer:
@@ -158,7 +264,7 @@ class FusionStrategy(DDPStrategy):
         self.reducer.transport.close()
         self.reducer.transport = self._transport
 
-    def _may_step_inside(self, optimization: Optimization) -> bool:
+    def _may_step_inside(self, optimization: PhaseOptimizer) -> bool:
         """Return whether servers update their part while backward goes on; collective."""
         if self._overlap_choice == "auto":
             wanted = sum(parameter.nbytes for parameter in self._all_trained) <= MAX_OVERLAPPED_BYTES
@@ -167,19 +273,19 @@ class FusionStrategy(DDPStrategy):
         waits = not wanted or self.precision.scaler is not None or _needs_all_gradients(optimization)
         return not self.comm.any_rank(waits)
 
-    def _check_shards(self, optimization: Optimization) -> None:
+    def _check_shards(self, optimization: PhaseOptimizer) -> None:
         check_elementwise(optimization.optimizer)
         if self.device.type != "cpu":
             raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
 
-    def _open_transport(self) -> PartTransport:
+    def _open_transport(self) -> ShardTransport:
         reducer = self.reducer
         assert reducer is not None
 
         def num_gradients() -> list[int]:
             return [0 if layout.sparse else layout.numel for layout in reducer.plan.buckets]
 
-        transport = open_part_transport(
+        transport = open_shard_transport(
             self.transport_name,
             self.comm.group,
             host=self.host(),
@@ -221,7 +327,7 @@ class FusionStrategy(DDPStrategy):
 
     # ---- A step
 
-    def forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
+    def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective.
 
         With servers that step at once also leave the new weights beside the old ones.
@@ -238,7 +344,7 @@ class FusionStrategy(DDPStrategy):
         used = [bool(count) for count in self._transport.used(buffer).tolist()]
         self._sharded.step_buffer(buffer, used, partial(self._optimization.update, norm=None))
 
-    def optimizer_step(self, optimization: Optimization) -> Tensor | None:
+    def optimizer_step(self, optimization: PhaseOptimizer) -> Tensor | None:
         """Clip, update this rank's part of the weights or all of them, and drop the gradients; collective."""
         if not self.shard_optimizer:
             return super().optimizer_step(optimization)
@@ -253,10 +359,10 @@ class FusionStrategy(DDPStrategy):
         sharded.adopt()
         return norm
 
-    def _update_shards(self, sharded: ShardedOptimizer, optimization: Optimization) -> Tensor | None:
+    def _update_shards(self, sharded: ShardedOptimizer, optimization: PhaseOptimizer) -> Tensor | None:
         """Unscale, clip and update this rank's part of the weights; collective."""
         norm = None
-        with sharded.on_pieces():
+        with sharded.on_shards():
             if self.precision.scaler is not None:
                 overflow = ~torch.isfinite(self._grad_norm(optimization))  # anywhere: all skip the same steps
                 sharded.unscale(optimization.unscale, overflow=overflow)
@@ -269,14 +375,14 @@ class FusionStrategy(DDPStrategy):
             optimization.update(norm=norm)
         return norm
 
-    def _grad_norm(self, optimization: Optimization) -> Tensor:
+    def _grad_norm(self, optimization: PhaseOptimizer) -> Tensor:
         """Return the global 2-norm of the gradients; collective."""
         if not self.shard_optimizer:
             return super()._grad_norm(optimization)
         own = total_norm(self._shards(optimization).gradients(), self.device)
         return self.comm.all_reduce(own.double().square()).sqrt().to(own.dtype)
 
-    def _shards(self, optimization: Optimization) -> ShardedOptimizer:
+    def _shards(self, optimization: PhaseOptimizer) -> ShardedOptimizer:
         """Return this rank's part of the optimizer, made after the first backward has shown the buffers."""
         if self._sharded is None:
             assert self.reducer is not None and self._transport is not None
@@ -295,7 +401,7 @@ class FusionStrategy(DDPStrategy):
 
     # ---- State, whole and the same as under every other strategy
 
-    def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
+    def optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer) -> dict[str, Any]:
         """Return the optimizer's whole state; collective."""
         if not self.shard_optimizer:
             return super().optimizer_state_dict(task, optimization)
@@ -305,7 +411,7 @@ class FusionStrategy(DDPStrategy):
         sum_of: Callable[[Tensor], Tensor] = self.comm.all_reduce
         return {**settings, "state": self._sharded.whole_state(sum_of, self.comm.all_gather_object)}
 
-    def shards(self, task: TaskModule, optimizations: Sequence[Optimization]) -> Shards | None:
+    def shards(self, task: TaskModule, optimizations: Sequence[PhaseOptimizer]) -> ShardedState | None:
         """Return the state with this rank's pieces of it, where the optimizer is sharded and a step has been made."""
         return None if self._sharded is None else self._sharded.shards(task, self.comm.all_gather_object)
 
@@ -313,7 +419,7 @@ class FusionStrategy(DDPStrategy):
         """Return all parameters and buffers: every rank holds them."""
         return named_state(task)
 
-    def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer, saved: dict[str, Any]) -> None:
         """Give the optimizer the state in `saved`, of which this rank will keep its part."""
         if not self.shard_optimizer:
             super().load_optimizer_state_dict(task, optimization, saved)
@@ -322,7 +428,7 @@ class FusionStrategy(DDPStrategy):
         self._saved_state = dict(saved["state"])
 
 
-def _needs_all_gradients(optimization: Optimization) -> bool:
+def _needs_all_gradients(optimization: PhaseOptimizer) -> bool:
     """Return whether no part can be updated before all gradients are known, or somebody expects one step at a time."""
     optimizer = optimization.optimizer
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks

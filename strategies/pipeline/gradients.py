@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.distributed.failure_store import FailureStore
-from trainkit.optimization import Optimization
+from trainkit.optim.optimizer import PhaseOptimizer
 
-from ..ddp.clipping import total_norm
+from ..ddp.grad_norm import total_norm
 from ..ddp.reducer import Reducer, ReducerSettings
 from .mesh import PipelineMesh
 from .schedules import FORWARD, Action
@@ -81,7 +81,7 @@ class StageGradients:
     def reduce_zeros(self) -> None:
         """Take part in the reduction of replicas that have samples, without any; collective over copies."""
         if self._reducer is not None:
-            self._reducer.reduce_nothing()
+            self._reducer.reduce_zeros()
 
     def sum_shared(self) -> None:
         """Leave on every stage that uses a parameter the sum of all stages' gradients; collective.
@@ -115,10 +115,10 @@ class StageGradients:
             self._reducer.close()
 
 
-class SyncedScaler(Optimization):
+class SyncedScaler(PhaseOptimizer):
     """An optimization whose scaler hears of an overflow on any stage."""
 
-    def __init__(self, inner: Optimization, agree: Callable[[Tensor], Tensor]):
+    def __init__(self, inner: PhaseOptimizer, agree: Callable[[Tensor], Tensor]):
         self.__dict__ = inner.__dict__
         self._agree_on_overflow = agree
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainkit.batches import to_device
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.sync import detach_metrics, metrics_in
-from trainkit.optimization import Optimization
-from trainkit.precision import Precision
+from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.optim.precision import Precision
 from trainkit.task import TaskModule
+from trainkit.tree import to_device
 
 from .graph import Signature, TracedGraph, signature
 from .mesh import PipelineMesh
@@ -61,7 +61,7 @@ def single_step(step: Step) -> TrainingStepSpec:
 
 def training_steps(
     task: TaskModule,
-    optimizations: Mapping[str, Optimization],
+    optimizations: Mapping[str, PhaseOptimizer],
     *,
     precision: Precision,
     begin_phase: Callable[..., None],
@@ -226,7 +226,7 @@ class StagedModel:
             )
         return partitioned
 
-    def phase_parameters(self, task: nn.Module, optimization: Optimization) -> dict[str, nn.Parameter]:
+    def phase_parameters(self, task: nn.Module, optimization: PhaseOptimizer) -> dict[str, nn.Parameter]:
         """Return the named parameters that a phase trains, as far as its step uses them."""
         trained = {id(parameter) for parameter in optimization.parameters}
         users = self.steps[step_key(optimization.phase, optimization.step_name)].graph.parameter_users

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.checkpoints.shards import Piece, Shards, elsewhere
+from trainkit.checkpoint.shard_files import ShardedState, TensorShard, shard_placeholder
 
 from .stage import Placement, has_meta, keep_local_parameters, materialize
 
@@ -119,13 +119,13 @@ class PipelineState:
 
     def shards(
         self, task: nn.Module, optimizers: Sequence[Optimizer], *, writes: bool, all_gather: AllGather
-    ) -> Shards | None:
+    ) -> ShardedState | None:
         """Return the state with this stage's pieces of it; `None` while every stage has the whole. Collective."""
         if self._placement is None:
             return None
         stage = ShardedStateDict(task, self._placement, self._stage, writes)
         described = [stage.of_optimizer(optimizer, i, all_gather) for i, optimizer in enumerate(optimizers)]
-        return Shards(stage.of_task(_canonical_names(task)), described, list(stage.pieces.values()))
+        return ShardedState(stage.of_task(_canonical_names(task)), described, list(stage.pieces.values()))
 
     def load_optimizer(self, task: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         """Load the optimizer state of the parameters that this stage holds."""
@@ -183,7 +183,7 @@ class ShardedStateDict:
     placement: Placement
     stage: int
     writes: bool  # one replica does
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    pieces: dict[str, TensorShard] = field(default_factory=dict)
 
     def of_task(self, names: Mapping[str, str]) -> dict[str, Any]:
         """Return the task's state dict, in which every parameter and buffer (`names`: key to name) is elsewhere."""
@@ -211,5 +211,5 @@ class ShardedStateDict:
         if not isinstance(value, Tensor) or (value.dim() == 0 and not place.startswith("task.")):
             return value  # a count of steps
         if self.writes and self.placement.counted(owner, self.stage):
-            self.pieces[place] = Piece(place, value.detach().contiguous().view(-1), 0, value.numel())
-        return elsewhere(place, torch.empty(value.shape, dtype=value.dtype, device="meta"))
+            self.pieces[place] = TensorShard(place, value.detach().contiguous().view(-1), 0, value.numel())
+        return shard_placeholder(place, torch.empty(value.shape, dtype=value.dtype, device="meta"))

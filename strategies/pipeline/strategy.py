@@ -13,23 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.batches import to_device
-from trainkit.checkpoints.shards import Shards
-from trainkit.data import Source
+from trainkit.checkpoint.shard_files import ShardedState
+from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch
+from trainkit.data.data import StageData
+from trainkit.data.open_loader import open_loader
 from trainkit.distributed.collectives import Collectives, broadcast, check_same_model, gather, tensors_of
 from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
-from trainkit.feed import make_feed
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
-from trainkit.optimization import Clip, Optimization, configure
-from trainkit.precision import Precision
+from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure_optimizers
+from trainkit.optim.precision import Precision
 from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
 from trainkit.strategy import PhaseTraining, Strategy, loss_weight, named_state
 from trainkit.task import TaskModule, has_phases
-from trainkit.window import BatchPlan, MicroBatch, Window
+from trainkit.tree import to_device
 
-from ..process_group import MultiProcessStrategy, RankSettings
-from ..shared_buffers import SharedBuffers
+from ..multiprocess import BroadcastBuffers, MultiProcessStrategy, RankSettings
 from .gradients import StageGradients, SyncedScaler
 from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh
 from .partition import SharedParameters
@@ -138,9 +137,9 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         """The stages, from the first step on."""
         self.writes_timeline = timeline
         self._gradients: dict[str, StageGradients] = {}  # by phase
-        self._optimizations: dict[str, Optimization] = {}  # by phase
+        self._optimizations: dict[str, PhaseOptimizer] = {}  # by phase
         self._phase = ""
-        self._begun: Iterator[Window] | None = None  # training's batches, of which the first has been traced
+        self._begun: Iterator[StepBatch] | None = None  # training's batches, of which the first has been traced
         self._waited_before: float | None = None  # `waited_seconds` at the start of the overlap profile
 
     # ---- Ranks
@@ -223,7 +222,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             broadcast(everything, self.comm.group)
         broadcast(everything, self.mesh.stage_group)
 
-    def prepare_optimizer(self, task: TaskModule, optimization: Optimization) -> None:
+    def prepare_optimizer(self, task: TaskModule, optimization: PhaseOptimizer) -> None:
         """Register an optimizer, whose state follows the parameters to their stages."""
         if not callable(getattr(task, optimization.step_name, None)):
             raise UserError(
@@ -233,7 +232,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             )
         self._optimizations[optimization.phase] = optimization
 
-    def prepare_steps(self, task: TaskModule, batches: Iterator[Window]) -> None:
+    def prepare_steps(self, task: TaskModule, batches: Iterator[StepBatch]) -> None:
         """Trace training's first micro-batch, partition the task, and keep each stage's part; collective."""
         first = next(batches, None)
         if first is None:
@@ -245,12 +244,12 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         with self.runtime.errors.published():
             self._partition(task, traced, len(first.micro_batches))
 
-    def step_batches(self, batches: Iterator[Window], *, pin_memory: bool) -> Iterator[Window]:
+    def step_batches(self, batches: Iterator[StepBatch], *, pin_memory: bool) -> Iterator[StepBatch]:
         """Return the batches with their micro-batches on the device, beginning with the traced one."""
         begun, self._begun = self._begun, None
         return super().step_batches(batches if begun is None else begun, pin_memory=pin_memory)
 
-    def begin_phase(self, optimization: Optimization, *, step_name: str) -> None:
+    def begin_phase(self, optimization: PhaseOptimizer, *, step_name: str) -> None:
         """Make the next `forward_backward` train the parameters of a phase alone, by the method `step_name`."""
         super().begin_phase(optimization, step_name=step_name)
         self._phase = optimization.phase
@@ -281,7 +280,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             for name in self._optimizations or [""]
         }
         if self.broadcast_buffers:
-            self._buffers = SharedBuffers(task, is_shared=lambda name: placement.is_held(name, mesh.stage))
+            self._buffers = BroadcastBuffers(task, is_shared=lambda name: placement.is_held(name, mesh.stage))
         if phase:
             self.begin_phase(self._optimizations[phase], step_name=step_name)
 
@@ -302,7 +301,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
 
     # ---- Training
 
-    def forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
+    def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         """Leave in every `.grad` of this stage the gradient of the weighted mean loss over the global batch.
 
         Returns the outputs of this replica's micro-batches, on every stage. Collective.
@@ -318,7 +317,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
                     write_timeline(spans, Path(self.log_dir), expected=bubble)
             return outputs
 
-    def _forward_backward(self, task: TaskModule, batch: Window) -> list[StepOutput]:
+    def _forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         assert self.runtime is not None
         batches = [micro_batch.batch for micro_batch in batch.micro_batches]
         if self.staged_model.placement is None:
@@ -356,11 +355,11 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             broadcast(self._buffers.now(), self.comm.group)
         return shared
 
-    def _grad_norm(self, optimization: Optimization) -> Tensor:
+    def _grad_norm(self, optimization: PhaseOptimizer) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
         return self._gradients[optimization.phase].norm(self.mesh, self.device)
 
-    def optimizer_step(self, optimization: Optimization) -> Tensor | None:
+    def optimizer_step(self, optimization: PhaseOptimizer) -> Tensor | None:
         """Update this stage's parameters; a step that fp16 skips on one stage is skipped on all. Collective."""
         if self.precision.scaler is None:
             return super().optimizer_step(optimization)
@@ -453,17 +452,17 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             return everything
         return {name: tensor for name, tensor in everything.items() if placement.is_held(name, self.mesh.stage)}
 
-    def optimizer_state_dict(self, task: TaskModule, optimization: Optimization) -> dict[str, Any]:
+    def optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer) -> dict[str, Any]:
         """Return the optimizer's state, complete on the main rank."""
         if self.staged_model.placement is None or self.comm.rank != 0:
             return super().optimizer_state_dict(task, optimization)
         return self.state.gather_optimizer(optimization.optimizer)
 
-    def load_optimizer_state_dict(self, task: TaskModule, optimization: Optimization, saved: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer, saved: dict[str, Any]) -> None:
         """Load into this stage's optimizer the state of its own parameters in `saved`."""
         self.state.load_optimizer(task, optimization.optimizer, saved)
 
-    def shards(self, task: TaskModule, optimizations: Sequence[Optimization]) -> Shards | None:
+    def shards(self, task: TaskModule, optimizations: Sequence[PhaseOptimizer]) -> ShardedState | None:
         """Return the state with the shards of this stage; `None` before the task is partitioned."""
         optimizers = [optimization.optimizer for optimization in optimizations]
         return self.state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=self.comm.all_gather_object)
@@ -507,7 +506,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             for began, spans in answers
         ]
 
-    def preview(self, task: TaskModule, source: Source, *, precision: Precision) -> tuple[PlanReport, str]:
+    def preview(self, task: TaskModule, source: StageData, *, precision: Precision) -> tuple[PlanReport, str]:
         """Return the partition for training on `source` and its drawing, in this process; the task stays whole."""
         alone: Strategy = self
         alone.comm = Collectives(world_size=self.mesh.replicas)
@@ -517,10 +516,12 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         self._all_trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         if has_phases(task):
             self.check_phases(task)
-            clip, steps = Clip(), 1000  # the partition does not depend on either
-            phases = configure(task, clip=clip, precision=precision, total_steps=steps, fused=False, skip=False)
+            clip, steps = GradientClipping(), 1000  # the partition does not depend on either
+            phases = configure_optimizers(
+                task, clip=clip, precision=precision, total_steps=steps, fused=False, skip=False
+            )
             self._optimizations = {optimization.phase: optimization for optimization in phases}
-        windows = make_feed(source, alone, seed=0).windows(0, 0)
+        windows = open_loader(source, alone, seed=0).windows(0, 0)
         first = next(self.step_batches(windows, pin_memory=source.pin_memory))
         try:
             return self.staged_model.preview(
@@ -550,7 +551,7 @@ def partition_command(arguments: Arguments) -> int:
         print(settings.as_yaml() if arguments.resolve else settings.unresolved, end="")
         return 0
     from trainkit.cli.run_commands import assemble
-    from trainkit.data import Data
+    from trainkit.data.data import Data
 
     run = assemble(settings, run_dir=None, loggers=False)
     strategy = run.trainer.strategy

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit.callback import Callback
-from trainkit.data import Data
+from trainkit.data.data import Data
 from trainkit.task import TaskModule
 from trainkit.trainer import FitResult, Trainer
 

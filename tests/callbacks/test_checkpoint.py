@@ -14,10 +14,10 @@ from trainkit.callbacks.early_stopping import EarlyStopping
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit.callback import Callback
-from trainkit.checkpoints.store import CheckpointEntry, CheckpointStore, DamagedCheckpoint
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, DamagedCheckpoint
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import NonFiniteLoss, Stopped, UserError
-from trainkit.run import Run
+from trainkit.loops.run import Run
 from trainkit.trainer import FitResult
 
 Fit = Callable[..., FitResult]

@@ -18,7 +18,7 @@ from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import Regression, StopAt, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, Trainer, UserError
-from trainkit.checkpoints.store import load_from
+from trainkit.checkpoint.store import load_from
 from trainkit.testing import run_ranks
 
 

@@ -36,7 +36,7 @@ def test_the_norms_are_those_of_the_step_at_the_log_point(make_trainer: Any) -> 
     torch.manual_seed(1)
     task = Two()
     inputs, targets = regression_data(40).tensors
-    from trainkit.order import GlobalOrder
+    from trainkit.data.order import GlobalOrder
 
     chosen = GlobalOrder(40, seed=0).slice(0, 0, 8)
     task.training_step([inputs[chosen], targets[chosen]]).backward()

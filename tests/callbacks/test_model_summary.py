@@ -14,7 +14,7 @@ from trainkit.callbacks.model_summary import ModelSummary, summary
 
 from tests.tasks import MemoryLogger, Regression, regression_data
 from trainkit import Data, Phase, TaskModule
-from trainkit.step_cost import cost_of_step
+from trainkit.model.flops import cost_of_step
 from trainkit.trainer import FitResult
 
 Fit = Callable[..., FitResult]

@@ -13,9 +13,9 @@ from trainkit.strategies.dp.strategy import DataParallelStrategy
 from tests.tasks import FakeRank, Regression, regression_data
 from trainkit import Data, Trainer, UserError
 from trainkit.cli.main import main
-from trainkit.feed import make_feed
+from trainkit.data.open_loader import open_loader
 from trainkit.loops.step_timer import PARTS, StepTimer
-from trainkit.precision import Precision
+from trainkit.optim.precision import Precision
 from trainkit.testing import run_ranks
 
 
@@ -175,7 +175,7 @@ def test_what_the_host_waits_for_other_ranks_is_no_part_of_a_devices_backward():
         waited_seconds = 0.0
 
     strategy = Waits()
-    feed = make_feed(Data(train=regression_data(8), batch_size=4).source("train"), strategy, seed=0)
+    feed = open_loader(Data(train=regression_data(8), batch_size=4).source("train"), strategy, seed=0)
     watch = StepTimer(strategy, Precision(), feed)
     watch._device = DeviceThatWorked()
     Waits.waited_seconds = 0.75

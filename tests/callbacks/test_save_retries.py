@@ -12,7 +12,7 @@ from trainkit.strategies.ddp import DDPStrategy
 
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer, UserError
-from trainkit.checkpoints.store import CheckpointError, CheckpointStore
+from trainkit.checkpoint.store import CheckpointError, CheckpointStore
 from trainkit.testing import run_ranks
 
 Fit = Callable[..., Any]
@@ -27,7 +27,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 def fill(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    from trainkit.checkpoints import store
+    from trainkit.checkpoint import store
 
     written = store.write_payload
 

@@ -9,7 +9,7 @@ import pytest
 from trainkit.callbacks.speed_monitor import SpeedMonitor
 
 from trainkit.callback import Callback
-from trainkit.run import Run
+from trainkit.loops.run import Run
 from trainkit.trainer import FitResult
 
 Fit = Callable[..., FitResult]

@@ -8,7 +8,7 @@ from trainkit.recipes.digits_mlp import DigitsMLP
 
 from tests.tasks import Regression, SaveAtEnd, StopAt, regression_data
 from trainkit import Data
-from trainkit.checkpoints.store import load_from
+from trainkit.checkpoint.store import load_from
 from trainkit.cli.main import main
 
 safetensors = pytest.importorskip("safetensors")

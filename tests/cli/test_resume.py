@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.checkpoints.store import load_from
+from trainkit.checkpoint.store import load_from
 from trainkit.cli.main import main
 
 TINY = ["recipe=digits_mlp", "data.num_train=96", "data.batch_size=16", "task.width=8", "logger=[jsonl]"]

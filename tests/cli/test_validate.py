@@ -188,7 +188,7 @@ def test_missing_arguments_are_named(tmp_path):
 def test_nested_objects_are_checked_too():
     message = _message(
         "recipe=digits",
-        "data={_target_: trainkit.data.Data, train: {_target_: torch.utils.data.DataLoader, btach_size: 3}}",
+        "data={_target_: trainkit.data.data.Data, train: {_target_: torch.utils.data.DataLoader, btach_size: 3}}",
         *(f"~data.{name}" for name in ("num_train",)),
     )
     assert "data.train.btach_size: unknown key. Did you mean 'data.train.batch_size'?" in message

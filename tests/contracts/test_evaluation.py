@@ -18,7 +18,7 @@ from tests.tasks import (
     weighted_data,
 )
 from trainkit import Data, UserError
-from trainkit.feed import make_feed
+from trainkit.data.open_loader import open_loader
 
 
 def mean_error(task, dataset):
@@ -41,7 +41,7 @@ def test_over_all_ranks_each_sample_comes_once(num_samples, batch_size, world_si
     data = Data(validation=TensorDataset(torch.arange(num_samples)), batch_size=batch_size)
     seen = []
     for rank in range(world_size):
-        feed = make_feed(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        feed = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
         for micro_batch in feed.batches():
             assert len(micro_batch.batch[0]) == micro_batch.num_samples
             seen += micro_batch.batch[0].tolist()
@@ -53,7 +53,7 @@ def test_over_all_ranks_each_sample_of_a_stream_comes_once(num_samples, batch_si
     data = Data(validation=NumberStream(num_samples), batch_size=batch_size)
     seen = []
     for rank in range(world_size):
-        feed = make_feed(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        feed = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
         for micro_batch in feed.batches():
             assert len(micro_batch.batch) == micro_batch.num_samples
             seen += micro_batch.batch.tolist()
@@ -66,7 +66,7 @@ def test_over_all_ranks_each_row_of_ready_made_batches_comes_once(sizes, world_s
     data = Data(validation=batches)
     seen = []
     for rank in range(world_size):
-        feed = make_feed(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        feed = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
         for micro_batch in feed.batches():
             assert len(micro_batch.batch) == micro_batch.num_samples
             seen += micro_batch.batch.tolist()

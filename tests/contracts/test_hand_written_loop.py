@@ -12,7 +12,7 @@ from trainkit import Data
 EPOCHS, BATCH_SIZE = 3, 4
 
 
-def order_of(dataset, epoch):
+def make_order(dataset, epoch):
     """Return the samples of an epoch as torch's DistributedSampler gives them to the only rank."""
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0)
     sampler.set_epoch(epoch)
@@ -27,7 +27,7 @@ def train_by_hand(task, dataset, *, clip=lambda parameters: None, autocast=False
     inputs, targets = dataset.tensors
     task.train()
     for epoch in range(EPOCHS):
-        for indices in order_of(dataset, epoch).split(BATCH_SIZE):
+        for indices in make_order(dataset, epoch).split(BATCH_SIZE):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 loss = task.training_step([inputs[indices], targets[indices]])

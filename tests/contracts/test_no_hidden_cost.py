@@ -17,7 +17,7 @@ from trainkit.callback import HOOKS
 from trainkit.distributed.collectives import Collectives
 from trainkit.loops.fit_loop import FitLoop
 from trainkit.metrics.accumulate import WeightedMeans
-from trainkit.optimization import _if_on_host
+from trainkit.optim.optimizer import _if_on_host
 
 WAITING = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "cpu", "nonzero", "is_nonzero")
 TRAINKIT = [str(Path(path)) for path in (*trainkit.__path__, *trainkit.strategies.__path__)]
@@ -71,7 +71,7 @@ class CountWaits(Callback):
 )
 def test_nothing_waits_for_the_device_between_log_points(make_trainer, monkeypatch, settings, task, data):
     # What lies in the host's memory may be read at once; here it stands for what lies in a device's.
-    monkeypatch.setattr("trainkit.optimization._if_on_host", lambda flag: None)
+    monkeypatch.setattr("trainkit.optim.optimizer._if_on_host", lambda flag: None)
     waits = CountWaits(monkeypatch, log_points={5, 10, 13})  # after the last step comes the last log
     trainer = make_trainer(log_every="5step", max_duration="2epoch", callbacks=[waits], **settings)
     trainer.fit(task(), Data(train=data(48), batch_size=8))

@@ -23,8 +23,8 @@ from tests.tasks import (
     regression_data,
     weighted_data,
 )
-from trainkit import Callback, Data, Schedule
-from trainkit.checkpoints.store import CheckpointStore
+from trainkit import Callback, Data, LRSchedule
+from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import Stopped, UserError
 
 STEPS_PER_EPOCH = 5  # 18 samples in batches of 4, the last of 2
@@ -130,7 +130,7 @@ def test_a_schedule_of_every_step_goes_on_where_it_was(make_trainer, name, stop)
 
 @STOPS
 def test_a_schedule_of_every_epoch_goes_on_where_it_was(make_trainer, stop):
-    schedule = with_schedule(lambda o: Schedule(lr_scheduler.ExponentialLR(o, 0.5), every="epoch"))
+    schedule = with_schedule(lambda o: LRSchedule(lr_scheduler.ExponentialLR(o, 0.5), every="epoch"))
     whole, resumed = both_ways(make_trainer, lambda: dropout_task(schedule), plain_data, stop=stop)
     assert_same_bits(resumed, whole)
 
@@ -138,7 +138,7 @@ def test_a_schedule_of_every_epoch_goes_on_where_it_was(make_trainer, stop):
 @pytest.mark.parametrize("stop", [3, 4, 5, 8])
 def test_a_schedule_on_a_metric_goes_on_where_it_was(make_trainer, stop):
     plateau = with_schedule(
-        lambda o: Schedule(
+        lambda o: LRSchedule(
             lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=1e9),  # nothing is an improvement
             every="metric",
             metric="validation/loss",
@@ -421,7 +421,7 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_up_when_the_run_goes_on(m
             return super().validation_step(batch)
 
     plateau = with_schedule(
-        lambda o: Schedule(
+        lambda o: LRSchedule(
             lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=1e9),
             every="metric",
             metric="validation/loss",

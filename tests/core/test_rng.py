@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from trainkit.checkpoints.store import CheckpointStore
+from trainkit.checkpoint.store import CheckpointStore
 from trainkit.rng import preserve_rng, rng_state, seed_everything, set_rng_state
 
 

@@ -8,7 +8,7 @@ from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import FakeRank, Regression, regression_data
 from trainkit import BatchPlan, Data, UserError
-from trainkit.precision import Precision
+from trainkit.optim.precision import Precision
 
 
 @given(batch_size=st.integers(1, 200), world_size=st.integers(1, 9), size=st.integers(1, 50))
@@ -70,12 +70,12 @@ def test_no_values_sum_to_nothing():
 
 
 def test_a_window_without_samples_leaves_no_gradient():
-    from trainkit.window import Window
+    from trainkit.data.batch import StepBatch
 
     strategy, task = SingleStrategy(device="cpu"), Regression()
     strategy.setup(Precision())
     strategy.prepare(task)
-    assert strategy.forward_backward(task, Window([], 4, 4, False)) == []
+    assert strategy.forward_backward(task, StepBatch([], 4, 4, False)) == []
     assert all(parameter.grad is None for parameter in task.parameters())
 
 

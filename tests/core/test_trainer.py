@@ -9,15 +9,7 @@ import torch
 from torch import nn
 from trainkit.strategies.single import SingleStrategy
 
-from tests.tasks import (
-    MemoryLogger,
-    Recorder,
-    Regression,
-    RegressionStream,
-    assert_same_bits,
-    regression_data,
-    weights,
-)
+from tests.tasks import MemoryLogger, Recorder, Regression, RegressionStream, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
 
 

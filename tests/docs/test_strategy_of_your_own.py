@@ -2,12 +2,12 @@
 
 import importlib
 
-from trainkit.strategies.process_group import RankSettings
+from trainkit.strategies.multiprocess import RankSettings
 
 from tests.docs.test_code_blocks import ROOT, blocks_of
 from tests.tasks import Regression, regression_data
 from trainkit import Data
-from trainkit.parity import compare_strategies
+from trainkit.parity.compare import compare_strategies
 
 
 def test_the_strategy_of_the_docs_is_equal_to_single_in_at_most_40_lines(tmp_path, monkeypatch):

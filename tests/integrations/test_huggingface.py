@@ -6,7 +6,7 @@ from datasets import Dataset
 from torch.utils.data import default_collate
 from trainkit.strategies.single import SingleStrategy
 
-from trainkit.data import Data
+from trainkit.data.data import Data
 from trainkit.errors import UserError
 from trainkit.integrations.huggingface import HuggingFaceTask, LearningRateCurve
 from trainkit.trainer import Trainer

@@ -17,7 +17,7 @@ from tests.tasks import Regression, regression_data
 from trainkit.loggers.guarded import SafeLogger
 from trainkit.loggers.media import histogram_of
 from trainkit.loggers.tensorboard import EventFile, TensorBoardLogger
-from trainkit.model_graph import record_graph
+from trainkit.model.graph import record_graph
 
 Read = Callable[[Path], Any]
 

@@ -5,7 +5,7 @@ import torch
 from trainkit.recipes.finetune import FineTune
 
 from trainkit import Trainer
-from trainkit.data import Data
+from trainkit.data.data import Data
 from trainkit.errors import UserError
 
 pytest.importorskip("transformers")

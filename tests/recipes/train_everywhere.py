@@ -11,7 +11,7 @@ import torch
 from tests.recipes.tiny import TINY, make_image_folder
 from trainkit.cli.compose import compose_config
 from trainkit.cli.run_commands import assemble
-from trainkit.prepared_folder import prepare_folder
+from trainkit.data.prepare import prepare_folder
 
 STRATEGIES = {
     "single": ["strategy=single", "strategy.device=cpu"],

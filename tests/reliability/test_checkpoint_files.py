@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.checkpoints.store import CheckpointError, CheckpointStore, DamagedCheckpoint, load_from
-from trainkit.checkpoints.writer import AsyncWriter
+from trainkit.checkpoint.async_writer import AsyncWriter
+from trainkit.checkpoint.store import CheckpointError, CheckpointStore, DamagedCheckpoint, load_from
 
 KILLS = int(os.environ.get("TRAINKIT_KILLS", "30"))
 EVERY_BYTES = int(os.environ.get("TRAINKIT_BYTES", "23"))

@@ -21,8 +21,8 @@ from trainkit.strategies.fusion import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
-from trainkit import Callback, Data, Schedule, TaskModule, Trainer
-from trainkit.checkpoints.store import load_from
+from trainkit import Callback, Data, LRSchedule, TaskModule, Trainer
+from trainkit.checkpoint.store import load_from
 from trainkit.testing import run_ranks
 
 NUM_SAMPLES = 50  # four batches of 12 and one of 2: fewer than there are ranks
@@ -69,7 +69,7 @@ class Regression(TaskModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         by_step = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=15)
-        return optimizer, [by_step, Schedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), every="epoch")]
+        return optimizer, [by_step, LRSchedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), every="epoch")]
 
 
 class Notes(Callback):

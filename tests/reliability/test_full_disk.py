@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 
 from trainkit import Callback, Data, TaskModule, Trainer
-from trainkit.checkpoints.store import CheckpointStore
+from trainkit.checkpoint.store import CheckpointStore
 
 
 def test_training_goes_on_while_the_disk_is_full_and_saves_when_there_is_room(small_disk: Path) -> None:

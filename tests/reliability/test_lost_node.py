@@ -19,7 +19,7 @@ from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Strategy, TaskModule, Trainer
-from trainkit.checkpoints.store import load_from
+from trainkit.checkpoint.store import load_from
 
 LOST_AT = 7
 ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -13,7 +13,7 @@ from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Data, TaskModule, Trainer, UserError
-from trainkit.checkpoints.store import CheckpointStore
+from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import NonFiniteLoss
 from trainkit.testing import run_ranks
 

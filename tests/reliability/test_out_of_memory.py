@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.strategies import process_group
+from trainkit.strategies import multiprocess as process_group
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -19,10 +19,10 @@ from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import Recorder, assert_close, assert_same_bits
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
+from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.loops.oom import resplit
 from trainkit.metrics.metric import Metric
 from trainkit.testing import run_ranks
-from trainkit.window import MicroBatch, Window
 
 
 class Counter(Metric):
@@ -220,10 +220,10 @@ def test_what_cannot_give_up_a_window_says_so(make):
 
 def test_a_window_is_cut_again_by_rows_and_never_wrongly():
     batch = {"rows": torch.arange(10), "scale": torch.tensor(2.0), "pair": (torch.ones(10, 2), 3)}
-    window = resplit(Window([MicroBatch(batch, 10)], 10, 10, False), 4)
+    window = resplit(StepBatch([MicroBatch(batch, 10)], 10, 10, False), 4)
     assert [part.num_samples for part in window.micro_batches] == [4, 4, 2]
     assert torch.cat([part.batch["rows"] for part in window.micro_batches]).tolist() == list(range(10))
     assert window.micro_batches[2].batch["pair"][0].shape == (2, 2)
     for wrong in ({"words": ["a"] * 10}, [torch.ones(10), torch.ones(7)]):
         with pytest.raises(UserError, match="cannot split a batch of 10 samples that holds"):
-            resplit(Window([MicroBatch(wrong, 10)], 10, 10, False), 4)
+            resplit(StepBatch([MicroBatch(wrong, 10)], 10, 10, False), 4)

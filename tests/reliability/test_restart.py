@@ -16,7 +16,7 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 
 from trainkit import Callback, Data, TaskModule, Trainer
-from trainkit.checkpoints.store import load_from
+from trainkit.checkpoint.store import load_from
 from trainkit.testing import run_ranks
 
 ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

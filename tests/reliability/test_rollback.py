@@ -16,7 +16,7 @@ from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import assert_same_bits
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
-from trainkit.checkpoints.store import load_from
+from trainkit.checkpoint.store import load_from
 from trainkit.errors import NonFiniteLoss
 from trainkit.loggers.jsonl import JsonlLogger
 from trainkit.loops.rollback import RollbackPoint

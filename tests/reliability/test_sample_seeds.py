@@ -7,8 +7,8 @@ from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import FakeRank, Regression, StopAt, assert_close, assert_same_bits, regression_data
 from trainkit import Data
-from trainkit.feed import make_feed
-from trainkit.order import sample_seed
+from trainkit.data.open_loader import open_loader
+from trainkit.data.order import sample_seed
 
 NUM_SAMPLES = 18
 
@@ -40,10 +40,10 @@ class Noisy(Dataset):
         return self.inputs[index] + noise, self.targets[index]
 
 
-def samples_of(dataset, *, epoch=0, position=0, rank=0, world_size=1, **settings):
+def sample_indices(dataset, *, epoch=0, position=0, rank=0, world_size=1, **settings):
     """Return the samples that a rank reads in an epoch, as rows."""
     data = Data(train=dataset, batch_size=4, **settings)
-    feed = make_feed(data.source("train"), FakeRank(rank, world_size), seed=3)
+    feed = open_loader(data.source("train"), FakeRank(rank, world_size), seed=3)
     windows = list(feed.windows(epoch, position))
     return [tuple(row) for w in windows for m in w.micro_batches for row in m.batch.tolist()]
 
@@ -55,7 +55,7 @@ def expected(epoch):
 @pytest.mark.parametrize("epoch", [0, 2])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_every_sample_gets_the_seed_of_its_epoch_and_index(epoch, workers):
-    samples = samples_of(Seeds(), epoch=epoch, workers=workers)
+    samples = sample_indices(Seeds(), epoch=epoch, workers=workers)
     assert len(samples) == NUM_SAMPLES
     assert set(samples) == expected(epoch)
     assert not expected(epoch) & expected(epoch + 1)
@@ -63,31 +63,33 @@ def test_every_sample_gets_the_seed_of_its_epoch_and_index(epoch, workers):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_give_their_samples_the_same_seeds(world_size):
-    samples = [s for rank in range(world_size) for s in samples_of(Seeds(), epoch=1, rank=rank, world_size=world_size)]
+    samples = [
+        s for rank in range(world_size) for s in sample_indices(Seeds(), epoch=1, rank=rank, world_size=world_size)
+    ]
     assert len(samples) == NUM_SAMPLES
     assert set(samples) == expected(1)
 
 
 def test_a_resumed_epoch_gives_the_same_seeds():
-    assert samples_of(Seeds(), epoch=1, position=8, workers=1) == samples_of(Seeds(), epoch=1)[8:]
+    assert sample_indices(Seeds(), epoch=1, position=8, workers=1) == sample_indices(Seeds(), epoch=1)[8:]
 
 
 def test_a_subset_and_a_loader_ask_for_seeds_too():
-    chosen = samples_of(Subset(Subset(Seeds(), range(2, 18)), [5, 0, 1, 3]), shuffle=False)
+    chosen = sample_indices(Subset(Subset(Seeds(), range(2, 18)), [5, 0, 1, 3]), shuffle=False)
     assert chosen == [(2 + i, sample_seed(3, 0, place) % 2**63) for place, i in enumerate([5, 0, 1, 3])]
     loader = DataLoader(Seeds(), batch_size=4, shuffle=True)
-    feed = make_feed(Data(train=loader).source("train"), FakeRank(), seed=3)
+    feed = open_loader(Data(train=loader).source("train"), FakeRank(), seed=3)
     rows = {tuple(row) for window in feed.windows(1, 0) for row in window.micro_batches[0].batch.tolist()}
     assert rows == expected(1)
 
 
 def test_ready_made_batches_get_a_seed_each():
-    feed = make_feed(Data(train=Seeds()).source("train"), FakeRank(), seed=3)
+    feed = open_loader(Data(train=Seeds()).source("train"), FakeRank(), seed=3)
     assert {tuple(window.micro_batches[0].batch.tolist()) for window in feed.windows(2, 0)} == expected(2)
 
 
 def test_evaluation_augments_every_time_alike():
-    feed = make_feed(Data(validation=Seeds(), batch_size=4).source("validation"), FakeRank(), seed=3)
+    feed = open_loader(Data(validation=Seeds(), batch_size=4).source("validation"), FakeRank(), seed=3)
     for _ in range(2):
         assert {tuple(row) for m in feed.batches() for row in m.batch.tolist()} == expected(0)
 

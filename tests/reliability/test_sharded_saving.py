@@ -21,10 +21,10 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Stopped, Strategy, TaskModule, Trainer, UserError
-from trainkit.checkpoints import shard_files
-from trainkit.checkpoints import store as store_module
-from trainkit.checkpoints.shard_files import FileSystemWriter, ShardWriting
-from trainkit.checkpoints.store import CheckpointError, CheckpointStore, load_from
+from trainkit.checkpoint import shard_files
+from trainkit.checkpoint import store as store_module
+from trainkit.checkpoint.shard_files import FileSystemWriter, ShardWriter
+from trainkit.checkpoint.store import CheckpointError, CheckpointStore, load_from
 from trainkit.cli.export import export_weights
 from trainkit.testing import rank_outcomes, run_ranks
 
@@ -126,18 +126,18 @@ def wait_for_threads() -> None:
 
 
 def save_in_background(folder: Path) -> None:
-    write, went_on = ShardWriting.write, threading.Event()
+    write, went_on = ShardWriter.write, threading.Event()
 
-    def later(writing: ShardWriting) -> Any:
+    def later(writing: ShardWriter) -> Any:
         assert went_on.wait(20), "training did not go on while the shards were written"
         return write(writing)
 
-    def slowly(writing: ShardWriting) -> Any:
+    def slowly(writing: ShardWriter) -> Any:
         time.sleep(0.5 * dist.get_rank())
         return write(writing)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardWriting, "write", later)
+        patch.setattr(ShardWriter, "write", later)
         fit(folder / "background", fusion(), 8, first=[Steps({7: went_on.set})], sharded=True, async_save=True)
         went_on.clear()
         first = [Steps({3: went_on.set})]
@@ -150,7 +150,7 @@ def save_in_background(folder: Path) -> None:
             async_save=True,
         )
         fit(folder / "pruned_background", fusion(), 8, sharded=True, async_save=True, save_last_k=1)
-        patch.setattr(ShardWriting, "write", slowly)
+        patch.setattr(ShardWriter, "write", slowly)
         stop = Steps({5: lambda: os.kill(os.getpid(), signal.SIGTERM)} if dist.get_rank() == 1 else {})
         with pytest.raises(Stopped):
             fit(folder / "stopped", fusion(), 200, first=[stop], sharded=True, async_save=True)

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 
-from trainkit import Callback, Data, Schedule, TaskModule, Trainer
-from trainkit.checkpoints.store import CheckpointStore, load_from
+from trainkit import Callback, Data, LRSchedule, TaskModule, Trainer
+from trainkit.checkpoint.store import CheckpointStore, load_from
 from trainkit.errors import Stopped
 from trainkit.testing import run_ranks
 
@@ -55,7 +55,7 @@ class Regression(TaskModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=1e9)
-        return optimizer, Schedule(plateau, every="metric", metric="validation/loss")
+        return optimizer, LRSchedule(plateau, every="metric", metric="validation/loss")
 
 
 class SendAt(Callback):

@@ -13,8 +13,9 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import assert_same_bits
-from trainkit import Data, Phase, TaskModule, Trainer, UserError, optimization, session
+from trainkit import Data, Phase, TaskModule, Trainer, UserError, session
 from trainkit.errors import NonFiniteLoss
+from trainkit.optim import optimizer as optimization
 from trainkit.optim.nonfinite import WARM_UP_STEPS
 from trainkit.testing import run_ranks
 

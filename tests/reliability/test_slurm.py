@@ -4,7 +4,7 @@ import pytest
 
 from tests.tasks import Regression, regression_data
 from trainkit import Data, UserError
-from trainkit.slurm import requeue_job
+from trainkit.signals import requeue_job
 
 
 def test_a_job_that_would_begin_anew_is_not_queued_again(make_trainer):

@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.single import SingleStrategy
 
-from trainkit import Callback, Data, Schedule, TaskModule, Trainer
-from trainkit.checkpoints.store import CheckpointStore, load_from
+from trainkit import Callback, Data, LRSchedule, TaskModule, Trainer
+from trainkit.checkpoint.store import CheckpointStore, load_from
 from trainkit.loggers.jsonl import JsonlLogger
 
 KILLS = int(os.environ.get("TRAINKIT_KILLS", "12"))
@@ -65,7 +65,7 @@ class Regression(TaskModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         by_step = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.95)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
-        return optimizer, [by_step, Schedule(plateau, every="metric", metric="validation/loss")]
+        return optimizer, [by_step, LRSchedule(plateau, every="metric", metric="validation/loss")]
 
 
 class Tell(Callback):

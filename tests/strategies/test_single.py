@@ -187,8 +187,8 @@ def test_a_window_whose_weights_are_all_zero_changes_nothing(make_trainer, weigh
     seed=st.integers(0, 1000),
 )
 def test_the_gradient_of_any_window_is_that_of_the_weighted_mean_over_all_its_samples(sizes, token_weights, seed):
-    from trainkit.precision import Precision
-    from trainkit.window import MicroBatch, Window
+    from trainkit.data.batch import MicroBatch, StepBatch
+    from trainkit.optim.precision import Precision
 
     generator = torch.Generator().manual_seed(seed)
     total = sum(sizes)
@@ -199,7 +199,7 @@ def test_the_gradient_of_any_window_is_that_of_the_weighted_mean_over_all_its_sa
     if token_weights:
         batch.append(tokens)
     parts = zip(*(tensor.split(sizes) for tensor in batch), strict=True)
-    window = Window([MicroBatch(list(part), len(part[0])) for part in parts], total, total, False)
+    window = StepBatch([MicroBatch(list(part), len(part[0])) for part in parts], total, total, False)
     strategy = SingleStrategy(device="cpu")
     strategy.setup(Precision())
     strategy.prepare(task)

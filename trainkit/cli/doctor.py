@@ -250,7 +250,7 @@ class _Sum:
         """Return the sum of all ranks plus one, and the seconds that a small sum takes."""
         import torch
 
-        from trainkit.precision import Precision
+        from trainkit.optim.precision import Precision
         from trainkit.strategy import Strategy
 
         assert isinstance(self.strategy, Strategy)

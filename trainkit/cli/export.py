@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.checkpoints.disk import sync
-from trainkit.checkpoints.file import move, part_of
-from trainkit.checkpoints.store import load_from
+from trainkit.checkpoint.files import move, part_of, sync
+from trainkit.checkpoint.store import load_from
 from trainkit.cli.compose import Settings
 from trainkit.cli.main import Arguments
 from trainkit.cli.run_commands import assemble, checkpoint_path, settings_of_run
 from trainkit.cli.signatures import install_hint
-from trainkit.data import Data
+from trainkit.data.data import Data
+from trainkit.data.open_loader import open_loader
 from trainkit.errors import UserError, nearest
-from trainkit.feed import make_feed
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
@@ -130,7 +129,7 @@ def _first_batch(data: Data) -> tuple[Any, int]:
     stage = next((stage for stage in _STAGES if data.has(stage)), None)
     if stage is None:
         raise UserError("the run's data has nothing to trace a program with; pass data for predictions.")
-    feed = make_feed(data.source(stage), Strategy(device="cpu"), seed=0, limit=1)
+    feed = open_loader(data.source(stage), Strategy(device="cpu"), seed=0, limit=1)
     micro_batch = next(iter(feed.batches()))
     return micro_batch.batch, micro_batch.num_samples
 

@@ -54,7 +54,7 @@ def parity(arguments: Arguments) -> int:
 
 def _trainer(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return the settings of the trainer, without the precision where that is only the default of all runs."""
-    from trainkit.precision import Precision
+    from trainkit.optim.precision import Precision
 
     typed = any(text.partition("=")[0].lstrip("+~") == "trainer.precision" for text in overrides)
     default = {} if typed else {"precision": Precision().name}

@@ -19,19 +19,19 @@ from hydra.utils import instantiate
 from torch import nn
 
 from trainkit.callback import Callback
-from trainkit.checkpoints.store import load_from, resolve
+from trainkit.checkpoint.store import load_from, resolve
 from trainkit.cli.compose import CONFIG_FILE, ConfigComposer, Settings, compose_config, config_file, with_origins
 from trainkit.cli.main import Arguments
 from trainkit.cli.signatures import install_hint
 from trainkit.cli.validate import ConfigError, Problem, renamed_value
-from trainkit.continuation import run_to_continue
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
-from trainkit.linear_scaling import ReferenceBatchSize
 from trainkit.logger import Logger
+from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.report.config_diff import ConfigChange, differences
 from trainkit.rng import seed_everything
-from trainkit.run_folder import choose_run_dir
+from trainkit.run_dir.folder import choose_run_dir
+from trainkit.run_dir.resume_auto import find_run_to_resume
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.trainer import Trainer
@@ -167,7 +167,7 @@ def _run_dir_to_continue(settings: Settings) -> Path:
     if chosen is not None:
         return Path(chosen)
     durations = Duration.parse_all(settings.tree["trainer"].get("max_duration", "1epoch"), where="max_duration")
-    return run_to_continue(None, name=settings.name, max_duration=durations).run_dir or choose_run_dir(settings.name)
+    return find_run_to_resume(None, name=settings.name, max_duration=durations).run_dir or choose_run_dir(settings.name)
 
 
 def _new_run_dir(settings: Settings) -> Path:

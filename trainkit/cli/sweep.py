@@ -36,7 +36,7 @@ from trainkit.cli.validate import ConfigError, Problem
 from trainkit.errors import Stopped, UserError, nearest
 from trainkit.report.run_report import REPORT, write_page
 from trainkit.report.sweep_report import SWEEP, sweep_report
-from trainkit.run_folder import choose_run_dir
+from trainkit.run_dir.folder import choose_run_dir
 
 _MOST_CHECKED = 200
 _OF_HYDRA = (

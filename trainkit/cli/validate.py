@@ -11,8 +11,8 @@ from difflib import SequenceMatcher
 from typing import Any, TypeGuard
 
 from trainkit.cli.signatures import MISSING, Signature, TargetError, ValueType, signature_of
+from trainkit.data.batch import split_error
 from trainkit.errors import UserError
-from trainkit.window import split_error
 
 TRAINER = "trainkit.trainer.Trainer"
 # Arguments of the Trainer that have a place of their own at the top of the settings.

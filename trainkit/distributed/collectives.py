@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.batches import concatenate
 from trainkit.distributed.failure_store import FailureStore, RankError, is_lost, timed_out
+from trainkit.tree import concatenate
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "min", "max"]

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from trainkit.callback import Callback
-from trainkit.data import Data
+from trainkit.data.data import Data
 from trainkit.errors import UserError
 from trainkit.integrations.lightning_hooks import (
     LightningHooks,
@@ -24,7 +24,7 @@ from trainkit.integrations.lightning_hooks import (
     recording,
     without_stage,
 )
-from trainkit.optim.phase import Schedule
+from trainkit.optim.lr_schedule import LRSchedule
 from trainkit.task import OptimizerSpec, StepReturn, TaskModule
 
 _CALLED_HOOKS = frozenset(
@@ -229,7 +229,7 @@ def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
     return [returned], []
 
 
-def _schedule(item: Any, of: str) -> Schedule:
+def _schedule(item: Any, of: str) -> LRSchedule:
     """Return one of Lightning's schedules: a scheduler, stepped each epoch, or a mapping that says when."""
     config = item if isinstance(item, Mapping) else {"scheduler": item}
     scheduler: LRScheduler = config["scheduler"]
@@ -243,5 +243,5 @@ def _schedule(item: Any, of: str) -> Schedule:
         if monitor is None:
             raise UserError(f"{of}.configure_optimizers: ReduceLROnPlateau needs a monitor, such as 'val_loss'.")
         (name,) = without_stage({monitor: None})
-        return Schedule(scheduler, every="metric", metric=f"validation/{name}")
-    return Schedule(scheduler, every="step" if config.get("interval") == "step" else "epoch")
+        return LRSchedule(scheduler, every="metric", metric=f"validation/{name}")
+    return LRSchedule(scheduler, every="step" if config.get("interval") == "step" else "epoch")

@@ -27,7 +27,7 @@ from trainkit.metrics.sync import (
 from trainkit.strategy import metric_modules
 
 if TYPE_CHECKING:
-    from trainkit.run import Run
+    from trainkit.loops.run import Run
     from trainkit.strategy import Strategy
     from trainkit.task import TaskModule
 

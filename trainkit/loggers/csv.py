@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainkit.checkpoints.file import write_text
+from trainkit.checkpoint.files import write_text
 from trainkit.logger import Logger
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.logger import HyperParameter, Logger, cut, hyperparameters
 from trainkit.loggers.media import Histogram
-from trainkit.model_graph import ModelGraph
+from trainkit.model.graph import ModelGraph
 
 if TYPE_CHECKING:
     from torch import Tensor

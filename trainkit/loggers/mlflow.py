@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 from zlib import crc32
 
-from trainkit.checkpoints.file import write_text
+from trainkit.checkpoint.files import write_text
 from trainkit.logger import HyperParameter, Logger, cut, require_package
 from trainkit.loggers.media import png
 

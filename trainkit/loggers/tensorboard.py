@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.logger import HyperParameter, Logger, cut
 from trainkit.loggers.media import Histogram, png
-from trainkit.model_graph import ModelGraph
+from trainkit.model.graph import ModelGraph
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

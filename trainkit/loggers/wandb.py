@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit.checkpoints.file import write_text
+from trainkit.checkpoint.files import write_text
 from trainkit.errors import UserError, nearest
 from trainkit.logger import HyperParameter, Logger, cut, require_package
 from trainkit.loggers.media import Histogram

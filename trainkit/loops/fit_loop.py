@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from trainkit.data.batch import StepBatch
+from trainkit.data.loader import BatchLoader
 from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError
-from trainkit.evaluation import EvaluationLoop
-from trainkit.feed import Feed
+from trainkit.loops.evaluation_loop import EvaluationLoop
 from trainkit.loops.oom import AutoMicroBatch
 from trainkit.loops.phases import PhasedStep, PhaseStep, SingleStep, StepWrapper, TrainStep
 from trainkit.loops.rollback import NonFinitePolicy
+from trainkit.loops.run import Run
 from trainkit.loops.skipped_steps import SkipListedSteps, SkippedSteps
-from trainkit.optimization import Optimization
-from trainkit.run import Run
-from trainkit.strategy import Strategy, uses_auto_micro_batch, SupportsPhases
+from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.strategy import Strategy, SupportsPhases, uses_auto_micro_batch
 from trainkit.task import TaskModule
-from trainkit.window import Window
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FitLoop:
         assert run.feed is not None
         self.auto_micro_batch = AutoMicroBatch(run) if uses_auto_micro_batch(run.strategy) else None
         self._run = run
-        self._feed: Feed = run.feed
+        self._feed: BatchLoader = run.feed
         self._max_duration = intervals.max_duration
         self._log_interval = Interval(intervals.log_every)
         self._evaluation_interval = Interval(intervals.evaluate_every if validation is not None else None)
@@ -77,7 +77,7 @@ class FitLoop:
                 finished = True
         run.emit("on_fit_end")
 
-    def step_batches(self) -> Iterator[Window]:
+    def step_batches(self) -> Iterator[StepBatch]:
         """Yield this rank's step batches, epoch after epoch, until training is finished; collective."""
         run, state = self._run, self._run.state
         while not self.finished():
@@ -118,15 +118,15 @@ class FitLoop:
         for interval in (self._log_interval, self._evaluation_interval):
             interval.start(self._run.state)
 
-    def epoch_batches(self) -> Iterator[Window]:
+    def epoch_batches(self) -> Iterator[StepBatch]:
         """Return this rank's step batches of the present epoch, from the present position on."""
         run, state = self._run, self._run.state
         batches = run.strategy.step_batches(
-            self._feed.timed_windows(state.epoch, state.position), pin_memory=self._feed.source.pin_memory
+            self._feed.timed_batches(state.epoch, state.position), pin_memory=self._feed.source.pin_memory
         )
         return batches if run.watch is None else run.watch.timed_batches(batches)
 
-    def finish_step(self, batch: Window) -> None:
+    def finish_step(self, batch: StepBatch) -> None:
         """Make the updates that are left, and count the step; collective."""
         run, state = self._run, self._run.state
         self._step.finish()
@@ -224,7 +224,7 @@ def make_train_step(run: Run, policy: NonFinitePolicy, wrappers: Sequence[StepWr
     return SkipListedSteps(step, run.state, policy.skip_step) if policy.lists_steps else step
 
 
-def make_phase_step(task: TaskModule, strategy: Strategy, optimization: Optimization) -> PhaseStep:
+def make_phase_step(task: TaskModule, strategy: Strategy, optimization: PhaseOptimizer) -> PhaseStep:
     """Return the calls of one optimizer, without options around them."""
 
     def begin(step_name: str | None) -> None:

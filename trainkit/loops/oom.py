@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.batches import rows, tree_leaves
+from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.errors import UserError
 from trainkit.loops.phases import PhaseStep
+from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import preserve_state, restore
 from trainkit.rng import rng_state, set_rng_state
-from trainkit.run import Run
 from trainkit.strategy import metric_modules
-from trainkit.window import MicroBatch, Window
+from trainkit.tree import rows, tree_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class AutoMicroBatch:
         return replace(step, forward_backward=partial(self._forward_backward, step.forward_backward))
 
     def _forward_backward(
-        self, forward_backward: Callable[[Window], list[StepOutput]], batch: Window
+        self, forward_backward: Callable[[StepBatch], list[StepOutput]], batch: StepBatch
     ) -> list[StepOutput]:
         strategy, task = self._run.strategy, self._run.task
         while True:
@@ -88,7 +88,7 @@ class AutoMicroBatch:
                 (size + 1) // 2,
             )
 
-    def _largest(self, batch: Window) -> int:
+    def _largest(self, batch: StepBatch) -> int:
         """Return the samples of the largest micro-batch that any rank has computed; collective."""
         own = max((micro_batch.num_samples for micro_batch in batch.micro_batches), default=0)
         return max(self._run.strategy.comm.all_gather_object(own))
@@ -99,7 +99,7 @@ class AutoMicroBatch:
         if run.plan is not None:
             run.plan = run.strategy.plan(run.plan.batch_size)
         if run.feed is not None:
-            run.feed.cut_anew(run.strategy)
+            run.feed.resplit(run.strategy)
 
 
 class StateSnapshot:
@@ -119,7 +119,7 @@ class StateSnapshot:
         set_rng_state(self._rng)
 
 
-def resplit(batch: Window, size: int | None) -> Window:
+def resplit(batch: StepBatch, size: int | None) -> StepBatch:
     """Return the step batch in micro-batches of at most `size` samples, the same samples in the same order."""
     if size is None or all(micro_batch.num_samples <= size for micro_batch in batch.micro_batches):
         return batch

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from trainkit.data.batch import StepBatch
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput
 from trainkit.state import TrainState
-from trainkit.window import Window
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PhaseStep:
     """The phase takes part in every so many steps."""
     begin: Callable[[str | None], None]
     """Makes the phase the one that is trained, by the task's method of this name or the phase's own."""
-    forward_backward: Callable[[Window], list[StepOutput]]
+    forward_backward: Callable[[StepBatch], list[StepOutput]]
     """Leaves the gradients of a step batch."""
     update: Callable[[], Tensor | None]
     """Clips, updates the parameters and drops the gradients; returns their norm where it was needed."""
@@ -42,7 +42,7 @@ class TrainStep(Protocol):
     """One optimizer step in two calls; both are collective."""
 
     @property
-    def begin(self) -> Callable[[Window], list[StepOutput]]:
+    def begin(self) -> Callable[[StepBatch], list[StepOutput]]:
         """Compute a step batch and return the outputs of this rank's micro-batches."""
 
     def finish(self) -> None:
@@ -90,9 +90,9 @@ class PhaseControl:
         self.num_steps = 0
         """Optimizer steps of the whole task before this one."""
         self._phases = {phase.phase: phase for phase in phases}
-        self._batch = Window([], 0, 0, False)
+        self._batch = StepBatch([], 0, 0, False)
 
-    def begin(self, batch: Window, *, num_steps: int) -> None:
+    def begin(self, batch: StepBatch, *, num_steps: int) -> None:
         """Turn to the global batch of the next step."""
         self._batch, self.num_steps, self.outputs = batch, num_steps, []
 
@@ -160,7 +160,7 @@ class PhasedStep:
         """The norm of each phase's last gradient, where it was needed."""
         return self._control.norms
 
-    def begin(self, batch: Window) -> list[StepOutput]:
+    def begin(self, batch: StepBatch) -> list[StepOutput]:
         """Make the step of all phases that take part in it, and return what they returned; collective."""
         control = self._control
         control.begin(batch, num_steps=self._state.step)

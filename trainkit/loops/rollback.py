@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainkit.checkpoints.store import CheckpointEntry, CheckpointError, load_from
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointError, load_from
+from trainkit.data.loader import BatchLoader
 from trainkit.errors import NonFiniteLoss
-from trainkit.feed import Feed
-from trainkit.fit_config import NonfinitePolicy
+from trainkit.loops.fit_config import NonfinitePolicy
+from trainkit.loops.run import Run
 from trainkit.loops.skipped_steps import list_samples
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optim.nonfinite import is_finite_state, nonfinite_state, untrained_nonfinite_state
-from trainkit.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class NonFinitePolicy:
         self.means = run.means = WeightedMeans(run.strategy.device)
         self._weights_are_sound = True
         self._run = run
-        self._feed: Feed = run.feed
+        self._feed: BatchLoader = run.feed
         self._lacks_folder = policy == "rollback" and run.checkpointer.store is None
         self._policy: NonfinitePolicy = "raise" if self._lacks_folder else policy
         self._max_rollbacks = max_rollbacks
@@ -138,8 +138,8 @@ class NonFinitePolicy:
         name = self._first_of_ranks(self._nonfinite_name())
         raise NonFiniteLoss(
             f"{cause}. Lower the learning rate, set trainer.max_grad_norm=1.0, or set "
-            "trainer.detect_anomaly=true to find the operation; trainer.on_nonfinite=skip skips such steps, and rollback returns to a checkpoint before "
-            f"them.{'' if name is None else f' By now {name} is not finite.'}"
+            "trainer.detect_anomaly=true to find the operation; trainer.on_nonfinite=skip skips such steps, and "
+            f"rollback returns to a checkpoint before them.{'' if name is None else f' By now {name} is not finite.'}"
         )
 
     def skip_step(self) -> None:
@@ -216,7 +216,7 @@ class NonFinitePolicy:
     def _place(self, step: int | None) -> tuple[int | None, str]:
         """Return the first bad step of all ranks, with its rank and samples as text; collective."""
         run = self._run
-        own = None if step is None else (step, run.strategy.comm.rank, self._feed.samples_of(step, run.state))
+        own = None if step is None else (step, run.strategy.comm.rank, self._feed.sample_indices(step, run.state))
         places = run.strategy.comm.all_gather_object(own)
         found = [place for place in places if place is not None]
         if not found:  # it was logged already, and on no rank since

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainkit.feed import Feed
+from trainkit.data.batch import StepBatch
+from trainkit.data.loader import BatchLoader
 from trainkit.loops.phases import PhaseStep, TrainStep
+from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
-from trainkit.run import Run
 from trainkit.state import TrainState
-from trainkit.window import Window
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class SkippedSteps:
         phase, forward_backward, update = step.phase, step.forward_backward, step.update
         optimization = next(part for part in self._run.optimizations if part.phase == phase)
 
-        def snapshot_first(batch: Window) -> list[StepOutput]:
+        def snapshot_first(batch: StepBatch) -> list[StepOutput]:
             if phase not in self._before:
                 self._before[phase] = BufferSnapshot(self._run.task)
             return forward_backward(batch)
@@ -59,7 +59,7 @@ class SkippedSteps:
 
         return replace(step, forward_backward=snapshot_first, update=then_restore)
 
-    def warn(self, bad: Sequence[int], feed: Feed) -> None:
+    def warn(self, bad: Sequence[int], feed: BatchLoader) -> None:
         """Warn of the steps skipped since the last call, of which `bad` had a bad loss here; waits for the device.
 
         Collective.
@@ -70,7 +70,7 @@ class SkippedSteps:
         if not shown:
             return
         run = self._run
-        own = {step: SkipReason(step in bad, feed.samples_of(step, run.state)) for step in shown}
+        own = {step: SkipReason(step in bad, feed.sample_indices(step, run.state)) for step in shown}
         reasons = run.strategy.comm.all_gather_object((run.strategy.comm.rank, own))
         if not run.is_main:
             return
@@ -113,7 +113,7 @@ class SkipListedSteps:
         """The norm of each phase's last gradient, where it was needed."""
         return self._step.grad_norms
 
-    def begin(self, batch: Window) -> list[StepOutput]:
+    def begin(self, batch: StepBatch) -> list[StepOutput]:
         """Compute the step batch, or skip it; collective."""
         self._skips = self._state.step + 1 in self._state.skipped_steps
         if self._skips:

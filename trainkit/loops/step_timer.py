@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.feed import Feed
+from trainkit.data.batch import StepBatch
+from trainkit.data.loader import BatchLoader
 from trainkit.loops.phases import PhaseStep
 from trainkit.metrics.step_output import StepOutput
-from trainkit.precision import Precision
+from trainkit.optim.precision import Precision
 from trainkit.strategy import Strategy, waited_seconds
-from trainkit.window import Window
 
 PARTS = ("data", "copy", "forward", "backward", "communication", "optimizer", "rest")
 _EVERY = 10  # steps, of which one is measured on a CUDA device
@@ -37,7 +37,7 @@ _clock = time.perf_counter
 class StepTimer:
     """Adds up the seconds of each part of the steps on this rank."""
 
-    def __init__(self, strategy: Strategy, precision: Precision, feed: Feed) -> None:
+    def __init__(self, strategy: Strategy, precision: Precision, feed: BatchLoader) -> None:
         self.steps = 0
         self._strategy = strategy
         self._feed = feed
@@ -55,7 +55,7 @@ class StepTimer:
 
     # ---- Called by the loop
 
-    def timed_batches(self, batches: Iterator[Window]) -> Iterator[Window]:
+    def timed_batches(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """Yield the batches, counting the time until they are on the device."""
         while True:
             began = _clock()
@@ -74,7 +74,7 @@ class StepTimer:
         )
 
     def _forward_backward(
-        self, forward_backward: Callable[[Window], list[StepOutput]], batch: Window
+        self, forward_backward: Callable[[StepBatch], list[StepOutput]], batch: StepBatch
     ) -> list[StepOutput]:
         device = self._device
         if device is not None and not self._in_step:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.batches import tensors_in
+from trainkit.tree import tensors_in
 
 WARM_UP_STEPS = 20
 """Steps to learn from before any is called a spike."""

@@ -4,36 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainkit.errors import UserError, nearest
 from trainkit.task import OptimizerSpec
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A learning-rate scheduler and when it steps.
-
-    `every="step"`: after each optimizer step; `"epoch"`: after each epoch; `"metric"`: after each validation,
-    with the value of `metric` (`"validation/loss"`), as `ReduceLROnPlateau` wants it.
-    """
-
-    scheduler: LRScheduler
-    every: Literal["step", "epoch", "metric"] = "step"
-    metric: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.every not in ("step", "epoch", "metric"):
-            raise UserError(f"Schedule(every={self.every!r}): choose 'step', 'epoch' or 'metric'.")
-        if (self.every == "metric") != (self.metric is not None):
-            raise UserError("Schedule(every='metric') goes with metric='validation/loss' or another name, and only it.")
-        if isinstance(self.scheduler, ReduceLROnPlateau) and self.every != "metric":
-            raise UserError(
-                "ReduceLROnPlateau needs a metric: Schedule(scheduler, every='metric', metric='validation/loss')."
-            )
 
 
 @dataclass(frozen=True)

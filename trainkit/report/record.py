@@ -11,15 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoints.manifest import Manifest, parse_manifest
-from trainkit.checkpoints.store import CHECKPOINTS, CheckpointEntry
-from trainkit.environment import FILENAME as ENVIRONMENT
+from trainkit.checkpoint.manifest import Manifest, parse_manifest
+from trainkit.checkpoint.store import CHECKPOINTS, CheckpointEntry
 from trainkit.errors import UserError
-from trainkit.failure import CALLERS, FailureRecord, read_failures
 from trainkit.profiling.timeline import FILENAME as TIMELINE
 from trainkit.profiling.timeline import Timeline, read_timeline
 from trainkit.report.config_diff import ConfigChange, read_config_diff
-from trainkit.warning_log import FILENAME as WARNINGS
+from trainkit.run_dir.failure import CALLERS, FailureRecord, read_failures
+from trainkit.run_dir.failure import FILENAME as WARNINGS
+from trainkit.run_dir.folder import FILENAME as ENVIRONMENT
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"

@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import quote
 
 from trainkit.errors import Stopped
-from trainkit.failure import FailureRecord, forget_failures, record_failure_of_caller
 from trainkit.report.charts import chart, chart_grid, curve_charts, kind_of
 from trainkit.report.config_diff import ConfigChange, as_text, write_config_diff
 from trainkit.report.html import (
@@ -32,6 +31,7 @@ from trainkit.report.html import (
 from trainkit.report.record import METRICS, RunData, files_beside, read_run
 from trainkit.report.step_breakdown import breakdown, memory_series, profile_part, waiting_chart
 from trainkit.report.timeline_chart import timeline_figure, timeline_figures
+from trainkit.run_dir.failure import FailureRecord, clear_failures, record_failure_of_caller
 
 _SAID_BY_MESSAGE = ("UserError", "NonFiniteLoss", "CheckpointError", "SettingsError", "RankFailure")
 _PYTHON_HEADING = "Traceback (most recent call last)"
@@ -344,7 +344,7 @@ def reported(
     if folder is None:
         yield
         return
-    forget_failures(folder)
+    clear_failures(folder)
     try:
         yield
     except BaseException as error:

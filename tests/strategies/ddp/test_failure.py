@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from trainkit.strategies.ddp.collective import PatientWork
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+from trainkit.strategies.ddp.transport import WatchedWork
 
 from trainkit.cli import main as cli
 from trainkit.distributed.failure_store import FailureStore, RankError
@@ -163,7 +163,7 @@ class NothingKnown:
 
 
 def test_a_collective_that_ends_just_after_a_slice_is_no_failure():
-    work = PatientWork(EndsBetween(), where="the test", board=NothingKnown(), timeout_seconds=5.0)
+    work = WatchedWork(EndsBetween(), where="the test", board=NothingKnown(), timeout_seconds=5.0)
     work.wait()
     assert work.work.waits > 1
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy, DistributedDataParallel
-from trainkit.strategies.ddp.clipping import total_norm
+from trainkit.strategies.ddp.grad_norm import total_norm
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
 from trainkit.strategies.single import SingleStrategy
 

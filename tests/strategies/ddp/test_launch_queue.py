@@ -9,17 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from trainkit.strategies.ddp.buckets import MIB, GradientSpec, plan_buckets
-from trainkit.strategies.ddp.first_backward import FirstBackward, plan_of
-from trainkit.strategies.ddp.gradient_bucket import Bucket, Slot
-from trainkit.strategies.ddp.launch_queue import LaunchQueue
+from trainkit.strategies.ddp.bucket import Bucket, GradientEntry, LaunchQueue
+from trainkit.strategies.ddp.bucket_plan import MIB, GradientSpec, plan_buckets
 from trainkit.strategies.ddp.reducer import ReducerSettings
+from trainkit.strategies.ddp.unused_parameters import FirstBackwardStats, plan_of
 
 ALONE = SimpleNamespace(size=lambda: 1)
 
 
-def slots(count: int) -> list[Slot]:
-    return [Slot(index, f"p{index}", nn.Parameter(torch.zeros(10))) for index in range(count)]
+def slots(count: int) -> list[GradientEntry]:
+    return [GradientEntry(index, f"p{index}", nn.Parameter(torch.zeros(10))) for index in range(count)]
 
 
 def buckets(*members: str) -> list[Bucket]:
@@ -99,7 +98,7 @@ SMALL = ReducerSettings(bucket_mb=80 / MIB, first_bucket_mb=40 / MIB)
 def test_buckets_are_rebuilt_in_the_order_of_arrival(arrivals, before, after):
     made = slots(5)
     assert plan_of(made, settings=SMALL).draw() == before
-    first = FirstBackward(made, settings=SMALL)
+    first = FirstBackwardStats(made, settings=SMALL)
     for index in arrivals:
         first.note(made[int(index)])
     assert first.agree(ALONE, torch.device("cpu")).draw() == after
@@ -109,7 +108,7 @@ def test_buckets_are_rebuilt_in_the_order_of_arrival(arrivals, before, after):
 @pytest.mark.parametrize(("static_graph", "expected"), [(False, [1, 2, 1]), (True, [1, 2, 0])])
 def test_a_hook_is_expected_as_often_as_it_fired_and_never_only_in_a_static_graph(static_graph, expected):
     made = slots(3)
-    first = FirstBackward(made, settings=ReducerSettings(static_graph=static_graph))
+    first = FirstBackwardStats(made, settings=ReducerSettings(static_graph=static_graph))
     assert [first.note(made[index]) for index in (0, 1, 1)] == [1, 1, 2]
     first.agree(ALONE, torch.device("cpu"))
     assert [slot.expected for slot in made] == expected
@@ -117,7 +116,7 @@ def test_a_hook_is_expected_as_often_as_it_fired_and_never_only_in_a_static_grap
 
 def test_a_backward_that_did_not_end_is_forgotten():
     made = slots(2)
-    first = FirstBackward(made, settings=SMALL)
+    first = FirstBackwardStats(made, settings=SMALL)
     first.note(made[0])
     first.restart()
     assert [slot.index for slot in first.absent()] == [0, 1]

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from trainkit.strategies.ddp.buckets import MIB
-from trainkit.strategies.ddp.graph import unreached_parameters
+from trainkit.strategies.ddp.bucket_plan import MIB
+from trainkit.strategies.ddp.distributed_data_parallel import unreached_parameters
 from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
 
 from trainkit.testing import run_ranks
@@ -150,7 +150,7 @@ def a_rank_without_samples_adds_zeros() -> None:
             with reducer.session():
                 model(batch(0), 0).sum().backward()
         else:
-            reducer.reduce_nothing()
+            reducer.reduce_zeros()
     reference(batch(0), 0).sum().backward()
     assert gap(model, reference) == 0.0
     reducer.close()

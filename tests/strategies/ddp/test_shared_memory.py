@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from trainkit.strategies.ddp import shared_memory
+from trainkit.strategies.ddp.reductions import open_transport
 from trainkit.strategies.ddp.shared_memory import SharedMemoryTransport, _shards, why_no_shared_memory
-from trainkit.strategies.ddp.transport import open_transport
 
 from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from trainkit.strategies.fusion.communication_thread import CommunicationThread
-from trainkit.strategies.fusion.part_transport import BufferSettings, PartTransport
-from trainkit.strategies.fusion.staging import Staging
+from trainkit.strategies.fusion.host_copy import HostCopier
 from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.fusion.transport import FusionSettings, ShardTransport
 
 from tests.equality import Perceptron, numbers
 from tests.strategies.fusion.training import train, trained
@@ -35,15 +35,15 @@ class FakeLanding:
     def wait(self):
         self.transport.waited_on = threading.current_thread()
 
-    def look_around(self, *, waited):
+    def check_peers(self, *, waited):
         self.transport.looks += 1
 
 
-class FakeTransport(PartTransport):
+class FakeTransport(ShardTransport):
     """Buffers land when the test says so; notes the thread that it works on."""
 
     name = "fake"
-    settings = BufferSettings(window_bytes=1, in_flight=1, wire_type=None, sharded=False)
+    settings = FusionSettings(window_bytes=1, in_flight=1, wire_type=None, sharded=False)
     has_come, error, looks, is_closed = False, None, 0, False
     waited_on = started_on = marked_on = None
 
@@ -151,7 +151,7 @@ def test_it_looks_from_time_to_time_whether_others_live_and_then_says_that_it_wa
 # ---- Training with it
 
 
-class SlowStaging(Staging):
+class SlowStaging(HostCopier):
     """Copies to the host that end some polls later, as those of a GPU do."""
 
     def to_host(self, source, target, *, after):
@@ -175,13 +175,13 @@ class SlowCopy:
 
 def weights_by_thread_and_staging(run_dir):
     """Return the weights after every step, by transport, sharding, thread and staging."""
-    from trainkit.strategies.fusion import opening
+    from trainkit.strategies.fusion import strategy as opening
 
     found = {}
     for transport in ("shared_memory", "exchange"):
         for shard in (False, True):
-            for thread, staging in ((False, Staging), (True, Staging), (True, SlowStaging), (False, SlowStaging)):
-                opening.open_staging = lambda device, staging=staging: staging()
+            for thread, staging in ((False, HostCopier), (True, HostCopier), (True, SlowStaging), (False, SlowStaging)):
+                opening.open_host_copier = lambda device, staging=staging: staging()
                 strategy = FusionStrategy(
                     device="cpu",
                     transport=transport,

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.fusion.hosts import Hosts
+from trainkit.strategies.fusion.partition import HostLayout
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 
@@ -23,7 +23,7 @@ from trainkit.testing import rank_outcomes, run_ranks
 
 @given(names=st.lists(st.sampled_from("abc"), min_size=1, max_size=9))
 def test_every_rank_is_on_one_host_and_every_column_has_one_server_of_each(names):
-    hosts = Hosts.of(names)
+    hosts = HostLayout.of(names)
     assert sorted(itertools.chain(*hosts.ranks)) == list(range(len(names)))
     assert all(len({names[rank] for rank in ranks}) == 1 for ranks in hosts.ranks)
     for servers in ("rank", "host"):
@@ -36,11 +36,11 @@ def test_every_rank_is_on_one_host_and_every_column_has_one_server_of_each(names
 
 
 def test_servers_are_all_ranks_or_the_first_of_each_host():
-    hosts = Hosts.of(["a", "a", "b", "b"])
+    hosts = HostLayout.of(["a", "a", "b", "b"])
     assert hosts.columns("rank") == [(0, 2), (1, 3)]
     assert hosts.columns("host") == [(0, 2)]
     assert hosts.beside(3) == (2, 3) and hosts.are_even
-    assert not Hosts.of(["a", "a", "b"]).are_even
+    assert not HostLayout.of(["a", "a", "b"]).are_even
 
 
 # ---- Training on them

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.fusion.channels import open_channels
-from trainkit.strategies.fusion.exchange import Exchange
-from trainkit.strategies.fusion.flights import Passage
-from trainkit.strategies.fusion.part_transport import BufferSettings
-from trainkit.strategies.fusion.parts import imbalance, whole_variable_loads
-from trainkit.strategies.fusion.staging import Staging
+from trainkit.strategies.fusion.exchange import GlooExchange, TransferWork
+from trainkit.strategies.fusion.host_copy import HostCopier
+from trainkit.strategies.fusion.partition import imbalance, naive_bytes_per_server
 from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.fusion.transport import FusionSettings, open_server_groups
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import Perceptron, StepWeights, largest_difference, make, numbers
@@ -74,7 +72,7 @@ def test_ranks_train_step_by_step_to_the_weights_of_one_device(num_ranks, transp
 
 def load_state(path):
     """Return the task's weights and the optimizer's state of the last checkpoint in a run's folder."""
-    from trainkit.checkpoints.store import load_from
+    from trainkit.checkpoint.store import load_from
 
     payload = load_from(path).payload
     return payload["task"], payload["optimizer"]
@@ -273,7 +271,7 @@ class SilentBoard:
 
 def windows_under_way():
     """Return how many windows are under way once a buffer of ten has been started, where the other rank comes late."""
-    exchange = open_exchange(BufferSettings(window_bytes=400, in_flight=2, wire_type=None, sharded=False))
+    exchange = open_exchange(FusionSettings(window_bytes=400, in_flight=2, wire_type=None, sharded=False))
     (flat,) = exchange.allocate([(1000, torch.float32)])
     flat.copy_(torch.arange(1000.0) + dist.get_rank())
     if dist.get_rank() == 1:
@@ -291,12 +289,12 @@ def windows_under_way():
 
 def open_exchange(settings):
     """Return an exchange between all ranks over buffers of 1000 gradients, which is told of no failures."""
-    channels = open_channels([range(dist.get_world_size())], dist.group.WORLD)
-    return Exchange(
+    channels = open_server_groups([range(dist.get_world_size())], dist.group.WORLD)
+    return GlooExchange(
         channels,
         board=SilentBoard(),
         device=torch.device("cpu"),
-        staging=Staging(),
+        staging=HostCopier(),
         timeout_seconds=20.0,
         settings=settings,
         num_gradients=lambda: [1000],
@@ -322,7 +320,7 @@ class BrokenFlags:
 
 
 def test_flags_that_have_not_arrived_are_no_flags():
-    passage = Passage(None, 0, "the test", flights=[], flags=BrokenFlags())
+    passage = TransferWork(None, 0, "the test", flights=[], flags=BrokenFlags())
     with pytest.raises(RankError, match="a rank is gone"):
         passage.advance()
 
@@ -351,10 +349,10 @@ def test_gradients_in_bf16_stay_near_and_ranks_stay_equal(transport, tmp_path):
 
 def sums_of_many(num_bytes):
     """Return what a part that is one on every rank but 1/512 on most sums to, with bf16 on the wire."""
-    from trainkit.strategies.fusion.part_transport import sum_in_order
+    from trainkit.strategies.fusion.transport import ordered_sum
 
     parts = [torch.full((4,), 1.0 if rank == 0 else 1 / 512, dtype=torch.bfloat16) for rank in range(num_bytes)]
-    return sum_in_order(parts)
+    return ordered_sum(parts)
 
 
 def test_sums_of_short_formats_are_made_in_fp32():
@@ -424,7 +422,7 @@ def test_the_busiest_server_moves_hardly_more_than_the_mean_whatever_the_sizes_o
         moved = [found["auto", shard] for found in of_ranks]
         assert sum(moved) == pytest.approx(2 * 3 * 4 * 320_000, rel=0.02)
         assert imbalance(moved) <= 1.02
-    assert imbalance(whole_variable_loads([300_000] + [100] * 200, 4)) > 3.5
+    assert imbalance(naive_bytes_per_server([300_000] + [100] * 200, 4)) > 3.5
 
 
 def train_with_timeline(thread, run_dir):

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from trainkit.strategies.launcher import RankFailure
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.training import Training, make, windows
+from trainkit.distributed.launcher import RankFailure
 from trainkit.testing import rank_outcomes, run_ranks
 
 

@@ -17,7 +17,7 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit.callback import Callback
-from trainkit.checkpoints.store import load_from
+from trainkit.checkpoint.store import load_from
 from trainkit.trainer import Trainer
 
 

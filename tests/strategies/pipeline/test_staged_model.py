@@ -10,7 +10,7 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.training import largest_difference, make
-from trainkit.data import Data
+from trainkit.data.data import Data
 from trainkit.testing import run_ranks
 from trainkit.trainer import Trainer
 

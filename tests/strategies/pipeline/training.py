@@ -8,12 +8,12 @@ import torch.distributed as dist
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.loops.fit_loop import make_phase_step
 from trainkit.loops.phases import PhaseControl
-from trainkit.optimization import Clip, configure
-from trainkit.precision import Precision
+from trainkit.optim.optimizer import GradientClipping, configure_optimizers
+from trainkit.optim.precision import Precision
 from trainkit.task import has_phases
-from trainkit.window import MicroBatch, Window
 
 
 def windows(model, *, sizes, num_steps, replica=0, num_replicas=1, dtype=torch.float64, seed=5):
@@ -27,7 +27,7 @@ def windows(model, *, sizes, num_steps, replica=0, num_replicas=1, dtype=torch.f
             for index, (batch, size) in enumerate(zip(batches, sizes, strict=True))
             if index % num_replicas == replica
         ]
-        found.append(Window(mine, sum(sizes), sum(sizes), False))
+        found.append(StepBatch(mine, sum(sizes), sum(sizes), False))
     return found
 
 
@@ -47,8 +47,8 @@ class Training:
         self.precision = Precision(precision)
         strategy.setup(self.precision)
         strategy.prepare(task)
-        self.optimizations = configure(
-            task, clip=Clip(norm=clip), precision=self.precision, total_steps=100, fused=False, skip=False
+        self.optimizations = configure_optimizers(
+            task, clip=GradientClipping(norm=clip), precision=self.precision, total_steps=100, fused=False, skip=False
         )
         for optimization in self.optimizations:
             strategy.prepare_optimizer(task, optimization)

@@ -1,0 +1,132 @@
+"""Which parameter's gradient lies where: the pure arithmetic of buckets, without tensors or processes.
+
+    parameters      0:w1   1:b1   2:w2   3:b2   4:emb(sparse)   5:w3      (order of `module.parameters()`)
+
+    plan, reversed  [ 5 | 3 ]   [ 4 ]   [ 2 | 1 ]   [ 0 ]
+                     small first  alone    up to the cap
+
+Gradients become ready in about the reverse order of the parameters, so the buckets are filled in that
+order and the first one is small: its reduction starts early. After the first step the plan is made again in
+the order in which gradients really arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+MIB = 1024 * 1024
+DEFAULT_CAP_BYTES = 25 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSpec:
+    """What the plan needs to know of one parameter."""
+
+    numel: int
+    element_bytes: int
+    kind: str  # dtype and device; a bucket holds one kind
+    sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """One bucket: its parameters, side by side in a flat buffer."""
+
+    kind: str
+    parameters: tuple[int, ...]
+    offsets: tuple[int, ...]  # in elements, one for each parameter
+    numel: int
+    sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPosition:
+    """Where one parameter's gradient lies: the bucket, and the position in it."""
+
+    bucket: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """The buckets in the order of their reduction, and the place of each parameter."""
+
+    buckets: tuple[BucketLayout, ...]
+    locators: tuple[BucketPosition, ...]
+
+    def draw(self) -> str:
+        """Return the plan as a picture: `[5 3] [4*] [2 1]`, a star marking a sparse bucket."""
+        return " ".join(
+            f"[{' '.join(map(str, layout.parameters))}{'*' if layout.sparse else ''}]" for layout in self.buckets
+        )
+
+
+def plan_buckets(
+    specs: Sequence[GradientSpec],
+    *,
+    cap_bytes: int,
+    first_cap_bytes: int = MIB,
+    order: Sequence[int] | None = None,
+    apart: Iterable[int] = (),
+) -> BucketPlan:
+    """Return buckets that hold every parameter exactly once, filled in `order` up to a cap.
+
+    A bucket is closed when it has reached its cap, so a parameter larger than the cap is never cut. Buckets
+    of different kinds fill side by side and are reduced in the order in which they were closed. `order`
+    defaults to the reverse of the parameters' own. Parameters in `apart` (never seen in a backward) come last
+    and share no bucket with the others, so that they hold up nobody.
+    """
+    order = range(len(specs) - 1, -1, -1) if order is None else order
+    if sorted(order) != list(range(len(specs))):
+        raise ValueError(f"order must name each of the {len(specs)} parameters once, got {list(order)}")
+    last = frozenset(apart)
+    first_cap_bytes = min(first_cap_bytes, cap_bytes)
+    layouts = _fill(specs, [i for i in order if i not in last], cap_bytes, first_cap_bytes)
+    layouts += _fill(specs, [i for i in order if i in last], cap_bytes, cap_bytes)
+    return BucketPlan(tuple(layouts), _locate(layouts, len(specs)))
+
+
+def ring_bytes(num_bytes: int, world_size: int) -> int:
+    """Return the bytes that each rank sends to add up `num_bytes` over all of them: to the owners, and back to all."""
+    return 2 * num_bytes * (world_size - 1) // world_size
+
+
+def _fill(specs: Sequence[GradientSpec], order: Sequence[int], cap: int, first_cap: int) -> list[BucketLayout]:
+    closed: list[list[int]] = []
+    open_buckets: dict[str, list[int]] = {}
+    filled: dict[str, int] = {}  # bytes in the open bucket of each kind
+    started: set[str] = set()  # kinds whose small first bucket is closed
+    for index in order:
+        spec = specs[index]
+        if spec.sparse:
+            closed.append([index])
+            continue
+        open_buckets.setdefault(spec.kind, []).append(index)
+        filled[spec.kind] = filled.get(spec.kind, 0) + spec.numel * spec.element_bytes
+        if filled[spec.kind] >= (cap if spec.kind in started else first_cap):
+            started.add(spec.kind)
+            filled[spec.kind] = 0
+            closed.append(open_buckets.pop(spec.kind))
+    closed.extend(open_buckets.values())
+    return [_lay_out(specs, members) for members in closed]
+
+
+def _lay_out(specs: Sequence[GradientSpec], members: list[int]) -> BucketLayout:
+    offsets, end = [], 0
+    for index in members:
+        offsets.append(end)
+        end += specs[index].numel
+    first = specs[members[0]]
+    return BucketLayout(first.kind, tuple(members), tuple(offsets), end, first.sparse)
+
+
+def _locate(layouts: Sequence[BucketLayout], num_parameters: int) -> tuple[BucketPosition, ...]:
+    places: list[BucketPosition | None] = [None] * num_parameters
+    for number, layout in enumerate(layouts):
+        for position, parameter in enumerate(layout.parameters):
+            assert places[parameter] is None, f"parameter {parameter} lies in two buckets"
+            places[parameter] = BucketPosition(number, position)
+    located = tuple(place for place in places if place is not None)
+    assert len(located) == num_parameters, "a parameter lies in no bucket"
+    return located

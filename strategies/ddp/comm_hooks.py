@@ -1,0 +1,277 @@
+"""Ways to reduce a bucket with fewer bytes: half-precision, low rank, or not in every step.
+
+Each hook is called as `hook(state, bucket)` and leaves the mean over ranks. These are generators: they yield what
+they wait for, and the Reducer lets them go on in the order of buckets (see `hook_run`). PyTorch's own hooks, which
+return a future, can be registered as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainkit.errors import UserError, nearest
+
+from .bucket import GradBucket
+from .transport import CommunicationHook
+
+Steps = Generator[Any, Any, Tensor]
+
+
+def average_hook(group: dist.ProcessGroup, bucket: GradBucket) -> Steps:
+    """Leave the mean, uncompressed."""
+    buffer = bucket.buffer().div_(group.size())
+    yield dist.all_reduce(buffer, group=group, async_op=True)
+    return buffer
+
+
+def fp16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> Steps:
+    """Leave the mean, sent as float16; gradients above 65504 overflow."""
+    return _cast_hook(group, bucket, torch.float16)
+
+
+def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> Steps:
+    """Leave the mean, sent as bfloat16: the range of float32 with 8 bits of precision."""
+    return _cast_hook(group, bucket, torch.bfloat16)
+
+
+def _cast_hook(group: dist.ProcessGroup, bucket: GradBucket, dtype: torch.dtype) -> Steps:
+    buffer = bucket.buffer()
+    sent = buffer.div(group.size()).to(dtype)
+    yield dist.all_reduce(sent, group=group, async_op=True)
+    return buffer.copy_(sent)
+
+
+@dataclass(slots=True)
+class PowerSGD:
+    """State of the low-rank compression of Vogels et al. (2019), with error feedback and warm start.
+
+    M (n, m)  ~  P (n, r) @ Q (m, r)^T        n * m numbers become (n + m) * r
+    """
+
+    group: dist.ProcessGroup
+    rank: int = 2
+    start_step: int = 10  # before it gradients are sent whole: they change most then
+    factors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (bucket, position) -> Q
+    errors: dict[int, Tensor] = field(default_factory=dict)  # bucket -> what was not sent yet
+    steps: dict[int, int] = field(default_factory=dict)
+
+
+def power_sgd_hook(state: PowerSGD, bucket: GradBucket) -> Steps:
+    """Leave a low-rank approximation of the mean; what it lacks is added to the next step's gradient."""
+    index, buffer, world_size = bucket.index(), bucket.buffer(), state.group.size()
+    step = state.steps[index] = state.steps.get(index, -1) + 1
+    if step < state.start_step:
+        buffer.div_(world_size)
+        yield dist.all_reduce(buffer, group=state.group, async_op=True)
+        return buffer
+    if index in state.errors:
+        buffer.add_(state.errors[index])
+    whole = buffer.clone()
+    matrices, vectors = _split_by_shape(bucket.gradients(), state.rank)
+    lefts = [matrix @ _factor(state, index, position, matrix) for position, matrix in matrices]
+    sent = _join([*lefts, *(vector for _, vector in vectors)], buffer).div_(world_size)
+    yield dist.all_reduce(sent, group=state.group, async_op=True)
+    _split_into([*lefts, *(vector for _, vector in vectors)], sent)
+    lefts = [_orthonormal(left) for left in lefts]
+    rights = [matrix.t() @ left for (_, matrix), left in zip(matrices, lefts, strict=True)]
+    sent = _join(rights, buffer).div_(world_size)
+    yield dist.all_reduce(sent, group=state.group, async_op=True)
+    _split_into(rights, sent)
+    for (position, matrix), left, right in zip(matrices, lefts, rights, strict=True):
+        matrix.copy_(left @ right.t())
+        state.factors[index, position] = right
+    state.errors[index] = whole.sub_(buffer)
+    _forget_errors_of_vectors(state.errors[index], bucket, vectors)
+    return buffer
+
+
+def _split_by_shape(
+    gradients: Sequence[Tensor], rank: int
+) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
+    """Return (position, matrix) of gradients that low rank makes smaller, and the others."""
+    matrices, vectors = [], []
+    for position, gradient in enumerate(gradients):
+        matrix = gradient.view(gradient.shape[0], -1) if _can_be_matrix(gradient) else gradient
+        if matrix.dim() == 2 and 2 * rank * sum(matrix.shape) < matrix.numel():
+            matrices.append((position, matrix))
+        else:
+            vectors.append((position, gradient))
+    return matrices, vectors
+
+
+def _can_be_matrix(gradient: Tensor) -> bool:
+    return gradient.dim() >= 2 and gradient.is_contiguous()
+
+
+def _factor(state: PowerSGD, index: int, position: int, matrix: Tensor) -> Tensor:
+    """Return Q of the last step, or at first the same random one on every rank."""
+    known = state.factors.get((index, position))
+    if known is not None:
+        return known
+    generator = torch.Generator().manual_seed(1_000_003 * index + position)
+    random = torch.randn(matrix.shape[1], state.rank, generator=generator)
+    return _orthonormal(random.to(matrix.device, matrix.dtype))
+
+
+def _orthonormal(matrix: Tensor) -> Tensor:
+    wide = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
+    basis: Tensor = torch.linalg.qr(wide).Q
+    return basis.to(matrix.dtype)
+
+
+def _join(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like.new_zeros(0)
+
+
+def _split_into(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _forget_errors_of_vectors(error: Tensor, bucket: GradBucket, vectors: Sequence[tuple[int, Tensor]]) -> None:
+    """Vectors are sent whole: what differs from the local ones is the other ranks' part, not an error."""
+    places = bucket.gradients_in(error)
+    for position, _ in vectors:
+        places[position].zero_()
+
+
+@dataclass(slots=True)
+class PeriodicAveraging:
+    """State of local SGD: every rank steps on its own gradients, and parameters are averaged now and then."""
+
+    group: dist.ProcessGroup
+    start_step: int = 100  # before it gradients are averaged in every step
+    period: int = 8  # steps between two averagings of parameters
+    step: int = 0
+
+    def after_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the parameters if it is time; collective."""
+        self.step += 1
+        if self.step <= self.start_step or self.step % self.period:
+            return
+        with torch.no_grad():
+            for parameter in parameters:
+                mean = parameter.detach().div(self.group.size())
+                dist.all_reduce(mean, group=self.group)
+                parameter.copy_(mean)
+
+
+def local_sgd_hook(state: PeriodicAveraging, bucket: GradBucket) -> Steps:
+    """Leave the mean at first, later the rank's own gradient."""
+    buffer = bucket.buffer()
+    if state.step < state.start_step:
+        buffer.div_(state.group.size())
+        yield dist.all_reduce(buffer, group=state.group, async_op=True)
+    return buffer
+
+
+HOOKS: dict[str, Callable[[Any, Any], Steps] | None] = {
+    "none": None,
+    "fp16": fp16_hook,
+    "bf16": bf16_hook,
+    "power_sgd": power_sgd_hook,
+    "local_sgd": local_sgd_hook,
+}
+
+
+_STATES: dict[str, type[PowerSGD | PeriodicAveraging]] = {"power_sgd": PowerSGD, "local_sgd": PeriodicAveraging}
+_INTERNAL = frozenset({"group", "factors", "errors", "steps", "step"})  # fields that are no settings
+
+
+@dataclass(frozen=True, slots=True)
+class CommHook:
+    """A hook, and how its state is made once the process group is there."""
+
+    hook: CommunicationHook
+    make_state: Callable[..., Any] | None
+    """Called with the process group and the options; without it the state is the group."""
+    options: Mapping[str, Any]
+
+    def state(self, group: dist.ProcessGroup) -> Any:
+        """Return a new state of the hook for the ranks of `group`."""
+        return group if self.make_state is None else self.make_state(group, **self.options)
+
+
+def make_comm_hook(
+    hook: str | CommunicationHook, *, state: str | Callable[..., Any] | None, options: Mapping[str, Any] | None
+) -> CommHook | None:
+    """Return what the settings `hook`, `hook_state` and `hook_options` name together, or None for no hook.
+
+    Raises UserError for what does not exist, cannot be called or does not go together.
+    """
+    options = dict(options or {})
+    if isinstance(hook, str) and "." not in hook:
+        return _own_hook(hook, state=state, options=options)
+    function = _imported("hook", hook)
+    make_state = None if state is None else _imported("hook_state", state)
+    if make_state is None and options:
+        raise UserError(
+            f"hook_options={options} belong to power_sgd, local_sgd, or to what strategy.hook_state makes; set "
+            "hook_state to the import path of a class that is called with the process group and these options."
+        )
+    if make_state is not None:
+        _check_names(options, _arguments_of(make_state))
+    return CommHook(function, make_state, options)
+
+
+def _own_hook(name: str, *, state: str | Callable[..., Any] | None, options: Mapping[str, Any]) -> CommHook | None:
+    if name not in HOOKS:
+        raise UserError(
+            f"hook={name!r} is unknown.{nearest(name, HOOKS)} Choose {', '.join(HOOKS)}, or the import path of a "
+            "function such as torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook."
+        )
+    if state is not None:
+        raise UserError(f"hook_state belongs to a hook of your own; hook={name} has its own. Leave hook_state out.")
+    kind = _STATES.get(name)
+    valid = [] if kind is None else [field.name for field in fields(kind) if field.name not in _INTERNAL]
+    _check_names(options, valid)
+    for option, value in options.items():
+        least = 0 if option == "start_step" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"hook_options.{option} must be a whole number, at least {least}, got {value!r}.")
+    hook = HOOKS[name]
+    return None if hook is None else CommHook(hook, kind, options)
+
+
+def _check_names(options: Mapping[str, Any], valid: list[str] | None) -> None:
+    for option in options:
+        if valid is not None and option not in valid:
+            known = f"There are: {', '.join(valid)}." if valid else "This hook has none."
+            raise UserError(f"hook_options has no {option!r}.{nearest(option, valid)} {known}")
+
+
+def _arguments_of(make_state: Callable[..., Any]) -> list[str] | None:
+    """Return the names that may be given after the process group; None where any may."""
+    try:
+        parameters = list(inspect.signature(make_state).parameters.values())
+    except ValueError:  # written in C
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters[1:]]
+
+
+def _imported(setting: str, value: str | Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(value, str):
+        found: Any = value
+    else:
+        module, _, name = value.rpartition(".")
+        try:
+            home = import_module(module)
+        except ImportError as error:
+            raise UserError(f"{setting}={value} cannot be imported: {error}.") from None
+        found = getattr(home, name, None)
+        if found is None:
+            raise UserError(f"{setting}={value}: {module} has no {name!r}.{nearest(name, vars(home))}")
+    if not callable(found):
+        raise UserError(f"{setting} must be a function or its import path, got {value!r}.")
+    function: Callable[..., Any] = found
+    return function

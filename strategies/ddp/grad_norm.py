@@ -1,0 +1,59 @@
+"""The global norm of gradients, accurate for flat buffers of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .bucket import Bucket
+
+CHUNK_ELEMENTS = 64 * 1024
+
+
+def total_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the 2-norm of all elements together, a float32 or float64 scalar on `device`."""
+    squares = [_sum_of_squares(tensor.detach()) for tensor in tensors]
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    dtype = torch.float64 if wide else torch.float32
+    if not squares:
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.stack([square.to(device) for square in squares]).sum().sqrt().to(dtype)
+
+
+def whole_gradients(buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return tensors that hold all gradients once: the flat bucket where all `.grad` lie in it, else each of them."""
+    if not buckets:
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    whole: list[Tensor] = []
+    for bucket in buckets:
+        gradients = [slot.parameter.grad for slot in bucket.slots]
+        if bucket.contents is not None and all(
+            gradient is slot.view for gradient, slot in zip(gradients, bucket.slots, strict=True)
+        ):
+            whole.append(bucket.flat)
+        else:
+            whole.extend(gradient for gradient in gradients if gradient is not None)
+    return whole
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    """Return the sum of squares.
+
+    On the CPU a running fp32 sum over a flat buffer loses digits (a relative error of 4e-3 at 50 million elements),
+    so it is taken in chunks, whose sums are added in float64.
+    """
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.device.type != "cpu":
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32 if half else None)
+        return norm.square()
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.reshape(-1)
+    parts = [torch.dot(chunk, chunk) for chunk in flat.split(CHUNK_ELEMENTS)]
+    return torch.stack(parts).sum(dtype=torch.float64) if parts else torch.zeros((), dtype=torch.float64)

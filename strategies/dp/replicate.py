@@ -1,0 +1,178 @@
+"""Replicas of a task: other modules that compute with the parameters of the one on the master device.
+
+    parameters of the task (master)        w ---+-- copies --+---> w on device 1 ---> loss 1
+                                           |    |            +---> w on device 2 ---> loss 2
+                                           +--> loss 0
+    backward                              grad 0 + (grad 1 + grad 2), summed on the master in this order
+
+A replica on the master's own device shares the parameters' memory. Buffers are always copied, as a forward may write
+to them: only what replica 0, which is the task itself, writes to its buffers is kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import UserError
+from trainkit.task import TaskModule
+from trainkit.tree import rows, tree_leaves
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def replicate(
+    task: TaskModule, devices: Sequence[torch.device], *, phase: Phase, kept: Sequence[Mapping[int, Any]] = ()
+) -> list[TaskModule]:
+    """Return the task itself, which is on the first device, and a replica for each further device.
+
+    Gradients of all replicas arrive in the task's parameters. Attributes that a step assigns to a replica are lost
+    with it, but for those of modules in `kept`: for each further device, what stands for a module, by its id.
+    `phase` is entered as "sum" while gradients are copied to the master and added up.
+    """
+    others = list(devices[1:])
+    if not others:
+        return [task]
+    trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+    fixed = [parameter for parameter in task.parameters() if not parameter.requires_grad]
+    copied: Sequence[Tensor] = trained * len(others)
+    if torch.is_grad_enabled() and trained:
+        copied = Broadcast.apply(devices, phase, *trained)  # type: ignore[no-untyped-call] # torch's own
+    else:
+        copied = [copy for device in others for copy in _copies(trained, device)]
+    replicas: list[TaskModule] = [task]
+    for index, device in enumerate(others):
+        known: dict[int, Any] = dict(kept[index]) if kept else {}
+        copies = copied[index * len(trained) : (index + 1) * len(trained)]
+        known.update(zip(map(id, trained), copies, strict=True))
+        known.update(zip(map(id, fixed), _copies(fixed, device), strict=True))
+        with torch.no_grad():
+            known.update((id(buffer), buffer.to(device, copy=True)) for buffer in task.buffers())
+        replicas.append(_replica(task, known))
+    return replicas
+
+
+class Broadcast(torch.autograd.Function):
+    """The parameters as they are on each further device; backward adds up their gradients on the master."""
+
+    @staticmethod
+    def forward(ctx: Any, devices: Sequence[torch.device], phase: Phase, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.devices, ctx.phase, ctx.num_parameters = devices, phase, len(parameters)
+        ctx.set_materialize_grads(False)  # a parameter that no replica uses has no gradient
+        return tuple(copy for device in devices[1:] for copy in _copies(parameters, device))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        master, count = ctx.devices[0], ctx.num_parameters
+        with ctx.phase("sum"):
+            sums: list[Tensor | None] = [None] * count
+            for start in range(0, len(gradients), count):
+                _add(sums, gradients[start : start + count], master)
+        return None, None, *sums
+
+
+def _add(sums: list[Tensor | None], gradients: Sequence[Tensor | None], master: torch.device) -> None:
+    """Add one replica's gradients to the sums, in place where a sum is this function's own."""
+    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    moved = _moved([gradient for gradient in gradients if gradient is not None], master)
+    for index, gradient in zip(present, moved, strict=True):
+        total = sums[index]
+        sums[index] = gradient if total is None else total + gradient
+
+
+def _copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the tensors on `device`: new ones, or on the same device others that share their memory."""
+    return [tensor.detach() for tensor in _moved(tensors, device)]
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the tensors on `device`, those of one dtype moved there with one copy."""
+    moved = list(tensors)
+    away: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.device == device:
+            continue
+        if tensor.layout is torch.strided:
+            away.setdefault(tensor.dtype, []).append(index)
+        else:
+            moved[index] = tensor.to(device)
+    for indices in away.values():
+        flat = torch.cat([tensors[index].reshape(-1) for index in indices]).to(device, non_blocking=True)
+        parts = flat.split([tensors[index].numel() for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            moved[index] = part.view(tensors[index].shape)
+    return moved
+
+
+def _replica(task: TaskModule, known: dict[int, Any]) -> TaskModule:
+    """Return a module of the same structure in which what is in `known`, by its id, stands for the original."""
+    modules = [module for module in task.modules() if id(module) not in known]
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(
+                "the task holds a TorchScript module, which cannot be replicated; set strategy=ddp, which needs no "
+                "replicas, or use the module before it was scripted."
+            )
+        known[id(module)] = object.__new__(type(module))
+    for module in modules:
+        state = module.__dict__
+        replica = known[id(module)]
+        replica.__dict__.update({name: _mapped(value, known) for name, value in state.items()})
+        for table in _TABLES:
+            # Not by `_mapped`: the first entry may be None, for example a bias that is not there.
+            replica.__dict__[table] = {name: known.get(id(value), value) for name, value in state[table].items()}
+        replica.__dict__["_compiled_call_impl"] = None  # it would call the original
+    copied: TaskModule = known[id(task)]
+    return copied
+
+
+def _mapped(value: Any, known: dict[int, Any]) -> Any:
+    """Return what stands for an attribute: also for a bound method, and for a container of tensors or modules."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, known.get(id(value.__self__), value.__self__))
+    kind = type(value)
+    if kind in (list, tuple) and value and _may_stand_in(value[0]):
+        return kind(_mapped(item, known) for item in value)
+    if kind in (dict, OrderedDict) and value and _may_stand_in(next(iter(value.values()))):
+        return kind((key, _mapped(item, known)) for key, item in value.items())
+    return value
+
+
+def _may_stand_in(value: Any) -> bool:
+    """Whether a container that begins with `value` is worth a search; a vocabulary of 50 000 words is not."""
+    return isinstance(value, (Tensor, nn.Module, MethodType))
+
+
+def scatter(batch: Any, count: int, *, parts: int) -> list[tuple[Any, int]]:
+    """Return consecutive parts of a batch with `count` samples and their numbers of samples, as even as they can be.
+
+    A batch that holds anything but tensors with a row for each sample is left whole: cutting it might count
+    something twice.
+    """
+    parts = min(parts, count)
+    if parts < 2 or not _is_rows(batch, count):
+        return [(batch, count)]
+    small, larger = divmod(count, parts)
+    cuts, start = [], 0
+    for part in range(parts):
+        size = small + (part < larger)
+        cuts.append((rows(batch, slice(start, start + size), of=count), size))
+        start += size
+    return cuts
+
+
+def _is_rows(batch: Any, count: int) -> bool:
+    """Whether every leaf is a tensor with `count` rows, or says nothing about samples (None)."""
+    return all(
+        leaf.dim() > 0 and leaf.shape[0] == count if isinstance(leaf, Tensor) else leaf is None
+        for leaf in tree_leaves(batch)
+    )

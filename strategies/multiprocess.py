@@ -1,0 +1,480 @@
+"""One process for each device, which talk through a process group: the base of the strategies over torch.distributed.
+
+A step with `micro_batch_size=auto`, in which a rank may run out of memory:
+
+    rank 0    forward  backward  forward  backward |  reduce  | gradients are NaN: ask  | all raise OutOfMemoryError
+    rank 1    forward  out of memory   NaN as gradient        | gradients are NaN: ask  | all raise OutOfMemoryError
+
+Gradients are only added up until every micro-batch is done, and then reduced, so no rank is inside a reduction when
+another runs out of memory. That one takes part with gradients of NaN, which is how the others learn of it on the CPU,
+without a collective in any other step. A loss that is NaN by itself costs one question more. On GPUs reading a gradient
+would wait for the device: there ranks ask each other in every step through host memory once the reduction is under way,
+since each knows on the host whether it ran out of memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
+from torch.distributed.rendezvous import rendezvous
+
+from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast, check_same_model, gather, tensors_of
+from trainkit.distributed.failure_store import RankWatchdog
+from trainkit.distributed.launcher import RankEnvironment, environment_of_caller, launch_ranks
+from trainkit.distributed.rank_log import log_copied
+from trainkit.distributed.rendezvous import fresh_store, variables_of_task
+from trainkit.errors import UserError, nearest
+from trainkit.metrics.step_output import StepOutput, read_training_output
+from trainkit.optim.precision import Precision
+from trainkit.run_dir.failure import phase_in
+from trainkit.strategy import Strategy, pick_device
+from trainkit.task import TaskModule
+
+
+class BroadcastBuffers:
+    """The buffers that a module had when ranks agreed on them, as they are now."""
+
+    def __init__(self, module: nn.Module, *, is_shared: Callable[[str], bool] = lambda name: True) -> None:
+        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._tensors: list[Tensor] = []  # one for each place, of the agreed shape
+        for prefix, owner in module.named_modules():
+            for name, tensor in owner._buffers.items():
+                if tensor is not None and is_shared(f"{prefix}.{name}" if prefix else name):
+                    self._places.append((owner._buffers, name))
+                    self._tensors.append(tensor)
+
+    def now(self) -> list[Tensor]:
+        """Return the tensors that lie in the buffers' places now."""
+        for index, (table, name) in enumerate(self._places):
+            tensor, before = table.get(name), self._tensors[index]
+            if tensor is not before and tensor is not None and _is_alike(tensor, before):
+                self._tensors[index] = tensor
+        return self._tensors
+
+
+def _is_alike(tensor: Tensor, before: Tensor) -> bool:
+    return tensor.shape == before.shape and tensor.dtype == before.dtype and tensor.device == before.device
+
+
+T = TypeVar("T")
+
+_LAUNCHERS = ("local", "ray")
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """How many ranks there are, where they compute, and who starts them; raises UserError for what makes no sense."""
+
+    devices: int | str = "auto"
+    """Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU."""
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`."""
+    timeout_seconds: float = 1800.0
+    """How long to wait for another rank."""
+    backend: str = "auto"
+    """`auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed."""
+    launcher: str = "local"
+    """Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster)."""
+    process_group: dist.ProcessGroup | None = None
+    """The ranks that train together, where this process has joined others already; `None`: all ranks."""
+
+    def __post_init__(self) -> None:
+        devices, group, launcher = self.devices, self.process_group, self.launcher
+        if devices != "auto" and (isinstance(devices, bool) or not isinstance(devices, int) or devices < 1):
+            raise UserError(f"devices must be 'auto' or a whole number, at least 1, got {devices!r}.")
+        if self.timeout_seconds <= 0:
+            raise UserError(f"timeout_seconds must be above 0 seconds, got {self.timeout_seconds}.")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise UserError(
+                f"process_group must be a process group that this process is a member of, got {group!r}; only "
+                "the ranks that torch.distributed.new_group was given can train in it."
+            )
+        if launcher not in _LAUNCHERS:
+            raise UserError(f"launcher={launcher!r} is unknown.{nearest(launcher, _LAUNCHERS)} Choose local or ray.")
+
+
+class MultiProcessStrategy(Strategy):
+    """One process for each device, started here or by torchrun.
+
+    Every rank trains a copy of the task on its own samples. After `forward_backward` every rank has the sum of the
+    ranks' gradients, each weighted by its part of the global batch; `reduce_gradients` says how they are summed.
+
+    Args:
+        ranks: How many ranks there are, where they compute, and who starts them.
+        accumulate: Micro-batches of a step on each rank.
+        micro_batch_size: Samples on one device at once, at most.
+        broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
+
+    """
+
+    comm: ProcessGroupCollectives  # from `setup` on
+
+    def __init__(
+        self,
+        ranks: RankSettings | None = None,
+        *,
+        accumulate: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        self.ranks = ranks or RankSettings()
+        super().__init__(device=self.ranks.device, accumulate=accumulate, micro_batch_size=micro_batch_size)
+        self.broadcast_buffers = broadcast_buffers
+        self._environment: RankEnvironment | None = None  # of a rank that was started here
+        self._while_joined: ExitStack | None = None  # what ends with the run of ranks that were started by others
+        self._owns_group = False
+        self._buffers: BroadcastBuffers | None = None  # to be sent after every step
+        self._weighted_by: dict[str, bool] = {}  # whether a method of the task returns weights of its own
+        self._watchdog: RankWatchdog | None = None
+        self._steps = 0  # that this rank has begun
+
+    # ---- Ranks
+
+    def validate(self) -> None:
+        """Raise UserError for more devices than there are."""
+        if self.ranks.launcher == "ray":
+            return self._validate_on_ray()
+        device = pick_device(self._requested_device)
+        if device.type == "mps":
+            raise UserError(f"{type(self).__name__} runs on cpu or cuda, not on mps; set strategy.device=cpu.")
+        count = torch.cuda.device_count() if device.type == "cuda" else 0
+        if device.type == "cuda" and self.ranks.backend != "gloo" and self.num_ranks() > count and not _is_joining():
+            raise UserError(
+                f"devices={self.ranks.devices}, but torch sees {count} CUDA device{'s' * (count != 1)}; set "
+                f"strategy.devices={count}, or strategy.device=cpu."
+            )
+        if self.ranks.backend != "auto" and not dist.is_backend_available(self.ranks.backend):
+            raise UserError(
+                f"backend={self.ranks.backend!r} is not part of this torch build; set strategy.backend=auto."
+            )
+
+    def _validate_on_ray(self) -> None:
+        if find_spec("ray") is None:
+            raise UserError("launcher=ray needs the package ray. Type: pip install 'trainkit[ray]'")
+        if self.ranks.devices == "auto":
+            raise UserError("launcher=ray needs to know how many ranks to start in all; set strategy.devices=8.")
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether `launch` would start processes, as this one is not one of the ranks."""
+        return self._environment is None and not _is_joining()
+
+    def num_ranks(self) -> int:
+        """Return the number of ranks that are started on this machine."""
+        if isinstance(self.ranks.devices, int):
+            return self.ranks.devices
+        return torch.cuda.device_count() if pick_device(self._requested_device).type == "cuda" else 2
+
+    def rank_name(self, process: int) -> str:
+        """Return the name of a process in messages."""
+        return f"rank {process}"
+
+    def launch(self, run: Callable[[], T]) -> T:
+        """Call `run` on every rank and return what it returned on rank 0 (under torchrun: on this rank)."""
+        if _is_joining():
+            return self._run_joined(run)
+        started = _RankEntry(self, run)
+        value: T = self._launch_on_ray(started) if self.ranks.launcher == "ray" else self._launch_here(started)
+        return value
+
+    def _launch_here(self, started: _RankEntry) -> Any:
+        return launch_ranks(
+            started,
+            num_ranks=self.num_ranks(),
+            enter=started.enter,
+            log_dir=self.log_dir,
+            signals=self.stop_signals,
+            name_of=self.rank_name,
+        )
+
+    def _launch_on_ray(self, started: _RankEntry) -> Any:
+        from trainkit.distributed.ray_launcher import launch_on_ray
+
+        return launch_on_ray(
+            started,
+            num_ranks=self.num_ranks(),
+            enter=started.enter,
+            environment=environment_of_caller(self.log_dir),
+            signals=self.stop_signals,
+            on_gpus=pick_device(self._requested_device).type == "cuda",
+        )
+
+    def _run_joined(self, run: Callable[[], T]) -> T:
+        with ExitStack() as stack:
+            self._while_joined = stack
+            try:
+                return self._run_or_publish(run)
+            finally:
+                self._while_joined = None
+
+    def _run_or_publish(self, run: Callable[[], T]) -> T:
+        """Run, and if that fails let ranks that wait for this one know why."""
+        try:
+            return run()
+        except BaseException as error:
+            self.publish_failure(f"{type(error).__name__}: {error}")
+            raise
+
+    def publish_failure(self, why: str) -> None:
+        """Let the other ranks know that this one stops."""
+        if isinstance(self.comm, ProcessGroupCollectives) and self.comm.failure_store is not None:
+            self.comm.failure_store.publish(f"rank {self.comm.rank} failed in step {max(self._steps - 1, 0)}: {why}")
+
+    def setup(self, precision: Precision) -> None:
+        """Join the other ranks and choose this rank's device; collective."""
+        kind = pick_device(self._requested_device).type
+        if not dist.is_initialized():
+            self._join_group(kind)
+        self.device = torch.device("cpu")
+        if kind == "cuda":
+            local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+            self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        if self._environment is None:
+            self._keep_log()
+        self.precision = precision
+        precision.setup(self.device)
+        self._steps, self._weighted_by = 0, {}
+        self.comm = ProcessGroupCollectives.join(
+            self._all_ranks,
+            device=self.device,
+            timeout_seconds=self.ranks.timeout_seconds,
+            step=lambda: self._steps,
+        )
+        if self.comm.failure_store is not None:
+            self._watchdog = RankWatchdog(
+                self.comm.failure_store, step=lambda: max(self._steps - 1, 0), describe=phase_in
+            )
+
+    @property
+    def _all_ranks(self) -> dist.ProcessGroup:
+        """All ranks of the run."""
+        group = self.ranks.process_group or dist.group.WORLD
+        assert group is not None
+        return group
+
+    def _keep_log(self) -> None:
+        """Copy what a rank that was started by others prints to its log, in the folder that rank 0 has chosen."""
+        self.log_dir = gather(self.log_dir, self._all_ranks)[0]
+        if self.log_dir is not None and self._while_joined is not None:
+            self._while_joined.enter_context(log_copied(self.log_dir, rank=self._all_ranks.rank()))
+
+    def _join_group(self, kind: str) -> None:
+        backend = self.ranks.backend
+        if backend == "auto":
+            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        limit = timedelta(seconds=self.ranks.timeout_seconds)
+        environment = self._environment
+        if environment is None:
+            shared, rank, world_size = next(rendezvous("env://", timeout=limit))
+            fresh = fresh_store(shared, rank=rank, world_size=world_size, limit=limit)
+            dist.init_process_group(backend, store=fresh, rank=rank, world_size=world_size, timeout=limit)
+        else:
+            store = TCPStore(environment.store_host, environment.store_port, is_master=False, timeout=limit)
+            rank, world_size = environment.rank, environment.world_size
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        self._owns_group = True
+
+    def prepare(self, task: TaskModule) -> None:
+        """Leave the task on the device, with rank 0's parameters and buffers on every rank; collective."""
+        super().prepare(task)
+        with self.comm.waiting("the comparison of models"):
+            check_same_model(tensors_of(task), self.comm.group)  # or the broadcast that follows might crash or hang
+        with self.comm.waiting("the broadcast of parameters and buffers"):
+            broadcast([*task.parameters(), *task.buffers()], self.comm.group)
+        self._buffers = BroadcastBuffers(task) if self.broadcast_buffers else None
+
+    def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
+        """Return the trained state on rank 0 if the caller is in another process; collective."""
+        if self._environment is None or self.comm.rank != 0:
+            return None
+        return {name: tensor.cpu() for name, tensor in self.state_dict(task).items()}
+
+    def teardown(self) -> None:
+        """Leave the process group if this strategy joined it; may be called twice."""
+        self._buffers = None
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+        if isinstance(self.comm, ProcessGroupCollectives):
+            self.comm.consensus = None
+        failing = sys.exc_info()[1]
+        if failing is not None and self.comm.num_processes > 1:
+            # Others may wait for this rank: leaving now would give them a broken connection in place of the reason,
+            # and might wait for them. The process is about to end.
+            self.publish_failure(f"{type(failing).__name__}: {failing}")
+            return
+        if isinstance(self.comm, ProcessGroupCollectives):
+            self.comm.failure_store = None
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+
+    # ---- A step
+
+    def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
+        """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
+        self._steps += 1
+        if self._is_auto:
+            outputs = self._forward_backward_or_oom(task, batch)
+        else:
+            if not batch.micro_batches:
+                self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss
+                self._reduce_zeros()
+            outputs = super().forward_backward(task, batch)
+        if self._buffers is not None:
+            with self.comm.waiting(self.comm.after("the broadcast of buffers")):
+                broadcast(self._buffers.now(), self.comm.group)
+        return outputs
+
+    def reduce_gradients(self) -> None:
+        """Leave in every `.grad` the sum over ranks, after a step's last backward; collective.
+
+        A rank without samples has no gradients and contributes zeros.
+        """
+        for parameter in self._trained:
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = self.comm.all_reduce(own)
+
+    @contextmanager
+    def _reduced(self) -> Iterator[None]:
+        yield
+        self.reduce_gradients()
+
+    def _synced(self) -> AbstractContextManager[Any]:
+        return self._reduced()
+
+    def _reduce_zeros(self) -> None:
+        """Take part in the reduction of the ranks that have samples, without any; collective."""
+        with self._synced():
+            pass
+
+    def _forward_backward_or_oom(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
+        """Leave the reduced gradients of the batch; raises torch.OutOfMemoryError on all ranks if it does on one.
+
+        Collective. Where ranks cannot ask each other through host memory, reading whether gradients are NaN waits for
+        the device.
+        """
+        outputs: list[StepOutput] = []
+        reason: str | None = None
+        try:
+            for micro_batch in batch.micro_batches:
+                with self.no_sync():
+                    with self.precision.forward():
+                        returned = task.training_step(micro_batch.batch)
+                    output = read_training_output(returned, micro_batch.num_samples, task)
+                    self._backward(output, micro_batch, batch)
+                outputs.append(output)
+        except torch.OutOfMemoryError as error:
+            reason = str(error)
+        parameters = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        if reason is not None:
+            outputs.clear()
+            self._fill_gradients_with_nan(parameters)
+        if batch.micro_batches:
+            with self._synced():
+                pass
+        else:
+            self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss
+            self._reduce_zeros()
+        if self._is_oom_anywhere(parameters, reason is not None):
+            raise torch.OutOfMemoryError(reason or "on another rank")
+        self._normalize_gradients(outputs, batch)
+        return outputs
+
+    def _is_oom_anywhere(self, parameters: Sequence[nn.Parameter], here: bool) -> bool:
+        """Return whether a rank is out of memory; `here` says whether this one is. Collective."""
+        if self.comm.num_processes == 1:
+            return here
+        if self.comm.asks_on_host:
+            return self.comm.any_rank_on_host(here)
+        return _has_nan_gradients(parameters) and self.comm.any_rank(here)
+
+    def _fill_gradients_with_nan(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        with self.no_sync():  # through backward, so that what listens to gradients sees them
+            torch.autograd.backward(parameters, [torch.full_like(parameter, torch.nan) for parameter in parameters])
+
+    @property
+    def _weighted(self) -> bool | None:
+        """Whether the step of this phase returns weights of its own; not known before the first."""
+        return self._weighted_by.get(self._step_name)
+
+    def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: StepBatch) -> None:
+        """Divide by the sum of weights over all ranks where the task gave weights of its own; collective."""
+        own = any(output.own_weight for output in outputs)
+        if self._weighted is None:
+            self._weighted_by[self._step_name] = self.comm.any_rank(own)
+        if outputs and own != self._weighted:
+            raise UserError(
+                "training_step returned a weight, but did not in the first step; return one always or never."
+                if own
+                else "training_step returned no weight, but did in the first step; return one always or never."
+            )
+        if self._weighted:
+            self._scale_gradients(self._samples_over_weight(outputs, batch))
+
+    def _samples_over_weight(self, outputs: Sequence[StepOutput], batch: StepBatch) -> Tensor:
+        """Return what makes gradients of sums weighted by samples those of the weighted mean; on the device."""
+        undivided = float(self._is_undivided(batch.micro_batches, batch))
+        weights = [self._on_device(output.weight) for output in outputs]
+        total = torch.stack(weights).sum() if weights else self._on_device(0.0)
+        sums = torch.stack([total, self._on_device(undivided)])
+        total, any_undivided = self.comm.reduce_in_place(sums, where="the sum of weights")
+        factor = torch.where(total > 0, batch.num_samples / total, 0.0)  # 0: a batch of padding only
+        return torch.where(any_undivided > 0, 1.0, factor)
+
+    def _on_device(self, value: float | Tensor) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().to(self.device, torch.float64)
+        return torch.full((), value, dtype=torch.float64, device=self.device)  # a copy would wait for the device
+
+    def _is_undivided(self, micro_batches: Sequence[MicroBatch], batch: StepBatch) -> bool:
+        """Whether one micro-batch is the whole global batch: its loss is not weighted at all."""
+        return len(micro_batches) == 1 and micro_batches[0].num_samples == batch.num_samples
+
+
+def _has_nan_gradients(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether the reduced gradients are NaN; the same on every rank, since the gradients are."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.numel() and not gradient.is_sparse:
+            return bool(torch.isnan(gradient[(0,) * gradient.dim()]))  # the layout may be any
+    return False
+
+
+class _RankEntry:
+    """What a started rank runs: the strategy's copy of it, then the caller's `run`."""
+
+    def __init__(self, strategy: MultiProcessStrategy, run: Callable[[], Any]) -> None:
+        self.strategy, self.run = strategy, run
+
+    def enter(self, environment: RankEnvironment) -> None:
+        """Tell the strategy which rank it is."""
+        self.strategy._environment, self.strategy.attempt = environment, environment.attempt
+
+    def __call__(self) -> Any:
+        """Run, telling the others of a failure."""
+        return self.strategy._run_or_publish(self.run)
+
+
+def _is_joining() -> bool:
+    """Whether this process is one of several ranks already: of torchrun, srun, or a group that was initialized."""
+    os.environ.update(variables_of_task(os.environ))
+    return dist.is_initialized() or all(name in os.environ for name in _TORCHRUN_VARIABLES)

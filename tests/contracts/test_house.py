@@ -1,0 +1,250 @@
+"""The structure of the source: no import circles, one sentence per folder, the field's words, a map that is true."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMPORT_NAMES = {
+    "trainkit": "trainkit",
+    "strategies": "trainkit.strategies",
+    "callbacks": "trainkit.callbacks",
+    "recipes": "trainkit.recipes",
+    "conf": "trainkit.conf",
+}
+
+
+def source_files() -> dict[str, Path]:
+    """Return every module's import name and file; project templates are data."""
+    files = {}
+    for folder, name in IMPORT_NAMES.items():
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = [name, *file.relative_to(ROOT / folder).with_suffix("").parts]
+            if "template" not in parts:
+                files[".".join(parts).removesuffix(".__init__")] = file
+    return files
+
+
+FILES = source_files()
+
+
+def imported_modules(module: str, file: Path) -> Iterator[str]:
+    """Yield the project's modules that a file imports anywhere: at the top, in functions, and for types alone."""
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*above, node.module] if node.module else above)
+            names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in FILES else base for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name in FILES and name != module and FILES[name].name != "__init__.py":
+                yield name
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = {module: set(imported_modules(module, file)) for module, file in FILES.items()}
+    while leaves := {module for module, imported in graph.items() if not imported & graph.keys()}:
+        graph = {module: imported for module, imported in graph.items() if module not in leaves}
+    while tops := graph.keys() - set().union(*graph.values(), set()):
+        graph = {module: imported for module, imported in graph.items() if module not in tops}
+    assert sorted(graph) == []
+
+
+@pytest.mark.parametrize("folder", sorted({str(file.parent.relative_to(ROOT)) for file in FILES.values()}))
+def test_every_folder_says_in_one_sentence_what_belongs_in_it(folder):
+    docstring = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
+    assert docstring
+    assert docstring.splitlines()[0].endswith(".")
+
+
+OLD_FILE_NAMES = frozenset(
+    [
+        "absences",
+        "accepted",
+        "agreement",
+        "alike",
+        "arguments",
+        "assembly",
+        "averaged_weights",
+        "batches",
+        "before_step",
+        "bonds",
+        "buckets",
+        "choice",
+        "class_balance",
+        "clipping",
+        "collective",
+        "combinations",
+        "command",
+        "command_help",
+        "command_line",
+        "communication_hooks",
+        "compilation",
+        "config_changes",
+        "config_tree",
+        "content",
+        "continuation",
+        "cutting",
+        "descriptions",
+        "device_peaks",
+        "digest",
+        "disk",
+        "environment",
+        "evaluation",
+        "event_file",
+        "event_mode",
+        "events",
+        "exact_means",
+        "extras",
+        "failure_part",
+        "faking",
+        "feed",
+        "filling",
+        "flights",
+        "followed_file",
+        "frames",
+        "functions",
+        "gantt",
+        "gradient_bucket",
+        "graph_walk",
+        "grid",
+        "group_talk",
+        "hardware",
+        "histogram",
+        "hook_choice",
+        "hook_run",
+        "host_buffers",
+        "host_memory",
+        "hosts",
+        "hyperparameters",
+        "interop",
+        "joint",
+        "key_reference",
+        "known_keys",
+        "lane_watch",
+        "launch_queue",
+        "left_out",
+        "left_out_words",
+        "length_groups",
+        "lightning_logging",
+        "lightning_optimizers",
+        "linear_scaling",
+        "listing",
+        "live_display",
+        "location",
+        "looking_back",
+        "manual_cuts",
+        "markup",
+        "matching",
+        "materializing",
+        "measuring",
+        "messages",
+        "metric_charts",
+        "metric_objects",
+        "metric_states",
+        "metric_updates",
+        "mistakes",
+        "model_settings",
+        "module_scopes",
+        "no_gradient",
+        "numbers",
+        "objective",
+        "observation",
+        "opening",
+        "optimization",
+        "optional_package",
+        "origins",
+        "overlap",
+        "overlap_watch",
+        "overlap_window",
+        "parallel",
+        "parity_causes",
+        "part_transport",
+        "parts",
+        "peak_memory",
+        "picture",
+        "placement",
+        "planning",
+        "prepared_folder",
+        "preview",
+        "problem",
+        "process_group",
+        "python_generators",
+        "rank",
+        "ranking",
+        "reading",
+        "ready_feed",
+        "recipe_table",
+        "recorder",
+        "recording",
+        "recovery",
+        "reducer_settings",
+        "refusal",
+        "replay",
+        "run_lock",
+        "run_page",
+        "sample_feed",
+        "sampling",
+        "save_retries",
+        "scaffold",
+        "scaled_together",
+        "scatter",
+        "segments",
+        "sessions",
+        "settings",
+        "several_datasets",
+        "sharding",
+        "shards",
+        "sharing",
+        "slurm",
+        "slurm_ranks",
+        "source",
+        "spikes",
+        "staged_ranks",
+        "staged_state",
+        "staged_step",
+        "staged_task",
+        "staging",
+        "step_cost",
+        "step_replay",
+        "step_watch",
+        "stop_agreement",
+        "stopwatch",
+        "stream_feed",
+        "structures",
+        "sweep_page",
+        "threads",
+        "torch_reducer_times",
+        "trial",
+        "uneven",
+        "untouched",
+        "warning_log",
+        "way_back",
+        "weight_decay",
+        "whereabouts",
+        "whole_state",
+        "window",
+        "window_run",
+        "within_memory",
+        "worker_stream",
+        "writing",
+    ]
+)
+
+
+@pytest.mark.parametrize("module", sorted(FILES))
+def test_no_file_has_a_name_that_was_given_up(module):
+    assert module.rpartition(".")[2] not in OLD_FILE_NAMES
+
+
+def test_the_map_names_files_that_exist():
+    named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text()))
+    assert len(named) > 30
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []

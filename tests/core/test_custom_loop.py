@@ -1,0 +1,167 @@
+import multiprocessing
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.single import SingleStrategy
+
+from trainkit import Callback, Data, LRSchedule, TaskModule, Trainer, UserError, session
+
+
+class Regression(TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch):
+        return {"loss": self.training_step(batch)}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(22, 3, generator=generator)
+    return Data(
+        train=TensorDataset(x, x.sum(1, keepdim=True)), validation=TensorDataset(x[:7], x[:7, :1]), batch_size=8
+    )
+
+
+def weights(task):
+    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
+
+
+def trained_by_a_trainer(steps=5):
+    task = Regression()
+    settings = {"evaluate_every": None, "callbacks": [], "loggers": [], "run_dir": "trainer"}
+    Trainer(max_duration=f"{steps}step", max_grad_norm=0.5, **settings).fit(task, data())
+    return weights(task)
+
+
+def train(strategy, *, steps=5, run_dir=None, resume=None):
+    """A plain loop of one's own."""
+    task, losses = Regression(), []
+    settings = {"max_duration": f"{steps}step", "max_grad_norm": 0.5, "run_dir": run_dir, "resume": resume}
+    with session(strategy, task, data(), **settings) as s:
+        for batch in s.step_batches():
+            outputs = s.step(batch)
+            losses.append(s.mean(outputs)["loss"])
+        metrics = s.evaluate()
+        if run_dir is not None:
+            s.save()
+    return weights(task), losses, metrics
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_plain_loop_over_a_session_gives_the_weights_of_the_trainer():
+    found, losses, metrics = train(SingleStrategy())
+    assert torch.equal(found, trained_by_a_trainer())
+    assert len(losses) == 5
+    assert set(metrics) == {"validation/loss"}
+
+
+def test_a_plain_loop_under_ddp_gives_the_same_weights_and_means():
+    alone, losses, metrics = train(SingleStrategy())
+    strategy = DDPStrategy(devices=2)
+    found, losses_of_two, metrics_of_two = strategy.launch(partial(train, strategy))
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-6)
+    assert losses_of_two == pytest.approx(losses, abs=1e-6)
+    assert metrics_of_two == pytest.approx(metrics, abs=1e-6)
+
+
+def test_a_session_goes_on_from_what_another_saved(tmp_path):
+    whole, _, _ = train(SingleStrategy(), steps=5)
+    train(SingleStrategy(), steps=2, run_dir=tmp_path / "mine")
+    found, losses, _ = train(SingleStrategy(), steps=5, resume=tmp_path / "mine")
+    assert torch.equal(found, whole)
+    assert len(losses) == 3
+
+
+def test_a_session_leaves_no_folder_behind_that_was_not_asked_for(tmp_path):
+    train(SingleStrategy())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_strategy_that_would_start_ranks_is_told_how():
+    with (
+        pytest.raises(UserError, match=r"strategy\.launch\(partial"),
+        session(DDPStrategy(devices=2), Regression(), data()),
+    ):
+        pass
+
+
+def test_a_step_batch_without_a_step_is_an_error():
+    with session("single", Regression(), data()) as s, pytest.raises(UserError, match=r"call session\.step"):
+        for _ in s.step_batches():
+            pass
+
+
+def test_saving_without_a_folder_is_an_error():
+    with session("single", Regression(), data()) as s, pytest.raises(UserError, match="run_dir="):
+        s.save()
+
+
+class Noting(Callback):
+    def __init__(self):
+        self.moments = []
+
+    def on_evaluation_start(self, run, stage):
+        self.moments.append(f"start {stage}")
+
+    def on_evaluation_end(self, run, stage, metrics):
+        self.moments.append(f"end {stage} {len(metrics)}")
+
+
+class OnPlateau(Regression):
+    """Halves the learning rate whenever a validation is no better than the best, and has a callback of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.noting = Noting()
+
+    def validation_step(self, batch):
+        return {"loss": torch.ones(())}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return optimizer, LRSchedule(plateau, every="metric", metric="validation/loss")
+
+    def configure_callbacks(self):
+        return [self.noting]
+
+
+def test_schedules_and_callbacks_see_the_evaluations_of_a_session():
+    task = OnPlateau()
+    with session("single", task, data(), max_duration="4step") as s:
+        for batch in s.step_batches():
+            s.step(batch)
+            s.evaluate()
+        assert s.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**3)
+    assert task.noting.moments == ["start validation", "end validation 1"] * 4
+
+
+def test_a_session_keeps_the_workers_of_its_evaluations_from_one_to_the_next():
+    generator = torch.Generator().manual_seed(1)
+    samples = [(torch.randn(3, generator=generator), torch.zeros(1)) for _ in range(6)]
+    read = Data(train=samples, validation=samples, batch_size=2, workers=1)
+    with session("single", Regression(), read) as s:
+        s.evaluate()
+        workers = {child.pid for child in multiprocessing.active_children()}
+        for _ in range(3):
+            s.evaluate()
+        assert {child.pid for child in multiprocessing.active_children()} == workers
+        assert len(workers) == 1

@@ -1,0 +1,164 @@
+"""From sample indices to a batch: quick ways give exactly what the slow one gives."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from tests.tasks import NumberStream
+from trainkit.data.readers import Request, SampleReader, TensorReader, make_reader, read_in_workers, request_seed
+from trainkit.data.stream_loader import WorkerIterator
+
+DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float16]
+
+
+def assert_same_batch(actual, expected):
+    assert type(actual) is type(expected) is list
+    assert len(actual) == len(expected)
+    for left, right in zip(actual, expected, strict=True):
+        assert left.dtype == right.dtype
+        assert left.is_contiguous() == right.is_contiguous()
+        assert torch.equal(left, right)
+
+
+@given(
+    num_samples=st.integers(1, 20),
+    shapes=st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_rows_of_tensors_are_what_default_collate_makes_of_samples(num_samples, shapes, dtype, data):
+    tensors = [(torch.rand(num_samples, *shape) * 100).to(dtype) for shape in shapes]
+    dataset = TensorDataset(*tensors)
+    index = st.integers(0, num_samples - 1)
+    indices = data.draw(st.lists(index, min_size=1, max_size=8))
+    subset = data.draw(st.none() | st.lists(index, min_size=1, max_size=8))
+    if subset is not None:
+        dataset = Subset(dataset, subset)
+        indices = [i % len(subset) for i in indices]
+    reader = make_reader(dataset, default_collate)
+    assert isinstance(reader, TensorReader)
+    assert_same_batch(reader.read(torch.tensor(indices)), default_collate([dataset[i] for i in indices]))
+
+
+def test_a_view_of_a_larger_tensor_is_read_row_by_row_too():
+    base = torch.arange(60).reshape(10, 6)
+    dataset = TensorDataset(base[:, ::2], base.t()[:6].t())
+    indices = torch.tensor([9, 0, 3])
+    expected = default_collate([dataset[int(i)] for i in indices])
+    assert_same_batch(make_reader(dataset, default_collate).read(indices), expected)
+
+
+def test_a_batch_shares_no_memory_with_the_dataset():
+    dataset = TensorDataset(torch.zeros(4))
+    make_reader(dataset, default_collate).read(torch.arange(4))[0].fill_(7)
+    assert dataset.tensors[0].sum() == 0
+
+
+def test_a_subclass_is_asked_sample_by_sample():
+    class Doubled(TensorDataset):
+        def __getitem__(self, index):
+            return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+    dataset = Doubled(torch.arange(5))
+    for wrapped in (dataset, Subset(dataset, [4, 3, 2])):
+        reader = make_reader(wrapped, default_collate)
+        assert isinstance(reader, SampleReader)
+        (batch,) = reader.read(torch.tensor([0, 2]))
+        assert batch.tolist() == [int(wrapped[0][0]), int(wrapped[2][0])]
+
+
+def test_a_users_collate_sees_the_samples_themselves():
+    def collate(samples):
+        seen.extend(samples)
+        return len(samples)
+
+    seen = []
+    dataset = TensorDataset(torch.arange(5), torch.arange(5) * 10)
+    assert make_reader(dataset, collate).read(torch.tensor([3, 1])) == 2
+    assert seen == [(3, 30), (1, 10)]
+    assert all(isinstance(sample, tuple) for sample in seen)
+
+
+def test_getitems_is_asked_for_all_samples_at_once():
+    class AtOnce(Dataset):
+        def __init__(self):
+            self.asked = []
+
+        def __getitem__(self, index):
+            raise AssertionError("samples are asked for at once")
+
+        def __getitems__(self, indices):
+            self.asked.append(indices)
+            return [torch.tensor(float(index)) for index in indices]
+
+    dataset = AtOnce()
+    assert make_reader(dataset, default_collate).read(torch.tensor([5, 2])).tolist() == [5.0, 2.0]
+    assert dataset.asked == [[5, 2]]
+    assert all(type(index) is int for index in dataset.asked[0])
+
+
+def test_indices_are_python_integers():
+    class Indexed(Dataset):
+        def __getitem__(self, index):
+            assert type(index) is int
+            return index
+
+    assert make_reader(Indexed(), default_collate).read(torch.tensor([5, 2])).tolist() == [5, 2]
+
+
+# ---- Workers
+
+
+class Draws(Dataset):
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+def drawn(workers, positions):
+    requests = [Request(torch.tensor([position]), request_seed(0, 0, position)) for position in positions]
+    reader = make_reader(Draws(), default_collate)
+    batches = read_in_workers(reader, iter(requests), workers=workers, pin_memory=False)
+    return [tuple(batch.flatten().tolist()) for batch in batches]
+
+
+def test_what_a_worker_draws_depends_on_the_samples_and_not_on_the_worker():
+    alone = drawn(1, range(6))
+    assert drawn(2, range(6)) == alone
+    assert drawn(1, range(3, 6)) == alone[3:]
+    assert len({number for numbers in alone for number in numbers}) == 18
+
+
+def test_reading_in_workers_leaves_the_global_generators_alone():
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    drawn(1, range(2))
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]
+
+
+def test_an_error_in_a_worker_says_where_it_came_from():
+    class Broken(Dataset):
+        def __getitem__(self, index):
+            raise KeyError("no such sample")
+
+    batches = read_in_workers(
+        make_reader(Broken(), default_collate), iter([Request(torch.tensor([0]), 1)]), workers=1, pin_memory=False
+    )
+    with pytest.raises(KeyError, match="no such sample"):
+        list(batches)
+
+
+def test_a_stream_is_read_in_order_by_a_worker():
+    assert [int(number) for number in WorkerIterator(NumberStream(5), seed=0)] == list(range(5))
+
+
+def test_seeds_of_requests_differ_by_seed_epoch_and_position():
+    triples = [(seed, epoch, position) for seed in range(3) for epoch in range(3) for position in range(50)]
+    seeds = {request_seed(*triple) for triple in triples}
+    assert len(seeds) == len(triples)
+    assert all(0 <= seed < 2**63 for seed in seeds)

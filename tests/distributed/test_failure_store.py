@@ -1,0 +1,123 @@
+"""A rank that hangs is found by the others: its step, its phase and its line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
+
+from trainkit import Data, TaskModule, Trainer
+from trainkit.distributed import failure_store
+from trainkit.distributed.failure_store import FailureStore, RankError, RankWatchdog, is_lost, place_of
+from trainkit.run_dir.failure import phase_in
+from trainkit.testing import rank_outcomes, run_ranks
+
+STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDPStrategy}
+
+
+class Hanging(TaskModule):
+    """Rank 1 hangs, in the third step or in the validation after it."""
+
+    def __init__(self, *, where: str) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        self.where, self.calls = where, 0
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.calls += 1
+        if self.where == "training" and self.calls == 3:
+            self.hang()
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor]) -> Tensor:
+        if self.where == "validation" and self.calls:
+            self.hang()
+        return self.net(batch[0]).square().mean()
+
+    def hang(self) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(4)
+            os._exit(0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_until_rank_1_hangs(strategy: str, where: str, folder: str) -> str:
+    failure_store.POLL_SECONDS = 0.05
+    # The limit of gloo itself is that of the group, which a strategy makes by itself where ranks are started.
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    data = Data(train=TensorDataset(torch.ones(12, 4)), validation=TensorDataset(torch.ones(4, 4)), batch_size=4)
+    made = STRATEGIES[strategy](device="cpu", timeout_seconds=1.0, process_group=group)
+    trainer = Trainer(made, max_duration="1epoch", callbacks=[], loggers=[], run_dir=folder)
+    try:
+        trainer.fit(Hanging(where=where), data)
+    except RankError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "where", "waits", "hangs"),
+    [
+        ("ddp", "training", "backward of step 2, bucket 0 of 1", "step 2, Hanging.training_step"),
+        ("ddp", "validation", " after step 3; who is where", "step 2, Hanging.validation_step"),
+        pytest.param(
+            "torch_ddp",
+            "training",
+            "forward and backward of step 2; who",
+            "step 2, Hanging.training_step",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_time_out_says_where_the_rank_is_that_hangs(strategy, where, waits, hangs, tmp_path):
+    message = rank_outcomes(fit_until_rank_1_hangs, 2, strategy, where, str(tmp_path), timeout=30)[0].value
+    assert message.startswith("rank 0 waited 1 s in ")
+    assert waits in message
+    assert "rank 0: waits" in message
+    assert f"rank 1: has not come; it is in {hangs}" in message, message
+    assert f"{__file__}:" in message, "the line that hangs"
+
+
+def answers_to_two_questions() -> list[str]:
+    board = FailureStore(dist.group.WORLD, token="test")
+    failure_store.POLL_SECONDS = 0.01
+    there = RankWatchdog(board, step=lambda: 7 + dist.get_rank(), describe=phase_in)
+    dist.barrier()
+    said = [board.who_waits() for _ in range(2)] if dist.get_rank() == 0 else []
+    dist.barrier()
+    there.close()
+    there.close()
+    assert not any(thread.name == "trainkit-watchdog" for thread in threading.enumerate())
+    return said
+
+
+def test_every_question_is_answered_and_no_thread_is_left():
+    for said in run_ranks(answers_to_two_questions, 2)[0]:
+        assert said.splitlines()[0] == "  rank 0: waits"
+        assert "rank 1: has not come; it is in step 8, " in said
+
+
+def test_a_place_is_the_innermost_line_of_the_users_own():
+    def here() -> Any:
+        return sys._getframe()
+
+    assert place_of(here(), phase_in) == f"{__file__}:{here().f_lineno}"
+
+
+def test_only_broken_collectives_are_taken_for_a_lost_rank():
+    assert is_lost(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"))
+    assert not is_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_lost(ValueError("Connection closed by peer"))

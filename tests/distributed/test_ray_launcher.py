@@ -1,0 +1,151 @@
+"""Ranks as Ray actors on a cluster of two nodes: spread, stopped by signals, and going on when a node is lost."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.single import SingleStrategy
+
+from trainkit import Callback, Data, Stopped, TaskModule, Trainer, UserError
+from trainkit.checkpoint.store import load_from
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Ray's own
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+LOST_AT = 7
+
+
+class Regression(TaskModule):
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.fails = fails
+
+    def training_step(self, batch: Any) -> Any:
+        if self.fails:
+            print(f"rank {os.environ['RANK']} was here")
+            raise KeyError("boom")
+        return nn.functional.mse_loss(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class NoteStart(Callback):
+    def on_fit_start(self, run: Any) -> None:
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        with open(run.run_dir / f"starts_{run.strategy.comm.rank}.txt", "a", encoding="utf-8") as file:
+            file.write(f"{run.state.step} {run.strategy.comm.world_size} {run.plan.batch_size} {node}\n")
+
+
+class LoseNode(Callback):
+    """Kills a node's raylet and the rank there, as if the power had failed."""
+
+    def __init__(self, kept: str) -> None:
+        self.kept = kept
+
+    def on_step_end(self, run: Any) -> None:
+        import ray
+
+        if run.state.step == LOST_AT and ray.get_runtime_context().get_node_id() != self.kept:
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[str]:
+    """Two nodes with room for one rank each; the name of the one that this process is connected to."""
+    ray = pytest.importorskip("ray")
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    room = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+    of_head = {**room, "include_dashboard": False, "_system_config": soon}
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=of_head)
+    try:
+        cluster.add_node(**room)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield ray.get_runtime_context().get_node_id()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def trainer(run_dir: Path, strategy: Any, steps: int, *callbacks: Callback) -> Trainer:
+    saving = Checkpoint(every="3step")
+    return Trainer(strategy, max_duration=f"{steps}step", callbacks=[*callbacks, saving], loggers=[], run_dir=run_dir)
+
+
+def data() -> Data:
+    inputs = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+    return Data(train=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+
+
+def on_ray() -> DDPStrategy:
+    return DDPStrategy(devices=2, device="cpu", launcher="ray")
+
+
+def test_an_error_of_the_task_is_raised_by_the_caller_and_is_in_the_logs_of_ranks(head, tmp_path):
+    with pytest.raises(KeyError, match="boom") as caught:
+        trainer(tmp_path, on_ray(), 5).fit(Regression(fails=True), data())
+    assert "training_step" in str(caught.value.__cause__)
+    for rank in range(2):
+        log = (tmp_path / f"rank_{rank}.log").read_text()
+        assert f"rank {rank} was here\n" in log
+        assert log.endswith("KeyError: 'boom'\n") and log.count("Traceback") == 1
+
+
+def test_a_signal_to_the_caller_stops_all_ranks_with_a_checkpoint(head, tmp_path):
+    def send() -> None:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("starts_*.txt"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+    with pytest.raises(Stopped) as caught:
+        trainer(tmp_path, on_ray(), 1_000_000, NoteStart()).fit(Regression(), data())
+    assert caught.value.exit_code == 143
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["exit_reason"] == "SIGTERM"
+    assert load_from(tmp_path).entry.step == summary["steps"]  # of an interval, if that ended there too
+
+
+def test_a_cluster_without_room_is_told(head, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainkit.distributed.ray_launcher.PLACING_SECONDS", 0.1)
+    strategy = DDPStrategy(devices=5, device="cpu", launcher="ray")
+    with pytest.raises(UserError, match=r"needs 5 times 1 CPU, and the Ray cluster has room for 2; set .*devices=2"):
+        trainer(tmp_path, strategy, 5).fit(Regression(), data())
+
+
+def test_a_lost_node_leads_to_a_run_on_what_is_left_with_the_weights_of_an_uninterrupted_one(head, tmp_path):
+    run = trainer(tmp_path / "run", on_ray(), 12, NoteStart(), LoseNode(kept=head))
+    task, whole = Regression(), Regression()
+    result = run.fit(task, data())
+    first, second = (
+        [line.split() for line in (tmp_path / "run" / f"starts_{rank}.txt").read_text().splitlines()] for rank in (0, 1)
+    )
+    assert [start[:3] for start in first] == [["0", "2", "8"], ["6", "1", "8"]]
+    assert [start[:3] for start in second] == [["0", "2", "8"]]
+    assert first[0][3] != second[0][3]
+    assert first[1][3] == head
+    assert result.steps == 12
+    trainer(tmp_path / "whole", SingleStrategy(device="cpu"), 12).fit(whole, data())
+    torch.testing.assert_close(dict(task.state_dict()), dict(whole.state_dict()))

@@ -1,0 +1,133 @@
+"""Ranks that SLURM starts: by submitit's local executor, and through an `sbatch` that is a few lines long."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from trainkit.checkpoint.store import load_from
+from trainkit.distributed.rendezvous import first_host, port_of, variables_of_task
+
+STEP = {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "node[003-004]",
+    "SLURM_JOB_ID": "4711",
+}
+ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def test_a_task_of_srun_is_a_rank_that_meets_the_others_on_the_first_node():
+    assert variables_of_task(STEP) == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "node003",
+        "MASTER_PORT": "24711",
+    }
+    chosen = variables_of_task({**STEP, "MASTER_ADDR": "fast", "MASTER_PORT": "5"})
+    assert (chosen["MASTER_ADDR"], chosen["MASTER_PORT"]) == ("fast", "5")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}],
+    ids=["under torchrun", "alone"],
+)
+def test_nothing_is_made_of_what_is_no_task_of_several(changed):
+    assert variables_of_task({**STEP, **changed}) == {}
+    in_batch_script = {key: value for key, value in STEP.items() if key != "SLURM_STEP_NUM_TASKS"}
+    assert variables_of_task({**in_batch_script, "SLURM_NTASKS": "4"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("a", "a"),
+        ("a1,b2", "a1"),
+        ("node[003-005,9],gpu1", "node003"),
+        ("n[7,9]-ib", "n7-ib"),
+        ("10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_the_first_host_of_a_list_is_read_as_slurm_writes_it(hosts, first):
+    assert first_host(hosts) == first
+
+
+def test_jobs_side_by_side_have_ports_of_their_own():
+    assert port_of("12") != port_of("13")
+    assert all(1024 < port_of(str(job)) < 65536 for job in (0, 19_999, 20_000, 10**9))
+
+
+TOOLS = {
+    "sbatch": """
+        cp "$1" {folder}/submitted.sh
+        SLURM_JOB_ID=17 SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_NODEID=0 bash "$1" > {folder}/batch.log 2>&1 &
+        echo "Submitted batch job 17"
+    """,
+    "srun": """
+        while [ "${1#-}" != "$1" ]; do case "$1" in --output|--error) shift;; esac; shift; done
+        for task in 0 1; do
+            SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=localhost "$@" &
+        done
+        wait
+    """,
+    "sacct": """
+        printf 'JobID|State|NodeList\\n17|RUNNING|localhost\\n'
+    """,
+}
+
+
+def sweep(folder: Path, *overrides: str, path: str) -> "subprocess.CompletedProcess[str]":
+    environment = {key: value for key, value in os.environ.items() if key not in ELASTIC and "SLURM" not in key}
+    task = ["recipe=digits_mlp", "strategy=ddp", "strategy.device=cpu", "logger=jsonl", "callbacks=checkpoint"]
+    limits = ["trainer.max_duration=2step", "trainer.limit_validation_batches=1", "run_dir=sweep"]
+    return subprocess.run(
+        [sys.executable, "-m", "trainkit", "fit", "-m", *task, *limits, *overrides],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1", "PATH": f"{path}{environment['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_two_tasks_of_submitit_on_this_machine_train_together(tmp_path):
+    pytest.importorskip("submitit")
+    done = sweep(tmp_path, "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", path="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    payload = load_from(tmp_path / "sweep" / "0").payload
+    assert payload["state"]["step"] == 2
+    assert "= 2 ranks x" in payload["layout"]
+
+
+@pytest.mark.slow
+def test_a_job_for_slurm_says_what_it_needs_and_its_tasks_train_together(tmp_path):
+    pytest.importorskip("submitit")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, script in TOOLS.items():
+        (tools / name).write_text("#!/bin/bash\n" + textwrap.dedent(script.replace("{folder}", str(tmp_path))))
+        (tools / name).chmod(0o755)
+    launcher = ["nodes=1", "tasks_per_node=2", "timeout_min=90", "partition=gpu", "signal_delay_s=300"]
+    done = sweep(
+        tmp_path,
+        "hydra/launcher=submitit_slurm",
+        *(f"hydra.launcher.{setting}" for setting in launcher),
+        path=f"{tools}:",
+    )
+    log = (tmp_path / "batch.log").read_text() if (tmp_path / "batch.log").exists() else ""
+    assert done.returncode == 0, done.stdout + done.stderr + log
+    asked = set(re.findall(r"^#SBATCH --(\S+)", (tmp_path / "submitted.sh").read_text(), re.MULTILINE))
+    wanted = {"nodes=1", "ntasks-per-node=2", "time=90", "partition=gpu", "signal=USR2@300"}
+    assert wanted <= asked
+    payload = load_from(tmp_path / "sweep" / "0").payload
+    assert payload["state"]["step"] == 2
+    assert "= 2 ranks x" in payload["layout"]

@@ -1,0 +1,225 @@
+"""What is changed about a task's modules and its optimizer's groups by settings of the Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
+from trainkit.strategies.dp.strategy import DataParallelStrategy
+
+from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
+from trainkit import Callback, Data, UserError
+from trainkit.model.transforms import ModelTransforms, matches
+from trainkit.optim.optimizer import split_weight_decay_groups
+from trainkit.testing import assert_strategies_equal
+
+
+class Block(nn.Module):
+    """A residual layer with dropout that counts how often it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.3)
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return inputs + self.dropout(self.linear(self.norm(inputs)))
+
+
+class Blocks(Regression):
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__(optimizer)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return super().forward(inputs)
+
+
+def adamw(task: Any) -> Any:
+    return torch.optim.AdamW([p for p in task.parameters() if p.requires_grad], lr=0.05, weight_decay=0.1)
+
+
+def data() -> Data:
+    return Data(train=regression_data(32), batch_size=8)
+
+
+def test_what_is_frozen_stays_to_the_bit_and_may_be_trained_again_afterwards(make_trainer: Any) -> None:
+    task = Blocks(adamw)
+    before = weights(task)
+
+    make_trainer(freeze=["blocks.0", "*.bias"]).fit(task, data())
+
+    moved = {name for name, tensor in weights(task).items() if not torch.equal(tensor, before[name])}
+    assert moved == {"blocks.1.norm.weight", "blocks.1.linear.weight", "network.0.weight"}
+    assert all(parameter.requires_grad for parameter in task.parameters())
+
+
+@pytest.mark.parametrize("strategy", [None, "dp"])
+def test_activations_are_computed_twice_and_weights_are_the_same_to_the_bit(make_trainer: Any, strategy: Any) -> None:
+    def made() -> Any:
+        return DataParallelStrategy(devices=["cpu", "cpu"]) if strategy else None
+
+    plain, checkpointed = Blocks(), Blocks()
+    kinds = []
+
+    class Looks(Callback):
+        def on_step_end(self, run: Any) -> None:
+            kinds.append([type(block).__name__ for block in run.task.blocks])
+
+    make_trainer(made()).fit(plain, data())
+    make_trainer(made(), activation_checkpointing=["blocks.*"], callbacks=[Looks()]).fit(checkpointed, data())
+
+    assert_same_bits(checkpointed, plain)
+    assert kinds[0] == ["Block", "Block"]
+    assert all(type(block) is Block for block in checkpointed.blocks)
+    if not strategy:
+        assert [block.calls for block in plain.blocks] == [4, 4]
+        assert [block.calls for block in checkpointed.blocks] == [8, 8]
+
+
+def test_no_decay_is_a_group_of_its_own_with_the_same_learning_rate(make_trainer: Any) -> None:
+    def build(task: Any) -> Any:
+        optimizer = adamw(task)
+        return optimizer, LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+    recorder = Recorder()
+    callbacks = ["learning_rate_monitor", recorder]
+    make_trainer(no_weight_decay=["bias", "norm"], callbacks=callbacks, log_every="4step").fit(Blocks(build), data())
+
+    assert recorder.logged[0]["train/learning_rate"] == pytest.approx(0.05 / 5)
+    (optimization,) = recorder.run.optimizations
+    decayed, exempt = optimization.optimizer.param_groups
+    names = {id(parameter): name for name, parameter in recorder.run.task.named_parameters()}
+    assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.1, 0.0)
+    assert [names[id(p)] for p in decayed["params"]] == [
+        "network.0.weight",
+        "blocks.0.linear.weight",
+        "blocks.1.linear.weight",
+    ]
+    assert all("norm" in names[id(p)] or names[id(p)].endswith("bias") for p in exempt["params"])
+    assert decayed["lr"] == exempt["lr"] == pytest.approx(0.05 / 5)
+
+
+def test_the_weights_are_those_of_groups_made_by_hand(make_trainer: Any) -> None:
+    def by_hand(task: Any) -> Any:
+        bias = [p for name, p in task.named_parameters() if name.endswith("bias")]
+        others = [p for name, p in task.named_parameters() if not name.endswith("bias")]
+        groups = [{"params": others}, {"params": bias, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=0.05, weight_decay=0.1)
+
+    by_rule, expected = Blocks(adamw), Blocks(by_hand)
+    make_trainer(no_weight_decay=["bias"]).fit(by_rule, data())
+    make_trainer().fit(expected, data())
+
+    assert_same_bits(by_rule, expected)
+
+
+@pytest.mark.parametrize("kind", ["one cycle", "sequential"])
+def test_schedules_made_before_go_on_over_all_groups(kind: str) -> None:
+    from trainkit.optim.lr_schedule import LRSchedule
+
+    def rates(rules: list[str]) -> list[float]:
+        task = Blocks()
+        optimizer = adamw(task)
+        scheduler: Any = OneCycleLR(optimizer, max_lr=1.0, total_steps=20)
+        if kind == "sequential":
+            optimizer = adamw(task)
+            parts = [LambdaLR(optimizer, lambda step: step / 5), LambdaLR(optimizer, lambda step: 0.9**step)]
+            scheduler = SequentialLR(optimizer, parts, milestones=[5])
+        split_weight_decay_groups(optimizer, [LRSchedule(scheduler)], task, rules)
+        seen = []
+        for _ in range(10):
+            optimizer.step()
+            scheduler.step()
+            groups = {group["lr"] for group in optimizer.param_groups}
+            assert len(groups) == 1
+            seen += groups
+        return seen
+
+    assert rates(["bias", "norm"]) == rates([])
+
+
+def test_convolutions_are_laid_out_by_pixels(make_trainer: Any) -> None:
+    class Picture(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 3, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) + self.conv(inputs.repeat(1, 2).view(-1, 2, 2, 2)).mean()
+
+    task = Picture()
+    make_trainer(channels_last=True).fit(task, data())
+
+    assert task.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not task.conv.weight.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"freeze": ["block.0"]}, r"freeze: 'block\.0' matches no parameter"),
+        ({"freeze": ["*"]}, r"freeze=\['\*'\] leaves no parameter to train"),
+        ({"freeze": "blocks.0"}, r"freeze='blocks\.0' is not a list of patterns; write freeze=\['blocks\.0'\]"),
+        (
+            {"activation_checkpointing": ["layers.*"]},
+            r"activation_checkpointing: 'layers\.\*' matches no module.*There are: ",
+        ),
+        ({"no_weight_decay": ["embeding.*"]}, r"no_weight_decay: 'embeding\.\*' fits none of the optimizer's"),
+    ],
+)
+def test_mistakes_are_told_with_what_there_is(make_trainer: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_trainer(**settings).fit(Blocks(adamw), data())
+
+
+def test_a_pattern_fits_names_of_parameters_and_of_the_modules_that_they_lie_in() -> None:
+    assert matches("encoder.layers.0.weight", "encoder")
+    assert matches("encoder.layers.0.weight", "encoder.layers.?")
+    assert matches("encoder.layers.0.weight", "*.weight")
+    assert not matches("encoder.layers.0.weight", "layers")
+    assert not matches("encoder2.weight", "encoder")
+
+
+def test_batch_norms_are_synchronised_on_several_cuda_devices_only() -> None:
+    def converted(world_size: int, device: str) -> type[nn.Module]:
+        task = Regression()
+        task.norm = nn.BatchNorm1d(4)
+        transforms = ModelTransforms(sync_batch_norm=True)
+        with transforms.applied(task, num_processes=world_size, device=torch.device(device)):
+            return type(task.norm)
+
+    assert converted(2, "cuda") is nn.SyncBatchNorm
+    assert converted(1, "cuda") is nn.BatchNorm1d
+    assert converted(1, "cpu") is nn.BatchNorm1d
+    with pytest.raises(UserError, match="sync_batch_norm=true works on CUDA devices only"):
+        converted(2, "cpu")
+
+
+class WithoutDropout(Blocks):
+    def __init__(self) -> None:
+        super().__init__(adamw)
+        for block in self.blocks:
+            block.dropout.p = 0.0
+
+
+@pytest.mark.slow
+def test_settings_mean_the_same_where_the_task_is_cut_into_stages() -> None:
+    settings = {
+        "activation_checkpointing": ["blocks.*"],
+        "freeze": ["blocks.0.linear"],
+        "no_weight_decay": ["bias", "norm"],
+        "max_grad_norm": 0.5,
+    }
+
+    assert_strategies_equal(WithoutDropout, data, ["pipeline"], steps=4, trainer=settings)

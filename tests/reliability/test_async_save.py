@@ -1,0 +1,193 @@
+"""Checkpoints written while training goes on are those that training would have waited for."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainkit.callbacks.checkpoint import Checkpoint
+
+from tests.tasks import Regression, assert_same_bits, regression_data
+from trainkit import Callback, Data, Trainer
+from trainkit.checkpoint.async_writer import AsyncWriter
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointError, CheckpointStore
+
+
+class Weights(Callback):
+    """Keeps the weights of every step, and the last step that was made."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, dict[str, torch.Tensor]] = {}
+        self.last = 0
+
+    def on_step_end(self, run: Any) -> None:
+        self.last = run.state.step
+        self.after[run.state.step] = {name: tensor.clone() for name, tensor in run.task.state_dict().items()}
+
+
+class At(Callback):
+    """Calls a function after a step, before the callbacks behind it."""
+
+    def __init__(self, step: int, function: Callable[[], object]) -> None:
+        self.step, self.function = step, function
+
+    def on_step_end(self, run: Any) -> None:
+        if run.state.step == self.step:
+            self.function()
+
+
+def data() -> Data:
+    return Data(train=regression_data(40), validation=regression_data(8, seed=1), batch_size=4)
+
+
+def momentum(task: Any) -> Any:
+    return torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9)
+
+
+def entries(trainer: Trainer) -> list[tuple[int, str, dict[str, float]]]:
+    store = CheckpointStore(Path(str(trainer.run_dir)) / "checkpoints")
+    return [(entry.step, entry.reason, entry.metrics) for entry in store.entries()]
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
+    """Have `before(step)` called in the writer's thread before each save."""
+    save = CheckpointStore.save
+
+    def later(self: CheckpointStore, payload: Any, **keywords: Any) -> CheckpointEntry:
+        before(keywords["step"])
+        return save(self, payload, **keywords)
+
+    monkeypatch.setattr(CheckpointStore, "save", later)
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(20), "training did not go on while the checkpoint was written"
+
+
+def wait_for_writer() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("checkpoint-"):
+            thread.join(30)
+
+
+@pytest.mark.parametrize("keep_last", [1, 3, None])
+def test_the_same_checkpoints_are_kept_as_without_a_background(make_trainer, monkeypatch, keep_last):
+    slowly(monkeypatch, lambda step: time.sleep(0.2 if step <= 4 else 0.0))
+    kept = []
+    for background in (False, True):
+        checkpoint = Checkpoint(
+            every="7step",
+            monitor="validation/loss",
+            mode="max",
+            save_top_k=1,
+            save_last_k=keep_last,
+            async_save=background,
+        )
+        trainer = make_trainer(callbacks=[checkpoint], max_duration="20step", evaluate_every="2step")
+        trainer.fit(Regression(), data())
+        kept.append(entries(trainer))
+    assert kept[0] == kept[1]
+    assert kept[0][-1][:2] == (20, "end")
+    assert any(reason == "best" for _, reason, _ in kept[0])
+
+
+class SaveAt(Callback):
+    """Saves in the background after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Any) -> None:
+        if run.state.step == self.step:
+            run.checkpointer.save(reason="test", background=True)
+
+
+def test_a_checkpoint_has_the_weights_of_its_step_although_training_went_on_meanwhile(make_trainer, monkeypatch):
+    went_on = threading.Event()
+    slowly(monkeypatch, lambda step: wait_for(went_on))
+    weights = Weights()
+    callbacks = [weights, SaveAt(2), At(5, went_on.set), SaveAt(7)]
+    trainer = make_trainer(callbacks=callbacks, max_duration="10step", evaluate_every=None)
+    trainer.fit(Regression(momentum), data())
+    store = CheckpointStore(trainer.run_dir / "checkpoints")
+    assert [entry.step for entry in store.entries()] == [2, 7]
+    for entry in store.entries():
+        assert_same_bits(store.load(entry)["task"], weights.after[entry.step])
+
+
+def test_an_error_of_the_writer_is_raised_after_the_next_step(make_trainer, monkeypatch):
+    def full(step: int) -> None:
+        if step == 4:
+            raise CheckpointError("the disk is full")
+
+    slowly(monkeypatch, full)
+    weights = Weights()
+    callbacks = [weights, At(5, wait_for_writer), Checkpoint(every="2step", async_save=True, max_retries=0)]
+    trainer = make_trainer(callbacks=callbacks, max_duration="20step")
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        trainer.fit(Regression(momentum), data())
+    assert weights.last == 5
+    assert [step for step, _, _ in entries(trainer)] == [2]
+
+
+def test_an_error_of_the_last_save_is_raised_too(make_trainer, monkeypatch):
+    def full(step: int) -> None:
+        time.sleep(0.05)
+        if step == 10:
+            raise CheckpointError("the disk is full")
+
+    slowly(monkeypatch, full)
+    trainer = make_trainer(callbacks=[Checkpoint(every="5step", async_save=True)], max_duration="10step")
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        trainer.fit(Regression(momentum), data())
+    assert [step for step, _, _ in entries(trainer)] == [5]
+
+
+def test_the_end_of_training_waits_for_what_is_being_written(make_trainer, monkeypatch):
+    slowly(monkeypatch, lambda step: time.sleep(0.2))
+    trainer = make_trainer(callbacks=[Checkpoint(every="10step", async_save=True)], max_duration="10step")
+    trainer.fit(Regression(momentum), data())
+    assert [step for step, _, _ in entries(trainer)] == [10]
+
+
+def test_an_exception_leaves_the_last_complete_step(make_trainer):
+    def fail() -> None:
+        raise RuntimeError("broken")
+
+    trainer = make_trainer(callbacks=[At(7, fail), Checkpoint(every="5step", async_save=True)], max_duration="10step")
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(Regression(momentum), data())
+    assert [(step, reason) for step, reason, _ in entries(trainer)] == [(7, "exception")]
+
+
+def test_a_run_goes_on_from_what_was_written_in_the_background_to_the_last_bit(make_trainer):
+    whole, resumed = Regression(momentum, hidden=8, dropout=0.5), Regression(momentum, hidden=8, dropout=0.5)
+    make_trainer(max_duration="15step").fit(whole, data())
+    trainer = make_trainer(callbacks=[Checkpoint(every="3step", async_save=True)], max_duration="7step")
+    trainer.fit(Regression(momentum, hidden=8, dropout=0.5), data())
+    make_trainer(max_duration="15step").fit(resumed, data(), resume=trainer.run_dir)
+    assert_same_bits(resumed, whole)
+
+
+def test_memory_for_the_first_save_is_ready_before_it(make_trainer, monkeypatch):
+    ready: list[set[str]] = []
+    save = AsyncWriter.save
+
+    def noted(self: AsyncWriter, payload: Any, **settings: Any) -> None:
+        self.wait()
+        ready.append(set(self._snapshot._buffers))
+        save(self, payload, **settings)
+
+    monkeypatch.setattr(AsyncWriter, "save", noted)
+    trainer = make_trainer(callbacks=[Checkpoint(every="4step", async_save=True)], max_duration="4step")
+    trainer.fit(Regression(momentum), data())
+    assert {"task.network.0.weight", "optimizer.state.0.momentum_buffer"} <= ready[0]
+
+
+def test_no_thread_outlives_a_run(make_trainer):
+    trainer = make_trainer(callbacks=[Checkpoint(every="2step", async_save=True)], max_duration="10step")
+    trainer.fit(Regression(momentum), data())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-")]

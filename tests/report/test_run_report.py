@@ -1,0 +1,203 @@
+"""What a run's report says, and what it can never do: fetch anything, or run what a name holds."""
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from tests.report.parsed import Page
+from tests.tasks import Regression, regression_data
+from trainkit import Callback, Data, Trainer
+from trainkit.cli.main import main
+from trainkit.profiling.timeline import Timeline, TimelineFigure, TimelineSpan, Track
+from trainkit.report.run_report import write_report
+from trainkit.run_dir.failure import FailureRecord
+
+
+def test_a_finished_run_has_curves_checkpoints_settings_and_environment(finished_run):
+    page = Page.of(finished_run / "report.html")
+    assert page.open == []
+    for words in (
+        "finished reached max_duration=3epoch",
+        "Learning curves",
+        "Where the time goes",
+        "waiting for data",
+        "Checkpoints",
+        "step_00000012",
+        f"torch {torch.__version__}",
+        "global batch 8 = 1 rank x 1 micro-batch x 8 samples",
+        "started from Python without a config",
+    ):
+        assert words in page.text, words
+    titles = [attributes.get("class") for attributes in page.attributes("figure")]
+    assert len(titles) >= 6
+
+
+def committed(folder):
+    """Return the commit of a new repository of one file, which was changed since."""
+    git = ["git", "-C", str(folder), "-c", "user.name=A", "-c", "user.email=a@b.c"]
+    (folder / "notes.txt").write_text("one")
+    for words in (["init", "-q"], ["add", "notes.txt"], ["commit", "-q", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    (folder / "notes.txt").write_text("two")
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_a_run_of_a_recipe_marks_its_best_and_says_what_was_changed_in_settings_and_code(in_folder):
+    commit = committed(in_folder)
+    typed = ["task.width=8", "task.depth=1", "task.lr=0.3", "data.num_train=256"]
+    typed += ["trainer.max_duration=4epoch"]
+    assert main(["fit", "recipe=digits_mlp", *typed, "run_dir=run"]) == 0
+    page = Page.of(in_folder / "run" / "report.html")
+
+    lines = [json.loads(line) for line in (in_folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    accuracies = {line["step"]: line["validation/accuracy"] for line in lines if "validation/accuracy" in line}
+    assert page.text.count("★ best") == 1
+    best = re.search(r"step_0*(\d+) ★ best", page.text)
+    assert accuracies[int(best[1])] == max(accuracies.values()) > min(accuracies.values())
+    assert f"git {commit[:12]}, with changes that are not committed" in page.text
+    assert "Against the recipe digits_mlp:" in page.text
+    assert "task.width 128 8" in page.text and "trainer.max_duration 20epoch 4epoch" in page.text
+    assert "task.weight_decay" not in page.text.split("Against the recipe")[1].split("all settings")[0]
+
+
+def test_training_and_validation_are_in_one_picture(finished_run):
+    page = Page.of(finished_run / "report.html")
+    pictures = [json.loads(script) for script in page.scripts if script.startswith("{")]
+    names = [[series["name"] for series in picture["series"]] for picture in pictures]
+    assert ["train", "validation"] in names
+
+
+def test_nothing_is_fetched(finished_run, failed_run, long_run):
+    for folder in (finished_run, failed_run, long_run):
+        page = Page.of(folder / "report.html")
+        kinds = {tag for tag, _ in page.elements}
+        assert not kinds & {"link", "img", "iframe", "object", "embed", "base"}
+        assert all("src" not in attributes for _, attributes in page.elements)
+        links = [str(attributes.get("href")) for attributes in page.attributes("a")]
+        assert not [link for link in links if re.match(r"[a-z]+:|//", link)]
+        assert "url(" not in (folder / "report.html").read_text()
+        policy = [a["content"] for a in page.attributes("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+        assert policy[0].startswith("default-src 'none'")
+
+
+def test_hostile_names_are_texts(finished_run, failed_run):
+    for folder in (finished_run, failed_run):
+        page = Page.of(folder / "report.html")
+        scripts = [script for script in page.scripts if not script.startswith("{")]
+        assert len(scripts) == 1 and "alert" not in scripts[0]
+        assert "i" not in {tag for tag, attributes in page.elements if not attributes}
+    assert "</script><script>alert(1)</script>" in Page.of(finished_run / "report.html").text
+    assert "the disk is full: <script>alert('x')</script>" in Page.of(failed_run / "report.html").text
+
+
+def test_a_failure_stands_on_top_with_rank_step_hook_and_traceback(failed_run):
+    text = Page.of(failed_run / "report.html").text
+    assert text.index("The run failed: RuntimeError") < text.index("Learning curves")
+    html = (failed_run / "report.html").read_text()
+    assert html.index('id="failure"') < html.index('class="tiles"')
+    assert "where rank 0, after step 5, the callback Failing.on_step_end" in text
+    assert "Traceback (most recent call last)" in text
+
+
+def test_the_first_rank_to_fail_is_the_cause_unless_it_was_killed(tmp_path):
+    def leave(name, message, when, process):
+        record = FailureRecord("RuntimeError", message, "", when, process, 7, 0, "backward")
+        (tmp_path / name).write_text(json.dumps(asdict(record)))
+
+    leave("failure_rank_0.json", "rank 1 is gone", 2.0, 0)
+    leave("failure_rank_1.json", "no room", 1.0, 1)
+    for told in ("rank 1 is gone", "no room"):  # under torchrun by rank 0, else by the launcher
+        leave("failure.json", told, 3.0, None)
+        assert "no room where rank 1, after step 7, backward" in Page.of(write_report(tmp_path)).text
+    (tmp_path / "failure_rank_1.json").unlink()
+    leave("failure.json", "rank 1 was killed", 3.0, None)
+    assert "rank 1 was killed where told to the caller of all ranks" in Page.of(write_report(tmp_path)).text
+
+
+def test_a_value_that_is_no_number_is_marked(finished_run):
+    page = Page.of(finished_run / "report.html")
+    assert any("not-finite" in str(attributes.get("class")) for attributes in page.attributes("line"))
+
+
+def test_a_long_run_is_small_and_keeps_its_extremes(long_run):
+    path = long_run / "report.html"
+    assert path.stat().st_size < 5_000_000
+    page = Page.of(path)
+    faint = [attributes for attributes in page.attributes("polyline") if "faint" in str(attributes["class"])]
+    heights = sorted(int(point.partition(",")[2]) for point in str(faint[0]["points"]).split())
+    # Of the losses all but the one spike lie near the floor.
+    assert heights[0] < 500 and heights[1] > 8000
+
+
+def test_a_timeline_is_drawn_to_scale_with_its_advice(tmp_path):
+    (tmp_path / "config.yaml").write_text("recipe: null\n")
+    bars = [TimelineSpan("forward", 10.0, 10.25, label="0"), TimelineSpan("backward", 10.5, 11.0, "<b>", "1")]
+    figures = [TimelineFigure("hidden", 0.825, note="of all"), TimelineFigure("size", 2.5 * 2**20, "bytes")]
+    Timeline("ddp", "a step", [Track("rank 0", bars)], 7, figures, ["Try strategy.bucket_mb=2."]).write(tmp_path)
+    page = Page.of(write_report(tmp_path))
+    drawn = [(a["x"], a["width"]) for a in page.attributes("rect")]
+    assert drawn == [("0.000%", "25.000%"), ("50.000%", "50.000%")]
+    assert "a step, step 7" in page.text and "Try strategy.bucket_mb=2." in page.text
+    assert "82.5 %" in page.text and "2.5 MiB" in page.text and "<b>: 500 ms, from 500 ms" in page.text
+
+
+def test_a_run_that_was_killed_says_so(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1.0}\n{"step": 2, "tra')
+    text = Page.of(write_report(tmp_path)).text
+    assert "unfinished no end was recorded: the run is still going on, or it was killed" in text
+
+
+def test_a_report_that_cannot_be_written_does_not_end_training(make_trainer, monkeypatch, caplog):
+    def refuse(folder):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("trainkit.report.run_report.write_report", refuse)
+    result = make_trainer(max_duration="2step").fit(Regression(), Data(train=regression_data(8), batch_size=4))
+    assert result.steps == 2
+    assert "could not be written: OSError: no space left" in caplog.text
+
+
+def test_no_report_is_written_where_none_is_wanted(make_trainer):
+    trainer = make_trainer(max_duration="1step", report=False)
+    trainer.fit(Regression(), Data(train=regression_data(8), batch_size=4))
+    assert not (trainer.run_dir / "report.html").exists()
+
+
+def test_a_failure_of_an_earlier_part_of_a_run_is_forgotten(tmp_path):
+    class Once(Callback):
+        fails = True
+
+        def on_step_end(self, run):
+            if run.state.step == 2 and Once.fails:
+                raise RuntimeError("once")
+
+    def trainer():
+        return Trainer(max_duration="3step", run_dir=tmp_path, callbacks=["checkpoint", Once()], loggers=["jsonl"])
+
+    data = Data(train=regression_data(32), batch_size=8)
+    with pytest.raises(RuntimeError):
+        trainer().fit(Regression(), data)
+    assert "The run failed" in Page.of(tmp_path / "report.html").text
+    Once.fails = False
+    trainer().fit(Regression(), data, resume=tmp_path)
+    assert "The run failed" not in Page.of(tmp_path / "report.html").text
+    assert not list(tmp_path.glob("failure*.json"))
+
+
+def test_warnings_are_in_the_report(make_trainer):
+    import logging
+
+    class Warn(Callback):
+        def on_step_end(self, run):
+            logging.getLogger("trainkit.test").warning("mind the <gap>")
+
+    trainer = make_trainer(max_duration="3step", callbacks=[Warn()])
+    trainer.fit(Regression(), Data(train=regression_data(16), batch_size=4))
+    text = Page.of(trainer.run_dir / "report.html").text
+    assert "Warnings (1)" in text and "mind the <gap>" in text

@@ -1,0 +1,121 @@
+"""One live process for each run folder: a second one is told who trains there; dead ones are in nobody's way."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.tasks import Regression, SaveAtEnd, regression_data
+from trainkit import Data, UserError
+from trainkit.run_dir.lock import LOCK, OWNER, check_not_locked, lock_run_dir
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from trainkit.run_dir.lock import lock_run_dir
+
+with lock_run_dir(Path(sys.argv[1])):
+    if os.fork() == 0:  # as a DataLoader's worker, it has the lock's descriptor too
+        time.sleep(60)
+        os._exit(0)
+    print(os.getpid(), flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the folder; it ends when it is told to, or is killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that its child can be ended with it
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == f"{process.pid}\n"
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("resume", ["auto", None])
+def test_a_second_fit_in_the_folder_of_a_live_process_names_it_and_changes_nothing(make_trainer, tmp_path, resume):
+    trainer = make_trainer(run_dir=tmp_path, callbacks=[SaveAtEnd()])
+    data = Data(train=regression_data(8), batch_size=4)
+    with (
+        holder(tmp_path) as other,
+        pytest.raises(UserError, match=rf"in use: process {other.pid} on .*kill {other.pid}"),
+    ):
+        trainer.fit(Regression(), data, resume=resume)
+    assert not (tmp_path / "checkpoints").exists()
+    trainer.fit(Regression(), data, resume=resume)
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_killed_process_is_in_nobodys_way_though_its_workers_live_on(tmp_path):
+    with holder(tmp_path) as other:
+        with pytest.raises(UserError, match="in use"), lock_run_dir(tmp_path):
+            pass
+        os.kill(other.pid, signal.SIGKILL)
+        other.wait()
+        check_not_locked(tmp_path)
+        with lock_run_dir(tmp_path, timeout=0):
+            assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()
+            with pytest.raises(UserError, match=f"process {os.getpid()} "), lock_run_dir(tmp_path):
+                pass
+
+
+def test_a_process_that_ends_lets_go_at_once_though_its_workers_live_on(tmp_path):
+    with holder(tmp_path) as other:
+        assert other.stdin is not None
+        other.stdin.write("\n")
+        other.stdin.flush()
+        other.wait(20)
+        with lock_run_dir(tmp_path, timeout=0):
+            pass
+
+
+def test_an_earlier_part_of_the_same_job_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    with holder(tmp_path) as other:
+        check_not_locked(tmp_path)
+        with pytest.raises(UserError, match="in use"), lock_run_dir(tmp_path, timeout=0.3):
+            pass
+        threading.Timer(0.5, other.kill).start()
+        start = time.monotonic()
+        with lock_run_dir(tmp_path, timeout=60):
+            assert 0.4 < time.monotonic() - start < 30
+
+
+def without_locks(descriptor: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with lock_run_dir(tmp_path):
+        assert "without locks (No locks available): another process" in caplog.text
+
+
+def test_a_lock_of_another_machine_holds_as_long_as_the_file_system_says_so(tmp_path):
+    with holder(tmp_path):
+        owner = json.loads((tmp_path / OWNER).read_text())
+        (tmp_path / OWNER).write_text(json.dumps({**owner, "host": "far"}))
+        with pytest.raises(UserError, match="on far has been training"), lock_run_dir(tmp_path):
+            pass
+    (tmp_path / OWNER).write_text(json.dumps({**owner, "host": "far"}))
+    with lock_run_dir(tmp_path, timeout=0):
+        pass

@@ -1,0 +1,123 @@
+"""Which hook the strategy's settings name: ours with options, PyTorch's by import path, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.ddp.comm_hooks import PeriodicAveraging, PowerSGD, make_comm_hook
+
+from trainkit import Data, TaskModule, Trainer, UserError
+from trainkit.testing import run_ranks
+
+UPSTREAM = "torch.distributed.algorithms.ddp_comm_hooks"
+
+
+def chosen(**settings: Any) -> Any:
+    strategy = DDPStrategy(device="cpu", **settings)
+    return None if strategy.hook is None else strategy.hook.state(None)
+
+
+def test_options_reach_the_state_of_our_hooks():
+    assert chosen() is None
+    power, period = chosen(hook="power_sgd", hook_options={"rank": 4, "start_step": 0}), chosen(hook="local_sgd")
+    assert isinstance(power, PowerSGD) and (power.rank, power.start_step) == (4, 0)
+    assert isinstance(period, PeriodicAveraging) and (period.start_step, period.period) == (100, 8)
+
+
+def test_a_hook_may_be_an_import_path_with_a_state_or_a_function():
+    path = make_comm_hook(f"{UPSTREAM}.default_hooks.fp16_compress_hook", state=None, options=None)
+    assert path.hook is default_hooks.fp16_compress_hook
+    assert make_comm_hook(default_hooks.allreduce_hook, state=None, options=None).hook is default_hooks.allreduce_hook
+    choice = make_comm_hook(
+        f"{UPSTREAM}.powerSGD_hook.powerSGD_hook",
+        state=f"{UPSTREAM}.powerSGD_hook.PowerSGDState",
+        options={"matrix_approximation_rank": 3},
+    )
+    state = choice.state(None)
+    assert isinstance(state, powerSGD_hook.PowerSGDState) and state.matrix_approximation_rank == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hook": "fp61"}, r"hook='fp61' is unknown\. Did you mean 'fp16'\?.*or the import path"),
+        ({"hook": "torch.nowhere.hook"}, "hook=torch.nowhere.hook cannot be imported: No module named 'torch.nowhere'"),
+        ({"hook": f"{UPSTREAM}.default_hooks.allredcue_hook"}, "Did you mean 'allreduce_hook'"),
+        ({"hook": "torch.pi"}, "must be a function or its import path"),
+        (
+            {"hook": "power_sgd", "hook_options": {"rnak": 2}},
+            r"no 'rnak'\. Did you mean 'rank'\? There are: rank, start",
+        ),
+        ({"hook": "bf16", "hook_options": {"rank": 2}}, "This hook has none"),
+        ({"hook": "power_sgd", "hook_options": {"rank": 0}}, "rank must be a whole number, at least 1, got 0"),
+        ({"hook": "local_sgd", "hook_options": {"period": 2.5}}, "period must be a whole number"),
+        ({"hook": "fp16", "hook_state": "torch.nn.Linear"}, "Leave hook_state out"),
+        ({"hook": f"{UPSTREAM}.default_hooks.fp16_compress_hook", "hook_options": {"a": 1}}, "belong to power_sgd"),
+        (
+            {
+                "hook": f"{UPSTREAM}.powerSGD_hook.powerSGD_hook",
+                "hook_state": f"{UPSTREAM}.powerSGD_hook.PowerSGDState",
+                "hook_options": {"matrix_approximation_rnak": 3},
+            },
+            "Did you mean 'matrix_approximation_rank'",
+        ),
+    ],
+)
+def test_wrong_hook_settings_are_refused_with_what_to_type(settings, message):
+    with pytest.raises(UserError, match=message):
+        DDPStrategy(**settings)
+
+
+class Regression(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+HOOKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "theirs, mean": {"hook": f"{UPSTREAM}.default_hooks.allreduce_hook"},
+    "theirs, fp16": {"hook": f"{UPSTREAM}.default_hooks.fp16_compress_hook"},
+    "ours, fp16": {"hook": "fp16"},
+    "ours, bf16": {"hook": "bf16"},
+    "ours, power": {"hook": "power_sgd", "hook_options": {"rank": 1, "start_step": 2}},
+    "ours, local": {"hook": "local_sgd", "hook_options": {"start_step": 2, "period": 5}},
+}
+STEPS = 15  # a multiple of the period, when local SGD has just averaged
+
+
+def weights_with_hooks(folder: str) -> dict[str, Tensor]:
+    """Return the weights after training with each hook, in buckets of at most 2 KiB."""
+    x = torch.randn(240, 32, generator=torch.Generator().manual_seed(1))
+    found = {}
+    for name, settings in HOOKS.items():
+        task = Regression()
+        strategy = DDPStrategy(device="cpu", bucket_mb=0.002, **settings)
+        trainer = Trainer(strategy, max_duration=f"{STEPS}step", callbacks=[], loggers=[], run_dir=f"{folder}/{name}")
+        trainer.fit(task, Data(train=TensorDataset(x), batch_size=16))
+        found[name] = torch.cat([p.detach().reshape(-1) for p in task.parameters()])
+    return found
+
+
+def test_the_strategy_trains_with_each_hook_to_nearly_the_same_weights(tmp_path):
+    first, second = run_ranks(weights_with_hooks, 2, str(tmp_path))
+    plain = first["none"]
+    for name, weights in first.items():
+        assert torch.equal(weights, second[name]), f"ranks differ with {name}"
+        distance = (weights - plain).norm() / plain.norm()
+        assert distance < (1e-2 if name.startswith("ours, ") else 1e-3), name
+        assert name in ("none", "theirs, mean") or distance > 0, f"{name} has changed nothing"
+    assert (first["theirs, mean"] - plain).abs().max() < 1e-6

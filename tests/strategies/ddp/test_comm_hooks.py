@@ -1,0 +1,161 @@
+"""Compressed reductions: near the mean, equal on every rank, and as good as the mean over many steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from trainkit.strategies.ddp.bucket_plan import MIB
+from trainkit.strategies.ddp.comm_hooks import (
+    PeriodicAveraging,
+    PowerSGD,
+    average_hook,
+    local_sgd_hook,
+    make_comm_hook,
+    power_sgd_hook,
+)
+from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+
+from trainkit.testing import run_ranks
+
+WIDTH = 32
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def make(average: bool = True) -> tuple[nn.Module, Reducer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    settings = ReducerSettings(average=average, bucket_mb=2000 / MIB, first_bucket_mb=2000 / MIB)
+    return model, Reducer(list(model.named_parameters()), group=dist.group.WORLD, settings=settings)
+
+
+def backward(model: nn.Module, reducer: Reducer, seed: int) -> Tensor:
+    model.zero_grad()
+    with reducer.session():
+        loss = model(batch(seed)).square().mean()
+        loss.backward()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+
+
+def errors_of_hooks(average: bool) -> dict[str, tuple[float, float]]:
+    """Return each hook's relative error, and its distance between ranks."""
+    rank = dist.get_rank()
+    model, reducer = make(average)
+    exact = backward(model, reducer, rank)
+    found = {}
+    for name in ("fp16", "bf16", "power_sgd", "local_sgd"):
+        model, reducer = make(average)
+        choice = make_comm_hook(name, state=None, options=None)
+        reducer.register_hook(choice.state(dist.group.WORLD), choice.hook)
+        for _ in range(2):
+            gradient = backward(model, reducer, rank)
+        others = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, gradient)
+        between = max((other - gradient).abs().max().item() for other in others)
+        found[name] = (((gradient - exact).norm() / exact.norm()).item(), between)
+    return found
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_hooks_leave_nearly_the_mean_or_the_sum(average):
+    for rank in run_ranks(errors_of_hooks, 2, average):
+        assert rank["fp16"][0] < 2e-3
+        assert 0 < rank["bf16"][0] < 1e-2
+        assert rank["power_sgd"][0] < 1e-6, "the first steps are sent whole"
+        assert rank["local_sgd"][0] < 1e-6
+        assert all(between == 0.0 for _, between in rank.values())
+
+
+class Branches(nn.Module):
+    """Each rank uses a branch of its own, and nobody the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(dist.get_world_size() + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.branches[dist.get_rank()](x)
+
+
+def gradients_of_branches() -> list[list[float] | None]:
+    """Return the gradients of each branch's bias."""
+    model = Branches()
+    reducer = Reducer(list(model.named_parameters()), group=dist.group.WORLD)
+    reducer.register_hook(dist.group.WORLD, average_hook)
+    for _ in range(2):
+        model.zero_grad()
+        with reducer.session():
+            model(batch(0)).mean(0).sum().backward()
+    return [None if branch.bias.grad is None else branch.bias.grad.tolist() for branch in model.branches]
+
+
+def test_a_hook_leaves_what_other_ranks_use_and_nothing_that_nobody_does():
+    assert run_ranks(gradients_of_branches, 2) == [[[0.5] * 4, [0.5] * 4, None]] * 2
+
+
+def power_sgd_steps() -> tuple[float, float, float]:
+    """Return the error of one compressed step and of the sum of 40, and the distance between ranks."""
+    model, reducer = make()
+    exact = backward(model, reducer, dist.get_rank())
+    model, reducer = make()
+    reducer.register_hook(PowerSGD(dist.group.WORLD, rank=2, start_step=1), power_sgd_hook)
+    backward(model, reducer, dist.get_rank())
+    gradients = [backward(model, reducer, dist.get_rank()) for _ in range(40)]
+    mean = torch.stack(gradients).mean(0)
+    others = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, mean)
+    between = max((other - mean).abs().max().item() for other in others)
+    return ((gradients[0] - exact).norm() / exact.norm()).item(), ((mean - exact).norm() / exact.norm()).item(), between
+
+
+def test_power_sgd_makes_up_for_its_errors_in_later_steps():
+    for once, in_sum, between in run_ranks(power_sgd_steps, 2):
+        assert 0.02 < once < 1.0, "rank 2 of 32 loses something"
+        assert in_sum < once / 4
+        assert between == 0.0
+
+
+def local_sgd_steps() -> list[float]:
+    """Return the distance between ranks after each of six steps."""
+    model, reducer = make()
+    period = PeriodicAveraging(dist.group.WORLD, start_step=2, period=3)
+    reducer.register_hook(period, local_sgd_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    distances = []
+    for step in range(6):
+        backward(model, reducer, 10 * step + dist.get_rank())
+        optimizer.step()
+        period.after_step(list(model.parameters()))
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        others = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, flat)
+        distances.append(max((other - flat).abs().max().item() for other in others))
+    return distances
+
+
+def test_local_sgd_averages_parameters_now_and_then():
+    for distances in run_ranks(local_sgd_steps, 2):
+        assert [distance == 0.0 for distance in distances] == [True, True, True, False, False, True]
+
+
+def wrong_hooks() -> list[str]:
+    messages = []
+    for hook in (lambda state, bucket: bucket.buffer(), lambda state, bucket: None):
+        model, reducer = make()
+        reducer.register_hook(None, hook)
+        with pytest.raises(RuntimeError) as raised:
+            backward(model, reducer, 0)
+        messages.append(str(raised.value))
+        with pytest.raises(RuntimeError, match="already registered"):
+            reducer.register_hook(None, hook)
+    return messages
+
+
+def test_a_hook_that_returns_no_future_is_refused():
+    for messages in run_ranks(wrong_hooks, 2):
+        assert "returned Tensor" in messages[0]
+        assert "returned NoneType" in messages[1]

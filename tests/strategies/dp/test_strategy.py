@@ -1,0 +1,472 @@
+"""The `dp` strategy: replicas on several devices of one process train to the weights of one device."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from trainkit.strategies.dp.replicate import replicate, scatter
+from trainkit.strategies.dp.strategy import DataParallelStrategy
+from trainkit.strategies.single import SingleStrategy
+
+from tests.equality import TASKS, ConvNet, Perceptron, StepWeights, images, largest_difference, make, numbers
+from tests.tasks import (
+    Recorder,
+    Regression,
+    SaveAtEnd,
+    StopAt,
+    assert_close,
+    assert_same_bits,
+    regression_data,
+    weights,
+)
+from trainkit import Callback, Data, TaskModule, Trainer, UserError
+
+TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}
+
+
+def dp(count: int, **settings) -> DataParallelStrategy:
+    return DataParallelStrategy(devices=["cpu"] * count, **settings)
+
+
+def nothing(name):
+    return torch.no_grad()  # a context without an effect on what is tested
+
+
+@pytest.fixture
+def trained(make_trainer):
+    """A function that trains and returns the task and its weights after every step."""
+
+    def train(strategy, task, data, **settings):
+        seen = StepWeights()
+        trainer = make_trainer(strategy, callbacks=[seen], **{"max_duration": "2epoch", **settings})
+        trainer.fit(task, data)
+        return task, seen.steps
+
+    return train
+
+
+# ---- The same weights
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("accumulate", [None, 2])
+@pytest.mark.parametrize("name", ["perceptron", "plain_conv_net", "gpt"])
+def test_replicas_train_step_by_step_to_the_weights_of_one_device(trained, name, accumulate, num_devices, precision):
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    num_samples = 8 * 3 + 5  # the last batch is short
+    single = trained(SingleStrategy(device="cpu"), *make(name, num_samples, dtype=dtype), precision=precision)
+    ours = trained(dp(num_devices, accumulate=accumulate), *make(name, num_samples, dtype=dtype), precision=precision)
+    assert len(ours[1]) == 8
+    assert largest_difference(ours[1], single[1]) < TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_batch_norm_sees_the_shard_and_keeps_the_statistics_of_replica_0(trained, num_devices):
+    data = Data(train=images(24), batch_size=12)
+    task, ours = trained(dp(num_devices), ConvNet(), data)
+    reference, single = trained(SingleStrategy(device="cpu", accumulate=num_devices), ConvNet(), data)
+    parameters = [name for name, _ in reference.named_parameters()]
+    assert largest_difference(ours, single, names=parameters) < 1e-6
+
+    mean = torch.zeros(4)  # of what replica 0 alone has seen, with the weights of each step
+    follower = ConvNet()
+    for step, before in enumerate([weights(follower), *ours[:-1]]):
+        follower.load_state_dict(before)
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(step // 2))
+        first_shard = order[12 * (step % 2) :][: 12 // num_devices]
+        activations = follower.network[0](images(24).tensors[0][first_shard])
+        mean = 0.9 * mean + 0.1 * activations.mean((0, 2, 3)).detach()
+    torch.testing.assert_close(task.network[1].running_mean, mean)
+    assert task.network[1].num_batches_tracked.item() == 4
+
+
+@pytest.mark.parametrize("last", [1, 2, 4], ids=lambda n: f"last batch of {n}")
+def test_shards_of_unequal_size_or_without_samples_count_by_their_samples(trained, last):
+    single = trained(SingleStrategy(device="cpu"), *make("perceptron", 8 + last))
+    ours = trained(dp(3), *make("perceptron", 8 + last))
+    assert largest_difference(ours[1], single[1]) < 1e-6
+
+
+def test_a_limit_on_memory_is_that_of_one_device(trained):
+    strategy = dp(2, micro_batch_size=3)
+    assert (strategy.plan(16).micro_batches, strategy.plan(16).micro_batch_size) == (6, 3)
+    single = trained(SingleStrategy(device="cpu"), *make("gpt", 40, batch_size=16))
+    ours = trained(strategy, *make("gpt", 40, batch_size=16))
+    assert largest_difference(ours[1], single[1]) < 1e-6
+
+
+def test_mixed_precision_gives_the_weights_of_accumulation_to_the_bit(trained):
+    ours = trained(dp(2), *make("perceptron", 24), precision="bf16-mixed")
+    single = trained(SingleStrategy(device="cpu", accumulate=2), *make("perceptron", 24), precision="bf16-mixed")
+    assert ours[0].network[0].weight.dtype == torch.float32
+    assert largest_difference(ours[1], single[1]) < 1e-6
+
+
+def test_ready_made_batches_are_cut_for_the_replicas(trained):
+    inputs, targets = numbers(22).tensors
+    batches = [list(rows) for rows in zip(inputs.split(8), targets.split(8), strict=True)]
+    ours = trained(dp(2), Perceptron(), Data(train=batches))
+    single = trained(SingleStrategy(device="cpu"), Perceptron(), Data(train=batches))
+    assert largest_difference(ours[1], single[1]) < 1e-6
+
+
+def test_gradients_are_clipped_by_the_norm_of_the_whole_gradient(trained):
+    single = trained(SingleStrategy(device="cpu"), *make("perceptron", 24), max_grad_norm=0.01)
+    ours = trained(dp(3), *make("perceptron", 24), max_grad_norm=0.01)
+    assert largest_difference(ours[1], single[1]) < 1e-6
+
+
+def test_checkpoints_go_from_dp_to_single_and_back(make_trainer, tmp_path):
+    def train(strategy, task, *callbacks, run_dir, resume=None):
+        trainer = make_trainer(strategy, callbacks=callbacks, max_duration="3epoch", run_dir=run_dir)
+        trainer.fit(task, Data(train=numbers(21), batch_size=8), resume=resume)
+        return task
+
+    whole = train(SingleStrategy(device="cpu"), Perceptron(), run_dir=tmp_path / "whole")
+    train(dp(2), Perceptron(), StopAt(2), run_dir=tmp_path / "run")
+    train(SingleStrategy(device="cpu"), Perceptron(), StopAt(5), run_dir=tmp_path / "run", resume=tmp_path / "run")
+    resumed = train(dp(3), Perceptron(), SaveAtEnd(), run_dir=tmp_path / "run", resume=tmp_path / "run")
+    assert_close(resumed, whole, rtol=1e-5)
+
+
+# ---- Evaluation and prediction
+
+
+@pytest.mark.parametrize("name", ["perceptron", "gpt"])
+def test_metrics_and_predictions_are_those_of_one_device(make_trainer, name):
+    task, _ = make(name, 1)
+    data = Data(validation=TASKS[name][1](13), predict=TASKS[name][1](13), batch_size=6)
+    ours, single = make_trainer(dp(2)), make_trainer()
+    assert ours.validate(task, data) == pytest.approx(single.validate(task, data), rel=1e-6)
+    if name == "perceptron":
+        torch.testing.assert_close(ours.predict(task, data), single.predict(task, data))
+
+
+def test_an_evaluation_batch_is_shared_by_all_replicas(make_trainer):
+    class Sizes(Perceptron):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def validation_step(self, batch):
+            self.seen.append(len(batch[0]))
+            return super().validation_step(batch)
+
+    task = Sizes()
+    make_trainer(dp(2)).validate(task, Data(validation=numbers(8), batch_size=8))
+    assert task.seen == [2, 2, 2, 2]
+
+
+def test_no_replica_builds_a_graph_in_evaluation(make_trainer):
+    class Modes(Perceptron):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def validation_step(self, batch):
+            self.seen.append((torch.is_grad_enabled(), self.training))
+            return super().validation_step(batch)
+
+    task = Modes()
+    make_trainer(dp(2)).validate(task, Data(validation=numbers(24), batch_size=8))
+    assert task.seen == [(False, False)] * 12
+
+
+def test_a_batch_is_cut_only_if_all_of_it_has_a_row_for_each_sample():
+    rows = torch.arange(5)
+    assert [(part[0].tolist(), size) for part, size in scatter([rows, rows], 5, parts=2)] == [
+        ([0, 1, 2], 3),
+        ([3, 4], 2),
+    ]
+    assert len(scatter({"x": rows, "mask": None}, 5, parts=7)) == 5
+    for whole in ([rows, torch.arange(3)], [rows, torch.tensor(1.0)], [rows, ["a"] * 5], {"x": rows, "total": 5}):
+        assert scatter(whole, 5, parts=2) == [(whole, 5)]
+
+
+def test_metrics_logged_in_training_are_means_over_all_shards(make_trainer):
+    recorder = Recorder()
+
+    class Still(Perceptron):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    task = Still()
+    trainer = make_trainer(dp(3), callbacks=[recorder], log_every="1epoch")
+    trainer.fit(task, Data(train=numbers(13), batch_size=8))
+    expected = nn.functional.mse_loss(task.network(numbers(13).tensors[0]), numbers(13).tensors[1])
+    assert recorder.logged[0]["train/loss"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+# ---- Replicas
+
+
+class Structured(TaskModule):
+    """What is hard to replicate: shared and nested modules, lists of parameters, bound methods, hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(3, 4, batch_first=True)
+        self.first = nn.Linear(4, 4)
+        self.again = self.first
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))])
+        self.gates = [self.scales[0], self.scales[1]]
+        self.measure = self.loss_of
+        self.frozen = nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 1))
+        self.first.register_forward_hook(lambda module, inputs, output: output * module.weight.sum())
+
+    def forward(self, inputs):
+        hidden, _ = self.recurrent(inputs)
+        hidden = self.again(self.first(hidden[:, -1])) * self.frozen
+        for gate in self.gates:
+            hidden = hidden * gate
+        return self.normed(hidden)
+
+    def loss_of(self, inputs):
+        return self(inputs).square().mean()
+
+    def training_step(self, batch):
+        return self.measure(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def test_tasks_of_any_structure_are_replicated(trained):
+    torch.manual_seed(1)
+    task, other = Structured(), Structured()
+    other.load_state_dict(task.state_dict())
+    data = Data(train=torch.utils.data.TensorDataset(torch.randn(20, 5, 3)), batch_size=8)
+    ours, single = trained(dp(3), task, data), trained(SingleStrategy(device="cpu"), other, data)
+    assert largest_difference(ours[1], single[1]) < 1e-6
+
+
+def test_replicas_hold_nothing_of_the_original_but_shared_memory():
+    task = Structured()
+    _, replica = replicate(task, [torch.device("cpu")] * 2, phase=nothing)
+    originals = {id(tensor) for tensor in [*task.parameters(), *task.modules()]}
+    found = [*replica.parameters(), *replica.modules(), *replica.gates, *replica.recurrent._flat_weights]
+    assert not any(id(item) in originals for item in found)
+    assert replica.measure.__self__ is replica
+    assert [p.data_ptr() for p in replica.parameters()] == [p.data_ptr() for p in task.parameters()]
+    assert replica.first is replica.again
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gradients_of_replicas_on_another_device_arrive_on_the_master():
+    torch.manual_seed(0)
+    devices = [torch.device("cpu"), torch.device("cuda:0"), torch.device("cpu")]
+    task, inputs = Structured().double(), torch.randn(3, 4, 5, 3, dtype=torch.float64)
+    replicas = replicate(task, devices, phase=nothing)
+    sum(r.loss_of(x.to(d)).cpu() for r, x, d in zip(replicas, inputs, devices, strict=True)).backward()
+    found = [parameter.grad.clone() for parameter in task.parameters() if parameter.requires_grad]
+    task.zero_grad()
+    sum(task.loss_of(x) for x in inputs).backward()
+    expected = [parameter.grad for parameter in task.parameters() if parameter.requires_grad]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_parameter_that_no_replica_uses_has_no_gradient():
+    class Unused(Perceptron):
+        def build(self):
+            super().build()
+            self.unused = nn.Parameter(torch.ones(2))
+
+    task = Unused()
+    strategy = dp(2)
+    Trainer(strategy, callbacks=[], loggers=[], fast_dev_run=True).fit(task, Data(train=numbers(8), batch_size=8))
+    assert task.unused.tolist() == [1.0, 1.0]
+    replicas = replicate(task, [torch.device("cpu")] * 3, phase=nothing)
+    sum(replica.training_step(numbers(4).tensors)["loss"] for replica in replicas).backward()
+    assert task.unused.grad is None and task.network[0].weight.grad is not None
+
+
+def test_torchscript_modules_are_refused_with_a_remedy(make_trainer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer releases of torch call tracing deprecated
+        scripted = torch.jit.trace(nn.Linear(8, 1), torch.zeros(1, 8))
+
+    class Scripted(Perceptron):
+        def build(self):
+            self.network = scripted
+
+    with pytest.raises(UserError, match=r"TorchScript .*strategy=ddp"):
+        make_trainer(dp(2)).fit(Scripted(), Data(train=numbers(8), batch_size=8))
+
+
+# ---- Threads and random numbers
+
+
+def test_each_replica_has_a_thread_of_its_own_after_the_first_step(make_trainer):
+    class Threads(Perceptron):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+            self.meeting = threading.Barrier(3, timeout=20)
+
+        def training_step(self, batch):
+            self.seen.append(threading.get_ident())
+            if len(self.seen) > 3:
+                self.meeting.wait()  # passes only if all three are in it at once
+            return super().training_step(batch)
+
+    task = Threads()
+    make_trainer(dp(3)).fit(task, Data(train=numbers(24), batch_size=12))
+    assert task.seen[:3] == [threading.get_ident()] * 3
+    assert len(set(task.seen[3:])) == 3 and threading.get_ident() in task.seen[3:]
+
+
+def test_no_thread_is_left_after_training(make_trainer):
+    before = threading.active_count()
+    make_trainer(dp(3)).fit(Perceptron(), Data(train=numbers(24), batch_size=8))
+    assert threading.active_count() == before
+
+
+def draw_torch(module, inputs):
+    return nn.functional.dropout(inputs[0], 0.5)
+
+
+def draw_python(module, inputs):
+    return inputs[0] * random.random()
+
+
+@pytest.mark.parametrize("draw", [draw_torch, draw_python])
+def test_replicas_that_draw_random_numbers_train_to_the_same_bits_in_every_run(make_trainer, draw):
+    def train():
+        task = Perceptron()
+        task.network[2].register_forward_pre_hook(draw)
+        make_trainer(dp(3), max_duration="4epoch").fit(task, Data(train=numbers(48), batch_size=24))
+        return task
+
+    assert_same_bits(train(), train())
+
+
+def test_a_task_that_begins_to_draw_later_is_told_about_once(make_trainer, caplog):
+    class LateNoise(Perceptron):
+        calls = 0
+
+        def training_step(self, batch):
+            type(self).calls += 1
+            if self.calls > 4:
+                batch = [batch[0] + torch.randn_like(batch[0]), batch[1]]
+            return super().training_step(batch)
+
+    with caplog.at_level(logging.WARNING):
+        make_trainer(dp(2)).fit(LateNoise(), Data(train=numbers(48), batch_size=8))
+    told = [record for record in caplog.records if "began to draw random numbers" in record.getMessage()]
+    assert len(told) == 1
+
+
+# ---- Mistakes
+
+
+class Failing(Perceptron):
+    """Fails where a micro-batch has an input above a limit."""
+
+    def training_step(self, batch):
+        if batch[0].max() > 50:
+            raise KeyError("no such token")
+        if batch[0].min() < -50:
+            raise TypeError("wrong kind")
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("step", [0, 1], ids=["in turn", "at once"])
+def test_the_first_shards_error_is_raised_with_its_type_shard_and_device(make_trainer, step):
+    data = numbers(18)
+    order = torch.randperm(18, generator=torch.Generator().manual_seed(0))
+    data.tensors[0][order[9 * step + 4]] = 100.0  # the second of three shards
+    data.tensors[0][order[9 * step + 7]] = -100.0  # and another error in the third
+    with pytest.raises(KeyError, match=r"no such token \[shard 1 of 3, on cpu\]"):
+        make_trainer(dp(3)).fit(Failing(), Data(train=data, batch_size=9))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+def test_an_error_without_a_text_says_its_place_as_well(make_trainer):
+    class Silent(Perceptron):
+        def training_step(self, batch):
+            raise StopAsyncIteration(7)
+
+    with pytest.raises(RuntimeError, match=r"StopAsyncIteration: 7 \[shard 0 of 2, on cpu\]") as caught:
+        make_trainer(dp(2)).fit(Silent(), Data(train=numbers(8), batch_size=8))
+    assert isinstance(caught.value.__cause__, StopAsyncIteration)
+
+
+@pytest.mark.parametrize("devices", [0, -1, True, "cpu", [], 1.5, None])
+def test_devices_are_a_number_or_a_list(devices):
+    with pytest.raises(UserError, match=r"devices must be .*strategy.devices=2"):
+        DataParallelStrategy(devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [(["cpu", "cuba:0"], "unknown device 'cuba:0'.*cuda"), (["cpu", "cuda:77"], "device 'cuda:77' is not there")],
+)
+def test_devices_that_are_not_there_are_refused_before_training(make_trainer, devices, message):
+    with pytest.raises(UserError, match=message):
+        make_trainer(DataParallelStrategy(devices=devices)).fit(Perceptron(), Data(train=numbers(8), batch_size=8))
+
+
+def test_a_number_of_devices_on_a_machine_without_gpu_is_as_many_replicas():
+    expected = ["cpu"] * 4 if not torch.cuda.is_available() else None
+    if expected is not None:
+        assert [str(device) for device in DataParallelStrategy(devices=4).devices] == expected
+        assert [str(device) for device in DataParallelStrategy().devices] == ["cpu", "cpu"]
+
+
+# ---- What it tells
+
+
+def test_a_run_says_once_what_the_master_costs_and_what_is_usually_better(make_trainer, caplog):
+    with caplog.at_level(logging.WARNING):
+        make_trainer(dp(2)).fit(Perceptron(), Data(train=numbers(80), batch_size=8))
+    (note,) = [record.getMessage() for record in caplog.records if record.name.startswith("trainkit.strategies.dp")]
+    assert "strategy=ddp" in note and "steps 3 to 5" in note
+    shares = [float(part.split()[0]) for part in note.split("spent ")[1:]]
+    assert 0 < shares[0] < 100
+    for phase in ("scatter", "replicate", "gather", "sum"):
+        assert f"{phase} " in note
+
+
+def test_the_plan_says_how_many_devices_take_part():
+    assert str(dp(2, accumulate=2).plan(32)) == "global batch 32 = 1 rank x 2 rounds x 2 devices x 8 samples"
+
+
+def test_accumulation_that_does_not_cut_the_batch_is_refused():
+    with pytest.raises(UserError, match="batch_size=8 cannot be cut into accumulate=3"):
+        dp(2, accumulate=3).plan(8)
+
+
+def test_attributes_and_buffers_that_a_step_changes_are_those_of_replica_0(make_trainer):
+    class Counting(Perceptron):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("rows", torch.zeros(()))
+            self.steps = 0
+
+        def training_step(self, batch):
+            self.rows += len(batch[0])
+            self.steps += 1
+            return super().training_step(batch)
+
+    task = Counting()
+    make_trainer(dp(2)).fit(task, Data(train=numbers(16), batch_size=8))
+    assert (task.rows.item(), task.steps) == (8.0, 2)
+
+
+def test_callbacks_see_the_bare_task(make_trainer):
+    class Names(Callback):
+        def on_fit_end(self, run):
+            self.names = list(run.strategy.state_dict(run.task))
+
+    seen = Names()
+    make_trainer(dp(2), callbacks=[seen]).fit(Regression(), Data(train=regression_data(8), batch_size=8))
+    assert seen.names == ["network.0.weight", "network.0.bias"]

@@ -1,0 +1,194 @@
+"""session(): the Trainer's pieces for a custom training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainkit.data.batch import StepBatch
+from trainkit.data.data import Data
+from trainkit.duration import Duration
+from trainkit.errors import UserError
+from trainkit.loops.evaluation_loop import EvaluationLoop
+from trainkit.loops.fit_config import FitConfig
+from trainkit.loops.fit_loop import FitLoop
+from trainkit.loops.run import Run
+from trainkit.loops.worker import evaluation_loop, prepare_fit, run_on_rank
+from trainkit.metrics.accumulate import WeightedMeans
+from trainkit.metrics.step_output import StepOutput
+from trainkit.state import TrainState
+from trainkit.strategy import StartsRanks, Strategy
+from trainkit.task import TaskModule
+from trainkit.trainer import Trainer
+
+
+@contextmanager
+def session(
+    strategy: str | Strategy,
+    task: TaskModule,
+    data: Data | DataLoader[Any],
+    *,
+    max_duration: str | Duration | Sequence[str | Duration] = "1epoch",
+    precision: str = "fp32",
+    max_grad_norm: float | None = None,
+    max_grad_value: float | None = None,
+    on_nonfinite: Literal["raise", "skip"] = "raise",
+    skip_grad_norm_factor: float | None = None,
+    seed: int = 0,
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+) -> Iterator[Session]:
+    """Prepare a task, its optimizer and its data under a strategy, for a custom loop.
+
+        with session("single", task, Data(train=dataset, batch_size=64), max_duration="2epoch") as s:
+            for batch in s.step_batches():
+                outputs = s.step(batch)
+
+    The order of samples, the gradient of the global batch, precision, clipping and schedules are those of
+    `Trainer.fit`, and so are the weights. Collective: with several ranks each calls it, under torchrun or in a function
+    that `strategy.launch` calls on every rank:
+
+        strategy.launch(partial(train, strategy))   # def train(strategy): with session(strategy, ...) as s: ...
+
+    Args:
+        strategy: Where the work is done.
+        task: The task.
+        data: Its data.
+        max_duration: Where `step_batches` ends.
+        precision: As in the Trainer.
+        max_grad_norm: As in the Trainer.
+        max_grad_value: As in the Trainer.
+        on_nonfinite: `skip` skips steps whose gradient is not finite, as in the Trainer; `raise` refuses to save
+            weights that are not finite, and leaves checking losses to the loop.
+        skip_grad_norm_factor: As in the Trainer.
+        seed: As in the Trainer.
+        run_dir: Where `save` writes checkpoints.
+        resume: A run folder or a checkpoint to resume.
+
+    """
+    if on_nonfinite not in ("raise", "skip"):
+        raise UserError(
+            f"session(on_nonfinite={on_nonfinite!r}): a custom loop stops and rolls back by itself; "
+            "choose 'raise' or 'skip'."
+        )
+    trainer = Trainer(
+        strategy,
+        max_duration=max_duration,
+        precision=precision,
+        max_grad_norm=max_grad_norm,
+        max_grad_value=max_grad_value,
+        on_nonfinite=on_nonfinite,
+        skip_grad_norm_factor=skip_grad_norm_factor,
+        seed=seed,
+        num_sanity_batches=0,
+        callbacks=[],
+        loggers=[],
+    )
+    if isinstance(trainer.strategy, StartsRanks) and trainer.strategy.starts_ranks:
+        raise UserError(
+            f"{type(trainer.strategy).__name__} starts processes, and a session is part of one. Start the program with "
+            "torchrun, or put the session into a function and call strategy.launch(partial(function, strategy))."
+        )
+    data, checkpoint = trainer.check(task, data, resume=resume)
+    config = trainer.fit_config
+    with run_on_rank(trainer.strategy, config, task, data, None if run_dir is None else Path(run_dir)) as run:
+        yield Session(run, config, prepare_fit(run, config, checkpoint))
+
+
+class Session:
+    """One run on this rank, driven step by step."""
+
+    def __init__(self, run: Run, config: FitConfig, loop: FitLoop) -> None:
+        self.run = run
+        self._config = config
+        self._loop = loop
+        self._evaluations: dict[str, EvaluationLoop] = {}  # by stage, each with feeds that keep their workers
+        loop.start()
+
+    @property
+    def task(self) -> TaskModule:
+        """The task, on its device."""
+        return self.run.task
+
+    @property
+    def state(self) -> TrainState:
+        """The counters of training."""
+        return self.run.state
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizer of the task, or of each of its phases."""
+        return [optimization.optimizer for optimization in self.run.optimizations]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes and prints."""
+        return self.run.is_main
+
+    def step_batches(self) -> Iterator[StepBatch]:
+        """Yield this rank's micro-batches of each step until `max_duration`, or until any rank was asked to stop.
+
+        Raises UserError if a batch was not passed to `step`.
+        """
+        loop, state = self._loop, self.run.state
+        while not loop.finished():
+            first = state.step
+            for batch in loop.epoch_batches():
+                before = state.step
+                yield batch
+                if state.step != before + 1:
+                    raise UserError(
+                        f"the step count went from {before} to {state.step} over one step batch; call "
+                        "session.step(batch) once for each."
+                    )
+                if loop.finished():
+                    break
+            loop.check_not_empty(first)
+
+    def step(self, batch: StepBatch) -> list[StepOutput]:
+        """Make one optimizer step and count it; return the outputs of this rank's micro-batches. Collective."""
+        outputs = self._loop.begin_step(batch)
+        self._loop.finish_step(batch)
+        return outputs
+
+    def mean(self, outputs: Sequence[StepOutput]) -> dict[str, float]:
+        """Return the weighted means of loss and metrics over all ranks; waits for the device. Collective.
+
+        Warns of the steps that were skipped since the last call, and of what was wrong with them.
+        """
+        means = WeightedMeans(self.run.strategy.device)
+        means.add(list(outputs), step=self.state.step)
+        bad = means.nonfinite_steps()
+        reduced = means.reduce(self.run.strategy.comm)
+        self._loop.warn_skipped_steps(bad)
+        return reduced
+
+    def evaluate(self, stage: str = "validation") -> dict[str, float]:
+        """Return the metrics over all samples of a stage, each counted once, by name (`validation/loss`). Collective.
+
+        After a validation the schedules step that follow one of its metrics. The task is in training mode again
+        afterwards.
+        """
+        if stage not in self._evaluations:
+            self._evaluations[stage] = evaluation_loop(self.run, self._config, stage, limit=None)
+        metrics = self._evaluations[stage].run()
+        self.task.train()
+        if metrics is None:
+            return {}
+        if stage == "validation":
+            for optimization in self.run.optimizations:
+                optimization.step_schedules("metric", metrics)
+        self.run.emit("on_evaluation_end", stage, metrics)
+        return metrics
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of this moment into `run_dir`; return its path on the main rank. Collective."""
+        if self.run.run_dir is None:
+            raise UserError("there is no folder to save to; give session(..., run_dir='runs/mine').")
+        entry = self.run.checkpointer.save(reason="asked for")
+        return None if entry is None else entry.path

@@ -1,0 +1,297 @@
+"""Starting ranks as Ray actors, spread over the machines of a cluster.
+
+    caller (driver) ── placement group, one bundle a rank, spread ──┬── actor: rank 0   opens the store where all meet
+      │  watches, sends signals on                                  ├── actor: rank 1
+      │  starts again on what is left when a machine is lost        └── actor: rank 2
+
+What a rank raises is raised by the caller. Ranks that die with their machine are started again, on as many machines as
+there are then; the run goes on from its last complete checkpoint, as long as each start has come further than the last.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
+
+from trainkit.distributed.launcher import (
+    GRACE_SECONDS,
+    RankEnvironment,
+    RankFailure,
+    RankTraceback,
+    is_consequence,
+    prepare_rank,
+    unpicklable,
+)
+from trainkit.distributed.rank_log import log_copied
+from trainkit.errors import Stopped, UserError
+from trainkit.run_dir.resume_auto import latest_complete
+
+T = TypeVar("T")
+
+PLACING_SECONDS = 60.0  # for a cluster that may be growing, or noticing that a machine is gone
+_POLL_SECONDS = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+class RayRanksLost(RankFailure):
+    """Ranks died with their machine, or were killed."""
+
+
+class RayWorker:
+    """One rank; Ray runs its methods in the main thread of a process of its own."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+
+    def where(self) -> tuple[int, str]:
+        """Return this process's number and its machine in the cluster."""
+        import ray
+
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    def open_store(self) -> tuple[str, int]:
+        """Have a store that the ranks of all machines can reach, and return its address."""
+        import ray
+
+        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call] # Ray does not annotate it
+        return host, self._store.port
+
+    def run(self, payload: bytes, environment: RankEnvironment, variables: dict[str, str]) -> Any:
+        """Run this rank and return its value if it is the main one."""
+        from ray import cloudpickle
+
+        os.environ.update(variables)
+        prepare_rank(environment)
+        folder = environment.log_dir
+        with nullcontext() if folder is None else log_copied(Path(folder), rank=environment.rank):
+            enter, run = cloudpickle.loads(payload)
+            enter(environment)
+            value = run()
+        return value if environment.rank == 0 else None
+
+
+def launch_on_ray(
+    run: Callable[[], T],
+    *,
+    num_ranks: int,
+    enter: Callable[[RankEnvironment], None],
+    environment: RankEnvironment,
+    signals: Sequence[int],
+    on_gpus: bool,
+) -> T:
+    """Return what `run` returned on rank 0 of `num_ranks` actors, or of fewer after a machine was lost."""
+    from ray import cloudpickle
+
+    try:
+        payload: bytes = cloudpickle.dumps((enter, run))  # type: ignore[no-untyped-call] # as above
+    except (TypeError, AttributeError, ValueError) as error:
+        raise unpicklable(error) from error
+    bundle = {"CPU": 1.0, **({"GPU": 1.0} if on_gpus else {})}
+    with _cluster(), _noted(signals) as received:
+        attempt, reached = 0, -1
+        while True:
+            with _placed(bundle, num_ranks, at_least=1 if attempt else num_ranks) as ranks:
+                started = replace(environment, world_size=len(ranks.actors), attempt=attempt)
+                try:
+                    value: T = ranks.run(payload, started, received)
+                    return value
+                except RayRanksLost as lost:
+                    entry = None if environment.log_dir is None else latest_complete(Path(environment.log_dir))
+                    step = -1 if entry is None else entry.step
+                    if step <= reached or received:
+                        raise
+                    attempt, reached = attempt + 1, step
+                    logger.warning("%s Going on from step %d on what is left.", lost, step)
+
+
+class _Ranks(NamedTuple):
+    """The actors of one start, and where each of them is."""
+
+    actors: list[Any]
+    pids: list[int]
+    nodes: list[str]
+
+    def run(self, payload: bytes, environment: RankEnvironment, received: list[int]) -> Any:
+        """Return rank 0's value; raise what the first rank to fail raised."""
+        import ray
+
+        host, port = _got(self.actors[0].open_store.remote())
+        environment = replace(environment, store_host=host, store_port=port)
+        job = ray.get_runtime_context().get_job_id()
+        futures = [
+            actor.run.remote(payload, replace(environment, rank=rank), _variables(rank, len(self.actors), job))
+            for rank, actor in enumerate(self.actors)
+        ]
+        forwarded = 0
+        waiting = list(futures)
+        failures: dict[int, Exception] = {}  # in the order of failing
+        deadline = float("inf")
+        while waiting and time.monotonic() < deadline:
+            done, waiting = ray.wait(waiting, timeout=_POLL_SECONDS)
+            for future in done:
+                error = _error_of(future)
+                if error is not None:
+                    failures[futures.index(future)] = error
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            for number in received[forwarded:]:
+                self._send(number)
+            forwarded = len(received)
+        if failures:
+            self._raise_first(failures, received)
+        return ray.get(futures[0])
+
+    def _send(self, number: int) -> None:
+        """Send every rank a signal, by a task on its machine: the rank itself is busy."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        def kill(pid: int) -> None:  # here, so that its code is sent: the task's process need not import this module
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(pid, number)
+
+        task = ray.remote(num_cpus=0)(kill)
+        for pid, node in zip(self.pids, self.nodes, strict=True):
+            here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+            task.options(scheduling_strategy=here).remote(pid)
+
+    def _raise_first(self, failures: dict[int, Exception], received: list[int]) -> None:
+        from ray.exceptions import RayTaskError
+
+        raised = {rank: error for rank, error in failures.items() if isinstance(error, RayTaskError)}
+        lost = [rank for rank in failures if rank not in raised]
+        causes = {rank: error for rank, error in raised.items() if not is_consequence(error.cause)}
+        if not causes and lost:
+            if received:  # before it could listen to signals
+                raise Stopped(signal.Signals(received[0]).name, 128 + received[0])
+            raise RayRanksLost(f"rank {lost[0]} is gone with its process or its machine.") from failures[lost[0]]
+        rank, error = next(iter((causes or raised).items()))
+        if isinstance(error.cause, UserError | Stopped | KeyboardInterrupt):
+            raise error.cause
+        raise error.cause from RankTraceback(f"rank {rank}: {error}")
+
+
+@contextmanager
+def _cluster() -> Iterator[None]:
+    """Be connected to a Ray cluster: the caller's, that of RAY_ADDRESS, or one of this machine alone."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(configure_logging=False, include_dashboard=False if "RAY_ADDRESS" not in os.environ else None)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _placed(bundle: dict[str, float], num_ranks: int, *, at_least: int) -> Iterator[_Ranks]:
+    """Have an actor for each rank, on as many machines as possible; none is left behind."""
+    import ray
+    from ray.util.placement_group import remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group, count = _reserved(bundle, num_ranks, at_least)
+    actors: list[Any] = []
+    try:
+        for index in range(count):
+            place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+            options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
+            actors.append(ray.remote(RayWorker).options(**options).remote())
+        pids, nodes = zip(*(_got(actor.where.remote()) for actor in actors), strict=True)
+        yield _Ranks(actors, list(pids), list(nodes))
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+
+
+def _reserved(bundle: dict[str, float], num_ranks: int, at_least: int) -> tuple[Any, int]:
+    """Return a placement group, and its size: as many bundles as the cluster has room for."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    deadline = time.monotonic() + PLACING_SECONDS
+    while True:
+        count = min(num_ranks, max(_room(bundle), at_least))
+        group = placement_group([bundle] * count, strategy="SPREAD")
+        if group.wait(min(5.0, PLACING_SECONDS)):
+            return group, count
+        remove_placement_group(group)
+        if time.monotonic() > deadline:
+            needed = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+            raise UserError(
+                f"strategy.devices={num_ranks} needs {num_ranks} times {needed}, and the Ray cluster has room for "
+                f"{_room(bundle)}; set strategy.devices={max(_room(bundle), 1)}, or add machines to the cluster."
+            )
+
+
+def _room(bundle: dict[str, float]) -> int:
+    """Return how many bundles the machines that are alive have room for, if nobody else uses them."""
+    machines = [node["Resources"] for node in _machines() if node["Alive"]]
+    return sum(int(min(has.get(name, 0.0) // amount for name, amount in bundle.items())) for has in machines)
+
+
+def _machines() -> list[dict[str, Any]]:
+    import ray
+
+    machines: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call] # as above
+    return machines
+
+
+@contextmanager
+def _noted(signals: Sequence[int]) -> Iterator[list[int]]:
+    """Note the signals that the caller receives."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in signals}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _variables(rank: int, world_size: int, job: str) -> dict[str, str]:
+    # One GPU is visible to each actor, so each is the first rank of its own.
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    return {"RAY_JOB_ID": job, **{name: str(number) for name, number in numbers.items()}}
+
+
+def _got(future: Any) -> Any:
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        return ray.get(future)
+    except RayError as error:
+        raise RayRanksLost("a rank is gone before it began.") from error
+
+
+def _error_of(future: Any) -> Exception | None:
+    import ray
+
+    try:
+        ray.get(future)
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,102 @@
+"""Meeting in a store in which the ranks of an earlier attempt have left their addresses.
+
+Under torchrun a store outlives its ranks: after a restart new ranks would find the addresses of dead ones.
+
+    rank r    writes who it is            reads the answer to it        acknowledges
+    rank 0    reads who is there, answers the name of the attempt, again and again, until all have acknowledged
+
+What a dead rank wrote is answered too, but nobody reads that answer.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # torch exports them at run time
+
+from trainkit.distributed.failure_store import RankError
+
+POLL_SECONDS = 0.02
+
+
+def fresh_store(store: Store, *, rank: int, world_size: int, limit: timedelta) -> Store:
+    """Return a view of the store that holds nothing of earlier attempts; collective."""
+    meeting = PrefixStore("trainkit/meeting", store)
+    deadline = time.monotonic() + limit.total_seconds()
+    name = secrets.token_hex(8)
+    if rank == 0:
+        _gather(meeting, name, world_size, deadline)
+    else:
+        name = _join(meeting, name, rank, deadline)
+    return PrefixStore(f"trainkit/attempt_{name}", store)
+
+
+def _gather(meeting: Store, attempt: str, world_size: int, deadline: float) -> None:
+    missing = set(range(1, world_size))
+    answered: set[bytes] = set()
+    while missing:
+        for rank in sorted(missing):
+            if meeting.check([f"{attempt}/{rank}"]):
+                missing.discard(rank)
+            elif meeting.check([f"rank_{rank}"]):
+                who = meeting.get(f"rank_{rank}")
+                if who not in answered:
+                    answered.add(who)
+                    meeting.set(who.decode(), attempt)
+        _wait(deadline, bool(missing), f"ranks {sorted(missing)} did not come")
+
+
+def _join(meeting: Store, who: str, rank: int, deadline: float) -> str:
+    meeting.set(f"rank_{rank}", who)
+    while not meeting.check([who]):
+        _wait(deadline, True, "rank 0 did not come")
+    attempt = meeting.get(who).decode()
+    meeting.set(f"{attempt}/{rank}", "here")
+    return attempt
+
+
+def _wait(deadline: float, waiting: bool, why: str) -> None:
+    if waiting and time.monotonic() > deadline:
+        raise RankError(f"the ranks could not meet: {why} in time.")
+    if waiting:
+        time.sleep(POLL_SECONDS)
+
+
+_FIRST_PORT, _NUM_PORTS = 20_000, 20_000
+_FIRST_HOST = re.compile(r"(?P<name>[^,\[]+)(?:\[(?P<number>\d+)[^\]]*\](?P<rest>[^,\[]*))?")
+
+
+def variables_of_task(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that make this process a rank of its SLURM step; none where it is no task of several."""
+    if "RANK" in environment:
+        return {}
+    for tasks, rank, local_rank, hosts, job in (
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"),
+        ("SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_LOCALID", "", "SUBMITIT_LOCAL_JOB_ID"),
+    ):
+        if int(environment.get(tasks, "1")) > 1 and rank in environment:
+            return {
+                "RANK": environment[rank],
+                "LOCAL_RANK": environment.get(local_rank, "0"),
+                "WORLD_SIZE": environment[tasks],
+                "MASTER_ADDR": environment.get("MASTER_ADDR", first_host(environment.get(hosts, "127.0.0.1"))),
+                "MASTER_PORT": environment.get("MASTER_PORT", str(port_of(environment.get(job, "0")))),
+            }
+    return {}
+
+
+def first_host(hosts: str) -> str:
+    """Return the first name of a list as SLURM writes it: `node[003-005,9],gpu1` begins with `node003`."""
+    found = _FIRST_HOST.match(hosts)
+    if found is None:
+        return hosts
+    return f"{found['name']}{found['number'] or ''}{found['rest'] or ''}"
+
+
+def port_of(job: str) -> int:
+    """Return a port that all tasks of a job know, and that is another one for jobs beside it."""
+    return _FIRST_PORT + int(re.sub(r"\D", "", job) or 0) % _NUM_PORTS

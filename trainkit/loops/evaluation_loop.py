@@ -1,0 +1,107 @@
+"""EvaluationLoop: validate, test and predict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+
+from trainkit.data.loader import BatchLoader
+from trainkit.loops.run import EvaluationProgress, Run
+from trainkit.metrics.accumulate import WeightedMeans
+from trainkit.metrics.step_output import StepOutput
+from trainkit.metrics.sync import detach_metrics
+from trainkit.rng import preserve_rng
+from trainkit.strategy import metric_modules
+from trainkit.tree import concatenate
+
+_STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
+    "validation": "validation_step",
+    "sanity": "validation_step",
+    "test": "test_step",
+}
+
+
+class EvaluationLoop:
+    """Evaluates every sample exactly once; ranks communicate only at the end of each dataset.
+
+    `feeds` are those of one dataset, named `""`, or of several.
+    """
+
+    def __init__(self, run: Run, feeds: Mapping[str, BatchLoader], *, stage: str) -> None:
+        self._run = run
+        self._feeds = feeds
+        self._stage = stage
+
+    def run(self) -> dict[str, float] | None:
+        """Return the metrics by their full names (`validation/loss`), `None` if a stop was requested meanwhile.
+
+        Leaves the task in evaluation mode and the random generators as they were.
+        """
+        metrics: dict[str, float] = {}
+        with self._evaluating() as progress:
+            for name, feed in self._feeds.items():
+                reduced = self._evaluate(feed, progress)
+                if reduced is None:
+                    return None
+                prefix = f"{self._stage}/{name}" if name else self._stage
+                metrics.update({f"{prefix}/{metric}": value for metric, value in reduced.items()})
+        if self._stage != "sanity":
+            self._run.log(metrics)
+        return metrics
+
+    def _evaluate(self, feed: BatchLoader, progress: EvaluationProgress) -> dict[str, float] | None:
+        """Return the metrics of one dataset over all ranks, `None` if a stop was requested; collective."""
+        run, stage, strategy = self._run, self._stage, self._run.strategy
+        means, num_samples = WeightedMeans(strategy.device), 0
+        with detach_metrics(metric_modules(strategy, run.task)):
+            for micro_batch in feed.batches():
+                output = strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])
+                means.add([output])
+                progress.batch += 1
+                num_samples += micro_batch.num_samples
+                if strategy.comm.should_stop_evaluation(run.signals.received is not None):
+                    break
+            if strategy.comm.any_rank(run.signals.received is not None):
+                return None
+            of_callbacks: dict[str, float] = {}
+            run.emit("on_dataset_end", stage, of_callbacks)
+            if of_callbacks and num_samples:
+                means.add([StepOutput(None, num_samples, {**of_callbacks})])
+            return means.reduce(strategy.comm)
+
+    def predict(self) -> Any:
+        """Return the predictions in the order of the dataset, joined along the first dimension, on rank 0."""
+        run = self._run
+        outputs = []
+        with self._evaluating() as progress:
+            for micro_batch in next(iter(self._feeds.values())).batches():
+                outputs.append(run.strategy.predict(run.task, micro_batch))
+                progress.batch += 1
+                if run.strategy.comm.should_stop_evaluation(run.signals.received is not None):
+                    break
+            if run.strategy.comm.any_rank(run.signals.received is not None):
+                return []  # not those of some samples, as if they were all
+            gathered = run.strategy.comm.gather_predictions(outputs)
+        return concatenate(gathered) if gathered else []
+
+    def _evaluating(self) -> AbstractContextManager[EvaluationProgress]:
+        steps = [feed.num_steps for feed in self._feeds.values()]
+        known = [count for count in steps if count is not None]
+        return _evaluating(self._run, EvaluationProgress(self._stage, sum(known) if len(known) == len(steps) else None))
+
+
+@contextmanager
+def _evaluating(run: Run, progress: EvaluationProgress) -> Iterator[EvaluationProgress]:
+    """Evaluation mode, no gradients, and random generators restored at the end."""
+    run.evaluation = progress
+    run.emit("on_evaluation_start", progress.stage)
+    run.task.eval()
+    try:
+        # Not inference mode: a tensor that a model caches in it could not be used in training later.
+        with preserve_rng(), torch.no_grad():
+            yield progress
+    finally:
+        run.evaluation = None

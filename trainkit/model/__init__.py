@@ -1,0 +1,1 @@
+"""Changes to a model before training, its graph and its FLOPs."""

@@ -1,0 +1,105 @@
+"""The operations of a training step, as a graph by modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from trainkit.model.flops import module_scopes
+from trainkit.rng import preserve_rng
+from trainkit.tree import tensors_in
+
+if TYPE_CHECKING:
+    from trainkit.task import TaskModule
+
+_NOT_SHOWN = ("__get__", "__set__", "size", "dim", "numel", "shape", "requires_grad", "is_floating_point", "__len__")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of a torch function."""
+
+    name: str
+    """Unique, with the modules that it was called in: `net/0/linear`."""
+    kind: str
+    inputs: tuple[str, ...]
+    """Names of the operations, parameters and inputs that it reads."""
+    shape: tuple[int, ...]
+    """Of its first output."""
+
+
+@dataclass
+class ModelGraph:
+    """Operations in the order of their calls."""
+
+    operations: list[Operation] = field(default_factory=list)
+
+
+def record_graph(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("training_step",)) -> ModelGraph:
+    """Return the graph of a task's step, or of those of its phases, one after the other.
+
+    The methods in `steps` are called with the batch once each, in evaluation mode and without gradients. Neither
+    random generators nor the modes of modules are changed.
+    """
+    modes = {module: module.training for module in task.modules()}
+    recorder = _Recorder(task, batch)
+    task.eval()
+    try:
+        with preserve_rng(), torch.no_grad(), module_scopes(task) as scopes, recorder.inside(scopes):
+            for name in steps:
+                getattr(task, name)(batch)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return recorder.graph
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes each torch function with where it was called and whose outputs it reads."""
+
+    def __init__(self, task: nn.Module, batch: Any) -> None:
+        super().__init__()
+        self.graph = ModelGraph()
+        self._scopes: list[str] = []
+        self._used: dict[str, int] = {}
+        self._sources: dict[int, str] = {}
+        self._kept: list[Tensor] = []  # or another tensor would be taken for one that is gone
+        for number, tensor in enumerate(tensors_in(batch)):
+            self._add(f"batch/{number}", "input", (), tensor)
+        for name, parameter in task.named_parameters():
+            self._add(name.replace(".", "/"), "parameter", (), parameter)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        kind = (resolve_name(func) or getattr(func, "__name__", "call")).rpartition(".")[2]
+        outputs = list(tensors_in(returned))
+        if outputs and kind not in _NOT_SHOWN:
+            read = [*tensors_in(args), *tensors_in(dict(kwargs or {}))]
+            inputs = dict.fromkeys(self._sources[id(tensor)] for tensor in read if id(tensor) in self._sources)
+            scope = f"{self._scopes[-1]}.".replace(".", "/") if self._scopes and self._scopes[-1] else ""
+            self._add(f"{scope}{kind}", kind, tuple(inputs), *outputs)
+        return returned
+
+    def inside(self, scopes: list[str]) -> _Recorder:
+        """Let operations be named by the modules in `scopes`."""
+        self._scopes = scopes
+        return self
+
+    def _add(self, name: str, kind: str, inputs: tuple[str, ...], *outputs: Tensor) -> None:
+        count = self._used[name] = self._used.get(name, 0) + 1
+        unique = name if count == 1 else f"{name}_{count}"
+        self.graph.operations.append(Operation(unique, kind, inputs, tuple(outputs[0].shape)))
+        for tensor in outputs:
+            self._sources[id(tensor)] = unique
+            self._kept.append(tensor)

@@ -1,0 +1,1 @@
+"""The folder of a run: lock, config, failures, summary, and which run to resume."""

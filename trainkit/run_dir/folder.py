@@ -1,0 +1,175 @@
+"""The folder that a run writes into.
+
+runs/<name>/<date_time>/
+config.yaml  metrics.jsonl  tensorboard/  checkpoints/  rank_<k>.log  summary.json
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainkit.checkpoint.files import write_text
+from trainkit.errors import UserError
+
+if TYPE_CHECKING:
+    from trainkit.loops.run import Run
+
+
+def choose_run_dir(name: str, *, parent: Path = Path("runs")) -> Path:
+    """Return a folder `runs/<name>/<date_time>` that does not exist yet."""
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    suffixes = ("" if attempt == 0 else f"_{attempt}" for attempt in count())
+    return next(path for path in (parent / name / (stamp + suffix) for suffix in suffixes) if not path.exists())
+
+
+def check_run_dir(folder: Path) -> None:
+    """Raise UserError if the folder is not there and cannot be made, or cannot be written to; changes nothing."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"the run folder {folder} cannot be made: {existing} is a file. Set run_dir to another path.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"the run folder {folder} cannot be written to; set run_dir to a writable path.")
+
+
+def make_run_dir(folder: Path) -> None:
+    """Have the folder; raises UserError if it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"the run folder {folder} cannot be written to ({error.strerror}); set run_dir to a writable path."
+        ) from None
+
+
+def write_config(folder: Path, config: str) -> None:
+    """Keep the run's settings as `config.yaml`, and those of an earlier part of the run if they differ."""
+    path = folder / "config.yaml"
+    if path.exists() and path.read_text() != config:
+        path.rename(folder / f"config_until_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}.yaml")
+    write_text(path, config)
+
+
+def clear_summary(folder: Path) -> None:
+    """Remove the summary of an earlier part of the run: if this part is killed, it has none."""
+    (folder / "summary.json").unlink(missing_ok=True)
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json`: what the run came to and why it ended."""
+    known = {key: _as_json(value) for key, value in summary.items() if key != "weights"}
+    write_text(folder / "summary.json", json.dumps(known, indent=2, allow_nan=False) + "\n")
+
+
+def _as_json(value: Any) -> Any:
+    """Return what stands for a value in JSON, which knows no paths and no numbers that are not finite."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _as_json(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+logger = logging.getLogger(__name__)
+
+FILENAME = "environment.json"
+_GIT_SECONDS = 2.0
+_PACKAGES = ("numpy", "transformers", "lightning", "torchmetrics", "datasets")
+
+
+def write_environment(run: Run) -> None:
+    """Keep versions, device, system, the state of the git repository and the layout; never raises."""
+    if run.run_dir is None:
+        return
+    try:
+        (run.run_dir / FILENAME).write_text(json.dumps(environment(run), indent=2) + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        logger.warning("the environment could not be kept in %s: %s", run.run_dir, error)
+
+
+def environment(run: Run) -> dict[str, Any]:
+    """Return what the report's header shows."""
+    task, strategy = run.task, run.strategy
+    parameters = [parameter for parameter in task.parameters() if not _is_lazy(parameter)]
+    return {
+        "started": time.time(),
+        "command": command(sys.argv),
+        "task": f"{type(task).__module__}.{type(task).__qualname__}",
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "strategy": type(strategy).__name__,
+        "processes": strategy.comm.num_processes,
+        "plan": None if run.plan is None else str(run.plan),
+        "max_steps": run.max_steps,
+        "precision": run.precision.name,
+        "device": device_name(strategy.device),
+        "seed": run.seed,
+        "resumed_from": run.resumed_from,
+        "versions": versions(),
+        "system": f"{platform.system()} {platform.release()} ({platform.machine()})",
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "git": git_state(Path.cwd()),
+    }
+
+
+def command(argv: Sequence[str]) -> str:
+    """Return what was typed, without the folders that programs lie in; nothing for what was not started by a file."""
+    if not argv or not argv[0] or argv[0].startswith("-"):
+        return ""
+    program = Path(argv[0])
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    return " ".join([name, shlex.join(argv[1:])]).strip()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what is imported already."""
+    from trainkit import __version__
+
+    found = {"trainkit": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    for name in _PACKAGES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str):
+            found[name] = version
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device as torch writes it, with its model where that is known."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Return the commit that is checked out, and whether tracked files differ from it; `None` outside of git."""
+    if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
+        return None  # without starting a process
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    commit = done.stdout.strip()
+    return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
+
+
+def _is_lazy(parameter: torch.nn.Parameter) -> bool:
+    return isinstance(parameter, torch.nn.parameter.UninitializedParameter)

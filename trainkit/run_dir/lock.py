@@ -1,0 +1,134 @@
+"""One process per run folder: a lock that the main rank holds while it trains there.
+
+.lock       the lock file; the system releases it when its process dies
+.owner      the process that holds it, as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from filelock import Timeout
+
+from trainkit.checkpoint.files import file_lock
+from trainkit.errors import UserError
+
+LOCK = ".lock"
+OWNER = ".owner"
+
+_WAIT_SECONDS = 120.0  # a network file system may take this long to notice that a machine is gone
+_JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LockOwner:
+    """The process that trains in a run folder."""
+
+    host: str
+    pid: int
+    job: str  # of SLURM, torchrun or Ray; empty: none
+    since: str
+
+    @staticmethod
+    def this_process() -> LockOwner:
+        """Return the owner that this process records in its lock."""
+        job = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name, "none") != "none"), "")
+        return LockOwner(socket.gethostname(), os.getpid(), job, f"{datetime.now():%Y-%m-%d %H:%M:%S}")
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it will release the lock by itself: an earlier part of this job, or a process of this host that died.
+
+        The workers of a process that died may hold its lock for some seconds.
+        """
+        own = LockOwner.this_process()
+        if self.host == own.host:
+            return self.pid != own.pid and ((own.job != "" and self.job == own.job) or not _is_alive(self.pid))
+        return own.job != "" and self.job == own.job
+
+
+@contextmanager
+def lock_run_dir(folder: Path, *, timeout: float = _WAIT_SECONDS) -> Iterator[None]:
+    """Hold the run folder against every other process.
+
+    Where the file system has no locks, a warning is logged and nothing is held.
+
+    Args:
+        folder: The run folder.
+        timeout: Seconds to wait for an earlier part of the same job (a restart by torchrun, a job that SLURM queued
+            again), which is about to end.
+
+    Raises:
+        UserError: Another process trains in the folder.
+
+    """
+    owner = _read(folder)
+    waits = owner is not None and owner.is_ending
+    if waits and owner is not None:
+        logger.info("waiting for process %d on %s to release %s", owner.pid, owner.host, folder)
+    with ExitStack() as stack:
+        try:
+            no_locks = stack.enter_context(file_lock(folder / LOCK, timeout=timeout if waits else 0))
+        except Timeout:
+            raise _in_use(folder) from None
+        if no_locks is not None:
+            logger.warning(
+                "%s is on a file system without locks (%s): another process that trains in the same folder is not "
+                "noticed.",
+                folder,
+                no_locks.strerror,
+            )
+        path = folder / OWNER
+        path.write_text(json.dumps(asdict(LockOwner.this_process())), encoding="utf-8")
+        stack.callback(path.unlink, missing_ok=True)
+        yield
+
+
+def check_not_locked(folder: Path) -> None:
+    """Raise UserError if another process trains in the folder, unless it is about to end."""
+    if "RANK" in os.environ:
+        return  # one of several ranks that were started separately: the main rank may hold the lock already
+    owner = _read(folder)
+    if owner is None or owner.is_ending:
+        return
+    try:
+        with file_lock(folder / LOCK, timeout=0):
+            pass
+    except Timeout:
+        raise _in_use(folder) from None
+
+
+def _read(folder: Path) -> LockOwner | None:
+    try:
+        return LockOwner(**json.loads((folder / OWNER).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _in_use(folder: Path) -> UserError:
+    owner = _read(folder) or LockOwner("unknown", 0, "", "an unknown time")
+    return UserError(
+        f"{folder} is in use: process {owner.pid} on {owner.host} has been training there since {owner.since}. "
+        f"Wait until it has ended, or stop it (on {owner.host}: kill {owner.pid}), and type this again; or choose "
+        f"another folder: run_dir=PATH."
+    )

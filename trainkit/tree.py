@@ -1,0 +1,131 @@
+"""Nested batches: traversal, rows, moving to a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import UserError
+
+if TYPE_CHECKING:
+    pass
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Return `tree` with `function` applied to each leaf.
+
+    Mappings, lists, tuples, named tuples and dataclasses are nodes and keep their type; everything else is a leaf.
+    (torch.utils._pytree knows neither arbitrary mappings nor dataclasses that are not registered.)
+
+    Args:
+        function: Takes a leaf and returns its replacement.
+        tree: Containers in containers, or a single leaf.
+        is_leaf: Whether a node is to be treated as a leaf.
+
+    """
+    if is_leaf is not None and is_leaf(tree):
+        return function(tree)
+    kind = type(tree)
+    # Most batches, without the slow checks below: this runs in every step.
+    if kind is tuple or kind is list:
+        return kind([tree_map(function, part, is_leaf=is_leaf) for part in tree])
+    if kind is dict:
+        return {key: tree_map(function, part, is_leaf=is_leaf) for key, part in tree.items()}
+    parts = None if isinstance(tree, Tensor) else _parts(tree)
+    if parts is None:
+        return function(tree)
+    return _with_parts(tree, [tree_map(function, part, is_leaf=is_leaf) for part in parts])
+
+
+def tree_leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of a tree, as `tree_map` visits them."""
+    parts = None if isinstance(tree, Tensor) else _parts(tree)
+    if parts is None:
+        yield tree
+        return
+    for part in parts:
+        yield from tree_leaves(part)
+
+
+def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return `batch` with `function` applied to each tensor."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a batch."""
+    return (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def num_rows(batch: Any) -> int:
+    """Return the length of the first dimension of a ready-made batch's tensors; raises UserError if there is none."""
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch  # most batches, told without a search
+    for tensor in (first,) if isinstance(first, Tensor) and first.dim() else tensors_in(batch):
+        if tensor.dim() > 0:
+            return tensor.shape[0]
+    raise UserError(
+        f"cannot tell how many samples a ready-made batch of type {type(batch).__name__} has: it holds no tensor "
+        "with a first dimension. Give a dataset of samples and a batch_size instead."
+    )
+
+
+def rows(batch: Any, selection: slice, *, of: int) -> Any:
+    """Return the `selection` of a batch's rows; tensors whose first dimension is not `of` are kept whole."""
+    return map_tensors(batch, lambda tensor: tensor[selection] if tensor.dim() and tensor.shape[0] == of else tensor)
+
+
+def to_device(batch: Any, device: torch.device, *, dtype: torch.dtype | None = None) -> Any:
+    """Return `batch` with its tensors on `device` and its floating-point ones as `dtype`; copies do not block."""
+
+    def move(tensor: Tensor) -> Tensor:
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else None
+        return tensor.to(device=device, dtype=wanted, non_blocking=True)
+
+    if hasattr(batch, "to") and not isinstance(batch, Tensor):
+        return batch.to(device)  # a batch that knows how to move itself
+    return map_tensors(batch, move)
+
+
+def concatenate(outputs: Sequence[Any]) -> Any:
+    """Join the predictions of consecutive batches along the first dimension; lists of other things are chained."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs))
+    if isinstance(first, Mapping):
+        return {key: concatenate([output[key] for output in outputs]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(concatenate(parts) for parts in zip(*outputs, strict=True))
+    if isinstance(first, list):
+        return [item for output in outputs for item in output]
+    return list(outputs)
+
+
+def _parts(tree: Any) -> Collection[Any] | None:
+    """Return the children of a node; `None` for a leaf."""
+    if isinstance(tree, Mapping):
+        return tree.values()
+    if isinstance(tree, (list, tuple)):
+        return tree
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    return None
+
+
+def _with_parts(tree: Any, parts: list[Any]) -> Any:
+    """Return a node of the same type with other children."""
+    if isinstance(tree, Mapping):
+        mapped = dict(zip(tree, parts, strict=True))
+        try:
+            return type(tree)(mapped)  # type: ignore[call-arg] # most mappings are made from one
+        except TypeError:
+            return mapped
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*parts)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(parts)
+    names = [field.name for field in dataclasses.fields(tree)]
+    return dataclasses.replace(tree, **dict(zip(names, parts, strict=True)))
