@@ -41,7 +41,7 @@ class Block(nn.Module):
         super().__init__()
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.loader = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x after attention and feed-forward."""
@@ -49,7 +49,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.first(x)).view(rows, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, width)
         x = x + self.out(y)
-        return x + self.feed(self.second(x))
+        return x + self.loader(self.second(x))
 
 
 class Gpt(TaskModule):
@@ -188,10 +188,10 @@ def _own(
     strategy.setup(Precision())
     strategy.prepare(task)
     pairs = zip(batch[0].chunk(count), batch[1].chunk(count), strict=True)
-    window = StepBatch([MicroBatch(pair, len(pair[0])) for pair in pairs], BATCH_SIZE, BATCH_SIZE, False)
+    step_batch = StepBatch([MicroBatch(pair, len(pair[0])) for pair in pairs], BATCH_SIZE, BATCH_SIZE, False)
 
     def step() -> None:
-        strategy.forward_backward(task, window)
+        strategy.forward_backward(task, step_batch)
         for parameter in task.parameters():
             parameter.grad = None
 
@@ -295,9 +295,9 @@ def overhead_on_rank(depth: int) -> dict[str, float]:
     strategy.setup(Precision())
     strategy.prepare(task)
     tokens = torch.randint(0, VOCABULARY, (1, LENGTH))
-    window = StepBatch([MicroBatch((tokens, tokens), 1) for _ in range(4)], 4, 4, False)
+    step_batch = StepBatch([MicroBatch((tokens, tokens), 1) for _ in range(4)], 4, 4, False)
     for _ in range(3):
-        strategy.forward_backward(task, window)
+        strategy.forward_backward(task, step_batch)
     staged = next(iter(strategy.staged_model.steps.values()))
     stage_graph, executor = staged.stage_graphs[dist.get_rank()], staged.executor
     shapes = next(iter(staged.shapes.values()))

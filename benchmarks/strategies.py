@@ -128,21 +128,21 @@ class Runner:
         plan = strategy.plan(num_samples)
         mine = num_samples // strategy.comm.world_size
         sizes = [min(plan.micro_batch_size, mine - start) for start in range(0, mine, plan.micro_batch_size)]
-        self.window = StepBatch(
+        self.step_batch = StepBatch(
             [MicroBatch(self.task.batch(size), size) for size in sizes], num_samples, num_samples, False
         )
         strategy.prepare(self.task)
-        (self.optimization,) = configure_optimizers(
+        (self.phase_optimizer,) = configure_optimizers(
             self.task, clip=GradientClipping(), precision=strategy.precision, total_steps=None, fused=True, skip=False
         )
-        strategy.prepare_optimizer(self.task, self.optimization)
+        strategy.prepare_optimizer(self.task, self.phase_optimizer)
 
     def seconds_a_step(self) -> float:
         """Return the time of a step, measured over one turn."""
         started = time.perf_counter()
         for _ in range(STEPS_OF_A_TURN):
-            self.strategy.forward_backward(self.task, self.window)
-            self.strategy.optimizer_step(self.optimization)
+            self.strategy.forward_backward(self.task, self.step_batch)
+            self.strategy.optimizer_step(self.phase_optimizer)
         return (time.perf_counter() - started) / STEPS_OF_A_TURN
 
 

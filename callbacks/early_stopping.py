@@ -61,7 +61,7 @@ class EarlyStopping(Callback):
             self._best, self._best_step, self._waited = None, 0, 0
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        if stage != "validation" or run.optimization is None:
+        if stage != "validation" or run.phase_optimizer is None:
             return
         if self.monitor not in metrics:
             raise UserError(

@@ -67,7 +67,7 @@ class WeightAveraging(Callback):
         self._look(run)
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
-        if run.optimizations and not self._is_exchanged:
+        if run.phase_optimizers and not self._is_exchanged:
             self._look(run)
             self._exchange(run)
 

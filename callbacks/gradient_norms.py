@@ -44,8 +44,8 @@ class GradientNorms(Callback):
         if run.state.step == 0 and self._cannot_see(run):
             logger.warning("gradient_norms adds nothing: under this strategy no rank has whole gradients.")
         names = {id(parameter): name for name, parameter in run.task.named_parameters()}
-        for optimization in run.optimizations:
-            optimization.pre_clip_hooks.append(partial(self._look, run, optimization, names))
+        for phase_optimizer in run.phase_optimizers:
+            phase_optimizer.pre_clip_hooks.append(partial(self._look, run, phase_optimizer, names))
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         measured = self._measured.values()
@@ -65,13 +65,13 @@ class GradientNorms(Callback):
     def close(self) -> None:
         self._measured = {}
 
-    def _look(self, run: Run, optimization: PhaseOptimizer, names: dict[int, str]) -> None:
+    def _look(self, run: Run, phase_optimizer: PhaseOptimizer, names: dict[int, str]) -> None:
         if (run.state.step + 1) % self.every:
             return
-        having = [parameter for parameter in optimization.parameters if parameter.grad is not None]
+        having = [parameter for parameter in phase_optimizer.parameters if parameter.grad is not None]
         if having:
             norms = torch._foreach_norm([parameter.grad for parameter in having])
-            self._measured[optimization.phase] = ([names[id(parameter)] for parameter in having], torch.stack(norms))
+            self._measured[phase_optimizer.phase] = ([names[id(parameter)] for parameter in having], torch.stack(norms))
 
     def _cannot_see(self, run: Run) -> bool:
         return bool(

@@ -58,8 +58,8 @@ class GradualUnfreezing(Callback):
             if not matching:
                 raise UserError(f"unfreeze_at.{pattern} fits no parameter; there are {', '.join(list(named)[:20])}.")
             self._frozen.append((duration, [named[name] for name in matching]))
-        for optimization in run.optimizations:
-            optimization.pre_clip_hooks.insert(0, lambda: self._drop(run))
+        for phase_optimizer in run.phase_optimizers:
+            phase_optimizer.pre_clip_hooks.insert(0, lambda: self._drop(run))
 
     def close(self) -> None:
         self._frozen = []

@@ -43,21 +43,21 @@ class Histograms(Callback):
                 f"{', '.join(list(names.values())[:20])}."
             )
         in_parts = any(getattr(run.strategy, name, False) for name in ("shard_optimizer", "overlap_optimizer"))
-        for optimization in [] if in_parts else run.optimizations:
-            optimization.pre_clip_hooks.append(partial(self._look, run, optimization, names))
+        for phase_optimizer in [] if in_parts else run.phase_optimizers:
+            phase_optimizer.pre_clip_hooks.append(partial(self._look, run, phase_optimizer, names))
 
     def on_step_end(self, run: Run) -> None:
         if self._interval.due(run.state) and run.loggers:
             for name, tensor in local_state(run.strategy, run.task).items():
                 if fnmatchcase(name, self.pattern) and tensor.is_floating_point():
                     run.log_histogram(f"weights/{name}", tensor)
-            self._wanted = {optimization.phase for optimization in run.optimizations}
+            self._wanted = {phase_optimizer.phase for phase_optimizer in run.phase_optimizers}
 
-    def _look(self, run: Run, optimization: PhaseOptimizer, names: dict[int, str]) -> None:
-        if optimization.phase not in self._wanted:
+    def _look(self, run: Run, phase_optimizer: PhaseOptimizer, names: dict[int, str]) -> None:
+        if phase_optimizer.phase not in self._wanted:
             return
-        self._wanted.remove(optimization.phase)
-        for parameter in optimization.parameters:
+        self._wanted.remove(phase_optimizer.phase)
+        for parameter in phase_optimizer.parameters:
             name = names.get(id(parameter), "")
             if parameter.grad is not None and fnmatchcase(name, self.pattern):
                 run.log_histogram(f"gradients/{name}", parameter.grad)

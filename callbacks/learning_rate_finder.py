@@ -88,20 +88,20 @@ class LearningRateFinder(Callback):
     def on_fit_start(self, run: Run) -> None:
         if run.resumed_from is not None:
             return
-        optimization = self._swept(run)
+        phase_optimizer = self._swept(run)
         with trial(run):
-            rates, losses = self._sweep(run, optimization)
+            rates, losses = self._sweep(run, phase_optimizer)
         self.suggestion = suggest(rates, losses)
         if run.is_main:
             self._report(run, rates, losses)
         if self.on_finish == "stop":
             run.request_stop("learning_rate_finder has finished; set the rate, or learning_rate_finder.on_finish=apply")
         elif self.on_finish == "apply" and self.suggestion is not None:
-            _apply(optimization, self.suggestion)
+            _apply(phase_optimizer, self.suggestion)
 
     def _swept(self, run: Run) -> PhaseOptimizer:
         """Return the optimizer whose rate is varied."""
-        phases = {optimization.phase: optimization for optimization in run.optimizations}
+        phases = {phase_optimizer.phase: phase_optimizer for phase_optimizer in run.phase_optimizers}
         if (self.phase or "") in phases:
             return phases[self.phase or ""]
         if "" in phases:
@@ -119,23 +119,23 @@ class LearningRateFinder(Callback):
             f"{nearest(self.phase, list(phases))} Choose {', '.join(phases)}."
         )
 
-    def _sweep(self, run: Run, optimization: PhaseOptimizer) -> tuple[list[float], list[float]]:
+    def _sweep(self, run: Run, phase_optimizer: PhaseOptimizer) -> tuple[list[float], list[float]]:
         """Return the rates and their losses, the same on every rank. Collective."""
         rates: list[float] = []
         losses: list[float] = []
         means = WeightedMeans(run.strategy.device)
-        control = TrialPhases(run) if optimization.phase else None
-        name = f"{optimization.phase}/loss" if optimization.phase else "loss"
-        for number, window in zip(range(self.num_steps * optimization.every), _windows(run), strict=False):
+        control = TrialPhases(run) if phase_optimizer.phase else None
+        name = f"{phase_optimizer.phase}/loss" if phase_optimizer.phase else "loss"
+        for number, step_batch in zip(range(self.num_steps * phase_optimizer.every), _windows(run), strict=False):
             rate = self.min_lr * (self.max_lr / self.min_lr) ** (len(rates) / (self.num_steps - 1))
-            _scale(optimization, rate)
+            _scale(phase_optimizer, rate)
             if control is None:
-                means.add(run.strategy.forward_backward(run.task, window))
-                run.strategy.optimizer_step(optimization)
+                means.add(run.strategy.forward_backward(run.task, step_batch))
+                run.strategy.optimizer_step(phase_optimizer)
             else:
-                means.add(control.make_step(run, window, number=number))
+                means.add(control.make_step(run, step_batch, number=number))
             loss = means.reduce(run.strategy.comm).get(name)
-            if loss is None or number % optimization.every:  # the phase is not in this step
+            if loss is None or number % phase_optimizer.every:  # the phase is not in this step
                 continue
             rates.append(rate)
             losses.append(loss)
@@ -174,12 +174,12 @@ def trial(run: Run) -> Iterator[None]:
                 "false for the search (weights are the same under every strategy)."
             )
     held = {name: tensor.detach().clone() for name, tensor in local_state(run.strategy, run.task).items()}
-    groups = [[_settings(group) for group in one.optimizer.param_groups] for one in run.optimizations]
+    groups = [[_settings(group) for group in one.optimizer.param_groups] for one in run.phase_optimizers]
     states = [
-        {parameter: _copy(state) for parameter, state in one.optimizer.state.items()} for one in run.optimizations
+        {parameter: _copy(state) for parameter, state in one.optimizer.state.items()} for one in run.phase_optimizers
     ]
-    spikes = [None if one.spikes is None else one.spikes.state_dict() for one in run.optimizations]
-    skipped = [one.skipped_steps for one in run.optimizations]
+    spikes = [None if one.spikes is None else one.spikes.state_dict() for one in run.phase_optimizers]
+    skipped = [one.skipped_steps for one in run.phase_optimizers]
     scaler = run.precision.state_dict()
     try:
         with preserve_rng():
@@ -188,18 +188,18 @@ def trial(run: Run) -> Iterator[None]:
         with torch.no_grad():
             for name, tensor in local_state(run.strategy, run.task).items():
                 tensor.copy_(held[name])
-        for one, own_groups, own_states in zip(run.optimizations, groups, states, strict=True):
+        for one, own_groups, own_states in zip(run.phase_optimizers, groups, states, strict=True):
             one.optimizer.state.clear()
             one.optimizer.state.update(own_states)
             for group, settings in zip(one.optimizer.param_groups, own_groups, strict=True):
                 group.update(settings)
             one.zero_grad()
-        for one, own_spikes, own_skipped in zip(run.optimizations, spikes, skipped, strict=True):
+        for one, own_spikes, own_skipped in zip(run.phase_optimizers, spikes, skipped, strict=True):
             if one.spikes is not None and own_spikes is not None:
                 one.spikes.load_state_dict(own_spikes)
             one.skipped_steps = own_skipped
         run.precision.load_state_dict(scaler)
-        if run.optimizations[0].phase:
+        if run.phase_optimizers[0].phase:
             run.strategy.end_phases()
 
 
@@ -207,12 +207,12 @@ class TrialPhases(PhaseControl):
     """Drives the steps of a task with phases, without stepping schedules."""
 
     def __init__(self, run: Run) -> None:
-        steps = [make_phase_step(run.task, run.strategy, optimization) for optimization in run.optimizations]
+        steps = [make_phase_step(run.task, run.strategy, phase_optimizer) for phase_optimizer in run.phase_optimizers]
         super().__init__([replace(step, step_schedules=_keep_schedules) for step in steps])
 
-    def make_step(self, run: Run, window: StepBatch, *, number: int) -> list[StepOutput]:
+    def make_step(self, run: Run, step_batch: StepBatch, *, number: int) -> list[StepOutput]:
         """Return the outputs of the phases that take part in step `number`. Collective."""
-        self.begin(window, num_steps=number)
+        self.begin(step_batch, num_steps=number)
         if run.task.manual:
             run.task.manual_step(self)
         else:
@@ -268,33 +268,35 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
 
 def _windows(run: Run) -> Iterator[StepBatch]:
     """Yield the step batches of epoch after epoch."""
-    assert run.feed is not None
+    assert run.loader is not None
     for epoch in count():
         seen = False
-        for window in run.strategy.step_batches(run.feed.windows(epoch, 0), pin_memory=run.feed.source.pin_memory):
+        for step_batch in run.strategy.step_batches(
+            run.loader.step_batches(epoch, 0), pin_memory=run.loader.source.pin_memory
+        ):
             seen = True
-            yield window
+            yield step_batch
         if not seen:
             return
 
 
-def _scale(optimization: PhaseOptimizer, rate: float) -> None:
+def _scale(phase_optimizer: PhaseOptimizer, rate: float) -> None:
     """Set the largest rate of the groups to `rate`, and keep their ratios."""
-    groups = [group for group in optimization.optimizer.param_groups if "lr" in group]
+    groups = [group for group in phase_optimizer.optimizer.param_groups if "lr" in group]
     largest = max(float(group.get("initial_lr", group["lr"])) for group in groups)
     for group in groups:
         group["lr"] = rate * (float(group.get("initial_lr", group["lr"])) / largest if largest else 1.0)
 
 
-def _apply(optimization: PhaseOptimizer, rate: float) -> None:
+def _apply(phase_optimizer: PhaseOptimizer, rate: float) -> None:
     """Scale the rates of all groups and their schedules, so that the largest initial rate is `rate`."""
-    groups = optimization.optimizer.param_groups
+    groups = phase_optimizer.optimizer.param_groups
     factor = rate / max(float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups)
     for group in groups:
         for name in _SCALED:
             if isinstance(group.get(name), float):
                 group[name] *= factor
-    for schedule in optimization.schedules:
+    for schedule in phase_optimizer.schedules:
         scheduler = schedule.scheduler
         for one in [scheduler, *getattr(scheduler, "_schedulers", ())]:
             for name in ("base_lrs", "_last_lr"):

@@ -19,10 +19,10 @@ class LearningRateMonitor(Callback):
     """
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
-        for optimization in run.optimizations:
-            under = f"train/{optimization.phase}/" if optimization.phase else "train/"
+        for phase_optimizer in run.phase_optimizers:
+            under = f"train/{phase_optimizer.phase}/" if phase_optimizer.phase else "train/"
             groups = [
-                group for group in optimization.optimizer.param_groups if "lr" in group and SPLIT_FROM not in group
+                group for group in phase_optimizer.optimizer.param_groups if "lr" in group and SPLIT_FROM not in group
             ]
             for index, group in enumerate(groups):
                 suffix = f".{group.get('name', index)}" if len(groups) > 1 else ""

@@ -117,7 +117,7 @@ def _advice(run: Run) -> Iterable[str]:
 
 
 def _optimizer_tensors(run: Run) -> list[Tensor]:
-    states = [state for one in run.optimizations for state in one.optimizer.state.values()]
+    states = [state for one in run.phase_optimizers for state in one.optimizer.state.values()]
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 

@@ -23,9 +23,9 @@ class ModelGraph(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         whole = [*run.task.named_parameters(), *run.task.named_buffers()]
-        if not run.loggers or run.feed is None or len(local_state(run.strategy, run.task)) < len(whole):
+        if not run.loggers or run.loader is None or len(local_state(run.strategy, run.task)) < len(whole):
             return
-        steps, batch = steps_of(run.task, run.optimizations), run.feed.example()
+        steps, batch = steps_of(run.task, run.phase_optimizers), run.loader.example()
         if batch is not None and steps:
             device, dtype = run.strategy.device, run.precision.batch_type
             with run.precision.forward():

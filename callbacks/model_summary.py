@@ -51,9 +51,9 @@ class ModelSummary(Callback):
 
     def _cost(self, run: Run) -> StepCost | None:
         whole = [*run.task.named_parameters(), *run.task.named_buffers()]
-        if not self.costs or run.feed is None or len(local_state(run.strategy, run.task)) < len(whole):
+        if not self.costs or run.loader is None or len(local_state(run.strategy, run.task)) < len(whole):
             return None
-        steps, example = steps_of(run.task, run.optimizations), run.feed.example()
+        steps, example = steps_of(run.task, run.phase_optimizers), run.loader.example()
         if example is None or not steps:
             return None
         batch = to_device(example.batch, run.strategy.device, dtype=run.precision.batch_type)
@@ -101,7 +101,7 @@ def _header(run: Run) -> list[tuple[str, str]]:
         ("steps", "until the time is up" if run.max_steps is None else f"{run.max_steps:,}"),
         ("run folder", "none, nothing is written" if run.run_dir is None else str(run.run_dir)),
     ]
-    rates = [rate for optimization in run.optimizations for rate in optimization.initial_learning_rates()]
+    rates = [rate for phase_optimizer in run.phase_optimizers for rate in phase_optimizer.initial_learning_rates()]
     scaled = None if run.plan is None else linear_scaling(run.plan.batch_size, rates, run.reference_batch_size)
     if scaled is not None:
         lines.append(("lr scaling", scaled))

@@ -53,7 +53,7 @@ class ProgressBar(Callback):
             self._start(run)
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
-        if run.is_main and run.optimization is None:  # not in a fit: this evaluation is all there is
+        if run.is_main and run.phase_optimizer is None:  # not in a fit: this evaluation is all there is
             self._start(run)
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
@@ -63,7 +63,7 @@ class ProgressBar(Callback):
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
         if self._progress is None:
             return
-        in_fit = run.optimization is not None
+        in_fit = run.phase_optimizer is not None
         if not in_fit:
             self.close()
         if self._display is None and metrics:
@@ -153,7 +153,7 @@ class RunProgress:
 
     def epoch(self) -> str:
         """Return the present epoch, counted from 1, of how many."""
-        steps = self.run.feed.num_steps if self.run.feed is not None else None
+        steps = self.run.loader.num_steps if self.run.loader is not None else None
         total = math.ceil(self.run.max_steps / steps) if steps and self.run.max_steps is not None else None
         state = self.run.state
         present = max(1, state.epoch + (state.position > 0))  # after an epoch's last step it is still that epoch
@@ -218,7 +218,7 @@ class LiveProgress:
     def draw(self) -> Text:
         """Return the display of this moment; it has the same number of lines in every moment of a fit."""
         run, now = self._progress.run, time.monotonic()
-        lines = [] if run.optimization is None else [self._headline(now), self._numbers(now)]
+        lines = [] if run.phase_optimizer is None else [self._headline(now), self._numbers(now)]
         return self._text("\n", no_wrap=True, overflow="ellipsis").join([*lines, self._evaluation()])
 
     def _headline(self, now: float) -> Text:

@@ -38,7 +38,7 @@ class SampleWriter(Callback):
         self.num_samples = num_samples
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
-        if stage != "validation" or not run.optimizations:
+        if stage != "validation" or not run.phase_optimizers:
             return
         source = run.data.source("validation")
         if source.is_stream or source.batch_size is None:

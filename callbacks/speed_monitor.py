@@ -63,8 +63,8 @@ class SpeedMonitor(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         if self.step_times:
-            assert run.feed is not None
-            self._timer = run.watch = StepTimer(run.strategy, run.precision, run.feed)
+            assert run.loader is not None
+            self._timer = run.step_timer = StepTimer(run.strategy, run.precision, run.loader)
             if run.is_main and run.run_dir is not None:
                 self._file = os.open(run.run_dir / FILENAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         if self.log_hours and run.resumed_from is None:
@@ -124,12 +124,12 @@ class SpeedMonitor(Callback):
     def _start_interval(self, run: Run, now: float) -> None:
         self._start, self._evaluation_seconds = now, 0.0
         self._step, self._samples = run.state.step, run.state.samples
-        self._waited = 0.0 if run.feed is None else run.feed.seconds_waited
+        self._waited = 0.0 if run.loader is None else run.loader.seconds_waited
 
     def _check_data_wait(self, run: Run, metrics: dict[str, float], seconds: float) -> None:
-        if run.feed is None:
+        if run.loader is None:
             return
-        waited = run.feed.seconds_waited - self._waited
+        waited = run.loader.seconds_waited - self._waited
         metrics["train/data_wait_fraction"] = min(1.0, waited / seconds)
         self._check_waited += waited
         self._check_seconds += seconds
@@ -139,7 +139,7 @@ class SpeedMonitor(Callback):
         self._check_waited = self._check_seconds = 0.0
         self._slow_intervals = self._slow_intervals + 1 if fraction > MAX_DATA_WAIT else 0
         if self._slow_intervals == SLOW_INTERVALS_TO_WARN:
-            logger.warning("%s", _bottleneck(fraction, run.feed.source.workers))
+            logger.warning("%s", _bottleneck(fraction, run.loader.source.workers))
 
     def _write_step_times(self, run: Run, metrics: dict[str, float], timer: StepTimer, seconds: float) -> None:
         steps, parts = timer.steps, timer.take(seconds)

@@ -89,7 +89,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
         self._last: Any = None  # the batch that this rank had last
         self._has_stepped = False
 
-    def prepare_optimizer(self, task: TaskModule, optimization: PhaseOptimizer) -> None:
+    def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Wrap the training step, beside the task, so that the task's own names do not change; collective."""
         self._wrapped = DistributedDataParallel(
             _TrainingStep(task),

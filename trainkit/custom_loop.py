@@ -123,7 +123,7 @@ class Session:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizer of the task, or of each of its phases."""
-        return [optimization.optimizer for optimization in self.run.optimizations]
+        return [phase_optimizer.optimizer for phase_optimizer in self.run.phase_optimizers]
 
     @property
     def is_main(self) -> bool:
@@ -181,8 +181,8 @@ class Session:
         if metrics is None:
             return {}
         if stage == "validation":
-            for optimization in self.run.optimizations:
-                optimization.step_schedules("metric", metrics)
+            for phase_optimizer in self.run.phase_optimizers:
+                phase_optimizer.step_schedules("metric", metrics)
         self.run.emit("on_evaluation_end", stage, metrics)
         return metrics
 

@@ -125,7 +125,7 @@ class Strategy:
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         self._all_trained = self._trained
 
-    def prepare_optimizer(self, task: TaskModule, optimization: PhaseOptimizer) -> None:
+    def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Arrange for the optimizer's gradients to be reduced; collective, before a run is restored.
 
         Called once for each phase of a task that has several; raises UserError for an optimizer it cannot step.
@@ -189,21 +189,21 @@ class Strategy:
         """Return a context in which a backward adds to this rank's own gradients only; nothing is reduced."""
         return _NO_CONTEXT
 
-    def optimizer_step(self, optimization: PhaseOptimizer) -> Tensor | None:
+    def optimizer_step(self, phase_optimizer: PhaseOptimizer) -> Tensor | None:
         """Unscale, clip, update, and drop the gradients; collective.
 
         Returns the global norm of the gradients before clipping, a scalar on the device, where it was needed.
         """
-        optimization.unscale()
+        phase_optimizer.unscale()
         norm = None
-        if optimization.clip.norm is not None or optimization.skip_nonfinite:
-            norm = self._grad_norm(optimization)
-        if optimization.clip.norm is not None and norm is not None:
-            optimization.clip_by_norm(norm)
-        elif optimization.clip.value is not None:
-            optimization.clip_by_value()
-        optimization.update(norm=norm)
-        optimization.zero_grad()
+        if phase_optimizer.clip.norm is not None or phase_optimizer.skip_nonfinite:
+            norm = self._grad_norm(phase_optimizer)
+        if phase_optimizer.clip.norm is not None and norm is not None:
+            phase_optimizer.clip_by_norm(norm)
+        elif phase_optimizer.clip.value is not None:
+            phase_optimizer.clip_by_value()
+        phase_optimizer.update(norm=norm)
+        phase_optimizer.zero_grad()
         return norm
 
     def _synced(self) -> AbstractContextManager[Any]:
@@ -228,9 +228,9 @@ class Strategy:
         if gradients:  # a pipeline's stage may have none
             torch._foreach_mul_(gradients, factor)
 
-    def _grad_norm(self, optimization: PhaseOptimizer) -> Tensor:
+    def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         """Return the global 2-norm of the gradients, a scalar on the device; collective."""
-        return torch.nn.utils.get_total_norm(optimization.gradients())
+        return torch.nn.utils.get_total_norm(phase_optimizer.gradients())
 
     # ---- Evaluation
 
@@ -260,17 +260,19 @@ class Strategy:
         """Give the task the parameters and buffers in `saved`, which is complete on every rank."""
         task.load_state_dict(saved)
 
-    def optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer) -> dict[str, Any]:
+    def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
         """Return the optimizer's state; complete on rank 0."""
-        return optimization.optimizer.state_dict()
+        return phase_optimizer.optimizer.state_dict()
 
-    def load_optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer, saved: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(
+        self, task: TaskModule, phase_optimizer: PhaseOptimizer, saved: dict[str, Any]
+    ) -> None:
         """Give the optimizer the state in `saved`, which is complete on every rank."""
-        own = optimization.optimizer.param_groups
+        own = phase_optimizer.optimizer.param_groups
         pairs = zip(saved["param_groups"], own, strict=True)
         # Which kernels are used is this run's own choice, not the one that was saved.
         groups = [{**old, **{key: new[key] for key in ("fused", "foreach") if key in new}} for old, new in pairs]
-        optimization.optimizer.load_state_dict({**saved, "param_groups": groups})
+        phase_optimizer.optimizer.load_state_dict({**saved, "param_groups": groups})
 
     def strategy_state(self) -> dict[str, Any]:
         """Return what this strategy found out for itself and a resumed run must not find otherwise; not collective."""
@@ -286,14 +288,14 @@ class PhaseTraining(Strategy):
     def check_phases(self, task: TaskModule) -> None:
         """Raise UserError for a task whose phases cannot be trained; called before any process is started."""
 
-    def begin_phase(self, optimization: PhaseOptimizer, *, step_name: str) -> None:
+    def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
         """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
-        own = {id(parameter) for parameter in optimization.parameters}
+        own = {id(parameter) for parameter in phase_optimizer.parameters}
         for parameter in self._all_trained:
             parameter.requires_grad_(id(parameter) in own)
-        self._trained = optimization.parameters
+        self._trained = phase_optimizer.parameters
         self._step_name = step_name
-        self.precision.begin_phase(optimization.phase)
+        self.precision.begin_phase(phase_optimizer.phase)
 
     def end_phases(self) -> None:
         """Leave every parameter that some phase trains requiring a gradient."""
@@ -317,7 +319,7 @@ class SupportsPhases(Protocol):
     def check_phases(self, task: TaskModule) -> None:
         """Raise UserError for a task whose phases cannot be trained; called before any process is started."""
 
-    def begin_phase(self, optimization: PhaseOptimizer, *, step_name: str) -> None:
+    def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
         """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
 
     def end_phases(self) -> None:
@@ -354,7 +356,7 @@ class SupportsOverlapProfile(Protocol):
 class SupportsShardedState(Protocol):
     """Holds parameters or optimizer state of which no rank has all."""
 
-    def shards(self, task: TaskModule, optimizations: Sequence[PhaseOptimizer]) -> ShardedState | None:
+    def shards(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> ShardedState | None:
         """Return this rank's shards of the state; `None` while one rank has all of it. Collective."""
 
     def local_state(self, task: TaskModule) -> dict[str, Tensor]:

@@ -77,12 +77,12 @@ class Reducer:
         *,
         group: dist.ProcessGroup,
         settings: ReducerSettings | None = None,
-        board: FailureStore | None = None,
+        failure_store: FailureStore | None = None,
         untrained: Mapping[str, Sequence[tuple[str, Tensor]]] | None = None,
     ) -> None:
         """Check that all ranks have the same parameters and listen to their gradients. Collective.
 
-        What else must be the same is in `untrained`, by what to call it. On `board` the ranks tell each other why they
+        What else must be the same is in `untrained`, by what to call it. On `failure_store` the ranks tell each other why they
         fail; by default it is one of this Reducer's own.
         """
         self.settings = settings or ReducerSettings()
@@ -91,15 +91,17 @@ class Reducer:
         self.parameters = [slot.parameter for slot in self.slots]
         self.device = only_device(self.parameters)
         token = check_same_model({"parameter": named_parameters, **(untrained or {})}, group)
-        self.board = board or FailureStore(group, token=token)
+        self.failure_store = failure_store or FailureStore(group, token=token)
         self.transport = open_transport(
             self.settings.transport,
             group=group,
-            board=self.board,
+            failure_store=self.failure_store,
             device=self.device,
             timeout_seconds=self.settings.timeout_seconds,
         )
-        self.reductions = BucketReductions(group, settings=self.settings, board=self.board, device=self.device)
+        self.reductions = BucketReductions(
+            group, settings=self.settings, failure_store=self.failure_store, device=self.device
+        )
         scale = 1.0 / self.world_size if self.settings.average else 1.0
         self.filling = BucketFiller(scale=scale, as_view=self.settings.gradient_as_bucket_view)
         self.plan = plan_of(self.slots, settings=self.settings)
@@ -246,7 +248,7 @@ class Reducer:
         """Tell the ranks that wait, or will, that this one stops and why."""
         message = f"rank {self.group.rank()} failed in step {self.step}: {why}"
         self._broken = message
-        self.board.publish(message)
+        self.failure_store.publish(message)
         self.transport.fail(message)
 
     def register_hook(self, state: Any, hook: CommunicationHook) -> None:

@@ -22,12 +22,12 @@ class BucketReductions:
     """Starts the reductions of buckets, and leaves their results in the gradients."""
 
     def __init__(
-        self, group: dist.ProcessGroup, *, settings: ReducerSettings, board: FailureStore, device: torch.device
+        self, group: dist.ProcessGroup, *, settings: ReducerSettings, failure_store: FailureStore, device: torch.device
     ) -> None:
-        self.settings, self.board, self.device = settings, board, device
+        self.settings, self.failure_store, self.device = settings, failure_store, device
         self.world_size = group.size()
         self.collective = ProcessGroupTransport(
-            group, board=board, device=device, timeout_seconds=settings.timeout_seconds
+            group, failure_store=failure_store, device=device, timeout_seconds=settings.timeout_seconds
         )
         self._hook: CommunicationHook | None = None
         self._hook_state: Any = None
@@ -64,7 +64,7 @@ class BucketReductions:
         bucket.hook_run = PendingHook(
             self._hook(self._hook_state, view),
             where=where,
-            board=self.board,
+            failure_store=self.failure_store,
             timeout_seconds=self.settings.timeout_seconds,
         )
 
@@ -188,20 +188,24 @@ def open_transport(
     name: TransportName,
     *,
     group: dist.ProcessGroup,
-    board: FailureStore,
+    failure_store: FailureStore,
     device: torch.device,
     timeout_seconds: float,
 ) -> Transport:
     """Return the transport called `name`; "auto" is shared memory where it works, else the group. Collective."""
     from .shared_memory import SharedMemoryTransport, why_no_shared_memory
 
-    through_group = ProcessGroupTransport(group, board=board, device=device, timeout_seconds=timeout_seconds)
+    through_group = ProcessGroupTransport(
+        group, failure_store=failure_store, device=device, timeout_seconds=timeout_seconds
+    )
     if name == "group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
         return through_group
     reason = why_no_shared_memory(group, device)
     if reason is None:
         # Bucket by bucket, as gradients move in for the first time and let go of their own: two sets are never there.
-        return SharedMemoryTransport(group, board=board, timeout_seconds=timeout_seconds, takes_all=False)
+        return SharedMemoryTransport(
+            group, failure_store=failure_store, timeout_seconds=timeout_seconds, takes_all=False
+        )
     if name == "shared_memory":
         raise ValueError(f'transport="shared_memory" cannot work here: {reason}. Use transport="auto".')
     if group.rank() == 0:

@@ -68,10 +68,10 @@ class SharedMemoryTransport(Transport):
     name = "shared_memory"
 
     def __init__(
-        self, group: dist.ProcessGroup, *, board: FailureStore, timeout_seconds: float, takes_all: bool = True
+        self, group: dist.ProcessGroup, *, failure_store: FailureStore, timeout_seconds: float, takes_all: bool = True
     ) -> None:
         """Share nothing yet; with `takes_all` memory is taken when it is allocated, else by `reserve`."""
-        self.group, self.board, self.timeout_seconds = group, board, timeout_seconds
+        self.group, self.failure_store, self.timeout_seconds = group, failure_store, timeout_seconds
         self.takes_all = takes_all
         self._extents: list[tuple[int, int]] = []  # of each bucket in the region, in bytes
         self.rank, self.world_size = group.rank(), group.size()
@@ -234,25 +234,25 @@ class BucketWork:
                 self._look_at_board(waited=now - start)
                 noted = True
         if noted:
-            transport.board.note_waiting("")
+            transport.failure_store.note_waiting("")
 
     def _look_at_peers(self) -> None:
         for peer in self.transport.peers:
             cause = peer.message()
             if not cause and peer.is_gone() and not self.transport.is_done(self.bucket):
                 time.sleep(BOARD_SECONDS)  # whoever watches that rank may know more
-                cause = self.transport.board.root_cause() or f"rank {peer.rank} (pid {peer.pid}) is gone"
+                cause = self.transport.failure_store.root_cause() or f"rank {peer.rank} (pid {peer.pid}) is gone"
             if cause:
                 raise RankError(f"stopped while waiting in {self.where}, because {cause}")
 
     def _look_at_board(self, *, waited: float) -> None:
-        board = self.transport.board
-        cause = board.root_cause()
+        failure_store = self.transport.failure_store
+        cause = failure_store.root_cause()
         if cause is not None:
             raise RankError(f"stopped while waiting in {self.where}, because {cause}")
-        board.note_waiting(self.where)
+        failure_store.note_waiting(self.where)
         if waited > self.transport.timeout_seconds:
-            raise timed_out(board, where=self.where, seconds=waited)
+            raise timed_out(failure_store, where=self.where, seconds=waited)
 
 
 class PeerMemory:

@@ -141,39 +141,41 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     # ---- Before and after training
 
-    def prepare_optimizer(self, task: TaskModule, optimization: PhaseOptimizer) -> None:
+    def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Listen to the gradients of all trained parameters, or of those of a phase; collective."""
         named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
-        if optimization.phase:
-            own = {id(p) for p in optimization.parameters}
+        if phase_optimizer.phase:
+            own = {id(p) for p in phase_optimizer.parameters}
             named = [(name, p) for name, p in named if id(p) in own]
-        self.reducer = Reducer(named, group=self.comm.group, settings=self.settings, board=self.comm.failure_store)
-        self._reducers[optimization.phase] = self.reducer
-        self._trains_all = {id(p) for p in optimization.parameters} == {id(p) for _, p in named}
+        self.reducer = Reducer(
+            named, group=self.comm.group, settings=self.settings, failure_store=self.comm.failure_store
+        )
+        self._reducers[phase_optimizer.phase] = self.reducer
+        self._trains_all = {id(p) for p in phase_optimizer.parameters} == {id(p) for _, p in named}
         if self.hook is not None:
             state = self.hook.state(self.comm.group)
             self.reducer.register_hook(state, self.hook.hook)
             self._period = state if isinstance(state, PeriodicAveraging) else None
-        if optimization.phase and (self._period is not None or self.overlap_optimizer):
+        if phase_optimizer.phase and (self._period is not None or self.overlap_optimizer):
             raise UserError(
                 "overlap_optimizer=true and hook=local_sgd need a single optimizer, and this task has phases. Set "
                 "strategy.overlap_optimizer=false strategy.hook=none."
             )
         if self.overlap_optimizer:
-            self._overlap(optimization)
+            self._overlap(phase_optimizer)
         if self.record_timeline:
             self.timeline = self.timeline or self._new_timeline()
             self.reducer.after_step = self.timeline.record
 
-    def _overlap(self, optimization: PhaseOptimizer) -> None:
+    def _overlap(self, phase_optimizer: PhaseOptimizer) -> None:
         assert self.reducer is not None
-        if optimization.clip.limits or optimization.skip_nonfinite or self.precision.scaler:
+        if phase_optimizer.clip.limits or phase_optimizer.skip_nonfinite or self.precision.scaler:
             raise UserError(
                 "overlap_optimizer=true updates parameters before all gradients are known, but max_grad_norm, "
                 "max_grad_value, on_nonfinite=skip and fp16-mixed need all of them. Set "
                 "strategy.overlap_optimizer=false, or leave those out."
             )
-        self._overlapped = BucketwiseOptimizer(optimization.optimizer)
+        self._overlapped = BucketwiseOptimizer(phase_optimizer.optimizer)
         self.reducer.after_bucket = self._overlapped.step
 
     def publish_failure(self, why: str) -> None:
@@ -209,10 +211,10 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     # ---- A step
 
-    def begin_phase(self, optimization: PhaseOptimizer, *, step_name: str) -> None:
+    def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
         """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
-        super().begin_phase(optimization, step_name=step_name)
-        self.reducer = self._reducers[optimization.phase]
+        super().begin_phase(phase_optimizer, step_name=step_name)
+        self.reducer = self._reducers[phase_optimizer.phase]
 
     @property
     def bytes_a_step(self) -> int | None:
@@ -268,20 +270,20 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "is known. Set strategy.overlap_optimizer=false."
             )
 
-    def optimizer_step(self, optimization: PhaseOptimizer) -> Tensor | None:
+    def optimizer_step(self, phase_optimizer: PhaseOptimizer) -> Tensor | None:
         """Unscale, clip, update, and drop the gradients; return their global norm where it was needed; collective."""
         norm = None
         if self._overlapped is not None:  # every bucket was stepped as soon as it was reduced
-            norm = None if optimization.clip.norm is None else self._grad_norm(optimization)
-            optimization.zero_grad()
+            norm = None if phase_optimizer.clip.norm is None else self._grad_norm(phase_optimizer)
+            phase_optimizer.zero_grad()
         else:
-            norm = Strategy.optimizer_step(self, optimization)
+            norm = Strategy.optimizer_step(self, phase_optimizer)
         if self._period is not None:
-            self._period.after_step(optimization.parameters)
+            self._period.after_step(phase_optimizer.parameters)
         return norm
 
-    def _grad_norm(self, optimization: PhaseOptimizer) -> Tensor:
+    def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         """Return the global 2-norm of the gradients, computed on the flat buckets where they hold all of them."""
         if self._trains_all and self.reducer is not None:
             return self.reducer.gradient_norm()
-        return total_norm(optimization.gradients(), self.device)
+        return total_norm(phase_optimizer.gradients(), self.device)

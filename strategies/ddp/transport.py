@@ -77,9 +77,9 @@ class ProcessGroupTransport(Transport):
     name = "group"
 
     def __init__(
-        self, group: dist.ProcessGroup, *, board: FailureStore, device: torch.device, timeout_seconds: float
+        self, group: dist.ProcessGroup, *, failure_store: FailureStore, device: torch.device, timeout_seconds: float
     ) -> None:
-        self.group, self.board, self.device = group, board, device
+        self.group, self.failure_store, self.device = group, failure_store, device
         self.timeout_seconds = timeout_seconds
         self.on_stream = device.type == "cuda" and "nccl" in dist.get_backend(group)
         self.flats: list[Tensor] = []
@@ -104,7 +104,7 @@ class ProcessGroupTransport(Transport):
         assert work is not None
         if self.on_stream:
             return StreamWork(work)
-        patient = WatchedWork(work, where=where, board=self.board, timeout_seconds=self.timeout_seconds)
+        patient = WatchedWork(work, where=where, failure_store=self.failure_store, timeout_seconds=self.timeout_seconds)
         if timed:
             work.get_future().add_done_callback(patient.note_time)
         return patient
@@ -117,8 +117,8 @@ class ProcessGroupTransport(Transport):
 class WatchedWork:
     """A collective's work whose wait looks at the failure board, so that no rank waits for one that has failed."""
 
-    def __init__(self, work: dist.Work, *, where: str, board: FailureStore, timeout_seconds: float) -> None:
-        self.work, self.where, self.board, self.timeout_seconds = work, where, board, timeout_seconds
+    def __init__(self, work: dist.Work, *, where: str, failure_store: FailureStore, timeout_seconds: float) -> None:
+        self.work, self.where, self.failure_store, self.timeout_seconds = work, where, failure_store, timeout_seconds
         self.finished_at: float | None = None
 
     def note_time(self, _: object) -> None:
@@ -140,11 +140,11 @@ class WatchedWork:
                 self._look_around(error, waited=time.monotonic() - start, slices=slices)
             else:
                 if slices > 1:
-                    self.board.note_waiting("")
+                    self.failure_store.note_waiting("")
                 return
 
     def _look_around(self, error: RuntimeError, *, waited: float, slices: int) -> None:
-        cause = self.board.root_cause()
+        cause = self.failure_store.root_cause()
         if cause is not None:
             raise RankError(f"stopped while waiting in {self.where}, because {cause}") from None
         if self.work.is_completed():  # the connection broke, or the collective ended just after the slice did
@@ -154,12 +154,12 @@ class WatchedWork:
             except RuntimeError as broken:
                 error = broken
             time.sleep(SLICE.total_seconds())  # a peer that is just failing gets the time to say why
-            cause = self.board.root_cause() or f"a rank is gone ({str(error).splitlines()[0]})"
+            cause = self.failure_store.root_cause() or f"a rank is gone ({str(error).splitlines()[0]})"
             raise RankError(f"stopped while waiting in {self.where}, because {cause}") from None
         if slices > 1:
-            self.board.note_waiting(self.where)
+            self.failure_store.note_waiting(self.where)
         if waited > self.timeout_seconds:
-            raise timed_out(self.board, where=self.where, seconds=waited) from None
+            raise timed_out(self.failure_store, where=self.where, seconds=waited) from None
 
 
 class StreamWork:
@@ -204,8 +204,8 @@ class PendingHook:
     since they run on the backend's threads in an order that differs between ranks.
     """
 
-    def __init__(self, returned: Any, *, where: str, board: FailureStore, timeout_seconds: float) -> None:
-        self.where, self.board, self.timeout_seconds = where, board, timeout_seconds
+    def __init__(self, returned: Any, *, where: str, failure_store: FailureStore, timeout_seconds: float) -> None:
+        self.where, self.failure_store, self.timeout_seconds = where, failure_store, timeout_seconds
         self.result: Tensor | None = None
         self.steps: HookSteps | None = None
         self.waiting: Any = None
@@ -253,12 +253,12 @@ class PendingHook:
         future.add_done_callback(lambda _: done.set())
         start = time.monotonic()
         while not done.wait(SLICE_SECONDS):
-            cause = self.board.root_cause()
+            cause = self.failure_store.root_cause()
             if cause is not None:
                 raise RankError(f"stopped while waiting in {self.where}, because {cause}")
-            self.board.note_waiting(self.where)
+            self.failure_store.note_waiting(self.where)
             if time.monotonic() - start > self.timeout_seconds:
-                raise timed_out(self.board, where=self.where, seconds=self.timeout_seconds)
+                raise timed_out(self.failure_store, where=self.where, seconds=self.timeout_seconds)
 
 
 def _as_tensor(value: Any) -> Tensor:

@@ -31,8 +31,8 @@ END_SECONDS = 10.0  # that closing waits for the thread
 class CommunicationThread(ShardTransport):
     """A transport that lets another one work on a thread of its own."""
 
-    def __init__(self, inner: ShardTransport, *, board: FailureStore, rank: int, device: torch.device) -> None:
-        self.inner, self.board, self.rank, self.device = inner, board, rank, device
+    def __init__(self, inner: ShardTransport, *, failure_store: FailureStore, rank: int, device: torch.device) -> None:
+        self.inner, self.failure_store, self.rank, self.device = inner, failure_store, rank, device
         self.name = inner.name
         self.settings, self.num_gradients = inner.settings, inner.num_gradients
         self._changed = threading.Condition()
@@ -200,7 +200,7 @@ class _QueuedTransfer:
         self._landing.wait()
         self.finished_at = self._landing.finished_at or time.perf_counter()
         if self._has_looked:
-            self.thread.board.note_waiting("")
+            self.thread.failure_store.note_waiting("")
 
     def check_peers(self, *, waited: float | None = None) -> None:
         """Raise if a rank has failed or gone, or has been waited for too long; from time to time."""

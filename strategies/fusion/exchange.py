@@ -30,22 +30,22 @@ from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, 
 class BufferTransfer:
     """One window on its way to the servers and back."""
 
-    def __init__(self, exchange: GlooExchange, buffer: int, window: Tensor, ready: Any, where: str) -> None:
-        self.exchange, self.buffer, self.window, self.ready, self.where = exchange, buffer, window, ready, where
-        self.sizes = equal_shards(len(window), exchange.world_size)
+    def __init__(self, exchange: GlooExchange, buffer: int, chunk: Tensor, ready: Any, where: str) -> None:
+        self.exchange, self.buffer, self.chunk, self.ready, self.where = exchange, buffer, chunk, ready, where
+        self.sizes = equal_shards(len(chunk), exchange.world_size)
         self.own = self.sizes[exchange.rank]
         self.is_summed = self.is_landed = False
-        self.wire = window
+        self.wire = chunk
         self._copy: HostCopy | None = None  # to the host
         self._work: WatchedWork | None = None
 
     def launch(self) -> None:
         """Start to copy the window to where it can be sent from."""
-        exchange, window = self.exchange, self.window
-        wire_type = exchange.wire_type_of(window.dtype)
-        if window.device.type != "cpu" or wire_type != window.dtype:
-            self.wire = exchange.staging.empty(len(window), wire_type)
-            self._copy = exchange.staging.to_host(window, self.wire, after=self.ready)
+        exchange, chunk = self.exchange, self.chunk
+        wire_type = exchange.wire_type_of(chunk.dtype)
+        if chunk.device.type != "cpu" or wire_type != chunk.dtype:
+            self.wire = exchange.staging.empty(len(chunk), wire_type)
+            self._copy = exchange.staging.to_host(chunk, self.wire, after=self.ready)
 
     def is_sent_now(self) -> bool:
         """Send the parts to their servers if they are on the host, and return whether they are sent."""
@@ -91,7 +91,7 @@ class BufferTransfer:
         parts = list(self.arrived.split(self.own)) if self.own else [self.arrived]
         total = ordered_sum(parts)
         if exchange.settings.sharded:
-            self.window.split(self.sizes)[exchange.rank].copy_(total)
+            self.chunk.split(self.sizes)[exchange.rank].copy_(total)
             self._work = None
             return
         for part in parts:
@@ -104,8 +104,8 @@ class BufferTransfer:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            if self.wire is not self.window:
-                self.exchange.mark_done(self.buffer, self.exchange.staging.to_device(self.wire, self.window))
+            if self.wire is not self.chunk:
+                self.exchange.mark_done(self.buffer, self.exchange.staging.to_device(self.wire, self.chunk))
         self.is_landed = True
 
 
@@ -206,14 +206,14 @@ class GlooExchange(ShardTransport):
         self,
         channels: ServerGroups,
         *,
-        board: FailureStore,
+        failure_store: FailureStore,
         device: torch.device,
         staging: HostCopier,
         timeout_seconds: float,
         settings: FusionSettings,
         num_gradients: Callable[[], list[int]],
     ) -> None:
-        self.channels, self.board, self.device, self.staging = channels, board, device, staging
+        self.channels, self.failure_store, self.device, self.staging = channels, failure_store, device, staging
         self.timeout_seconds, self.settings, self.num_gradients = timeout_seconds, settings, num_gradients
         self.rank, self.world_size = channels.rank, channels.world_size
         self.flats: list[Tensor] = []
@@ -332,9 +332,9 @@ class GlooExchange(ShardTransport):
     def bytes_a_step(self) -> int:
         """Bytes that this rank sends in one step."""
         total = 0
-        for flat, windows in zip(self.flats, self._windows, strict=True):
+        for flat, chunks in zip(self.flats, self._windows, strict=True):
             wire = self.wire_type_of(flat.dtype).itemsize
-            for start, stop in windows:
+            for start, stop in chunks:
                 own = equal_shards(stop - start, self.world_size)[self.rank]
                 back = flat.dtype.itemsize if self.settings.sharded else wire  # weights in full, or sums
                 total += (stop - start - own) * wire + own * (self.world_size - 1) * back
@@ -343,16 +343,16 @@ class GlooExchange(ShardTransport):
     def patient(self, work: dist.Work | None, where: str) -> WatchedWork:
         """Return a collective whose wait looks at the failure board."""
         assert work is not None
-        return WatchedWork(work, where=where, board=self.board, timeout_seconds=self.timeout_seconds)
+        return WatchedWork(work, where=where, failure_store=self.failure_store, timeout_seconds=self.timeout_seconds)
 
     def check_peers(self, where: str, *, waited: float) -> None:
         """Raise if a rank has failed, or has been waited for too long."""
-        cause = self.board.root_cause()
+        cause = self.failure_store.root_cause()
         if cause is not None:
             raise RankError(f"stopped while waiting in {where}, because {cause}")
-        self.board.note_waiting(where)
+        self.failure_store.note_waiting(where)
         if waited > self.timeout_seconds:
-            raise timed_out(self.board, where=where, seconds=waited)
+            raise timed_out(self.failure_store, where=where, seconds=waited)
 
     def wait_for_first(self) -> None:
         """Return once what is under way longest has gone one stage further."""

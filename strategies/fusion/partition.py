@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-def split_into_chunks(numel: int, window: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of consecutive windows of nearly equal size, none larger than `window`."""
+def split_into_chunks(numel: int, chunk: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of consecutive windows of nearly equal size, none larger than `chunk`."""
     if numel == 0:
         return []
-    count = -(-numel // window)
+    count = -(-numel // chunk)
     sizes = equal_shards(numel, count)
     stops = [sum(sizes[: index + 1]) for index in range(count)]
     return [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
@@ -30,9 +30,9 @@ def equal_shards(numel: int, world_size: int) -> list[int]:
     return [small + (server < larger) for server in range(world_size)]
 
 
-def bytes_per_server(windows: Sequence[int], world_size: int) -> list[int]:
+def bytes_per_server(chunks: Sequence[int], world_size: int) -> list[int]:
     """Return how many elements each server sums over all windows (of the given sizes) of a step."""
-    parts = [equal_shards(numel, world_size) for numel in windows]
+    parts = [equal_shards(numel, world_size) for numel in chunks]
     return [sum(part[server] for part in parts) for server in range(world_size)]
 
 

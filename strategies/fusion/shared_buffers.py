@@ -174,12 +174,12 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
         num_servers: int,
         device: torch.device,
         staging: HostCopier,
-        board: FailureStore,
+        failure_store: FailureStore,
         timeout_seconds: float,
         settings: FusionSettings,
         num_gradients: Callable[[], list[int]],
     ) -> None:
-        super().__init__(group, board=board, timeout_seconds=timeout_seconds)
+        super().__init__(group, failure_store=failure_store, timeout_seconds=timeout_seconds)
         self.names, self.between, self.num_servers = names, between, num_servers
         self.device, self.staging, self.settings, self.num_gradients = device, staging, settings, num_gradients
         self.weight_sets = []

@@ -46,7 +46,7 @@ def open_shard_transport(
     host: str,
     servers: Servers,
     device: torch.device,
-    board: FailureStore,
+    failure_store: FailureStore,
     timeout_seconds: float,
     settings: FusionSettings,
     num_gradients: Callable[[], list[int]],
@@ -59,7 +59,7 @@ def open_shard_transport(
     def exchange(channels: ServerGroups, device: torch.device, staging: HostCopier) -> GlooExchange:
         return GlooExchange(
             channels,
-            board=board,
+            failure_store=failure_store,
             device=device,
             staging=staging,
             timeout_seconds=timeout_seconds,
@@ -80,7 +80,7 @@ def open_shard_transport(
             num_servers=hosts.servers_of_a_host(servers),
             device=device,
             staging=open_host_copier(device),
-            board=board,
+            failure_store=failure_store,
             timeout_seconds=timeout_seconds,
             settings=settings,
             num_gradients=num_gradients,
@@ -252,29 +252,29 @@ class FusionStrategy(DDPStrategy):
             "strategy=pipeline or strategy=single."
         )
 
-    def prepare_optimizer(self, task: TaskModule, optimization: PhaseOptimizer) -> None:
+    def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Listen to the gradients of all trained parameters and open the way that they take; collective."""
-        self._saved_state, self._optimization = {}, optimization
+        self._saved_state, self._optimization = {}, phase_optimizer
         if self.shard_optimizer:
-            self._check_shards(optimization)
-        super().prepare_optimizer(task, optimization)
+            self._check_shards(phase_optimizer)
+        super().prepare_optimizer(task, phase_optimizer)
         assert self.reducer is not None
-        self._steps_inside = self.shard_optimizer and self._may_step_inside(optimization)
+        self._steps_inside = self.shard_optimizer and self._may_step_inside(phase_optimizer)
         self._transport = self._open_transport()
         self.reducer.transport.close()
         self.reducer.transport = self._transport
 
-    def _may_step_inside(self, optimization: PhaseOptimizer) -> bool:
+    def _may_step_inside(self, phase_optimizer: PhaseOptimizer) -> bool:
         """Return whether servers update their part while backward goes on; collective."""
         if self._overlap_choice == "auto":
             wanted = sum(parameter.nbytes for parameter in self._all_trained) <= MAX_OVERLAPPED_BYTES
         else:
             wanted = bool(self._overlap_choice)
-        waits = not wanted or self.precision.scaler is not None or _needs_all_gradients(optimization)
+        waits = not wanted or self.precision.scaler is not None or _needs_all_gradients(phase_optimizer)
         return not self.comm.any_rank(waits)
 
-    def _check_shards(self, optimization: PhaseOptimizer) -> None:
-        check_elementwise(optimization.optimizer)
+    def _check_shards(self, phase_optimizer: PhaseOptimizer) -> None:
+        check_elementwise(phase_optimizer.optimizer)
         if self.device.type != "cpu":
             raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
 
@@ -291,14 +291,16 @@ class FusionStrategy(DDPStrategy):
             host=self.host(),
             servers=self.servers,
             device=self.device,
-            board=reducer.board,
+            failure_store=reducer.failure_store,
             timeout_seconds=self.ranks.timeout_seconds,
             settings=replace(self.buffer_settings, second_weights=self._steps_inside),
             num_gradients=num_gradients,
         )
         if not self._has_thread():
             return transport
-        return CommunicationThread(transport, board=reducer.board, rank=self.comm.rank, device=self.device)
+        return CommunicationThread(
+            transport, failure_store=reducer.failure_store, rank=self.comm.rank, device=self.device
+        )
 
     def _has_thread(self) -> bool:
         if isinstance(self.communication_thread, bool):
@@ -344,50 +346,50 @@ class FusionStrategy(DDPStrategy):
         used = [bool(count) for count in self._transport.used(buffer).tolist()]
         self._sharded.step_buffer(buffer, used, partial(self._optimization.update, norm=None))
 
-    def optimizer_step(self, optimization: PhaseOptimizer) -> Tensor | None:
+    def optimizer_step(self, phase_optimizer: PhaseOptimizer) -> Tensor | None:
         """Clip, update this rank's part of the weights or all of them, and drop the gradients; collective."""
         if not self.shard_optimizer:
-            return super().optimizer_step(optimization)
+            return super().optimizer_step(phase_optimizer)
         assert self._transport is not None
-        sharded, norm = self._shards(optimization), None
+        sharded, norm = self._shards(phase_optimizer), None
         if self._transport.on_summed is None:
-            norm = self._update_shards(sharded, optimization)
+            norm = self._update_shards(sharded, phase_optimizer)
             self._share_weights()
-        elif optimization.clip.norm is not None:  # without a limit
-            norm = self._grad_norm(optimization)
-        optimization.zero_grad()
+        elif phase_optimizer.clip.norm is not None:  # without a limit
+            norm = self._grad_norm(phase_optimizer)
+        phase_optimizer.zero_grad()
         sharded.adopt()
         return norm
 
-    def _update_shards(self, sharded: ShardedOptimizer, optimization: PhaseOptimizer) -> Tensor | None:
+    def _update_shards(self, sharded: ShardedOptimizer, phase_optimizer: PhaseOptimizer) -> Tensor | None:
         """Unscale, clip and update this rank's part of the weights; collective."""
         norm = None
         with sharded.on_shards():
             if self.precision.scaler is not None:
-                overflow = ~torch.isfinite(self._grad_norm(optimization))  # anywhere: all skip the same steps
-                sharded.unscale(optimization.unscale, overflow=overflow)
-            if optimization.clip.norm is not None or optimization.skip_nonfinite:
-                norm = self._grad_norm(optimization)
-            if optimization.clip.norm is not None and norm is not None:
-                optimization.clip_by_norm(norm)
-            elif optimization.clip.value is not None:
-                optimization.clip_by_value()
-            optimization.update(norm=norm)
+                overflow = ~torch.isfinite(self._grad_norm(phase_optimizer))  # anywhere: all skip the same steps
+                sharded.unscale(phase_optimizer.unscale, overflow=overflow)
+            if phase_optimizer.clip.norm is not None or phase_optimizer.skip_nonfinite:
+                norm = self._grad_norm(phase_optimizer)
+            if phase_optimizer.clip.norm is not None and norm is not None:
+                phase_optimizer.clip_by_norm(norm)
+            elif phase_optimizer.clip.value is not None:
+                phase_optimizer.clip_by_value()
+            phase_optimizer.update(norm=norm)
         return norm
 
-    def _grad_norm(self, optimization: PhaseOptimizer) -> Tensor:
+    def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         """Return the global 2-norm of the gradients; collective."""
         if not self.shard_optimizer:
-            return super()._grad_norm(optimization)
-        own = total_norm(self._shards(optimization).gradients(), self.device)
+            return super()._grad_norm(phase_optimizer)
+        own = total_norm(self._shards(phase_optimizer).gradients(), self.device)
         return self.comm.all_reduce(own.double().square()).sqrt().to(own.dtype)
 
-    def _shards(self, optimization: PhaseOptimizer) -> ShardedOptimizer:
+    def _shards(self, phase_optimizer: PhaseOptimizer) -> ShardedOptimizer:
         """Return this rank's part of the optimizer, made after the first backward has shown the buffers."""
         if self._sharded is None:
             assert self.reducer is not None and self._transport is not None
             buckets = self.reducer.buckets
-            self._sharded = ShardedOptimizer(optimization.optimizer, buckets, self._transport, self._saved_state)
+            self._sharded = ShardedOptimizer(phase_optimizer.optimizer, buckets, self._transport, self._saved_state)
             self._saved_state = {}
         return self._sharded
 
@@ -401,17 +403,17 @@ class FusionStrategy(DDPStrategy):
 
     # ---- State, whole and the same as under every other strategy
 
-    def optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer) -> dict[str, Any]:
+    def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
         """Return the optimizer's whole state; collective."""
         if not self.shard_optimizer:
-            return super().optimizer_state_dict(task, optimization)
-        settings = state_dict_without_state(optimization.optimizer)
+            return super().optimizer_state_dict(task, phase_optimizer)
+        settings = state_dict_without_state(phase_optimizer.optimizer)
         if self._sharded is None:  # no step has been made
             return {**settings, "state": self._saved_state}
         sum_of: Callable[[Tensor], Tensor] = self.comm.all_reduce
         return {**settings, "state": self._sharded.whole_state(sum_of, self.comm.all_gather_object)}
 
-    def shards(self, task: TaskModule, optimizations: Sequence[PhaseOptimizer]) -> ShardedState | None:
+    def shards(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> ShardedState | None:
         """Return the state with this rank's pieces of it, where the optimizer is sharded and a step has been made."""
         return None if self._sharded is None else self._sharded.shards(task, self.comm.all_gather_object)
 
@@ -419,20 +421,22 @@ class FusionStrategy(DDPStrategy):
         """Return all parameters and buffers: every rank holds them."""
         return named_state(task)
 
-    def load_optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer, saved: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(
+        self, task: TaskModule, phase_optimizer: PhaseOptimizer, saved: dict[str, Any]
+    ) -> None:
         """Give the optimizer the state in `saved`, of which this rank will keep its part."""
         if not self.shard_optimizer:
-            super().load_optimizer_state_dict(task, optimization, saved)
+            super().load_optimizer_state_dict(task, phase_optimizer, saved)
             return
-        Strategy.load_optimizer_state_dict(self, task, optimization, {**saved, "state": {}})
+        Strategy.load_optimizer_state_dict(self, task, phase_optimizer, {**saved, "state": {}})
         self._saved_state = dict(saved["state"])
 
 
-def _needs_all_gradients(optimization: PhaseOptimizer) -> bool:
+def _needs_all_gradients(phase_optimizer: PhaseOptimizer) -> bool:
     """Return whether no part can be updated before all gradients are known, or somebody expects one step at a time."""
-    optimizer = optimization.optimizer
+    optimizer = phase_optimizer.optimizer
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return optimization.clip.limits or optimization.skip_nonfinite or bool(hooks)
+    return phase_optimizer.clip.limits or phase_optimizer.skip_nonfinite or bool(hooks)
 
 
 def _positive(name: str, value: float) -> float:

@@ -62,7 +62,7 @@ class StageGradients:
         self._reducer: Reducer | None = None
         if mesh.replicas > 1 and mine:
             settings = ReducerSettings(average=False, timeout_seconds=mesh.timeout.total_seconds())
-            self._reducer = Reducer(mine, group=mesh.replica_group, settings=settings, board=failure_store)
+            self._reducer = Reducer(mine, group=mesh.replica_group, settings=settings, failure_store=failure_store)
 
     def reduce_around(self, actions: Sequence[Action]) -> Callable[[int], AbstractContextManager[Any]] | None:
         """Return the context of each action: backwards add up gradients, and the last one reduces over replicas."""

@@ -61,24 +61,24 @@ def single_step(step: Step) -> TrainingStepSpec:
 
 def training_steps(
     task: TaskModule,
-    optimizations: Mapping[str, PhaseOptimizer],
+    phase_optimizers: Mapping[str, PhaseOptimizer],
     *,
     precision: Precision,
     begin_phase: Callable[..., None],
 ) -> dict[str, TrainingStepSpec]:
     """Return the specs by step key: one for each phase, or one in all for a task without phases.
 
-    `optimizations` are those of the phases, by name; `begin_phase(optimization, step_name=...)` switches to one.
+    `phase_optimizers` are those of the phases, by name; `begin_phase(optimization, step_name=...)` switches to one.
     """
-    if not any(optimizations):
+    if not any(phase_optimizers):
         return {step_key("", "training_step"): single_step(in_precision(precision, task.training_step))}
     return {
-        step_key(phase, optimization.step_name): TrainingStepSpec(
-            in_precision(precision, getattr(task, optimization.step_name)),
-            partial(begin_phase, optimization, step_name=optimization.step_name),
-            1.0 / optimization.every,
+        step_key(phase, phase_optimizer.step_name): TrainingStepSpec(
+            in_precision(precision, getattr(task, phase_optimizer.step_name)),
+            partial(begin_phase, phase_optimizer, step_name=phase_optimizer.step_name),
+            1.0 / phase_optimizer.every,
         )
-        for phase, optimization in optimizations.items()
+        for phase, phase_optimizer in phase_optimizers.items()
     }
 
 
@@ -226,10 +226,10 @@ class StagedModel:
             )
         return partitioned
 
-    def phase_parameters(self, task: nn.Module, optimization: PhaseOptimizer) -> dict[str, nn.Parameter]:
+    def phase_parameters(self, task: nn.Module, phase_optimizer: PhaseOptimizer) -> dict[str, nn.Parameter]:
         """Return the named parameters that a phase trains, as far as its step uses them."""
-        trained = {id(parameter) for parameter in optimization.parameters}
-        users = self.steps[step_key(optimization.phase, optimization.step_name)].graph.parameter_users
+        trained = {id(parameter) for parameter in phase_optimizer.parameters}
+        users = self.steps[step_key(phase_optimizer.phase, phase_optimizer.step_name)].graph.parameter_users
         named = task.named_parameters()
         return {name: parameter for name, parameter in named if id(parameter) in trained and name in users}
 

@@ -222,15 +222,15 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             broadcast(everything, self.comm.group)
         broadcast(everything, self.mesh.stage_group)
 
-    def prepare_optimizer(self, task: TaskModule, optimization: PhaseOptimizer) -> None:
+    def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Register an optimizer, whose state follows the parameters to their stages."""
-        if not callable(getattr(task, optimization.step_name, None)):
+        if not callable(getattr(task, phase_optimizer.step_name, None)):
             raise UserError(
-                f"{type(task).__name__} has no method {optimization.step_name}, by which a pipeline would cut it for "
-                f"the phase '{optimization.phase}'. Define {optimization.step_name}(self, batch), which returns the "
+                f"{type(task).__name__} has no method {phase_optimizer.step_name}, by which a pipeline would cut it for "
+                f"the phase '{phase_optimizer.phase}'. Define {phase_optimizer.step_name}(self, batch), which returns the "
                 "loss, or type strategy=ddp."
             )
-        self._optimizations[optimization.phase] = optimization
+        self._optimizations[phase_optimizer.phase] = phase_optimizer
 
     def prepare_steps(self, task: TaskModule, batches: Iterator[StepBatch]) -> None:
         """Trace training's first micro-batch, partition the task, and keep each stage's part; collective."""
@@ -249,10 +249,10 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         begun, self._begun = self._begun, None
         return super().step_batches(batches if begun is None else begun, pin_memory=pin_memory)
 
-    def begin_phase(self, optimization: PhaseOptimizer, *, step_name: str) -> None:
+    def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
         """Make the next `forward_backward` train the parameters of a phase alone, by the method `step_name`."""
-        super().begin_phase(optimization, step_name=step_name)
-        self._phase = optimization.phase
+        super().begin_phase(phase_optimizer, step_name=step_name)
+        self._phase = phase_optimizer.phase
 
     def end_phases(self) -> None:
         """Make every parameter require a gradient again that some phase trains."""
@@ -287,7 +287,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
     def _keep_local(self, task: TaskModule, num_micro_batches: int) -> None:
         placement = self.staged_model.placement
         assert placement is not None
-        optimizers = [optimization.optimizer for optimization in self._optimizations.values()]
+        optimizers = [phase_optimizer.optimizer for phase_optimizer in self._optimizations.values()]
         self.state.keep_local(task, optimizers, placement, group=self.mesh.stage_group, device=self.device)
         self.mesh.sync_rng()
         self.plan_report = report = self.staged_model.report(num_micro_batches)
@@ -355,15 +355,15 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             broadcast(self._buffers.now(), self.comm.group)
         return shared
 
-    def _grad_norm(self, optimization: PhaseOptimizer) -> Tensor:
+    def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
-        return self._gradients[optimization.phase].norm(self.mesh, self.device)
+        return self._gradients[phase_optimizer.phase].norm(self.mesh, self.device)
 
-    def optimizer_step(self, optimization: PhaseOptimizer) -> Tensor | None:
+    def optimizer_step(self, phase_optimizer: PhaseOptimizer) -> Tensor | None:
         """Update this stage's parameters; a step that fp16 skips on one stage is skipped on all. Collective."""
         if self.precision.scaler is None:
-            return super().optimizer_step(optimization)
-        return super().optimizer_step(SyncedScaler(optimization, self.mesh.max_over_stages))
+            return super().optimizer_step(phase_optimizer)
+        return super().optimizer_step(SyncedScaler(phase_optimizer, self.mesh.max_over_stages))
 
     # ---- Evaluation
 
@@ -452,19 +452,21 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             return everything
         return {name: tensor for name, tensor in everything.items() if placement.is_held(name, self.mesh.stage)}
 
-    def optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer) -> dict[str, Any]:
+    def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
         """Return the optimizer's state, complete on the main rank."""
         if self.staged_model.placement is None or self.comm.rank != 0:
-            return super().optimizer_state_dict(task, optimization)
-        return self.state.gather_optimizer(optimization.optimizer)
+            return super().optimizer_state_dict(task, phase_optimizer)
+        return self.state.gather_optimizer(phase_optimizer.optimizer)
 
-    def load_optimizer_state_dict(self, task: TaskModule, optimization: PhaseOptimizer, saved: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(
+        self, task: TaskModule, phase_optimizer: PhaseOptimizer, saved: dict[str, Any]
+    ) -> None:
         """Load into this stage's optimizer the state of its own parameters in `saved`."""
-        self.state.load_optimizer(task, optimization.optimizer, saved)
+        self.state.load_optimizer(task, phase_optimizer.optimizer, saved)
 
-    def shards(self, task: TaskModule, optimizations: Sequence[PhaseOptimizer]) -> ShardedState | None:
+    def shards(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> ShardedState | None:
         """Return the state with the shards of this stage; `None` before the task is partitioned."""
-        optimizers = [optimization.optimizer for optimization in optimizations]
+        optimizers = [phase_optimizer.optimizer for phase_optimizer in phase_optimizers]
         return self.state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=self.comm.all_gather_object)
 
     def strategy_state(self) -> dict[str, Any]:
@@ -520,9 +522,9 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             phases = configure_optimizers(
                 task, clip=clip, precision=precision, total_steps=steps, fused=False, skip=False
             )
-            self._optimizations = {optimization.phase: optimization for optimization in phases}
-        windows = open_loader(source, alone, seed=0).windows(0, 0)
-        first = next(self.step_batches(windows, pin_memory=source.pin_memory))
+            self._optimizations = {phase_optimizer.phase: phase_optimizer for phase_optimizer in phases}
+        step_batches = open_loader(source, alone, seed=0).step_batches(0, 0)
+        first = next(self.step_batches(step_batches, pin_memory=source.pin_memory))
         try:
             return self.staged_model.preview(
                 task.train(),

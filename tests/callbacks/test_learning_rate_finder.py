@@ -64,7 +64,7 @@ def test_training_after_a_look_is_training_without_one_to_the_bit(make_trainer: 
 def test_norms_of_a_look_are_not_in_the_average_that_tells_spikes(make_trainer: Any) -> None:
     class Averages(Callback):
         def on_fit_start(self, run: Any) -> None:
-            self.seen = run.optimization.spikes.state_dict()
+            self.seen = run.phase_optimizer.spikes.state_dict()
 
     averages = Averages()
     finder = LearningRateFinder(num_steps=12, on_finish="continue")
@@ -182,7 +182,7 @@ def test_the_suggestion_is_applied_as_if_it_had_been_set(make_trainer: Any, sche
 
         class Looks(Callback):
             def on_step_end(self, run: Any) -> None:
-                seen.append(run.optimizations[0].learning_rates())
+                seen.append(run.phase_optimizers[0].learning_rates())
 
         make_trainer(callbacks=[*callbacks, Looks()], max_duration="2epoch").fit(task, data())
         return seen
@@ -269,9 +269,9 @@ def test_one_phase_is_swept_and_the_other_keeps_its_rate(
     monkeypatch.setattr("trainkit.callbacks.learning_rate_finder.suggest", lambda rates, losses: 0.02)
     step = SingleStrategy.optimizer_step
 
-    def looked_at(self: Any, optimization: Any) -> Any:
-        seen.append((optimization.phase, optimization.learning_rates()[0]))
-        return step(self, optimization)
+    def looked_at(self: Any, phase_optimizer: Any) -> Any:
+        seen.append((phase_optimizer.phase, phase_optimizer.learning_rates()[0]))
+        return step(self, phase_optimizer)
 
     monkeypatch.setattr(SingleStrategy, "optimizer_step", looked_at)
     make_trainer(
@@ -280,7 +280,7 @@ def test_one_phase_is_swept_and_the_other_keeps_its_rate(
 
     kept = json.loads((tmp_path / "learning_rates.json").read_text())
     swept = [rate for name, rate in seen if name == phase][: len(kept["rates"])]
-    tried, trained = seen[: -len(recorder.run.optimizations)], seen[-len(recorder.run.optimizations) :]
+    tried, trained = seen[: -len(recorder.run.phase_optimizers)], seen[-len(recorder.run.phase_optimizers) :]
     assert kept["rates"] == pytest.approx([1e-4 * 10 ** (3 * number / 9) for number in range(10)])
     assert kept["rates"] == pytest.approx(swept)
     assert min(kept["losses"]) > above

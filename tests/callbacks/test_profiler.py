@@ -175,8 +175,8 @@ def test_what_the_host_waits_for_other_ranks_is_no_part_of_a_devices_backward():
         waited_seconds = 0.0
 
     strategy = Waits()
-    feed = open_loader(Data(train=regression_data(8), batch_size=4).source("train"), strategy, seed=0)
-    watch = StepTimer(strategy, Precision(), feed)
+    loader = open_loader(Data(train=regression_data(8), batch_size=4).source("train"), strategy, seed=0)
+    watch = StepTimer(strategy, Precision(), loader)
     watch._device = DeviceThatWorked()
     Waits.waited_seconds = 0.75
     assert watch.take(10.0)["communication"] == 0.75

@@ -68,14 +68,14 @@ def test_waiting_for_more_than_a_fifth_of_the_time_is_told_once_however_short_lo
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    feed = SimpleNamespace(seconds_waited=0.0, source=SimpleNamespace(workers=0))
-    run: Any = SimpleNamespace(feed=feed, state=SimpleNamespace(step=0, samples=0))
+    loader = SimpleNamespace(seconds_waited=0.0, source=SimpleNamespace(workers=0))
+    run: Any = SimpleNamespace(loader=loader, state=SimpleNamespace(step=0, samples=0))
     callback = SpeedMonitor(step_times=False)
     callback.on_fit_start(run)
     told_at = []
     for number in range(1, 101):
         clock[0] += interval
-        feed.seconds_waited += interval * percent / 100
+        loader.seconds_waited += interval * percent / 100
         run.state.step += 1
         callback.on_log(run, {})
         told_at += [number] * len(caplog.records)

@@ -41,8 +41,8 @@ def test_over_all_ranks_each_sample_comes_once(num_samples, batch_size, world_si
     data = Data(validation=TensorDataset(torch.arange(num_samples)), batch_size=batch_size)
     seen = []
     for rank in range(world_size):
-        feed = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
-        for micro_batch in feed.batches():
+        loader = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        for micro_batch in loader.batches():
             assert len(micro_batch.batch[0]) == micro_batch.num_samples
             seen += micro_batch.batch[0].tolist()
     assert sorted(seen) == list(range(num_samples))
@@ -53,8 +53,8 @@ def test_over_all_ranks_each_sample_of_a_stream_comes_once(num_samples, batch_si
     data = Data(validation=NumberStream(num_samples), batch_size=batch_size)
     seen = []
     for rank in range(world_size):
-        feed = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
-        for micro_batch in feed.batches():
+        loader = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        for micro_batch in loader.batches():
             assert len(micro_batch.batch) == micro_batch.num_samples
             seen += micro_batch.batch.tolist()
     assert sorted(seen) == list(range(num_samples))
@@ -66,8 +66,8 @@ def test_over_all_ranks_each_row_of_ready_made_batches_comes_once(sizes, world_s
     data = Data(validation=batches)
     seen = []
     for rank in range(world_size):
-        feed = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
-        for micro_batch in feed.batches():
+        loader = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        for micro_batch in loader.batches():
             assert len(micro_batch.batch) == micro_batch.num_samples
             seen += micro_batch.batch.tolist()
     assert sorted(seen) == list(range(sum(sizes)))

@@ -201,8 +201,8 @@ def test_graphs_do_not_outlive_their_step(make_trainer):
             return {"loss": loss, "double": loss * 2, "weight": loss.new_tensor(4.0) + 0 * loss}
 
     class Keeping(SingleStrategy):
-        def forward_backward(self, task, window):
-            outputs = super().forward_backward(task, window)
+        def forward_backward(self, task, step_batch):
+            outputs = super().forward_backward(task, step_batch)
             kept.extend(outputs)
             return outputs
 

@@ -458,7 +458,7 @@ def test_skip_leaves_out_exactly_the_bad_steps(make_trainer, name, bad):
 def used_kernel(make_trainer, optimizer, **settings):
     class Look(Callback):
         def on_fit_start(self, run):
-            (group,) = run.optimization.optimizer.param_groups
+            (group,) = run.phase_optimizer.optimizer.param_groups
             self.fused, self.foreach = group.get("fused"), group.get("foreach")
 
     look = Look()

@@ -26,13 +26,16 @@ def numbers(micro_batch):
     return [int(number) for number in (batch[0] if isinstance(batch, list) else batch)]
 
 
-def read(feed, epoch=0, position=0):
+def read(loader, epoch=0, position=0):
     """Return the numbers in each micro-batch of each window."""
-    return [[numbers(micro_batch) for micro_batch in window.micro_batches] for window in feed.windows(epoch, position)]
+    return [
+        [numbers(micro_batch) for micro_batch in step_batch.micro_batches]
+        for step_batch in loader.step_batches(epoch, position)
+    ]
 
 
-def flat(windows):
-    return [number for window in windows for micro_batch in window for number in micro_batch]
+def flat(step_batches):
+    return [number for step_batch in step_batches for micro_batch in step_batch for number in micro_batch]
 
 
 def number_data(num_samples, batch_size, **settings):
@@ -46,8 +49,8 @@ cuts = st.sampled_from(["whole", "accumulate", "micro_batch_size"])
 
 
 def test_windows_are_cut_as_drawn():
-    feed = feed_of(number_data(11, 4, shuffle=False), accumulate=2)
-    assert read(feed) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10]]]
+    loader = feed_of(number_data(11, 4, shuffle=False), accumulate=2)
+    assert read(loader) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10]]]
 
 
 @given(
@@ -71,20 +74,21 @@ def test_every_sample_comes_once_an_epoch_in_the_global_order(
     if drop_last:
         order = order[: num_samples - num_samples % batch_size]
     ranks = [
-        list(feed_of(data, rank=r, world_size=world_size, seed=3, **how).windows(epoch, 0)) for r in range(world_size)
+        list(feed_of(data, rank=r, world_size=world_size, seed=3, **how).step_batches(epoch, 0))
+        for r in range(world_size)
     ]
-    assert len({len(windows) for windows in ranks}) == 1
+    assert len({len(step_batches) for step_batches in ranks}) == 1
     position = 0
-    for windows in zip(*ranks, strict=True):
-        shares = [flat([[numbers(m) for m in window.micro_batches]]) for window in windows]
+    for step_batches in zip(*ranks, strict=True):
+        shares = [flat([[numbers(m) for m in step_batch.micro_batches]]) for step_batch in step_batches]
         count = sum(map(len, shares))
         assert [shares[k % world_size][k // world_size] for k in range(count)] == order[position : position + count]
         position += count
-        for window in windows:
-            assert (window.num_samples, window.num_items) == (count, count)
-            assert window.ends_epoch == (position == len(order))
-            sizes = [micro_batch.num_samples for micro_batch in window.micro_batches]
-            assert sizes == [len(numbers(micro_batch)) for micro_batch in window.micro_batches]
+        for step_batch in step_batches:
+            assert (step_batch.num_samples, step_batch.num_items) == (count, count)
+            assert step_batch.ends_epoch == (position == len(order))
+            sizes = [micro_batch.num_samples for micro_batch in step_batch.micro_batches]
+            assert sizes == [len(numbers(micro_batch)) for micro_batch in step_batch.micro_batches]
             assert all(0 < n <= (size if cut == "micro_batch_size" else batch_size) for n in sizes)
             if cut == "accumulate":
                 assert len(sizes) <= size
@@ -106,19 +110,19 @@ def test_reading_from_a_position_gives_the_rest_of_the_epoch(num_samples, batch_
 
 @given(limit=st.integers(1, 6), drop_last=st.booleans())
 def test_a_limit_ends_the_epoch_after_so_many_global_batches(limit, drop_last):
-    feed = feed_of(number_data(11, 4, shuffle=False, drop_last=drop_last), limit=limit)
+    loader = feed_of(number_data(11, 4, shuffle=False, drop_last=drop_last), limit=limit)
     whole = [[0, 1, 2, 3], [4, 5, 6, 7]] + ([] if drop_last else [[8, 9, 10]])
-    assert [flat([window]) for window in read(feed)] == whole[:limit]
-    assert feed.num_steps == len(whole[:limit])
-    assert feed.epoch_length == sum(map(len, whole[:limit]))
-    assert [window.ends_epoch for window in feed.windows(0, 0)][-1]
+    assert [flat([step_batch]) for step_batch in read(loader)] == whole[:limit]
+    assert loader.num_steps == len(whole[:limit])
+    assert loader.epoch_length == sum(map(len, whole[:limit]))
+    assert [step_batch.ends_epoch for step_batch in loader.step_batches(0, 0)][-1]
 
 
 def test_repeat_first_gives_the_first_epoch_again_and_again():
     data = number_data(20, 4)
-    feed = feed_of(data, limit=2, repeat_first=True)
-    assert read(feed, 0) == read(feed, 1) == read(feed, 5) == read(feed_of(data), 0)[:2]
-    assert read(feed_of(data, limit=2), 1) != read(feed, 1)
+    loader = feed_of(data, limit=2, repeat_first=True)
+    assert read(loader, 0) == read(loader, 1) == read(loader, 5) == read(feed_of(data), 0)[:2]
+    assert read(feed_of(data, limit=2), 1) != read(loader, 1)
 
 
 def test_another_seed_or_epoch_gives_another_order():
@@ -134,19 +138,19 @@ def test_worker_processes_give_the_same_windows(world_size, settings):
         # The last global batch has two samples, so with three or more ranks some have an empty window.
         shared = {"rank": rank, "world_size": world_size, **settings}
         expected = feed_of(number_data(14, 6), **shared)
-        feed = feed_of(number_data(14, 6, workers=1), **shared)
-        assert read(feed, 1, 6) == read(expected, 1, 6)
+        loader = feed_of(number_data(14, 6, workers=1), **shared)
+        assert read(loader, 1, 6) == read(expected, 1, 6)
 
 
 def test_with_workers_only_the_next_requests_of_an_epoch_are_made():
-    feed = feed_of(number_data(100_000, 1, workers=1, shuffle=False))
+    loader = feed_of(number_data(100_000, 1, workers=1, shuffle=False))
     shares = []
-    share = feed._sampler.share
-    feed._sampler.share = lambda *args: shares.append(args) or share(*args)
-    windows = feed.windows(0, 0)
-    assert [numbers(window.micro_batches[0]) for window in islice(windows, 3)] == [[0], [1], [2]]
+    share = loader._sampler.share
+    loader._sampler.share = lambda *args: shares.append(args) or share(*args)
+    step_batches = loader.step_batches(0, 0)
+    assert [numbers(step_batch.micro_batches[0]) for step_batch in islice(step_batches, 3)] == [[0], [1], [2]]
     assert len(shares) < 20
-    windows.close()
+    step_batches.close()
 
 
 # ---- Ready-made batches
@@ -164,9 +168,9 @@ def test_ready_made_batches_are_cut_by_rows_as_drawn():
 
 def test_an_undivided_ready_made_batch_is_the_users_own_object():
     batch = {"x": torch.arange(4), "name": "four"}
-    (window,) = feed_of(Data(train=[batch])).windows(0, 0)
-    assert window.micro_batches[0].batch is batch
-    assert (window.num_samples, window.num_items, window.ends_epoch) == (4, 1, True)
+    (step_batch,) = feed_of(Data(train=[batch])).step_batches(0, 0)
+    assert step_batch.micro_batches[0].batch is batch
+    assert (step_batch.num_samples, step_batch.num_items, step_batch.ends_epoch) == (4, 1, True)
 
 
 @given(
@@ -180,21 +184,25 @@ def test_every_row_comes_once_an_epoch(sizes, world_size, cut, size, epoch):
     how = {} if cut == "whole" else {cut: size}
     data = Data(train=list(torch.arange(sum(sizes)).split(sizes)))
     order = GlobalOrder(len(sizes), seed=0).slice(epoch, 0, len(sizes)).tolist()
-    ranks = [list(feed_of(data, rank=r, world_size=world_size, **how).windows(epoch, 0)) for r in range(world_size)]
-    for index, windows in zip(order, zip(*ranks, strict=True), strict=True):
-        shares = [flat([[numbers(m) for m in window.micro_batches]]) for window in windows]
+    ranks = [
+        list(feed_of(data, rank=r, world_size=world_size, **how).step_batches(epoch, 0)) for r in range(world_size)
+    ]
+    for index, step_batches in zip(order, zip(*ranks, strict=True), strict=True):
+        shares = [flat([[numbers(m) for m in step_batch.micro_batches]]) for step_batch in step_batches]
         rows = torch.arange(sum(sizes)).split(sizes)[index].tolist()
         assert [shares[k % world_size][k // world_size] for k in range(len(rows))] == rows
-        for window in windows:
-            assert (window.num_samples, window.num_items) == (len(rows), 1)
-            assert [m.num_samples for m in window.micro_batches] == [len(numbers(m)) for m in window.micro_batches]
-    assert [window.ends_epoch for window in ranks[0]] == [False] * (len(sizes) - 1) + [True]
+        for step_batch in step_batches:
+            assert (step_batch.num_samples, step_batch.num_items) == (len(rows), 1)
+            assert [m.num_samples for m in step_batch.micro_batches] == [
+                len(numbers(m)) for m in step_batch.micro_batches
+            ]
+    assert [step_batch.ends_epoch for step_batch in ranks[0]] == [False] * (len(sizes) - 1) + [True]
 
 
 def test_tensors_that_are_not_rows_of_the_batch_are_kept_whole():
     batch = {"x": torch.arange(8).reshape(4, 2), "scale": torch.tensor(3.0), "table": torch.arange(7), "text": ["a"]}
-    (window,) = feed_of(Data(train=[batch]), world_size=2, rank=1).windows(0, 0)
-    mine = window.micro_batches[0].batch
+    (step_batch,) = feed_of(Data(train=[batch]), world_size=2, rank=1).step_batches(0, 0)
+    mine = step_batch.micro_batches[0].batch
     assert mine["x"].tolist() == [[2, 3], [6, 7]]
     assert mine["scale"] == 3.0
     assert mine["table"].tolist() == list(range(7))
@@ -203,7 +211,7 @@ def test_tensors_that_are_not_rows_of_the_batch_are_kept_whole():
 
 def test_a_ready_made_batch_without_rows_is_refused():
     with pytest.raises(UserError, match=r"cannot tell how many samples .* type str .*batch_size instead"):
-        next(feed_of(Data(train=["text"])).windows(0, 0))
+        next(feed_of(Data(train=["text"])).step_batches(0, 0))
 
 
 # ---- Streams
@@ -215,8 +223,8 @@ def stream_data(num_samples, batch_size, **settings):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_is_read_in_its_own_order(workers):
-    feed = feed_of(stream_data(11, 4, workers=workers), accumulate=2)
-    assert read(feed) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10]]]
+    loader = feed_of(stream_data(11, 4, workers=workers), accumulate=2)
+    assert read(loader) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10]]]
 
 
 @given(
@@ -236,37 +244,37 @@ def test_each_rank_keeps_every_wth_sample_of_each_global_batch_of_a_stream(
         return
     batches = [list(range(s, min(s + batch_size, most))) for s in range(position, most, batch_size)]
     for rank in range(world_size):
-        feed = feed_of(stream_data(num_samples, batch_size), rank=rank, world_size=world_size, limit=limit)
-        windows = list(feed.windows(0, position))
-        assert [flat([[numbers(m) for m in w.micro_batches]]) for w in windows] == [
+        loader = feed_of(stream_data(num_samples, batch_size), rank=rank, world_size=world_size, limit=limit)
+        step_batches = list(loader.step_batches(0, position))
+        assert [flat([[numbers(m) for m in w.micro_batches]]) for w in step_batches] == [
             b[rank::world_size] for b in batches
         ]
-        assert [window.num_samples for window in windows] == [len(batch) for batch in batches]
-        assert [window.ends_epoch for window in windows] == [False] * (len(batches) - 1) + [True]
+        assert [step_batch.num_samples for step_batch in step_batches] == [len(batch) for batch in batches]
+        assert [step_batch.ends_epoch for step_batch in step_batches] == [False] * (len(batches) - 1) + [True]
 
 
 def test_the_end_of_an_epoch_is_known_before_its_last_window_is_trained_on():
     data = stream_data(8, 4)
-    windows = feed_of(data).windows(0, 0)
-    assert not next(windows).ends_epoch
-    assert next(windows).ends_epoch
+    step_batches = feed_of(data).step_batches(0, 0)
+    assert not next(step_batches).ends_epoch
+    assert next(step_batches).ends_epoch
 
 
 def test_a_limit_reads_no_sample_beyond_it():
     data = stream_data(100, 4)
-    assert len(list(feed_of(data, limit=3).windows(0, 0))) == 3
+    assert len(list(feed_of(data, limit=3).step_batches(0, 0))) == 3
     assert data.dataset("train").read == 12
 
 
 def test_drop_last_leaves_out_the_short_end_of_a_stream():
-    windows = list(feed_of(stream_data(10, 4, drop_last=True)).windows(0, 0))
-    assert [window.num_samples for window in windows] == [4, 4]
-    assert [window.ends_epoch for window in windows] == [False, True]
+    step_batches = list(feed_of(stream_data(10, 4, drop_last=True)).step_batches(0, 0))
+    assert [step_batch.num_samples for step_batch in step_batches] == [4, 4]
+    assert [step_batch.ends_epoch for step_batch in step_batches] == [False, True]
 
 
 def test_an_empty_stream_is_an_error_that_names_it():
     with pytest.raises(UserError, match="train stream gave no sample"):
-        next(feed_of(stream_data(0, 4)).windows(0, 0))
+        next(feed_of(stream_data(0, 4)).step_batches(0, 0))
 
 
 class Positioned(IterableDataset):
@@ -295,13 +303,13 @@ class Positioned(IterableDataset):
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_a_dataset_that_keeps_its_position_is_given_it_back(epoch, steps):
-    feed = feed_of(Data(train=Positioned(24), batch_size=4))
+    loader = feed_of(Data(train=Positioned(24), batch_size=4))
     for earlier in range(epoch):
-        read(feed, earlier)
-    windows = feed.windows(epoch, 0)
+        read(loader, earlier)
+    step_batches = loader.step_batches(epoch, 0)
     for _ in range(steps):
-        next(windows)
-    saved = feed.state_dict(4 * steps)
+        next(step_batches)
+    saved = loader.state_dict(4 * steps)
 
     dataset = Positioned(24)
     again = feed_of(Data(train=dataset, batch_size=4))
@@ -311,10 +319,10 @@ def test_a_dataset_that_keeps_its_position_is_given_it_back(epoch, steps):
 
 
 def test_a_position_is_used_only_for_the_epoch_that_it_was_saved_in():
-    feed = feed_of(Data(train=Positioned(12), batch_size=4))
-    windows = feed.windows(0, 0)
-    next(windows)
-    saved = feed.state_dict(4)
+    loader = feed_of(Data(train=Positioned(12), batch_size=4))
+    step_batches = loader.step_batches(0, 0)
+    next(step_batches)
+    saved = loader.state_dict(4)
     again = feed_of(Data(train=Positioned(12), batch_size=4))
     again.load_state_dict(saved)
     assert flat(read(again, 0, 4)) == list(range(4, 12))
@@ -350,14 +358,14 @@ class Shuffled(Positioned):
 
 @pytest.mark.parametrize("position", [0, 4])
 def test_a_stream_goes_on_from_the_end_of_an_epoch_as_from_its_middle(position):
-    feed = feed_of(Data(train=Shuffled(8), batch_size=4))
-    whole = [flat(read(feed, epoch)) for epoch in range(2)]
+    loader = feed_of(Data(train=Shuffled(8), batch_size=4))
+    whole = [flat(read(loader, epoch)) for epoch in range(2)]
 
-    feed = feed_of(Data(train=Shuffled(8), batch_size=4))
-    windows = feed.windows(0, 0)
+    loader = feed_of(Data(train=Shuffled(8), batch_size=4))
+    step_batches = loader.step_batches(0, 0)
     for _ in range(2 if position == 0 else 1):
-        next(windows)
-    saved = feed.state_dict(position)
+        next(step_batches)
+    saved = loader.state_dict(position)
     again = feed_of(Data(train=Shuffled(8), batch_size=4))
     again.load_state_dict(saved)
     if position:
@@ -366,9 +374,9 @@ def test_a_stream_goes_on_from_the_end_of_an_epoch_as_from_its_middle(position):
 
 
 def test_a_dataset_that_is_at_its_end_begins_anew():
-    feed = feed_of(Data(train=Positioned(8), batch_size=4))
-    read(feed, 0)
-    saved = feed.state_dict(0)
+    loader = feed_of(Data(train=Positioned(8), batch_size=4))
+    read(loader, 0)
+    saved = loader.state_dict(0)
     assert saved["dataset"] == {"position": 8}
     again = feed_of(Data(train=Positioned(8), batch_size=4))
     again.load_state_dict(saved)
@@ -382,8 +390,10 @@ class Drawing(IterableDataset):
 
 def test_a_worker_draws_other_numbers_in_other_epochs_and_for_other_seeds_and_the_same_again():
     def drawn(epoch, position=0, seed=0):
-        feed = open_loader(Data(train=Drawing(), batch_size=2, workers=1).source("train"), FakeRank(), seed=seed)
-        return torch.cat([micro.batch for window in feed.windows(epoch, position) for micro in window.micro_batches])
+        loader = open_loader(Data(train=Drawing(), batch_size=2, workers=1).source("train"), FakeRank(), seed=seed)
+        return torch.cat(
+            [micro.batch for step_batch in loader.step_batches(epoch, position) for micro in step_batch.micro_batches]
+        )
 
     first = drawn(0)
     assert torch.equal(drawn(0), first) and torch.equal(drawn(0, position=2), first[2:])
@@ -398,13 +408,13 @@ class StatefulDrawing(Shuffled):
 
 
 def test_a_stream_goes_on_in_its_worker_from_where_it_was(caplog):
-    def feed():
+    def loader():
         return feed_of(Data(train=StatefulDrawing(10), batch_size=4, workers=1))
 
-    whole = [torch.cat([micro.batch for micro in micro_batches_of(feed(), epoch, 0)]) for epoch in range(2)]
-    stopped, again = feed(), feed()
-    windows = stopped.windows(0, 0)
-    next(windows)
+    whole = [torch.cat([micro.batch for micro in micro_batches_of(loader(), epoch, 0)]) for epoch in range(2)]
+    stopped, again = loader(), loader()
+    step_batches = stopped.step_batches(0, 0)
+    next(step_batches)
     saved = stopped.state_dict(4)
     assert saved["dataset"]["position"] == 4
     again.load_state_dict(saved)
@@ -412,14 +422,14 @@ def test_a_stream_goes_on_in_its_worker_from_where_it_was(caplog):
     assert torch.equal(torch.cat([micro.batch for micro in micro_batches_of(again, 1, 0)]), whole[1])
     assert again.source.dataset.position == 0  # what the worker has read, this process has not
     assert not caplog.text
-    list(feed().windows(0, 4))
+    list(loader().step_batches(0, 4))
     assert (
         "was saved without the position of its dataset (state_dict) here: its first 4 samples are read" in caplog.text
     )
 
 
-def micro_batches_of(feed, epoch, position):
-    return [micro for window in feed.windows(epoch, position) for micro in window.micro_batches]
+def micro_batches_of(loader, epoch, position):
+    return [micro for step_batch in loader.step_batches(epoch, position) for micro in step_batch.micro_batches]
 
 
 def test_a_stream_without_a_position_is_read_up_to_it(caplog):
@@ -446,8 +456,8 @@ def test_a_stream_with_a_length_tells_how_long_an_epoch_is(num_samples, limit, l
         def __len__(self):
             return self.num_samples
 
-    feed = feed_of(Data(train=Sized(num_samples), batch_size=4), limit=limit)
-    assert (feed.epoch_length, feed.num_steps) == (length, steps)
+    loader = feed_of(Data(train=Sized(num_samples), batch_size=4), limit=limit)
+    assert (loader.epoch_length, loader.num_steps) == (length, steps)
 
 
 def test_a_stream_without_a_length_is_as_long_as_its_limit_or_unknown():

@@ -26,16 +26,16 @@ class Noisy(Dataset[Any]):
 
 
 def read(data: Data, *epochs: tuple[int, int], abandon: int | None = None) -> list[torch.Tensor]:
-    feed = open_loader(data.source("train"), FakeRank(), seed=0)
+    loader = open_loader(data.source("train"), FakeRank(), seed=0)
     if abandon is not None:
-        windows = feed.windows(0, 0)
+        step_batches = loader.step_batches(0, 0)
         for _ in range(abandon):
-            next(windows)
-        del windows
+            next(step_batches)
+        del step_batches
     try:
-        return [torch.cat([m.batch for w in feed.windows(*epoch) for m in w.micro_batches]) for epoch in epochs]
+        return [torch.cat([m.batch for w in loader.step_batches(*epoch) for m in w.micro_batches]) for epoch in epochs]
     finally:
-        feed.close()
+        loader.close()
 
 
 def test_workers_stay_over_epochs_and_what_they_read_is_the_same() -> None:

@@ -118,10 +118,10 @@ def test_ranks_share_each_global_batch_of_a_mixture(world_size: int) -> None:
     source = Data(train=mixture, batch_size=8).source("train")
 
     def batches(rank: int, world: int) -> list[set[float]]:
-        feed = open_loader(source, FakeRank(rank, world), seed=0)
-        assert feed.epoch_length == 24
-        windows = feed.windows(1, 8)
-        return [{v for m in window.micro_batches for v in m.batch[0].tolist()} for window in windows]
+        loader = open_loader(source, FakeRank(rank, world), seed=0)
+        assert loader.epoch_length == 24
+        step_batches = loader.step_batches(1, 8)
+        return [{v for m in step_batch.micro_batches for v in m.batch[0].tolist()} for step_batch in step_batches]
 
     alone = batches(0, 1)
     together = [batches(rank, world_size) for rank in range(world_size)]

@@ -8,7 +8,7 @@ from trainkit.data.prefetch import prefetched
 from trainkit.tree import to_device
 
 
-def windows(num_windows):
+def step_batches(num_windows):
     for number in range(num_windows):
         made.append(number)
         batch = [torch.full((2,), float(number))]
@@ -21,7 +21,7 @@ made = []
 def test_on_the_cpu_windows_are_moved_one_by_one_as_they_are_needed():
     made.clear()
     moved = prefetched(
-        windows(3),
+        step_batches(3),
         lambda batch: to_device(batch, torch.device("cpu"), dtype=torch.float64),
         device=torch.device("cpu"),
         pin_memory=True,
@@ -30,7 +30,7 @@ def test_on_the_cpu_windows_are_moved_one_by_one_as_they_are_needed():
     assert made == [0]
     assert first.micro_batches[1].batch[0].dtype == torch.float64
     assert (first.num_samples, first.num_items, first.ends_epoch) == (4, 4, False)
-    assert [window.ends_epoch for window in moved] == [False, True]
+    assert [step_batch.ends_epoch for step_batch in moved] == [False, True]
 
 
 @pytest.mark.gpu
@@ -39,10 +39,10 @@ def test_on_the_cpu_windows_are_moved_one_by_one_as_they_are_needed():
 def test_on_cuda_every_window_comes_once_in_order_and_one_is_read_ahead(pin_memory):
     made.clear()
     device = torch.device("cuda")
-    moved = prefetched(windows(4), lambda batch: to_device(batch, device), device=device, pin_memory=pin_memory)
+    moved = prefetched(step_batches(4), lambda batch: to_device(batch, device), device=device, pin_memory=pin_memory)
     seen = []
-    for window in moved:
+    for step_batch in moved:
         assert len(made) == min(len(seen) + 2, 4)
-        seen.append([float(micro_batch.batch[0].sum()) / 2 for micro_batch in window.micro_batches])
-        assert window.micro_batches[0].batch[0].is_cuda
+        seen.append([float(micro_batch.batch[0].sum()) / 2 for micro_batch in step_batch.micro_batches])
+        assert step_batch.micro_batches[0].batch[0].is_cuda
     assert seen == [[n, n] for n in range(4)]

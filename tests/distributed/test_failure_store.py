@@ -92,11 +92,11 @@ def test_a_time_out_says_where_the_rank_is_that_hangs(strategy, where, waits, ha
 
 
 def answers_to_two_questions() -> list[str]:
-    board = FailureStore(dist.group.WORLD, token="test")
+    failure_store = FailureStore(dist.group.WORLD, token="test")
     failure_store.POLL_SECONDS = 0.01
-    there = RankWatchdog(board, step=lambda: 7 + dist.get_rank(), describe=phase_in)
+    there = RankWatchdog(failure_store, step=lambda: 7 + dist.get_rank(), describe=phase_in)
     dist.barrier()
-    said = [board.who_waits() for _ in range(2)] if dist.get_rank() == 0 else []
+    said = [failure_store.who_waits() for _ in range(2)] if dist.get_rank() == 0 else []
     dist.barrier()
     there.close()
     there.close()

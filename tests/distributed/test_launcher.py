@@ -37,7 +37,7 @@ def stopped_while_starting():
 
 
 def test_a_signal_while_ranks_are_started_leaves_none_that_is_waited_for():
-    code = "from tests.strategies.test_launcher import stopped_while_starting; stopped_while_starting()"
+    code = "from tests.distributed.test_launcher import stopped_while_starting; stopped_while_starting()"
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 143, ended.stderr
 

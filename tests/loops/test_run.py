@@ -105,7 +105,7 @@ def test_values_that_a_callback_logs_are_written_and_kept(make_trainer):
 def test_a_run_knows_how_long_it_will_be(make_trainer):
     class Looks(Callback):
         def on_fit_start(self, run):
-            self.seen = run.max_steps, run.feed.num_steps, str(run.plan), run.is_main
+            self.seen = run.max_steps, run.loader.num_steps, str(run.plan), run.is_main
 
     looks = Looks()
     make_trainer(callbacks=[looks], max_duration="2epoch").fit(Regression(), DATA)

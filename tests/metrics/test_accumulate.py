@@ -14,10 +14,10 @@ from trainkit.metrics.step_output import StepOutput
 CPU = torch.device("cpu")
 
 
-def means_of(*windows):
+def means_of(*step_batches):
     means = WeightedMeans(CPU)
-    for step, window in enumerate(windows, start=1):
-        means.add(window, step=step)
+    for step, step_batch in enumerate(step_batches, start=1):
+        means.add(step_batch, step=step)
     return means
 
 
@@ -31,9 +31,9 @@ def output(loss, weight=1, **metrics):
     )
 )
 def test_the_mean_is_weighted_exactly(values):
-    windows = [[output(loss, torch.tensor(weight) if tensor else weight)] for loss, weight, tensor in values]
+    step_batches = [[output(loss, torch.tensor(weight) if tensor else weight)] for loss, weight, tensor in values]
     expected = math.fsum(loss * weight for loss, weight, _ in values) / sum(weight for _, weight, _ in values)
-    assert means_of(*windows).reduce(Collectives())["loss"] == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert means_of(*step_batches).reduce(Collectives())["loss"] == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 class Ranks(Collectives):
@@ -87,8 +87,8 @@ def test_an_evaluation_without_a_loss_has_its_metrics():
 
 
 def test_float64_sums_lose_nothing_that_float32_would():
-    windows = [[output(1e8, 1)], *([output(1.0, 1)] for _ in range(99))]
-    assert means_of(*windows).reduce(Collectives())["loss"] == (1e8 + 99) / 100
+    step_batches = [[output(1e8, 1)], *([output(1.0, 1)] for _ in range(99))]
+    assert means_of(*step_batches).reduce(Collectives())["loss"] == (1e8 + 99) / 100
 
 
 @pytest.mark.parametrize("count", [_FOLD_AT - 1, _FOLD_AT, 3 * _FOLD_AT + 5])
@@ -114,8 +114,8 @@ def test_reducing_starts_anew():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("count", [5, _FOLD_AT + 5])
 def test_the_first_step_that_is_not_finite_is_named(bad, count):
-    windows = [[output(1.0), output(bad if step in (3, 4) else 1.0)] for step in range(1, count)]
-    means = means_of(*windows)
+    step_batches = [[output(1.0), output(bad if step in (3, 4) else 1.0)] for step in range(1, count)]
+    means = means_of(*step_batches)
     assert means.first_nonfinite_step() == 3
     assert means.first_nonfinite_step() == 3  # asking changes nothing
     assert not math.isfinite(means.reduce(Collectives())["loss"])

@@ -97,8 +97,8 @@ def test_no_decay_is_a_group_of_its_own_with_the_same_learning_rate(make_trainer
     make_trainer(no_weight_decay=["bias", "norm"], callbacks=callbacks, log_every="4step").fit(Blocks(build), data())
 
     assert recorder.logged[0]["train/learning_rate"] == pytest.approx(0.05 / 5)
-    (optimization,) = recorder.run.optimizations
-    decayed, exempt = optimization.optimizer.param_groups
+    (phase_optimizer,) = recorder.run.phase_optimizers
+    decayed, exempt = phase_optimizer.optimizer.param_groups
     names = {id(parameter): name for name, parameter in recorder.run.task.named_parameters()}
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.1, 0.0)
     assert [names[id(p)] for p in decayed["params"]] == [

@@ -18,8 +18,10 @@ class Rates(Callback):
         self.rates = []
 
     def on_fit_start(self, run):
-        optimization = run.optimization
-        optimization.optimizer.register_step_pre_hook(lambda *args: self.rates.extend(optimization.learning_rates()))
+        phase_optimizer = run.phase_optimizer
+        phase_optimizer.optimizer.register_step_pre_hook(
+            lambda *args: self.rates.extend(phase_optimizer.learning_rates())
+        )
 
 
 def sgd(task, lr=1.0):

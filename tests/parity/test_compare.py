@@ -90,8 +90,8 @@ class Corrupting(SingleStrategy):
 
     steps = 0
 
-    def _normalize_gradients(self, outputs, window):
-        super()._normalize_gradients(outputs, window)
+    def _normalize_gradients(self, outputs, step_batch):
+        super()._normalize_gradients(outputs, step_batch)
         self.steps += 1
         if self.steps == 3:
             self._trained[2].grad[1, 1] += 0.1
@@ -105,7 +105,7 @@ def test_a_wrong_gradient_is_found_at_its_step_and_parameter():
 
 
 class Doubling(SingleStrategy):
-    def _normalize_gradients(self, outputs, window):
+    def _normalize_gradients(self, outputs, step_batch):
         self._scale_gradients(2.0)
 
 
@@ -122,8 +122,8 @@ def test_a_wrong_scale_is_found_even_under_an_optimizer_that_does_not_mind():
 class Boasting(SingleStrategy):
     """Takes the right steps, and tells of smaller losses."""
 
-    def forward_backward(self, task, window):
-        outputs = super().forward_backward(task, window)
+    def forward_backward(self, task, step_batch):
+        outputs = super().forward_backward(task, step_batch)
         for output in outputs:
             output.loss = output.loss * 0.99
         return outputs
@@ -147,7 +147,7 @@ def test_weights_that_are_no_numbers_agree_with_nothing():
 
 def test_a_strategy_that_fails_is_a_row_with_its_error():
     class Failing(SingleStrategy):
-        def forward_backward(self, task, window):
+        def forward_backward(self, task, step_batch):
             raise RuntimeError("no such luck")
 
     report = compare_strategies(Perceptron(), perceptron_data(), [Failing(device="cpu"), "dp"], steps=2)
@@ -398,7 +398,7 @@ def test_only_the_command_that_has_an_option_takes_it(capsys):
 
 def test_json_has_null_for_what_is_no_number():
     class Failing(SingleStrategy):
-        def forward_backward(self, task, window):
+        def forward_backward(self, task, step_batch):
             raise RuntimeError("no such luck")
 
     report = compare_strategies(Perceptron(), perceptron_data(), [Failing(device="cpu")], steps=1)

@@ -220,10 +220,10 @@ def test_what_cannot_give_up_a_window_says_so(make):
 
 def test_a_window_is_cut_again_by_rows_and_never_wrongly():
     batch = {"rows": torch.arange(10), "scale": torch.tensor(2.0), "pair": (torch.ones(10, 2), 3)}
-    window = resplit(StepBatch([MicroBatch(batch, 10)], 10, 10, False), 4)
-    assert [part.num_samples for part in window.micro_batches] == [4, 4, 2]
-    assert torch.cat([part.batch["rows"] for part in window.micro_batches]).tolist() == list(range(10))
-    assert window.micro_batches[2].batch["pair"][0].shape == (2, 2)
+    step_batch = resplit(StepBatch([MicroBatch(batch, 10)], 10, 10, False), 4)
+    assert [part.num_samples for part in step_batch.micro_batches] == [4, 4, 2]
+    assert torch.cat([part.batch["rows"] for part in step_batch.micro_batches]).tolist() == list(range(10))
+    assert step_batch.micro_batches[2].batch["pair"][0].shape == (2, 2)
     for wrong in ({"words": ["a"] * 10}, [torch.ones(10), torch.ones(7)]):
         with pytest.raises(UserError, match="cannot split a batch of 10 samples that holds"):
             resplit(StepBatch([MicroBatch(wrong, 10)], 10, 10, False), 4)

@@ -43,9 +43,9 @@ class Noisy(Dataset):
 def sample_indices(dataset, *, epoch=0, position=0, rank=0, world_size=1, **settings):
     """Return the samples that a rank reads in an epoch, as rows."""
     data = Data(train=dataset, batch_size=4, **settings)
-    feed = open_loader(data.source("train"), FakeRank(rank, world_size), seed=3)
-    windows = list(feed.windows(epoch, position))
-    return [tuple(row) for w in windows for m in w.micro_batches for row in m.batch.tolist()]
+    loader = open_loader(data.source("train"), FakeRank(rank, world_size), seed=3)
+    step_batches = list(loader.step_batches(epoch, position))
+    return [tuple(row) for w in step_batches for m in w.micro_batches for row in m.batch.tolist()]
 
 
 def expected(epoch):
@@ -78,20 +78,24 @@ def test_a_subset_and_a_loader_ask_for_seeds_too():
     chosen = sample_indices(Subset(Subset(Seeds(), range(2, 18)), [5, 0, 1, 3]), shuffle=False)
     assert chosen == [(2 + i, sample_seed(3, 0, place) % 2**63) for place, i in enumerate([5, 0, 1, 3])]
     loader = DataLoader(Seeds(), batch_size=4, shuffle=True)
-    feed = open_loader(Data(train=loader).source("train"), FakeRank(), seed=3)
-    rows = {tuple(row) for window in feed.windows(1, 0) for row in window.micro_batches[0].batch.tolist()}
+    loader = open_loader(Data(train=loader).source("train"), FakeRank(), seed=3)
+    rows = {
+        tuple(row) for step_batch in loader.step_batches(1, 0) for row in step_batch.micro_batches[0].batch.tolist()
+    }
     assert rows == expected(1)
 
 
 def test_ready_made_batches_get_a_seed_each():
-    feed = open_loader(Data(train=Seeds()).source("train"), FakeRank(), seed=3)
-    assert {tuple(window.micro_batches[0].batch.tolist()) for window in feed.windows(2, 0)} == expected(2)
+    loader = open_loader(Data(train=Seeds()).source("train"), FakeRank(), seed=3)
+    assert {tuple(step_batch.micro_batches[0].batch.tolist()) for step_batch in loader.step_batches(2, 0)} == expected(
+        2
+    )
 
 
 def test_evaluation_augments_every_time_alike():
-    feed = open_loader(Data(validation=Seeds(), batch_size=4).source("validation"), FakeRank(), seed=3)
+    loader = open_loader(Data(validation=Seeds(), batch_size=4).source("validation"), FakeRank(), seed=3)
     for _ in range(2):
-        assert {tuple(row) for m in feed.batches() for row in m.batch.tolist()} == expected(0)
+        assert {tuple(row) for m in loader.batches() for row in m.batch.tolist()} == expected(0)
 
 
 def momentum(task):

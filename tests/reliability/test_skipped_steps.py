@@ -15,7 +15,7 @@ from trainkit.strategies.single import SingleStrategy
 from tests.tasks import assert_same_bits
 from trainkit import Data, Phase, TaskModule, Trainer, UserError, session
 from trainkit.errors import NonFiniteLoss
-from trainkit.optim import optimizer as optimization
+from trainkit.optim import optimizer as phase_optimizer
 from trainkit.optim.nonfinite import WARM_UP_STEPS
 from trainkit.testing import run_ranks
 
@@ -117,7 +117,7 @@ def test_a_step_with_nan_changes_nothing_of_the_model(caplog):
 
 def test_where_the_host_does_not_know_at_once_a_step_is_skipped_with_its_statistics_too(monkeypatch, caplog):
     expected = fit(data(6, bad=3), on_nonfinite="skip")
-    monkeypatch.setattr(optimization, "_if_on_host", lambda flag: None)  # as on a GPU
+    monkeypatch.setattr(phase_optimizer, "_if_on_host", lambda flag: None)  # as on a GPU
     with caplog.at_level(logging.WARNING):
         assert_same_bits(fit(data(6, bad=3), on_nonfinite="skip"), expected)
     assert "step 3, since its loss was NaN or infinite (samples 8, 9, 10, 11)" in caplog.text

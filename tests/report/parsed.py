@@ -18,7 +18,7 @@ class Page(HTMLParser):
         self.words: list[str] = []
         self.scripts: list[str] = []
         self.open: list[str] = []
-        self.feed(text)
+        self.loader(text)
         self.close()
 
     @classmethod

@@ -199,12 +199,12 @@ def test_the_gradient_of_any_window_is_that_of_the_weighted_mean_over_all_its_sa
     if token_weights:
         batch.append(tokens)
     parts = zip(*(tensor.split(sizes) for tensor in batch), strict=True)
-    window = StepBatch([MicroBatch(list(part), len(part[0])) for part in parts], total, total, False)
+    step_batch = StepBatch([MicroBatch(list(part), len(part[0])) for part in parts], total, total, False)
     strategy = SingleStrategy(device="cpu")
     strategy.setup(Precision())
     strategy.prepare(task)
 
-    strategy.forward_backward(task, window)
+    strategy.forward_backward(task, step_batch)
 
     counts = tokens if token_weights else torch.ones(total, dtype=torch.float64)
     losses = (task(batch[0]) - batch[1]).square().squeeze(1)

@@ -50,7 +50,7 @@ class BatchLoader(ABC):
         """Items of one epoch (samples, or ready-made batches)."""
 
     @abstractmethod
-    def windows(self, epoch: int, position: int) -> Iterator[StepBatch]:
+    def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
         """Yield this rank's windows of `epoch` from item `position` of the global order on."""
 
     @abstractmethod
@@ -58,15 +58,15 @@ class BatchLoader(ABC):
         """Yield this rank's share of an evaluation: over all ranks each sample comes exactly once."""
 
     def timed_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
-        """Yield `windows`, counting the time until each of them is there; two looks at a clock for each."""
-        windows, clock = self.windows(epoch, position), time.perf_counter
+        """Yield `step_batches`, counting the time until each of them is there; two looks at a clock for each."""
+        step_batches, clock = self.step_batches(epoch, position), time.perf_counter
         while True:
             began = clock()
-            window = next(windows, None)
+            step_batch = next(step_batches, None)
             self.seconds_waited += clock() - began
-            if window is None:
+            if step_batch is None:
                 return
-            yield window
+            yield step_batch
 
     def check_order(self, strategy: ShardsData) -> str | None:
         """Return what a user's own sampler does not keep; raises UserError if ranks would draw apart. Collective."""
@@ -82,8 +82,8 @@ class BatchLoader(ABC):
     def example(self) -> MicroBatch | None:
         """Return this rank's first micro-batch, read apart from training; `None` for a stream, which is not read."""
         with preserve_rng():
-            window = next(self.windows(0, 0), None)
-        return window.micro_batches[0] if window is not None and window.micro_batches else None
+            step_batch = next(self.step_batches(0, 0), None)
+        return step_batch.micro_batches[0] if step_batch is not None and step_batch.micro_batches else None
 
     def _first_from(self, position: int) -> int:
         """Return how far after `position` this rank's next sample of an evaluation lies.
@@ -136,7 +136,7 @@ class MapBatchLoader(BatchLoader):
     def epoch_length(self) -> int:
         return self._length
 
-    def windows(self, epoch: int, position: int) -> Iterator[StepBatch]:
+    def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
         if self._repeat_first:
             epoch = 0
         starts = range(position, self._length, self._batch_size)
@@ -170,8 +170,8 @@ class MapBatchLoader(BatchLoader):
 
     def _place_of(self, step: int, state: TrainState) -> tuple[int, int, int]:
         """Return the epoch of an earlier step's global batch, and its positions there from the first to the last."""
-        windows = state.epoch * self.num_steps + -(-state.position // self._batch_size)
-        epoch, number = divmod(windows - (state.step - step) - 1, self.num_steps)
+        step_batches = state.epoch * self.num_steps + -(-state.position // self._batch_size)
+        epoch, number = divmod(step_batches - (state.step - step) - 1, self.num_steps)
         start = number * self._batch_size
         return 0 if self._repeat_first else epoch, start, min(start + self._batch_size, self._length)
 
@@ -257,7 +257,7 @@ class PreBatchedLoader(BatchLoader):
     def epoch_length(self) -> int:
         return self._length
 
-    def windows(self, epoch: int, position: int) -> Iterator[StepBatch]:
+    def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
         if self._repeat_first:
             epoch = 0
         indices = self._order.slice(epoch, position, self._length).tolist()
@@ -278,7 +278,7 @@ class PreBatchedLoader(BatchLoader):
     def read_step(self, step: int, state: TrainState) -> StepBatch | None:
         steps = state.epoch * self._length + state.position - (state.step - step) - 1
         epoch, position = divmod(steps, self._length)
-        return next(self.windows(epoch, position))
+        return next(self.step_batches(epoch, position))
 
     def _item(self, index: int, epoch: int) -> Any:
         if self._get_sample is None:

@@ -122,7 +122,7 @@ class IterableBatchLoader(BatchLoader):
         most = None if self.limit is None else self.limit * self._batch_size
         return most if length is None else min(length, most or length)
 
-    def windows(self, epoch: int, position: int) -> Iterator[StepBatch]:
+    def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
         epoch = 0 if self._repeat_first else epoch
         self._states = {0: self._states[0]} if 0 in self._states and position == 0 else {}
         samples = self._from(epoch, position)
@@ -130,8 +130,8 @@ class IterableBatchLoader(BatchLoader):
         steps_left = None if self.limit is None else self.limit - steps_before
         following = self._take(samples, position)
         while following:
-            window, state = following, self._state_after(samples)
-            position += len(window)
+            step_batch, state = following, self._state_after(samples)
+            position += len(step_batch)
             if steps_left is not None:
                 steps_left -= 1
             # The next window is read before this one is handed out, to know whether this one ends the epoch.
@@ -139,17 +139,17 @@ class IterableBatchLoader(BatchLoader):
             self._remember(position, state)
             if not following and steps_left != 0 and self._outlives_epochs:
                 self._remember(0, self._state_after(samples))  # read to its end, from which the next epoch begins
-            mine = self._micro_batches(window[self.rank :: self.world_size])
-            yield StepBatch(mine, len(window), len(window), not following)
+            mine = self._micro_batches(step_batch[self.rank :: self.world_size])
+            yield StepBatch(mine, len(step_batch), len(step_batch), not following)
 
     def batches(self) -> Iterator[MicroBatch]:
         samples = self._stream(0, 0)
         for number in range(self.limit) if self.limit is not None else count():
-            window = self._take(samples, number)
-            if not window:
+            step_batch = self._take(samples, number)
+            if not step_batch:
                 return
             first = self._first_from(number * self._batch_size)
-            yield from self._micro_batches(window[first :: self.world_size])
+            yield from self._micro_batches(step_batch[first :: self.world_size])
 
     def example(self) -> MicroBatch | None:
         return None
@@ -232,10 +232,10 @@ class IterableBatchLoader(BatchLoader):
 
     def _take(self, samples: Iterator[Any], taken: int) -> list[Any]:
         """Return the samples of the next global batch; raises UserError for a stream from which none was `taken`."""
-        window = list(islice(samples, self._batch_size))
-        if not window and taken == 0:
+        step_batch = list(islice(samples, self._batch_size))
+        if not step_batch and taken == 0:
             raise UserError(f"the {self.source.stage} stream gave no sample; check where its samples come from.")
-        return [] if self.source.drop_last and len(window) < self._batch_size else window
+        return [] if self.source.drop_last and len(step_batch) < self._batch_size else step_batch
 
     def _micro_batches(self, mine: list[Any]) -> list[MicroBatch]:
         size = self._plan.micro_batch_size

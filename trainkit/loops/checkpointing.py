@@ -45,9 +45,9 @@ class CheckpointedRun(Protocol):
     run_dir: Path | None
     config: str
     state: TrainState
-    feed: BatchLoader | None
+    loader: BatchLoader | None
     plan: BatchPlan | None
-    optimizations: Sequence[PhaseOptimizer]
+    phase_optimizers: Sequence[PhaseOptimizer]
     means: WeightedMeans | None
     reference_batch_size: ReferenceBatchSize | None
     resumed_from: str | None
@@ -174,20 +174,20 @@ class Checkpointer:
         UserError if the checkpoint is another task's.
         """
         run, strategy = self._run, self._run.strategy
-        assert run.feed is not None
+        assert run.loader is not None
         self.load_weights(payload, where=where)
-        saved = saved_by_phase(payload["optimizer"], payload["schedules"], run.optimizations, where=where)
-        for optimization, (optimizer, schedules) in zip(run.optimizations, saved, strict=True):
-            optimization.check_saved(optimizer, schedules, where=where)
-            strategy.load_optimizer_state_dict(run.task, optimization, optimizer)
-            optimization.load_schedule_state(schedules)
-        for optimization, spikes in zip(run.optimizations, payload.get("spikes", []), strict=False):
-            if optimization.spikes is not None:
-                optimization.spikes.load_state_dict(spikes)
+        saved = saved_by_phase(payload["optimizer"], payload["schedules"], run.phase_optimizers, where=where)
+        for phase_optimizer, (optimizer, schedules) in zip(run.phase_optimizers, saved, strict=True):
+            phase_optimizer.check_saved(optimizer, schedules, where=where)
+            strategy.load_optimizer_state_dict(run.task, phase_optimizer, optimizer)
+            phase_optimizer.load_schedule_state(schedules)
+        for phase_optimizer, spikes in zip(run.phase_optimizers, payload.get("spikes", []), strict=False):
+            if phase_optimizer.spikes is not None:
+                phase_optimizer.spikes.load_state_dict(spikes)
         strategy.load_strategy_state(payload.get("strategy", {}))
         run.precision.load_state_dict(payload["scaler"])
         run.state.load_state_dict(payload["state"])
-        run.feed.load_state_dict(payload["feed"])
+        run.loader.load_state_dict(payload["loader"])
         if run.means is not None:
             run.means.load_state_dict(payload.get("means", {}), strategy.comm)
         for name, callback in _named(run.callbacks):
@@ -222,15 +222,15 @@ class Checkpointer:
 
     def _payload(self, shards: ShardedState | None) -> dict[str, Any]:
         run, strategy = self._run, self._run.strategy
-        assert run.feed is not None
+        assert run.loader is not None
         payload = {
             **self._task_and_optimizers(shards),
-            "schedules": by_phase([part.schedule_state() for part in run.optimizations], run.optimizations),
-            "spikes": [{} if part.spikes is None else part.spikes.state_dict() for part in run.optimizations],
+            "schedules": by_phase([part.schedule_state() for part in run.phase_optimizers], run.phase_optimizers),
+            "spikes": [{} if part.spikes is None else part.spikes.state_dict() for part in run.phase_optimizers],
             "strategy": strategy.strategy_state(),
             "scaler": run.precision.state_dict(),
             "state": run.state.state_dict(),
-            "feed": run.feed.state_dict(run.state.position),
+            "loader": run.loader.state_dict(run.state.position),
             "rng": strategy.comm.all_gather_object(rng_state()),
             "layout": self._layout(),
             "batch_size": None if run.plan is None else run.plan.batch_size,
@@ -246,9 +246,9 @@ class Checkpointer:
         """Return the state of the task and its optimizers: the shards, or complete on the main rank; collective."""
         run = self._run
         if shards is None:
-            parts = [run.strategy.optimizer_state_dict(run.task, part) for part in run.optimizations]
+            parts = [run.strategy.optimizer_state_dict(run.task, part) for part in run.phase_optimizers]
             shards = ShardedState(run.strategy.state_dict(run.task), parts)
-        return {"task": shards.task, "optimizer": by_phase(shards.optimizers, run.optimizations)}
+        return {"task": shards.task, "optimizer": by_phase(shards.optimizers, run.phase_optimizers)}
 
     def _labels(self, reason: str) -> dict[str, Any]:
         """Return the keywords under which a checkpoint of the present state is listed."""
@@ -258,7 +258,7 @@ class Checkpointer:
 
     def _shards(self) -> ShardedState | None:
         strategy, run = self._run.strategy, self._run
-        return strategy.shards(run.task, run.optimizations) if isinstance(strategy, SupportsShardedState) else None
+        return strategy.shards(run.task, run.phase_optimizers) if isinstance(strategy, SupportsShardedState) else None
 
     def _layout(self) -> str:
         return f"{type(self._run.strategy).__name__} {self._run.plan}"

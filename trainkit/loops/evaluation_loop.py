@@ -27,12 +27,12 @@ _STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
 class EvaluationLoop:
     """Evaluates every sample exactly once; ranks communicate only at the end of each dataset.
 
-    `feeds` are those of one dataset, named `""`, or of several.
+    `loaders` are those of one dataset, named `""`, or of several.
     """
 
-    def __init__(self, run: Run, feeds: Mapping[str, BatchLoader], *, stage: str) -> None:
+    def __init__(self, run: Run, loaders: Mapping[str, BatchLoader], *, stage: str) -> None:
         self._run = run
-        self._feeds = feeds
+        self._feeds = loaders
         self._stage = stage
 
     def run(self) -> dict[str, float] | None:
@@ -42,8 +42,8 @@ class EvaluationLoop:
         """
         metrics: dict[str, float] = {}
         with self._evaluating() as progress:
-            for name, feed in self._feeds.items():
-                reduced = self._evaluate(feed, progress)
+            for name, loader in self._feeds.items():
+                reduced = self._evaluate(loader, progress)
                 if reduced is None:
                     return None
                 prefix = f"{self._stage}/{name}" if name else self._stage
@@ -52,12 +52,12 @@ class EvaluationLoop:
             self._run.log(metrics)
         return metrics
 
-    def _evaluate(self, feed: BatchLoader, progress: EvaluationProgress) -> dict[str, float] | None:
+    def _evaluate(self, loader: BatchLoader, progress: EvaluationProgress) -> dict[str, float] | None:
         """Return the metrics of one dataset over all ranks, `None` if a stop was requested; collective."""
         run, stage, strategy = self._run, self._stage, self._run.strategy
         means, num_samples = WeightedMeans(strategy.device), 0
         with detach_metrics(metric_modules(strategy, run.task)):
-            for micro_batch in feed.batches():
+            for micro_batch in loader.batches():
                 output = strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])
                 means.add([output])
                 progress.batch += 1
@@ -88,7 +88,7 @@ class EvaluationLoop:
         return concatenate(gathered) if gathered else []
 
     def _evaluating(self) -> AbstractContextManager[EvaluationProgress]:
-        steps = [feed.num_steps for feed in self._feeds.values()]
+        steps = [loader.num_steps for loader in self._feeds.values()]
         known = [count for count in steps if count is not None]
         return _evaluating(self._run, EvaluationProgress(self._stage, sum(known) if len(known) == len(steps) else None))
 

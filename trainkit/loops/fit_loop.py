@@ -41,10 +41,10 @@ class FitLoop:
     def __init__(
         self, run: Run, intervals: FitIntervals, *, validation: EvaluationLoop | None, policy: NonFinitePolicy
     ) -> None:
-        assert run.feed is not None
+        assert run.loader is not None
         self.auto_micro_batch = AutoMicroBatch(run) if uses_auto_micro_batch(run.strategy) else None
         self._run = run
-        self._feed: BatchLoader = run.feed
+        self._feed: BatchLoader = run.loader
         self._max_duration = intervals.max_duration
         self._log_interval = Interval(intervals.log_every)
         self._evaluation_interval = Interval(intervals.evaluate_every if validation is not None else None)
@@ -103,9 +103,9 @@ class FitLoop:
             run.state.sync_clock()
         self.start_intervals()
         run.emit("on_fit_start")
-        if any(optimization.skip_nonfinite for optimization in run.optimizations):
+        if any(phase_optimizer.skip_nonfinite for phase_optimizer in run.phase_optimizers):
             self._skipped = SkippedSteps(run)
-        self._step = make_train_step(run, self._policy, [self.auto_micro_batch, self._skipped, run.watch])
+        self._step = make_train_step(run, self._policy, [self.auto_micro_batch, self._skipped, run.step_timer])
         self.begin_step = self._step.begin
         """Computes a step batch and returns the outputs of this rank's micro-batches; collective."""
         self._policy.start()
@@ -124,7 +124,7 @@ class FitLoop:
         batches = run.strategy.step_batches(
             self._feed.timed_batches(state.epoch, state.position), pin_memory=self._feed.source.pin_memory
         )
-        return batches if run.watch is None else run.watch.timed_batches(batches)
+        return batches if run.step_timer is None else run.step_timer.timed_batches(batches)
 
     def finish_step(self, batch: StepBatch) -> None:
         """Make the updates that are left, and count the step; collective."""
@@ -133,11 +133,11 @@ class FitLoop:
         state.advance(items=batch.num_items, samples=batch.num_samples, ends_epoch=batch.ends_epoch)
         if state.clock_is_synced:  # the time that ranks have agreed on, which costs no collective
             state.set_clock(max(state.seconds, run.strategy.comm.synced_seconds(state.own_seconds)))
-        if run.watch is not None:
-            run.watch.end_step()
+        if run.step_timer is not None:
+            run.step_timer.end_step()
         if batch.ends_epoch:
-            for optimization in run.optimizations:
-                optimization.step_schedules("epoch")
+            for phase_optimizer in run.phase_optimizers:
+                phase_optimizer.step_schedules("epoch")
 
     def finished(self) -> bool:
         """Return whether this was the last step; the same on every rank."""
@@ -189,13 +189,13 @@ class FitLoop:
         self.warn_skipped_steps(bad)
         metrics = {f"train/{name}": value for name, value in means.items()}
         metrics["train/epoch"] = run.state.epochs
-        if run.optimizations[0].phase:
+        if run.phase_optimizers[0].phase:
             del metrics["train/loss"]  # of all phases together, which means nothing
         for phase, norm in self._step.grad_norms.items():
             metrics[_metric_name(phase, "grad_norm")] = float(norm)
-        for optimization in run.optimizations:
-            if optimization.skipped_steps is not None:
-                metrics[_metric_name(optimization.phase, "skipped_steps")] = float(optimization.skipped_steps)
+        for phase_optimizer in run.phase_optimizers:
+            if phase_optimizer.skipped_steps is not None:
+                metrics[_metric_name(phase_optimizer.phase, "skipped_steps")] = float(phase_optimizer.skipped_steps)
         run.emit("on_log", metrics)
         run.log(metrics)
 
@@ -209,14 +209,14 @@ class FitLoop:
         self._stop_is_agreed = self._stop_is_agreed or metrics is None
         if metrics is not None:
             run.state.evaluation_due = False
-            for optimization in run.optimizations:
-                optimization.step_schedules("metric", metrics)
+            for phase_optimizer in run.phase_optimizers:
+                phase_optimizer.step_schedules("metric", metrics)
             run.emit("on_evaluation_end", "validation", metrics)
 
 
 def make_train_step(run: Run, policy: NonFinitePolicy, wrappers: Sequence[StepWrapper | None]) -> TrainStep:
     """Compose the step once, so that what is off costs nothing."""
-    phases = [make_phase_step(run.task, run.strategy, optimization) for optimization in run.optimizations]
+    phases = [make_phase_step(run.task, run.strategy, phase_optimizer) for phase_optimizer in run.phase_optimizers]
     for wrapper in wrappers:
         if wrapper is not None:
             phases = [wrapper.wrap(phase) for phase in phases]
@@ -224,20 +224,20 @@ def make_train_step(run: Run, policy: NonFinitePolicy, wrappers: Sequence[StepWr
     return SkipListedSteps(step, run.state, policy.skip_step) if policy.lists_steps else step
 
 
-def make_phase_step(task: TaskModule, strategy: Strategy, optimization: PhaseOptimizer) -> PhaseStep:
+def make_phase_step(task: TaskModule, strategy: Strategy, phase_optimizer: PhaseOptimizer) -> PhaseStep:
     """Return the calls of one optimizer, without options around them."""
 
     def begin(step_name: str | None) -> None:
         assert isinstance(strategy, SupportsPhases)  # checked before training
-        strategy.begin_phase(optimization, step_name=step_name or optimization.step_name)
+        strategy.begin_phase(phase_optimizer, step_name=step_name or phase_optimizer.step_name)
 
     return PhaseStep(
-        optimization.phase,
-        optimization.every,
+        phase_optimizer.phase,
+        phase_optimizer.every,
         begin,
         partial(strategy.forward_backward, task),
-        partial(strategy.optimizer_step, optimization),
-        partial(optimization.step_schedules, "step"),
+        partial(strategy.optimizer_step, phase_optimizer),
+        partial(phase_optimizer.step_schedules, "step"),
     )
 
 

@@ -36,7 +36,7 @@ class AutoMicroBatch:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        if run.optimizations and run.optimizations[0].phase:
+        if run.phase_optimizers and run.phase_optimizers[0].phase:
             raise UserError(
                 f"{type(run.task).__name__} has phases, in which a step cannot be made again with smaller "
                 "micro-batches; give strategy.micro_batch_size as a number."
@@ -98,8 +98,8 @@ class AutoMicroBatch:
         run.strategy.micro_batch_size = run.state.micro_batch_size = size
         if run.plan is not None:
             run.plan = run.strategy.plan(run.plan.batch_size)
-        if run.feed is not None:
-            run.feed.resplit(run.strategy)
+        if run.loader is not None:
+            run.loader.resplit(run.strategy)
 
 
 class StateSnapshot:

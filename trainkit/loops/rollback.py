@@ -38,11 +38,11 @@ class NonFinitePolicy:
     """
 
     def __init__(self, run: Run, *, policy: NonfinitePolicy, max_rollbacks: int) -> None:
-        assert run.feed is not None
+        assert run.loader is not None
         self.means = run.means = WeightedMeans(run.strategy.device)
         self._weights_are_sound = True
         self._run = run
-        self._feed: BatchLoader = run.feed
+        self._feed: BatchLoader = run.loader
         self._lacks_folder = policy == "rollback" and run.checkpointer.store is None
         self._policy: NonfinitePolicy = "raise" if self._lacks_folder else policy
         self._max_rollbacks = max_rollbacks
@@ -157,9 +157,9 @@ class NonFinitePolicy:
                 logger.warning(
                     "%s: step %d is skipped. Set trainer.detect_anomaly=true to find the operation.", cause, step
                 )
-        for optimization in run.optimizations:
-            if run.state.step % optimization.every == 0:
-                optimization.step_schedules("step")
+        for phase_optimizer in run.phase_optimizers:
+            if run.state.step % phase_optimizer.every == 0:
+                phase_optimizer.step_schedules("step")
 
     # ---- Rollback
 
@@ -280,5 +280,5 @@ class RollbackPoint:
 
 def drop_gradients(run: Run) -> None:
     """Leave no gradient of an unfinished step."""
-    for optimization in run.optimizations:
-        optimization.zero_grad()
+    for phase_optimizer in run.phase_optimizers:
+        phase_optimizer.zero_grad()

@@ -70,16 +70,16 @@ class Run:
     max_steps: int | None = None
     """Optimizer steps that the run will take, if `max_duration` determines it."""
     state: TrainState = field(default_factory=TrainState)
-    feed: BatchLoader | None = None
+    loader: BatchLoader | None = None
     plan: BatchPlan | None = None
     reference_batch_size: ReferenceBatchSize | None = None
     """The global batch that the learning rate was chosen for, if it is known."""
-    optimizations: Sequence[PhaseOptimizer] = ()
+    phase_optimizers: Sequence[PhaseOptimizer] = ()
     """One, or one for each phase of the task; none outside of training."""
     means: WeightedMeans | None = None
     """The means of what training steps returned since the last log."""
     evaluation: EvaluationProgress | None = None
-    watch: StepTimer | None = None
+    step_timer: StepTimer | None = None
     """Times the parts of steps, if a callback asked for it in `on_fit_start`."""
     stop_reason: str | None = None
     stopped_by: Signals | None = None
@@ -90,7 +90,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.loggers = [SafeLogger(destination) for destination in self.loggers]
-        self.feeds: list[BatchLoader] = []  # of evaluations
+        self.loaders: list[BatchLoader] = []  # of evaluations
         self.peak_memory = PeakMemoryTracker(self.strategy.device)
         self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
         self._hooks: dict[str, list[Callable[..., None]]] = {}
@@ -100,9 +100,9 @@ class Run:
         self.checkpointer = Checkpointer(self)
 
     @property
-    def optimization(self) -> PhaseOptimizer | None:
+    def phase_optimizer(self) -> PhaseOptimizer | None:
         """The task's optimizer, or that of its first phase; `None` outside of training."""
-        return self.optimizations[0] if self.optimizations else None
+        return self.phase_optimizers[0] if self.phase_optimizers else None
 
     @property
     def is_main(self) -> bool:
@@ -168,7 +168,7 @@ class Run:
         """Close the checkpointer, feeds, callbacks and loggers, each even if another fails; not collective."""
         errors: list[Exception] = []
         closing: list[Callable[[], None]] = [self.checkpointer.close]
-        closing += [feed.close for feed in (*self.feeds, *([] if self.feed is None else [self.feed]))]
+        closing += [loader.close for loader in (*self.loaders, *([] if self.loader is None else [self.loader]))]
         for close in closing + [item.close for item in self.callbacks] + [item.close for item in self.loggers]:
             try:
                 close()

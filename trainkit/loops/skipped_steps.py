@@ -45,7 +45,7 @@ class SkippedSteps:
     def wrap(self, step: PhaseStep) -> PhaseStep:
         """Return the step with the buffers copied before its first backward, and restored if it is skipped."""
         phase, forward_backward, update = step.phase, step.forward_backward, step.update
-        optimization = next(part for part in self._run.optimizations if part.phase == phase)
+        phase_optimizer = next(part for part in self._run.phase_optimizers if part.phase == phase)
 
         def snapshot_first(batch: StepBatch) -> list[StepOutput]:
             if phase not in self._before:
@@ -54,12 +54,12 @@ class SkippedSteps:
 
         def then_restore() -> Tensor | None:
             norm = update()
-            self._restore(phase, optimization.skipped)
+            self._restore(phase, phase_optimizer.skipped)
             return norm
 
         return replace(step, forward_backward=snapshot_first, update=then_restore)
 
-    def warn(self, bad: Sequence[int], feed: BatchLoader) -> None:
+    def warn(self, bad: Sequence[int], loader: BatchLoader) -> None:
         """Warn of the steps skipped since the last call, of which `bad` had a bad loss here; waits for the device.
 
         Collective.
@@ -70,7 +70,7 @@ class SkippedSteps:
         if not shown:
             return
         run = self._run
-        own = {step: SkipReason(step in bad, feed.sample_indices(step, run.state)) for step in shown}
+        own = {step: SkipReason(step in bad, loader.sample_indices(step, run.state)) for step in shown}
         reasons = run.strategy.comm.all_gather_object((run.strategy.comm.rank, own))
         if not run.is_main:
             return

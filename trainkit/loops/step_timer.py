@@ -37,12 +37,12 @@ _clock = time.perf_counter
 class StepTimer:
     """Adds up the seconds of each part of the steps on this rank."""
 
-    def __init__(self, strategy: Strategy, precision: Precision, feed: BatchLoader) -> None:
+    def __init__(self, strategy: Strategy, precision: Precision, loader: BatchLoader) -> None:
         self.steps = 0
         self._strategy = strategy
-        self._feed = feed
+        self._feed = loader
         self._received = self._forward = self._both = self._optimizer = 0.0
-        self._waited_before, self._data_before = waited_seconds(strategy), feed.seconds_waited
+        self._waited_before, self._data_before = waited_seconds(strategy), loader.seconds_waited
         self._device = _DeviceTimer() if strategy.device.type == "cuda" else None
         self._thread: int | None = None  # that is in a step
         self._in_step = False  # since its first forward, and until it is counted

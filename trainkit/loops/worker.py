@@ -153,9 +153,9 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
         run.checkpointer.restore(load_from(checkpoint).payload, where=str(checkpoint))
         if loop.auto_micro_batch is not None:
             loop.auto_micro_batch.resume()
-    assert run.feed is not None
+    assert run.loader is not None
     if isinstance(run.strategy, PreparesSteps):
-        run.strategy.prepare_steps(run.task, run.feed.windows(run.state.epoch, run.state.position))
+        run.strategy.prepare_steps(run.task, run.loader.step_batches(run.state.epoch, run.state.position))
     if checkpoint is None and validation is not None and config.num_sanity_batches and not config.fast_dev_run:
         metrics = evaluation_loop(run, config, "sanity", limit=config.num_sanity_batches).run()
         if metrics is not None:
@@ -168,9 +168,9 @@ def evaluation_loop(run: Run, config: FitConfig, stage: str, *, limit: int | Non
     """Return the loop of an evaluation of at most `limit` global batches."""
     sources = run.data.sources("validation" if stage == "sanity" else stage)
     seed = config.data_seed(run.data)
-    feeds = {name: open_loader(source, run.strategy, seed=seed, limit=limit) for name, source in sources.items()}
-    run.feeds += feeds.values()
-    return EvaluationLoop(run, feeds, stage=stage)
+    loaders = {name: open_loader(source, run.strategy, seed=seed, limit=limit) for name, source in sources.items()}
+    run.loaders += loaders.values()
+    return EvaluationLoop(run, loaders, stage=stage)
 
 
 def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
@@ -183,22 +183,22 @@ def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
 def _prepare_data(run: Run, config: FitConfig) -> None:
     """Open the training data; its length gives the batch plan and the number of steps."""
     source = run.data.source("train")
-    run.feed = open_loader(
+    run.loader = open_loader(
         source,
         run.strategy,
         seed=config.data_seed(run.data),
         limit=config.overfit_batches or config.limits["train"],
         repeat_first=config.overfit_batches is not None,
     )
-    complaint = run.feed.check_order(run.strategy)
+    complaint = run.loader.check_order(run.strategy)
     if complaint is not None and run.is_main:
         logger.warning(complaint)
     run.plan = None if source.batch_size is None else run.strategy.plan(source.batch_size)
-    run.state.epoch_length = run.feed.epoch_length
+    run.state.epoch_length = run.loader.epoch_length
     run.max_steps = total_steps(
         config.max_duration,
-        steps_of_epoch=run.feed.num_steps,
-        items_of_epoch=run.feed.epoch_length,
+        steps_of_epoch=run.loader.num_steps,
+        items_of_epoch=run.loader.epoch_length,
         batch_size=source.batch_size,
     )
 
@@ -210,7 +210,7 @@ def _prepare_task(run: Run, config: FitConfig) -> None:
 
 
 def _prepare_optimizers(run: Run, config: FitConfig) -> None:
-    run.optimizations = configure_optimizers(
+    run.phase_optimizers = configure_optimizers(
         run.task,
         clip=config.clip,
         precision=config.precision,
@@ -219,17 +219,17 @@ def _prepare_optimizers(run: Run, config: FitConfig) -> None:
         skip=config.on_nonfinite == "skip",
         no_weight_decay=config.no_weight_decay,
     )
-    for optimization in run.optimizations:
+    for phase_optimizer in run.phase_optimizers:
         if config.skip_grad_norm_factor is not None:
-            optimization.skip_spikes(config.skip_grad_norm_factor)
-        run.strategy.prepare_optimizer(run.task, optimization)
+            phase_optimizer.skip_spikes(config.skip_grad_norm_factor)
+        run.strategy.prepare_optimizer(run.task, phase_optimizer)
 
 
 def _validation_loop(run: Run, config: FitConfig) -> EvaluationLoop | None:
     """Return the loop of validations; raises UserError if a schedule needs a metric and nothing is validated."""
     if config.validates(run.data):
         return evaluation_loop(run, config, "validation", limit=config.limits["validation"])
-    schedules = [schedule for optimization in run.optimizations for schedule in optimization.schedules]
+    schedules = [schedule for phase_optimizer in run.phase_optimizers for schedule in phase_optimizer.schedules]
     followed = [schedule.metric for schedule in schedules if schedule.metric is not None]
     if followed:
         raise UserError(

@@ -80,9 +80,9 @@ def cost_of_step(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
     return cost
 
 
-def steps_of(task: TaskModule, optimizations: Sequence[PhaseOptimizer]) -> list[str]:
+def steps_of(task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> list[str]:
     """Return the methods that a step of training calls; those of a manual task only as far as they are known."""
-    return [part.step_name for part in optimizations if callable(getattr(task, part.step_name, None))]
+    return [part.step_name for part in phase_optimizers if callable(getattr(task, part.step_name, None))]
 
 
 class _Kept:

@@ -283,16 +283,16 @@ def configure_optimizers(
         returned = _ask(task, "configure_optimizers", total_steps)
         split_weight_decay_groups(*_read(returned, task), task, no_weight_decay)
         return [_one(returned, task, None, clip=clip, precision=precision, fused=fused, skip=skip)]
-    optimizations = []
+    phase_optimizers = []
     for phase in check_phases(_ask(task, "configure_phases", total_steps), task):
         own = phase.max_grad_norm is not None or phase.max_grad_value is not None
         limits = GradientClipping(phase.max_grad_norm, phase.max_grad_value) if own else clip
         split_weight_decay_groups(*_read(phase.optimizer, task), task, no_weight_decay)
-        optimizations.append(
+        phase_optimizers.append(
             _one(phase.optimizer, task, phase, clip=limits, precision=precision, fused=fused, skip=skip)
         )
-    check_disjoint(optimizations, task)
-    return optimizations
+    check_disjoint(phase_optimizers, task)
+    return phase_optimizers
 
 
 def _if_on_host(flag: Tensor) -> bool | None:

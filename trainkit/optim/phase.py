@@ -90,33 +90,33 @@ def check_phases(phases: object, task: PhasedTask) -> list[Phase]:
     return list(phases)
 
 
-def check_disjoint(optimizations: Sequence[TrainedParameters], task: nn.Module) -> None:
+def check_disjoint(phase_optimizers: Sequence[TrainedParameters], task: nn.Module) -> None:
     """Raise UserError if a parameter is trained by two phases."""
     names = {id(parameter): name for name, parameter in task.named_parameters()}
     owner: dict[int, str] = {}
-    for optimization in optimizations:
-        for parameter in optimization.parameters:
-            first = owner.setdefault(id(parameter), optimization.phase)
-            if first != optimization.phase:
+    for phase_optimizer in phase_optimizers:
+        for parameter in phase_optimizer.parameters:
+            first = owner.setdefault(id(parameter), phase_optimizer.phase)
+            if first != phase_optimizer.phase:
                 raise UserError(
                     f"the parameter {names.get(id(parameter), '?')} is trained by the phases {first!r} and "
-                    f"{optimization.phase!r} of {type(task).__name__}; a parameter belongs to one. "
+                    f"{phase_optimizer.phase!r} of {type(task).__name__}; a parameter belongs to one. "
                     "Add up the losses in one phase to train shared layers."
                 )
 
 
-def by_phase(states: Sequence[Any], optimizations: Sequence[NamedPhase]) -> Any:
+def by_phase(states: Sequence[Any], phase_optimizers: Sequence[NamedPhase]) -> Any:
     """Return the state of the one optimizer of a task without phases, else the states by the names of the phases."""
-    if optimizations[0].phase == "":
+    if phase_optimizers[0].phase == "":
         return states[0]
-    return {part.phase: state for part, state in zip(optimizations, states, strict=True)}
+    return {part.phase: state for part, state in zip(phase_optimizers, states, strict=True)}
 
 
 def saved_by_phase(
-    optimizers: Any, schedules: Any, optimizations: Sequence[NamedPhase], *, where: str
+    optimizers: Any, schedules: Any, phase_optimizers: Sequence[NamedPhase], *, where: str
 ) -> list[tuple[Any, Any]]:
     """Return each optimization's saved state and schedules; raises UserError if those are of other phases."""
-    names = [part.phase for part in optimizations]
+    names = [part.phase for part in phase_optimizers]
     saved = [""] if "param_groups" in optimizers else list(optimizers)
     if sorted(saved) != sorted(names):
         raise UserError(f"{where} was saved {_described(saved)}, and this task is trained {_described(names)}.")

@@ -172,7 +172,7 @@ class _StepRecorder(Callback):
 
     def _logged(self, run: Run, name: str) -> dict[str, float]:
         """Return what was logged of each phase; NaN if that takes no part in the step."""
-        phases = [optimization.phase for optimization in run.optimizations]
+        phases = [phase_optimizer.phase for phase_optimizer in run.phase_optimizers]
         keys = {phase: f"train/{phase}/{name}" if phase else f"train/{name}" for phase in phases}
         return {phase: self.metrics.get(key, math.nan) for phase, key in keys.items()}
 

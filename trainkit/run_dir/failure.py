@@ -29,13 +29,13 @@ _TASK_METHODS = ("training_step", "validation_step", "test_step", "predict_step"
 _PHASES = {
     "backward": "backward",
     "optimizer_step": "the optimizer's step",
-    "finish_gradients": "adding up gradients",
+    "_normalize_gradients": "adding up gradients",
     "save": "saving a checkpoint",
     "log": "logging",
     "_log": "logging",
     "step_schedules": "the schedules",
     "restore": "restoring a checkpoint",
-    "windows": "reading data",
+    "step_batches": "reading data",
     "forward_backward": "forward and backward",
     "prepare_fit": "preparing the run",
 }

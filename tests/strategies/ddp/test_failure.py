@@ -163,7 +163,7 @@ class NothingKnown:
 
 
 def test_a_collective_that_ends_just_after_a_slice_is_no_failure():
-    work = WatchedWork(EndsBetween(), where="the test", board=NothingKnown(), timeout_seconds=5.0)
+    work = WatchedWork(EndsBetween(), where="the test", failure_store=NothingKnown(), timeout_seconds=5.0)
     work.wait()
     assert work.work.waits > 1
 
@@ -190,11 +190,14 @@ def test_a_board_keeps_the_first_cause_until_its_store_is_gone_and_says_so_then(
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = _Group(server.port)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", group.get_group_store)  # before torch 2.9
-    board, other = FailureStore(group, token="gone"), FailureStore(group, token="gone")
-    assert board.root_cause() is None
+    failure_store, other = FailureStore(group, token="gone"), FailureStore(group, token="gone")
+    assert failure_store.root_cause() is None
     other.publish("the cause")
-    board.publish("what followed from it")
-    assert board.root_cause() == other.root_cause() == "the cause"
+    failure_store.publish("what followed from it")
+    assert failure_store.root_cause() == other.root_cause() == "the cause"
     del server
-    board.publish("nobody reads this")
-    assert board.root_cause() == "the process that kept the ranks' store, rank 0 or the one that started them, is gone"
+    failure_store.publish("nobody reads this")
+    assert (
+        failure_store.root_cause()
+        == "the process that kept the ranks' store, rank 0 or the one that started them, is gone"
+    )

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memf
 
 def transport_of_all_ranks() -> SharedMemoryTransport:
     group = dist.group.WORLD
-    board = FailureStore(group, token="test")
-    return SharedMemoryTransport(group, board=board, timeout_seconds=20)
+    failure_store = FailureStore(group, token="test")
+    return SharedMemoryTransport(group, failure_store=failure_store, timeout_seconds=20)
 
 
 def resident_bytes() -> int:
@@ -44,7 +44,7 @@ def memory_taken_by_each_bucket() -> list[float]:
     transport = open_transport(
         "shared_memory",
         group=group,
-        board=FailureStore(group, token="memory"),
+        failure_store=FailureStore(group, token="memory"),
         device=torch.device("cpu"),
         timeout_seconds=20,
     )
@@ -123,7 +123,7 @@ def leftovers() -> tuple[list[str], list[str], str]:
     transport = open_transport(
         "auto",
         group=dist.group.WORLD,
-        board=FailureStore(dist.group.WORLD, token="test"),
+        failure_store=FailureStore(dist.group.WORLD, token="test"),
         device=torch.device("cpu"),
         timeout_seconds=20,
     )
@@ -148,8 +148,8 @@ def falls_back(broken_rank: int) -> tuple[str | None, str]:
         shared_memory.os.memfd_create = _no_memory
     group, cpu = dist.group.WORLD, torch.device("cpu")
     reason = why_no_shared_memory(group, cpu)
-    board = FailureStore(group, token="test")
-    return reason, open_transport("auto", group=group, board=board, device=cpu, timeout_seconds=20).name
+    failure_store = FailureStore(group, token="test")
+    return reason, open_transport("auto", group=group, failure_store=failure_store, device=cpu, timeout_seconds=20).name
 
 
 def _no_memory(name: str, flags: int) -> int:
@@ -190,7 +190,7 @@ def processes_of_a_group_of_its_own() -> list[int]:
     group = dist.new_group(ranks, timeout=timedelta(seconds=20))
     if dist.get_rank() not in ranks:
         return []
-    transport = SharedMemoryTransport(group, board=FailureStore(group, token="test"), timeout_seconds=20)
+    transport = SharedMemoryTransport(group, failure_store=FailureStore(group, token="test"), timeout_seconds=20)
     (flat,) = transport.allocate([(10, torch.float32)])
     flat.fill_(dist.get_rank() + 1)
     transport.start(0, where="a test").wait()

@@ -93,8 +93,8 @@ class NotedBoard:
 
 @pytest.fixture
 def thread():
-    board = NotedBoard()
-    thread = CommunicationThread(FakeTransport(), board=board, rank=3, device=torch.device("cpu"))
+    failure_store = NotedBoard()
+    thread = CommunicationThread(FakeTransport(), failure_store=failure_store, rank=3, device=torch.device("cpu"))
     thread.allocate([])
     yield thread
     thread.close()
@@ -145,7 +145,7 @@ def test_it_looks_from_time_to_time_whether_others_live_and_then_says_that_it_wa
     assert 1 <= thread.inner.looks <= 3
     thread.inner.has_come = True
     handed.wait()
-    assert thread.board.notes == [""]
+    assert thread.failure_store.notes == [""]
 
 
 # ---- Training with it

@@ -123,9 +123,9 @@ class NotingGradients(Pretended):
         super().setup(precision)
         self.used = []
 
-    def optimizer_step(self, optimization):
-        self.used.append([parameter.grad is not None for parameter in optimization.parameters])
-        return super().optimizer_step(optimization)
+    def optimizer_step(self, phase_optimizer):
+        self.used.append([parameter.grad is not None for parameter in phase_optimizer.parameters])
+        return super().optimizer_step(phase_optimizer)
 
 
 def test_flags_of_unused_parameters_reach_all_ranks_of_all_hosts(tmp_path):

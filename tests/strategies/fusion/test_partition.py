@@ -11,12 +11,12 @@ from trainkit.strategies.fusion.partition import (
 )
 
 
-@given(numel=st.integers(0, 10_000), window=st.integers(1, 500))
-def test_windows_cover_a_buffer_once_and_none_is_larger_than_asked_for(numel, window):
-    windows = split_into_chunks(numel, window)
-    assert [element for start, stop in windows for element in range(start, stop)] == list(range(numel))
-    assert all(0 < stop - start <= window for start, stop in windows)
-    sizes = [stop - start for start, stop in windows]
+@given(numel=st.integers(0, 10_000), chunk=st.integers(1, 500))
+def test_windows_cover_a_buffer_once_and_none_is_larger_than_asked_for(numel, chunk):
+    chunks = split_into_chunks(numel, chunk)
+    assert [element for start, stop in chunks for element in range(start, stop)] == list(range(numel))
+    assert all(0 < stop - start <= chunk for start, stop in chunks)
+    sizes = [stop - start for start, stop in chunks]
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
@@ -29,8 +29,8 @@ def test_parts_are_equal_but_for_one_element(numel, world_size):
 
 def test_servers_are_balanced_where_whole_variables_cannot_be():
     variables = [1_000_000] + [1000] * 200  # one huge, many tiny
-    windows = [stop - start for start, stop in split_into_chunks(sum(variables), 100_000)]
-    assert imbalance(bytes_per_server(windows, 4)) < 1.0001
+    chunks = [stop - start for start, stop in split_into_chunks(sum(variables), 100_000)]
+    assert imbalance(bytes_per_server(chunks, 4)) < 1.0001
     assert imbalance(naive_bytes_per_server(variables, 4)) > 3.3
 
 

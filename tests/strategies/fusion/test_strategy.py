@@ -115,7 +115,7 @@ class KeptBytes(Recorder):
     num_bytes = 0
 
     def on_step_end(self, run):
-        state = run.optimization.optimizer.state
+        state = run.phase_optimizer.optimizer.state
         self.num_bytes = sum(value.nbytes for kept in state.values() for value in kept.values())
 
 
@@ -292,7 +292,7 @@ def open_exchange(settings):
     channels = open_server_groups([range(dist.get_world_size())], dist.group.WORLD)
     return GlooExchange(
         channels,
-        board=SilentBoard(),
+        failure_store=SilentBoard(),
         device=torch.device("cpu"),
         staging=HostCopier(),
         timeout_seconds=20.0,

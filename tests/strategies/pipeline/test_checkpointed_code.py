@@ -12,7 +12,7 @@ from trainkit.strategies.pipeline.planner import plan
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.models import Mlp
-from tests.strategies.pipeline.training import Training, make, windows
+from tests.strategies.pipeline.training import Training, make, step_batches
 from trainkit.errors import UserError
 from trainkit.testing import run_ranks
 
@@ -50,7 +50,7 @@ def _slope_and_norm(cuts):
     """Return the loss, its slope along the gradient, and the gradient's norm: with equal masks the latter two agree."""
     strategy = PipelineStrategy(stages=dist.get_world_size(), device="cpu", split_points=cuts)
     training = Training(make(_Checkpointed), strategy)
-    (window,) = windows(_Checkpointed, sizes=[3, 4, 2], num_steps=1)
+    (step_batch,) = step_batches(_Checkpointed, sizes=[3, 4, 2], num_steps=1)
     parameters = [p for p in training.task.parameters() if p.requires_grad]
 
     def loss(length=0.0):
@@ -61,13 +61,13 @@ def _slope_and_norm(cuts):
         for parameter in parameters:
             parameter.grad = None
         torch.manual_seed(1)
-        outputs = strategy.forward_backward(training.task, window)
+        outputs = strategy.forward_backward(training.task, step_batch)
         return sum(float(output.loss) * output.weight for output in outputs) / 9
 
     directions = [None for _ in parameters]
     loss()  # cuts the task
     middle = loss()
-    norm = float(strategy._grad_norm(training.optimization))
+    norm = float(strategy._grad_norm(training.phase_optimizer))
     directions = [None if p.grad is None else p.grad / norm for p in parameters]
     step = 1e-5
     high = loss(step)

@@ -267,14 +267,14 @@ def _masks(schedule, cut):
     """Return the weights after training with random numbers, and some of these."""
     from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
-    from tests.strategies.pipeline.training import Training, make, windows
+    from tests.strategies.pipeline.training import Training, make, step_batches
 
     torch.manual_seed(3)
     strategy = PipelineStrategy(stages=2, schedule=schedule, split_points=[cut], device="cpu")
     training = Training(make(_Drawing), strategy)
     drawn = []
-    for window in windows(_Drawing, sizes=[4, 4, 4], num_steps=3):
-        outputs, _ = training.step(window)
+    for step_batch in step_batches(_Drawing, sizes=[4, 4, 4], num_steps=3):
+        outputs, _ = training.step(step_batch)
         drawn += [output.metrics[name] for output in outputs for name in ("first", "second")]
     weights = training.weights()
     strategy.teardown()

@@ -15,7 +15,7 @@ from torch import nn
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.models import Mlp
-from tests.strategies.pipeline.training import Training, make, windows
+from tests.strategies.pipeline.training import Training, make, step_batches
 from trainkit.distributed.launcher import RankFailure
 from trainkit.testing import rank_outcomes, run_ranks
 
@@ -52,7 +52,7 @@ def _train(model, timeout):
     )
     training = Training(make(model), strategy)
     torch.manual_seed(0)
-    training.run(windows(model, sizes=[5, 3, 2], num_steps=2))
+    training.run(step_batches(model, sizes=[5, 3, 2], num_steps=2))
 
 
 def test_a_departure_from_the_recording_is_named_on_every_rank():
@@ -68,7 +68,7 @@ def _thaw_between_steps():
     task = make(Mlp)
     task.net[:8].requires_grad_(False)
     training = Training(task, PipelineStrategy(stages=2, device="cpu", split_points=["net.8"]))
-    first, second = windows(Mlp, sizes=[5, 3, 2], num_steps=2)
+    first, second = step_batches(Mlp, sizes=[5, 3, 2], num_steps=2)
     training.step(first)
     task.net[7].requires_grad_(True)
     training.step(second)
@@ -124,7 +124,7 @@ class _BreaksInBackward(Mlp):
 def _fail_between_steps():
     strategy = PipelineStrategy(stages=2, device="cpu", split_points=["net.8"], timeout_seconds=4.0)
     training = Training(make(Mlp), strategy)
-    first, second = windows(Mlp, sizes=[5, 3, 2], num_steps=2)
+    first, second = step_batches(Mlp, sizes=[5, 3, 2], num_steps=2)
     try:
         training.step(first)
         if dist.get_rank() == 1:

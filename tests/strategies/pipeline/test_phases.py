@@ -13,7 +13,7 @@ from trainkit.strategies.pipeline.tracer import trace
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.recipe_models import SmallGAN
-from tests.strategies.pipeline.training import Training, compare, make, windows
+from tests.strategies.pipeline.training import Training, compare, make, step_batches
 from trainkit import Phase, TaskModule
 from trainkit.errors import UserError
 from trainkit.testing import run_ranks
@@ -81,12 +81,12 @@ class OutOfTurn(Elsewhere):
 def _in_two_stages(cases):
     differences = _differences(cases)
     training = Training(make(Elsewhere), PipelineStrategy(stages=2, split_points=["second"]))
-    training.run(windows(Elsewhere, sizes=SIZES, num_steps=2))
+    training.run(step_batches(Elsewhere, sizes=SIZES, num_steps=2))
     names = {id(parameter): name for name, parameter in training.task.named_parameters()}
     stated = {
         names[id(parameter)].split(".")[0]
-        for optimization in training.optimizations
-        for parameter in optimization.optimizer.state
+        for phase_optimizer in training.phase_optimizers
+        for parameter in phase_optimizer.optimizer.state
     }
     with pytest.raises(UserError) as refused:
         training.control.backward("second", step="first_step")

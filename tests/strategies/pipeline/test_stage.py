@@ -13,7 +13,7 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.models import OWN, EncoderDecoder, Mlp, ResNet
-from tests.strategies.pipeline.training import Training, largest_difference, windows
+from tests.strategies.pipeline.training import Training, largest_difference, step_batches
 from trainkit.errors import UserError
 from trainkit.testing import run_ranks
 
@@ -160,7 +160,7 @@ def test_every_part_has_the_values_of_the_whole():
 
 def _train(model, num_steps):
     """Train a task that was built on the meta device, and stop and go on with another."""
-    steps = windows(model, sizes=[3, 3, 2], num_steps=num_steps)
+    steps = step_batches(model, sizes=[3, 3, 2], num_steps=num_steps)
     torch.manual_seed(11)
     strategy = PipelineStrategy(stages=dist.get_world_size(), device="cpu")
     task = _on_meta(model)
@@ -169,12 +169,12 @@ def _train(model, num_steps):
     held = sum(p.untyped_storage().nbytes() for p in task.parameters() if p.untyped_storage().nbytes() > 8)
     training.run(strategy.step_batches(iter(()), pin_memory=False))
     weights = training.weights()
-    saved = [weights, strategy.optimizer_state_dict(task, training.optimization)]
+    saved = [weights, strategy.optimizer_state_dict(task, training.phase_optimizer)]
     dist.broadcast_object_list(saved, src=0)
 
     again = Training(_on_meta(model), PipelineStrategy(stages=dist.get_world_size(), device="cpu"))
     again.strategy.load_state_dict(again.task, saved[0])
-    again.strategy.load_optimizer_state_dict(again.task, again.optimization, saved[1])
+    again.strategy.load_optimizer_state_dict(again.task, again.phase_optimizer, saved[1])
     again.run(steps[:1])
     training.run(steps[:1])
     both = training.weights(), again.weights()

@@ -11,7 +11,7 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp, ResNet
-from tests.strategies.pipeline.training import Training, largest_difference, make, windows
+from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
 from trainkit.errors import UserError
 from trainkit.testing import RankFailure, run_ranks
 
@@ -34,12 +34,12 @@ def _pipeline(model, *, task=None, precision="fp64", clip=None, settings=None, *
 def _ownership():
     training = _pipeline(Gpt, settings={"width": 64}, split_points=["blocks.2"], shared_parameters="replicated")
     before = {name: id(parameter) for name, parameter in training.task.named_parameters()}
-    training.run(windows(Gpt, sizes=SIZES, num_steps=1))
+    training.run(step_batches(Gpt, sizes=SIZES, num_steps=1))
     named = dict(training.task.named_parameters())
     held = {name for name, parameter in named.items() if parameter.untyped_storage().nbytes() > 8}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, held)
-    state = training.optimization.optimizer.state
+    state = training.phase_optimizer.optimizer.state
     return {
         "held": everyone,
         "identity": before == {name: id(parameter) for name, parameter in named.items()},
@@ -51,10 +51,10 @@ def _ownership():
 
 def _saving():
     """Save under these stages, go on under one process and under these stages again."""
-    steps = windows(Gpt, sizes=SIZES, num_steps=6)
+    steps = step_batches(Gpt, sizes=SIZES, num_steps=6)
     first = _pipeline(Gpt).run(steps[:3])
     weights = first.weights()
-    optimizer = copy.deepcopy(first.strategy.optimizer_state_dict(first.task, first.optimization))
+    optimizer = copy.deepcopy(first.strategy.optimizer_state_dict(first.task, first.phase_optimizer))
     first.run(steps[3:])
     final = first.weights()
     box = [weights, optimizer]
@@ -63,7 +63,7 @@ def _saving():
 
     def resumed(training):
         training.strategy.load_state_dict(training.task, weights)
-        training.strategy.load_optimizer_state_dict(training.task, training.optimization, copy.deepcopy(optimizer))
+        training.strategy.load_optimizer_state_dict(training.task, training.phase_optimizer, copy.deepcopy(optimizer))
         return training
 
     placed = _pipeline(Gpt).run(steps[:1])  # already cut into stages when it is given the saved state
@@ -97,9 +97,9 @@ class _SlowElsewhere(_Uneven):
 
 def _resuming():
     """Go on with a run whose cuts followed from times that are measured otherwise by now."""
-    steps = windows(_Uneven, sizes=SIZES, num_steps=4)
+    steps = step_batches(_Uneven, sizes=SIZES, num_steps=4)
     first = _pipeline(_Uneven).run(steps[:2])
-    weights, optimizer = first.weights(), first.strategy.optimizer_state_dict(first.task, first.optimization)
+    weights, optimizer = first.weights(), first.strategy.optimizer_state_dict(first.task, first.phase_optimizer)
     weights, optimizer, choices = _shared((weights, copy.deepcopy(optimizer), first.strategy.strategy_state()))
     generator = torch.get_rng_state()
     final = first.run(steps[2:]).weights()
@@ -107,7 +107,7 @@ def _resuming():
     def resumed(choices):
         training = _pipeline(_SlowElsewhere)
         training.strategy.load_state_dict(training.task, weights)
-        training.strategy.load_optimizer_state_dict(training.task, training.optimization, copy.deepcopy(optimizer))
+        training.strategy.load_optimizer_state_dict(training.task, training.phase_optimizer, copy.deepcopy(optimizer))
         training.strategy.load_strategy_state(choices)
         torch.set_rng_state(generator)
         training.run(steps[2:])
@@ -125,12 +125,12 @@ def _resuming():
 
 
 def _evaluation():
-    steps = windows(Mlp, sizes=SIZES, num_steps=2)
+    steps = step_batches(Mlp, sizes=SIZES, num_steps=2)
     training = _pipeline(Mlp).run(steps)
     early = _pipeline(Mlp)
     whole = make(Mlp).double()
     whole.load_state_dict(_shared(training.weights()))
-    batch = windows(Mlp, sizes=[7], num_steps=1, seed=9)[0].micro_batches[0]
+    batch = step_batches(Mlp, sizes=[7], num_steps=1, seed=9)[0].micro_batches[0]
     with torch.no_grad():
         found = training.strategy.evaluate(training.task.eval(), batch, "validation_step")
         predicted = training.strategy.predict(training.task, batch)
@@ -156,7 +156,7 @@ def _shared(value):
 
 
 def _norm():
-    steps = windows(Gpt, sizes=SIZES, num_steps=1)
+    steps = step_batches(Gpt, sizes=SIZES, num_steps=1)
     _, norm = _pipeline(Gpt, clip=0.1).step(steps[0])
     if dist.get_rank():
         return {}
@@ -167,13 +167,13 @@ def _norm():
 def _scaler():
     """One stage overflows: no stage may step."""
     training = _pipeline(Mlp, precision="fp16-mixed", split_points=["net.7"])
-    steps = windows(Mlp, sizes=SIZES, num_steps=2, dtype=torch.float32)
+    steps = step_batches(Mlp, sizes=SIZES, num_steps=2, dtype=torch.float32)
     training.step(steps[0])
     before, scale = training.weights(), training.precision.scaler.get_scale()
     training.strategy.forward_backward(training.task, steps[1])
     if training.strategy.stage == 1:
         next(p.grad for p in training.task.parameters() if p.grad is not None).fill_(float("inf"))
-    training.strategy.optimizer_step(training.optimization)
+    training.strategy.optimizer_step(training.phase_optimizer)
     return {
         "skipped on all stages": largest_difference(before, training.weights()),
         "scale": (training.precision.scaler.get_scale(), scale),
@@ -191,17 +191,17 @@ def _memory():
 
 def _most_alive(training):
     runtime = training.strategy.runtime
-    window = windows(Mlp, sizes=[2] * 12, num_steps=1)[0]
-    training.strategy.forward_backward(training.task, window)
+    step_batch = step_batches(Mlp, sizes=[2] * 12, num_steps=1)[0]
+    training.strategy.forward_backward(training.task, step_batch)
     in_flight = most = 0
     for span in runtime.spans:
         in_flight += 1 if span.action.kind == "F" else -1
         most = max(most, in_flight)
-    measured = _peak_of_saved_bytes(training, window)
+    measured = _peak_of_saved_bytes(training, step_batch)
     return most, measured
 
 
-def _peak_of_saved_bytes(training, window):
+def _peak_of_saved_bytes(training, step_batch):
     alive, peak = 0, 0
 
     class Saved:
@@ -216,7 +216,7 @@ def _peak_of_saved_bytes(training, window):
             alive -= self.tensor.nbytes
 
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
-        training.strategy.forward_backward(training.task, window)
+        training.strategy.forward_backward(training.task, step_batch)
     return peak
 
 
@@ -225,15 +225,15 @@ def _new_shapes():
     training = _pipeline(ManyInputs)
     reference = Training(make(ManyInputs), SingleStrategy(device="cpu"))
     for sizes in ([4, 4], [5, 2], [1], [2, 3, 4, 5, 1]):
-        for window in windows(ManyInputs, sizes=sizes, num_steps=1):
-            training.step(window)
-            reference.step(window)
+        for step_batch in step_batches(ManyInputs, sizes=sizes, num_steps=1):
+            training.step(step_batch)
+            reference.step(step_batch)
     weights = training.weights()
     return {} if dist.get_rank() else {"new shapes": largest_difference(weights, reference.weights())}
 
 
 def _timeline():
-    training = _pipeline(Mlp, split_points=["net.7"]).run(windows(Mlp, sizes=SIZES, num_steps=1))
+    training = _pipeline(Mlp, split_points=["net.7"]).run(step_batches(Mlp, sizes=SIZES, num_steps=1))
     spans = training.strategy.timeline()
     return {"timeline": [[str(span.action) for span in stage] for stage in spans]}
 
@@ -242,7 +242,7 @@ def _replicas():
     """Two copies of one stage: each sees other samples, and buffers are the first one's."""
     strategy = PipelineStrategy(stages=1, replicas=2, device="cpu", timeout_seconds=77.0)
     training = Training(make(ResNet), strategy)
-    training.run(windows(ResNet, sizes=[3, 3, 2, 2], num_steps=2, replica=strategy.comm.rank, num_replicas=2))
+    training.run(step_batches(ResNet, sizes=[3, 3, 2, 2], num_steps=2, replica=strategy.comm.rank, num_replicas=2))
     means = [None, None]
     dist.all_gather_object(means, training.task.stem[1].running_mean)
     reducer = strategy._gradients[""]._reducer
@@ -263,8 +263,8 @@ class _Masked(Mlp):
 
 def _masks():
     training = _pipeline(_Masked)
-    steps = [training.step(window)[0] for window in windows(_Masked, sizes=[2, 2], num_steps=2)]
-    _pipeline(Mlp, settings={"dropout": 0.4}, split_points=["net.7"]).run(windows(Mlp, sizes=[2, 2], num_steps=1))
+    steps = [training.step(step_batch)[0] for step_batch in step_batches(_Masked, sizes=[2, 2], num_steps=2)]
+    _pipeline(Mlp, settings={"dropout": 0.4}, split_points=["net.7"]).run(step_batches(Mlp, sizes=[2, 2], num_steps=1))
     states = [None, None]
     dist.all_gather_object(states, torch.get_rng_state())
     return {
@@ -425,7 +425,7 @@ class _Selects(Mlp):
 
 
 def _train(model, cuts):
-    _pipeline(model, split_points=cuts).run(windows(model, sizes=[5, 3, 2], num_steps=3))
+    _pipeline(model, split_points=cuts).run(step_batches(model, sizes=[5, 3, 2], num_steps=3))
 
 
 def test_a_step_that_departs_from_the_recording_stops_with_the_place_and_the_remedy():

@@ -16,7 +16,7 @@ from trainkit.optim.precision import Precision
 from trainkit.task import has_phases
 
 
-def windows(model, *, sizes, num_steps, replica=0, num_replicas=1, dtype=torch.float64, seed=5):
+def step_batches(model, *, sizes, num_steps, replica=0, num_replicas=1, dtype=torch.float64, seed=5):
     """Return windows with micro-batches of `sizes` samples, all replicas' or one's."""
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -47,40 +47,40 @@ class Training:
         self.precision = Precision(precision)
         strategy.setup(self.precision)
         strategy.prepare(task)
-        self.optimizations = configure_optimizers(
+        self.phase_optimizers = configure_optimizers(
             task, clip=GradientClipping(norm=clip), precision=self.precision, total_steps=100, fused=False, skip=False
         )
-        for optimization in self.optimizations:
-            strategy.prepare_optimizer(task, optimization)
-        self.optimization = self.optimizations[0]
-        steps = [make_phase_step(task, strategy, optimization) for optimization in self.optimizations]
+        for phase_optimizer in self.phase_optimizers:
+            strategy.prepare_optimizer(task, phase_optimizer)
+        self.phase_optimizer = self.phase_optimizers[0]
+        steps = [make_phase_step(task, strategy, phase_optimizer) for phase_optimizer in self.phase_optimizers]
         self.control = PhaseControl(steps) if has_phases(task) else None
         self.losses = []
         self.norms = []
 
-    def step(self, window):
+    def step(self, step_batch):
         if self.control is not None:
-            return self._step_phases(window)
-        outputs = self.strategy.forward_backward(self.task, window)
+            return self._step_phases(step_batch)
+        outputs = self.strategy.forward_backward(self.task, step_batch)
         self.losses.append([float(output.loss) for output in outputs])
-        return outputs, self.strategy.optimizer_step(self.optimization)
+        return outputs, self.strategy.optimizer_step(self.phase_optimizer)
 
-    def _step_phases(self, window):
+    def _step_phases(self, step_batch):
         control = self.control
-        control.begin(window, num_steps=len(self.losses))
+        control.begin(step_batch, num_steps=len(self.losses))
         if self.task.manual:
             self.task.manual_step(control)
-        for optimization in [] if self.task.manual else self.optimizations:
-            if control.due(optimization.phase):
-                control.backward(optimization.phase)
-                control.step(optimization.phase)
+        for phase_optimizer in [] if self.task.manual else self.phase_optimizers:
+            if control.due(phase_optimizer.phase):
+                control.backward(phase_optimizer.phase)
+                control.step(phase_optimizer.phase)
         self.losses.append([float(output.loss) for output in control.outputs])
         self.norms.append({phase: float(norm) for phase, norm in control.norms.items()})
         return control.outputs, None
 
     def run(self, steps):
-        for window in steps:
-            self.step(window)
+        for step_batch in steps:
+            self.step(step_batch)
         return self
 
     def weights(self):
@@ -107,7 +107,7 @@ def compare(model, *, sizes, num_steps=10, precision="fp64", clip=None, replicas
     single = copy.deepcopy(task)
     strategy = PipelineStrategy(stages=dist.get_world_size() // replicas, replicas=replicas, **pipeline)
     training = Training(task, strategy, precision=precision, clip=clip)
-    mine = windows(
+    mine = step_batches(
         model, sizes=sizes, num_steps=num_steps, replica=strategy.comm.rank, num_replicas=replicas, dtype=dtype
     )
     training.run(mine)
@@ -116,7 +116,7 @@ def compare(model, *, sizes, num_steps=10, precision="fp64", clip=None, replicas
     if dist.get_rank():
         return None
     reference = Training(single, SingleStrategy(device="cpu"), precision=precision, clip=clip)
-    reference.run(windows(model, sizes=sizes, num_steps=num_steps, dtype=dtype))
+    reference.run(step_batches(model, sizes=sizes, num_steps=num_steps, dtype=dtype))
     difference = largest_difference(weights, reference.weights())
     if replicas == 1:
         losses = torch.tensor([*chain(*training.losses)]) - torch.tensor([*chain(*reference.losses)])
