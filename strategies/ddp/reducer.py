@@ -82,7 +82,7 @@ class Reducer:
     ) -> None:
         """Check that all ranks have the same parameters and listen to their gradients. Collective.
 
-        What else must be the same is in `untrained`, by what to call it. On `failure_store` the ranks tell each other why they
+        What else must be the same is in `untrained`, by kind. On `failure_store` the ranks tell each other why they
         fail; by default it is one of this Reducer's own.
         """
         self.settings = settings or ReducerSettings()

@@ -226,8 +226,8 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         """Register an optimizer, whose state follows the parameters to their stages."""
         if not callable(getattr(task, phase_optimizer.step_name, None)):
             raise UserError(
-                f"{type(task).__name__} has no method {phase_optimizer.step_name}, by which a pipeline would cut it for "
-                f"the phase '{phase_optimizer.phase}'. Define {phase_optimizer.step_name}(self, batch), which returns the "
+                f"{type(task).__name__} has no method {phase_optimizer.step_name}, by which a pipeline would partition "
+                f"it for the phase '{phase_optimizer.phase}'. Define {phase_optimizer.step_name}(self, batch), which returns the "
                 "loss, or type strategy=ddp."
             )
         self._optimizations[phase_optimizer.phase] = phase_optimizer

@@ -226,7 +226,7 @@ def _legend_name(name: str, members: list[str]) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the section that a metric belongs to: `learning`, `phase_optimizer`, `speed`, `memory`, or none (empty)."""
+    """Return the section that a metric belongs to: `learning`, `optimization`, `speed`, `memory`, or none (empty)."""
     base = name.rpartition("/")[2]
     if name in _NOT_DRAWN:
         return ""
