@@ -1,4 +1,4 @@
-"""What the run takes of the machine."""
+"""Memory and CPU load of the processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from trainkit.loops.run import Run
 
 MIB = 2**20
+_STATM = Path("/proc/self/statm")
 
 
 class DeviceStats(Callback):
     """Adds memory and load at each log point: the largest over all processes.
 
     device/memory_mib        allocated now (CUDA)
-    device/peak_memory_mib   most since the last log point (CUDA)
-    device/reserved_mib      what torch keeps of the device (CUDA)
+    device/peak_memory_mib   peak since the last log point (CUDA)
+    device/reserved_mib      memory reserved by torch's allocator (CUDA)
     host/memory_mib          resident memory of the process
     host/cpu_percent         CPU time over wall time since the last log point; 200 for two busy threads
     """
@@ -31,37 +32,33 @@ class DeviceStats(Callback):
         self._cpu = self._wall = 0.0
 
     def on_fit_start(self, run: Run) -> None:
-        self._begin()
-
-    def on_log(self, run: Run, metrics: dict[str, float]) -> None:
-        known = self._look(run)
-        for other in run.strategy.comm.all_gather_object(known):
-            for name, value in other.items():
-                metrics[name] = max(value, metrics.get(name, value))
-        self._begin()
-
-    def _begin(self) -> None:
         self._cpu, self._wall = time.process_time(), time.monotonic()
 
-    def _look(self, run: Run) -> dict[str, float]:
-        known = {}
+    def on_log(self, run: Run, metrics: dict[str, float]) -> None:
+        for stats in run.strategy.comm.all_gather_object(self._measure(run)):
+            for name, value in stats.items():
+                metrics[name] = max(value, metrics.get(name, value))
+
+    def _measure(self, run: Run) -> dict[str, float]:
+        stats = {}
         device = run.strategy.device
         if device.type == "cuda":
-            known["device/memory_mib"] = torch.cuda.memory_allocated(device) / MIB
-            known["device/peak_memory_mib"] = run.peak_memory.between_logs(run.state.step) / MIB
-            known["device/reserved_mib"] = torch.cuda.memory_reserved(device) / MIB
+            stats["device/memory_mib"] = torch.cuda.memory_allocated(device) / MIB
+            stats["device/peak_memory_mib"] = run.peak_memory.between_logs(run.state.step) / MIB
+            stats["device/reserved_mib"] = torch.cuda.memory_reserved(device) / MIB
         resident = resident_bytes()
         if resident is not None:
-            known["host/memory_mib"] = resident / MIB
-        wall = time.monotonic() - self._wall
-        if wall > 0:
-            known["host/cpu_percent"] = 100 * (time.process_time() - self._cpu) / wall
-        return known
+            stats["host/memory_mib"] = resident / MIB
+        cpu, wall = time.process_time(), time.monotonic()
+        if wall > self._wall:
+            stats["host/cpu_percent"] = 100 * (cpu - self._cpu) / (wall - self._wall)
+        self._cpu, self._wall = cpu, wall
+        return stats
 
 
 def resident_bytes() -> int | None:
-    """Return the memory of this process that is in RAM; `None` where the system does not say."""
-    status = Path("/proc/self/statm")
-    if status.exists():
-        return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return None
+    """Return the resident memory of this process; `None` on systems without /proc."""
+    try:
+        return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None

@@ -16,11 +16,11 @@ class EarlyStopping(Callback):
     """Ends training when a validation metric has not improved for some evaluations. NaN never improves.
 
     Args:
-        monitor: The validation metric.
-        mode: Whether a small (`min`) or a large (`max`) value is good.
+        monitor: Name of a validation metric.
+        mode: `min` if a small value is good, `max` if a large one is.
         patience: Evaluations in a row without improvement after which training ends.
-        min_delta: By how much a value must be better than the best so far to be an improvement.
-        threshold: Training also ends as soon as the metric is this good; `None`: no value is good enough.
+        min_delta: Least improvement over the best value so far that counts.
+        threshold: Value at which training ends at once; `None` disables it.
 
     """
 
@@ -55,7 +55,7 @@ class EarlyStopping(Callback):
         if not run.data.has("validation"):
             raise UserError(
                 f"early_stopping.monitor={self.monitor!r} is a metric of validation, but the data has none; give "
-                "Data(validation=...), or leave early_stopping out."
+                "Data(validation=...), or remove early_stopping."
             )
         if run.resumed_from is None:
             self._best, self._best_step, self._waited = None, 0, 0
@@ -68,8 +68,8 @@ class EarlyStopping(Callback):
                 f"early_stopping.monitor={self.monitor!r} is not a validation metric.{nearest(self.monitor, metrics)} "
                 f"There are: {', '.join(sorted(metrics)) or 'none'}."
             )
-        self._count(metrics[self.monitor], step=run.state.step)
-        reason = self._reason(metrics[self.monitor])
+        self._update(metrics[self.monitor], step=run.state.step)
+        reason = self._stop_reason(metrics[self.monitor])
         if reason is not None:
             run.request_stop(reason)
 
@@ -79,14 +79,14 @@ class EarlyStopping(Callback):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._best, self._best_step, self._waited = saved["best"], saved["best_step"], saved["waited"]
 
-    def _count(self, value: float, *, step: int) -> None:
-        before = self._sign * math.inf if self._best is None else self._best
-        if self._sign * (before - value) > self.min_delta:
+    def _update(self, value: float, *, step: int) -> None:
+        best = self._sign * math.inf if self._best is None else self._best
+        if self._sign * (best - value) > self.min_delta:
             self._best, self._best_step, self._waited = value, step, 0
         else:
             self._waited += 1
 
-    def _reason(self, value: float) -> str | None:
+    def _stop_reason(self, value: float) -> str | None:
         if self.threshold is not None and self._sign * value <= self._sign * self.threshold:
             return f"{self.monitor} reached {value:.6g}, the threshold is {self.threshold:.6g}"
         if self._waited < self.patience:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, at points where all ranks stop for it together."""
+"""Garbage collection on all ranks after the same steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class GarbageCollection(Callback):
-    """Collects every so many steps on all ranks at once, instead of whenever each of them happens to.
+    """Runs Python's garbage collector at regular steps on all ranks, and disables automatic collection.
 
-    A rank that collects lets the others wait, and they do not collect at the same time. What is there when training
-    begins (modules, datasets) is frozen: it is never looked at again until the end.
+    Without it ranks collect at different times, and the others wait each time. Objects that exist when training starts
+    (modules, datasets) are frozen: they are not scanned until training ends.
 
     Args:
-        every: Steps from one collection to the next.
-        generation: Which objects are looked at: 0 the newest, 1, or 2 all that are not frozen.
+        every: Steps between collections.
+        generation: Oldest generation to collect: 0 (the newest objects), 1, or 2 (all that are not frozen).
 
     """
 

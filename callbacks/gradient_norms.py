@@ -1,8 +1,9 @@
-"""How large the gradients of each part of the task are."""
+"""Gradient norms of the sub-modules."""
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,22 +13,26 @@ from torch import Tensor
 from trainkit.callback import Callback
 from trainkit.errors import UserError
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.strategy import Strategy
 
 if TYPE_CHECKING:
     from trainkit.loops.run import Run
 
 logger = logging.getLogger(__name__)
 
+PARTIAL_GRADIENTS = ("shard_optimizer", "overlap_optimizer")
+"""Settings of strategies under which no rank has the complete gradients before the optimizer's step."""
+
 
 class GradientNorms(Callback):
-    """Adds `gradient_norm/<module>`, the 2-norm of the module's gradients before clipping, and their total.
+    """Adds `grad_norm/<module>`, the 2-norm of the module's gradients before clipping, and their total.
 
-    They are taken at the last multiple of `every` steps before a log point, and stay on the device until then. Where a
-    sharded optimizer leaves no rank with whole gradients, nothing is added.
+    Norms are measured at the last multiple of `every` steps before a log point, and stay on the device until then.
+    Nothing is added under a strategy whose gradients are complete on no rank, such as with a sharded optimizer.
 
     Args:
-        every: Steps from one measurement to the next; a measurement costs one pass over the gradients.
-        depth: Parts of parameters' names that make a module's: 1 for the task's direct sub-modules.
+        every: Steps between measurements; a measurement costs one pass over the gradients.
+        depth: Depth of the modules: 1 for the task's direct sub-modules.
 
     """
 
@@ -41,39 +46,39 @@ class GradientNorms(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._measured = {}
-        if run.state.step == 0 and self._cannot_see(run):
-            logger.warning("gradient_norms adds nothing: under this strategy no rank has whole gradients.")
+        if run.state.step == 0 and not has_full_gradients(run.strategy):
+            logger.warning("gradient_norms adds nothing: under this strategy gradients are complete on no rank.")
         names = {id(parameter): name for name, parameter in run.task.named_parameters()}
         for phase_optimizer in run.phase_optimizers:
-            phase_optimizer.pre_clip_hooks.append(partial(self._look, run, phase_optimizer, names))
+            phase_optimizer.pre_clip_hooks.append(partial(self._measure, run, phase_optimizer, names))
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
-        measured = self._measured.values()
-        mine = {name: value for names, norms in measured for name, value in zip(names, norms.tolist(), strict=True)}
-        known: dict[str, float] = {}
-        for part in run.strategy.comm.all_gather_object(mine):  # a pipeline's stages have their own parts
-            known.update(part)
-        squares: dict[str, float] = {}
-        for name, norm in known.items():
-            module = ".".join(name.split(".")[:-1][: self.depth]) or "(its own)"
-            squares[module] = squares.get(module, 0.0) + norm * norm
+        measured: dict[str, float] = {}
+        for names, values in self._measured.values():
+            measured.update(zip(names, values.tolist(), strict=True))
+        norms: dict[str, float] = {}
+        for of_rank in run.strategy.comm.all_gather_object(measured):  # stages of a pipeline measure different ones
+            norms.update(of_rank)
+        squares: dict[str, float] = defaultdict(float)
+        for name, norm in norms.items():
+            squares[".".join(name.split(".")[:-1][: self.depth]) or "(its own)"] += norm * norm
         for module, square in squares.items():
-            metrics[f"gradient_norm/{module}"] = square**0.5
+            metrics[f"grad_norm/{module}"] = square**0.5
         if squares:
-            metrics["gradient_norm/total"] = sum(squares.values()) ** 0.5
+            metrics["grad_norm/total"] = sum(squares.values()) ** 0.5
 
     def close(self) -> None:
         self._measured = {}
 
-    def _look(self, run: Run, phase_optimizer: PhaseOptimizer, names: dict[int, str]) -> None:
+    def _measure(self, run: Run, phase_optimizer: PhaseOptimizer, names: dict[int, str]) -> None:
         if (run.state.step + 1) % self.every:
             return
-        having = [parameter for parameter in phase_optimizer.parameters if parameter.grad is not None]
-        if having:
-            norms = torch._foreach_norm([parameter.grad for parameter in having])
-            self._measured[phase_optimizer.phase] = ([names[id(parameter)] for parameter in having], torch.stack(norms))
+        used = [parameter for parameter in phase_optimizer.parameters if parameter.grad is not None]
+        if used:
+            norms = torch._foreach_norm([parameter.grad for parameter in used])
+            self._measured[phase_optimizer.phase] = ([names[id(parameter)] for parameter in used], torch.stack(norms))
 
-    def _cannot_see(self, run: Run) -> bool:
-        return bool(
-            getattr(run.strategy, "shard_optimizer", False) or getattr(run.strategy, "overlap_optimizer", False)
-        )
+
+def has_full_gradients(strategy: Strategy) -> bool:
+    """Return False if the optimizer is sharded or steps during backward: hooks see no complete gradients then."""
+    return not any(getattr(strategy, setting, False) for setting in PARTIAL_GRADIENTS)

@@ -1,4 +1,4 @@
-"""Training the last layers first, and more of them as training goes on."""
+"""Gradual unfreezing of parameters, for fine-tuning."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from trainkit.callback import Callback
 from trainkit.duration import Duration
 from trainkit.errors import UserError
 
+from .gradient_norms import PARTIAL_GRADIENTS, has_full_gradients
+
 if TYPE_CHECKING:
     from trainkit.loops.run import Run
 
 
 class GradualUnfreezing(Callback):
-    """Keeps parameters as they are until their time has come.
+    """Freezes parameters for a given duration.
 
         encoder.layers.0.*    --------------------================     unfreeze_at: {"encoder.layers.0.*": 4epoch,
         encoder.*             ----------==========================          "encoder.*": 2epoch}
         head                  ====================================
 
-    Patterns are matched against parameters' names; of several that fit, the latest time counts. Gradients are computed
-    all the time, since strategies have agreed on who sends what, and are dropped before they are clipped, so that
-    neither the optimizer nor the norm sees them. What is frozen for the whole run belongs in `trainer.freeze`, which
-    saves the computation too.
+    Patterns are matched against the names of parameters; if several match, the longest duration counts. Gradients are
+    computed and reduced all the time, since strategies expect those of the same parameters in every step, and dropped
+    before they are clipped: neither the optimizer nor the norm sees them. `trainer.freeze` freezes parameters for the
+    whole run, and saves the computation too.
 
     Args:
         unfreeze_at: For each pattern of parameter names (`encoder.*`), the duration for which they stay frozen.
@@ -38,34 +40,35 @@ class GradualUnfreezing(Callback):
             pattern: Duration.parse(text, where=f"unfreeze_at.{pattern}")
             for pattern, text in (unfreeze_at or {}).items()
         }
-        timed = [
-            pattern for pattern, duration in self.unfreeze_at.items() if duration.unit in ("second", "minute", "hour")
-        ]
-        if timed:
-            raise UserError(f"unfreeze_at.{timed[0]} is counted in steps, epochs or samples: clocks differ on ranks.")
+        for pattern, duration in self.unfreeze_at.items():
+            if duration.is_time:
+                raise UserError(f"unfreeze_at.{pattern} must be in steps, epochs or samples: clocks differ on ranks.")
         self._frozen: list[tuple[Duration, list[nn.Parameter]]] = []
 
     def on_fit_start(self, run: Run) -> None:
-        if getattr(run.strategy, "shard_optimizer", False) or getattr(run.strategy, "overlap_optimizer", False):
+        if not has_full_gradients(run.strategy):
+            settings = " and ".join(f"strategy.{setting}=false" for setting in PARTIAL_GRADIENTS)
             raise UserError(
-                "gradual_unfreezing drops whole gradients before the optimizer's step, which this strategy makes in "
-                "parts; set strategy.shard_optimizer=false and strategy.overlap_optimizer=false."
+                f"gradual_unfreezing needs complete gradients before the optimizer's step, which this strategy does "
+                f"not have; set {settings}."
             )
         named = dict(run.task.named_parameters())
         self._frozen = []
         for pattern, duration in sorted(self.unfreeze_at.items(), key=lambda item: item[1].value):
             matching = [name for name in named if fnmatchcase(name, pattern)]
             if not matching:
-                raise UserError(f"unfreeze_at.{pattern} fits no parameter; there are {', '.join(list(named)[:20])}.")
+                raise UserError(
+                    f"unfreeze_at.{pattern} matches no parameter. There are: {', '.join(list(named)[:20])}."
+                )
             self._frozen.append((duration, [named[name] for name in matching]))
         for phase_optimizer in run.phase_optimizers:
-            phase_optimizer.pre_clip_hooks.insert(0, lambda: self._drop(run))
+            phase_optimizer.pre_clip_hooks.insert(0, lambda: self._drop_gradients(run))
 
     def close(self) -> None:
         self._frozen = []
 
-    def _drop(self, run: Run) -> None:
+    def _drop_gradients(self, run: Run) -> None:
         for duration, parameters in self._frozen:
             if not duration.reached(run.state):
                 for parameter in parameters:
-                    parameter.grad = None  # optimizers and norms leave alone what has no gradient
+                    parameter.grad = None  # skipped by optimizers and norms

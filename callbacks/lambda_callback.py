@@ -13,7 +13,7 @@ Function = Callable[..., object]
 
 
 class LambdaCallback(Callback):
-    """Calls a function for each given hook.
+    """Calls a function at each of the given hooks.
 
     `LambdaCallback({"on_step_end": lambda run: ...})`. In YAML a function is given by its dotted path.
 
@@ -23,22 +23,24 @@ class LambdaCallback(Callback):
     """
 
     def __init__(self, functions: Mapping[str, str | Function] | None = None) -> None:
-        for moment, function in (functions or {}).items():
-            if moment not in HOOKS:
+        for hook, function in (functions or {}).items():
+            if hook not in HOOKS:
                 raise UserError(
-                    f"functions.{moment} is not a hook of a callback.{nearest(moment, HOOKS)} There are: "
+                    f"functions.{hook} is not a hook of a callback.{nearest(hook, HOOKS)} There are: "
                     f"{', '.join(HOOKS)}."
                 )
-            setattr(self, moment, _found(function, moment) if isinstance(function, str) else function)
+            setattr(self, hook, _import(function, hook) if isinstance(function, str) else function)
 
 
-def _found(path: str, moment: str) -> Function:
+def _import(path: str, hook: str) -> Function:
     module, _, name = path.rpartition(".")
     try:
-        found: Any = getattr(import_module(module), name)
+        function: Any = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"functions.{moment}: there is no {path!r} ({error}); write my_package.my_function.") from None
-    if not callable(found):
-        raise UserError(f"functions.{moment}: {path} is a {type(found).__name__}, not a function.")
-    function: Function = found
-    return function
+        raise UserError(
+            f"functions.{hook}: {path!r} cannot be imported ({error}); write my_package.my_function."
+        ) from None
+    if not callable(function):
+        raise UserError(f"functions.{hook}: {path} is a {type(function).__name__}, not a function.")
+    imported: Function = function
+    return imported

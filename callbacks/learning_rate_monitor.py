@@ -1,4 +1,4 @@
-"""Learning rates in the log."""
+"""Learning rates at each log point."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Adds `train/learning_rate`; with several parameter groups one value each, `train/learning_rate.0` and so on.
+    """Adds `train/learning_rate`; with several parameter groups `train/learning_rate.0` and so on.
 
-    Those of a phase are `train/<phase>/learning_rate`. A group with a `"name"` is logged under it. The value logged at
-    step n is the rate of step n + 1, because schedules have stepped.
+    The rates of a phase are `train/<phase>/learning_rate`. A group with a `"name"` is logged under that name. The value
+    logged at step n is the rate of step n + 1, because schedules have stepped.
     """
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         for phase_optimizer in run.phase_optimizers:
-            under = f"train/{phase_optimizer.phase}/" if phase_optimizer.phase else "train/"
+            prefix = f"train/{phase_optimizer.phase}/" if phase_optimizer.phase else "train/"
             groups = [
                 group for group in phase_optimizer.optimizer.param_groups if "lr" in group and SPLIT_FROM not in group
             ]
             for index, group in enumerate(groups):
                 suffix = f".{group.get('name', index)}" if len(groups) > 1 else ""
-                metrics[f"{under}learning_rate{suffix}"] = float(group["lr"])
+                metrics[f"{prefix}learning_rate{suffix}"] = float(group["lr"])

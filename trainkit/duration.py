@@ -81,6 +81,11 @@ class Duration:
             raise UserError(f"{where} is empty; write for example '500step' or '2epoch'.")
         return durations
 
+    @property
+    def is_time(self) -> bool:
+        """True for seconds, minutes and hours, which are not the same on every rank."""
+        return self.unit in _SECONDS
+
     def elapsed(self, state: TrainState) -> float:
         """Return how much of this duration's unit has been trained."""
         if self.unit == "step":

@@ -29,7 +29,7 @@ def logged(make_trainer: Any, *, every: int, log_every: str, **settings: Any) ->
     trainer = make_trainer(callbacks=[GradientNorms(every=every), recorder], log_every=log_every, **settings)
     torch.manual_seed(1)
     trainer.fit(Two(), Data(train=regression_data(40), batch_size=8))
-    return [{k: v for k, v in row.items() if k.startswith("gradient_norm/")} for row in recorder.logged]
+    return [{k: v for k, v in row.items() if k.startswith("grad_norm/")} for row in recorder.logged]
 
 
 def test_the_norms_are_those_of_the_step_at_the_log_point(make_trainer: Any) -> None:
@@ -48,10 +48,10 @@ def test_the_norms_are_those_of_the_step_at_the_log_point(make_trainer: Any) -> 
 
     assert first == pytest.approx(
         {
-            "gradient_norm/network": norm(*task.network.parameters()),
-            "gradient_norm/head": norm(*task.head.parameters()),
-            "gradient_norm/(its own)": norm(task.scale),
-            "gradient_norm/total": norm(*task.parameters()),
+            "grad_norm/network": norm(*task.network.parameters()),
+            "grad_norm/head": norm(*task.head.parameters()),
+            "grad_norm/(its own)": norm(task.scale),
+            "grad_norm/total": norm(*task.parameters()),
         },
         rel=1e-5,
     )
@@ -82,7 +82,7 @@ def test_stages_of_a_pipeline_report_their_parts_as_one(make_trainer: Any) -> No
         task, data = Regression(hidden=6), Data(train=regression_data(16), batch_size=8)
         trainer = make_trainer(strategy, callbacks=[GradientNorms(every=2, depth=2)], log_every="2step")
         metrics = trainer.fit(task, data).metrics
-        return {name: value for name, value in metrics.items() if name.startswith("gradient_norm/")}
+        return {name: value for name, value in metrics.items() if name.startswith("grad_norm/")}
 
     expected = norms(None)
 

@@ -89,7 +89,7 @@ def test_histograms_are_of_the_parameters_that_fit_at_their_times(make_trainer: 
     assert [(name, step) for name, _, step in keeps.histograms] == expected
     assert keeps.histograms[-2][1].num_elements == 12
     assert keeps.histograms[2][1].num_elements == 12
-    with pytest.raises(UserError, match=r"histograms\.pattern='encoder' fits no parameter"):
+    with pytest.raises(UserError, match=r"histograms\.pattern='encoder' matches no parameter"):
         make_trainer(callbacks=[Histograms(pattern="encoder")]).fit(task, data())
 
 

@@ -14,6 +14,7 @@ from tests.tasks import FakeRank, Regression, regression_data
 from trainkit import Data, Trainer, UserError
 from trainkit.cli.main import main
 from trainkit.data.open_loader import open_loader
+from trainkit.distributed.collectives import Collectives
 from trainkit.loops.step_timer import PARTS, StepTimer
 from trainkit.optim.precision import Precision
 from trainkit.testing import run_ranks
@@ -59,7 +60,9 @@ def test_the_arithmetic_of_replicas_counts_and_that_of_an_evaluation_does_not(ma
 
 def test_the_use_of_the_peak_counts_every_device_of_one_process(make_trainer):
     class OnTwoDevices(DataParallelStrategy):
-        num_devices = 2  # as of two GPUs
+        def setup(self, precision):
+            super().setup(precision)
+            self.comm = Collectives(num_devices=2)  # as of two GPUs
 
     trainer = make_trainer(
         OnTwoDevices(devices=["cpu", "cpu"]),
@@ -173,6 +176,12 @@ class DeviceThatWorked:
 def test_what_the_host_waits_for_other_ranks_is_no_part_of_a_devices_backward():
     class Waits(FakeRank):
         waited_seconds = 0.0
+
+        def start_overlap_profile(self):
+            pass
+
+        def stop_overlap_profile(self, steps):
+            return None
 
     strategy = Waits()
     loader = open_loader(Data(train=regression_data(8), batch_size=4).source("train"), strategy, seed=0)
