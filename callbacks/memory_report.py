@@ -1,4 +1,4 @@
-"""Memory by kind, and a report when it runs out."""
+"""Memory in use by kind, and a report when memory runs out."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.files import write_text
+from trainkit.report.html import size
 from trainkit.run_dir.console import Table, plain, show
 from trainkit.strategy import local_state
-
-from .model_summary import in_bytes
 
 if TYPE_CHECKING:
     from trainkit.loops.run import Run
 
 
 class MemoryReport(Callback):
-    """Prints after the first step, and at the end, the memory of weights, gradients and optimizer, and the peak.
+    """Prints the memory of weights, gradients and optimizer after the first step, and on CUDA the peak at the end.
 
-    A rank that runs out of memory writes `out_of_memory_rank_<k>.txt` to the run folder: what was in memory, module by
-    module, and what to change. With `record_history` torch's record of all allocations is written beside it, for
+    A rank that runs out of memory writes `out_of_memory_rank_<k>.txt` to the run folder: the memory in use, by kind and
+    by module, and what to change. With `record_history` torch's record of all allocations is written next to it, for
     pytorch.org/memory_viz.
 
     Args:
-        record_history: Record CUDA allocations, which costs a few microseconds each.
+        record_history: Record CUDA allocations, at a few microseconds each.
 
     """
 
@@ -57,7 +56,7 @@ class MemoryReport(Callback):
         if not isinstance(error, torch.OutOfMemoryError) or run.run_dir is None:
             return
         path = Path(run.run_dir) / f"out_of_memory_rank_{run.strategy.comm.process}.txt"
-        write_text(path, post_mortem(run, error))
+        write_text(path, out_of_memory_report(run, error))
         if self._is_recording:
             torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
 
@@ -68,34 +67,28 @@ class MemoryReport(Callback):
 
 
 def memory_table(run: Run) -> Table:
-    """Return what this process holds for training, by kind."""
-    held = local_state(run.strategy, run.task).values()
-    parameters = [tensor for tensor in held if isinstance(tensor, torch.nn.Parameter)]
-    buffers = [tensor for tensor in held if not isinstance(tensor, torch.nn.Parameter)]
-    gradients = sum(tensor.nbytes for tensor in parameters if tensor.requires_grad)
-    table = Table("Memory of one process", ["what", "size"])
-    table.rows += [
-        ["parameters", in_bytes(_size(parameters))],
-        ["buffers", in_bytes(_size(buffers))],
-        ["gradients, in a step", in_bytes(gradients)],
-        ["optimizer", in_bytes(_size(_optimizer_tensors(run)))],
-    ]
+    """Return the memory that this process uses for training, by kind."""
+    tensors = local_state(run.strategy, run.task).values()
+    parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+    rows = {
+        "parameters": _num_bytes(parameters),
+        "buffers": _num_bytes(tensors) - _num_bytes(parameters),
+        "gradients, in a step": _num_bytes(parameter for parameter in parameters if parameter.requires_grad),
+        "optimizer": _num_bytes(_optimizer_tensors(run)),
+    }
     if run.strategy.device.type == "cuda":
         peak = run.peak_memory.of_run()
-        table.rows.append(["peak of the device", in_bytes(peak)])
-        rest = peak - _size(parameters) - _size(buffers) - gradients - _size(_optimizer_tensors(run))
-        table.rows.append(["activations and others, at the peak", in_bytes(max(0, rest))])
-    return table
+        activations = max(0, peak - sum(rows.values()))
+        rows |= {"peak of the device": peak, "activations and others, at the peak": activations}
+    return Table("Memory of one process", ["what", "size"], [[name, size(value)] for name, value in rows.items()])
 
 
-def post_mortem(run: Run, error: BaseException) -> str:
-    """Return what was in memory when it ran out, and what to change."""
+def out_of_memory_report(run: Run, error: BaseException) -> str:
+    """Return the memory in use by kind and by module, and what to change, as text."""
     lines = [f"out of memory at step {run.state.step + 1} on process {run.strategy.comm.process}: {error}", ""]
     lines += [plain(memory_table(run)), ""]
-    modules = Table("Parameters by module", ["module", "size"])
-    for name, module in run.task.named_children():
-        modules.rows.append([name, in_bytes(_size(module.parameters()))])
-    lines += [plain(modules), "", "What to change, the cheapest first:"]
+    modules = [[name, size(_num_bytes(module.parameters()))] for name, module in run.task.named_children()]
+    lines += [plain(Table("Parameters by module", ["module", "size"], modules)), "", "What to change, cheapest first:"]
     lines += [f"  {advice}" for advice in _advice(run)]
     if run.strategy.device.type == "cuda":
         lines += ["", torch.cuda.memory_summary(run.strategy.device)]
@@ -104,16 +97,16 @@ def post_mortem(run: Run, error: BaseException) -> str:
 
 def _advice(run: Run) -> Iterable[str]:
     if run.plan is not None:
-        size = run.plan.micro_batch_size
+        samples = run.plan.micro_batch_size
         yield f"now: {run.plan}"
-        if size > 1:
-            yield f"strategy.micro_batch_size={max(1, size // 2)}: the same global batch and weights, in smaller parts"
-            yield "strategy.micro_batch_size=auto: halved by itself when memory runs out"
+        if samples > 1:
+            yield f"strategy.micro_batch_size={samples // 2}: the same global batch, in smaller micro-batches"
+            yield "strategy.micro_batch_size=auto: halved automatically when memory runs out"
     if run.precision.name == "fp32":
         yield "trainer.precision=bf16-mixed: half the memory of activations"
     yield "trainer.activation_checkpointing=['<pattern of your blocks>']: a third more time, much less memory"
-    if _size(_optimizer_tensors(run)) > 0:
-        yield "strategy=fusion strategy.shard_optimizer=true: each rank keeps its part of the optimizer's state only"
+    if _optimizer_tensors(run):
+        yield "strategy=fusion strategy.shard_optimizer=true: each rank keeps its shard of the optimizer state only"
 
 
 def _optimizer_tensors(run: Run) -> list[Tensor]:
@@ -121,5 +114,5 @@ def _optimizer_tensors(run: Run) -> list[Tensor]:
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
-def _size(tensors: Iterable[Tensor]) -> int:
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)

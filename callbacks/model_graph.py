@@ -1,4 +1,4 @@
-"""The operations of the task's training step, for TensorBoard's tab GRAPHS."""
+"""Graph of the training step, for TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ from typing import TYPE_CHECKING
 from trainkit.callback import Callback
 from trainkit.model.flops import steps_of
 from trainkit.model.graph import record_graph
-from trainkit.strategy import local_state
-from trainkit.tree import to_device
+
+from .model_summary import example_batch
 
 if TYPE_CHECKING:
     from trainkit.loops.run import Run
 
 
 class ModelGraph(Callback):
-    """Runs the training step, or that of each phase, once on the main rank, and writes the graph of it.
+    """Writes the graph of the training step, or that of each phase, when training starts.
 
-    That is when training begins, and in evaluation mode.
-    Streams are not read for it, and a pipeline's stage shows no graph, as it holds a part of the task only.
+    The main rank runs the step once for it, in evaluation mode. Nothing is written for a stream, or for a stage of a
+    pipeline.
     """
 
     def on_fit_start(self, run: Run) -> None:
-        whole = [*run.task.named_parameters(), *run.task.named_buffers()]
-        if not run.loggers or run.loader is None or len(local_state(run.strategy, run.task)) < len(whole):
-            return
-        steps, batch = steps_of(run.task, run.phase_optimizers), run.loader.example()
-        if batch is not None and steps:
-            device, dtype = run.strategy.device, run.precision.batch_type
+        batch = example_batch(run) if run.loggers else None
+        if batch is not None:
             with run.precision.forward():
-                moved = to_device(batch.batch, device, dtype=dtype)
-                graph = record_graph(run.task, moved, steps=steps)
+                graph = record_graph(run.task, batch, steps=steps_of(run.task, run.phase_optimizers))
             for destination in run.loggers:
                 destination.write_graph(graph)

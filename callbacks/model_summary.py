@@ -1,9 +1,9 @@
-"""What is about to be trained, where and how: one screen at the start."""
+"""Summary of the run and the model, printed before training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -12,27 +12,26 @@ from trainkit.callback import Callback
 from trainkit.errors import UserError
 from trainkit.model.flops import StepCost, cost_of_step, steps_of
 from trainkit.optim.lr_schedule import linear_scaling
+from trainkit.report.html import size
 from trainkit.run_dir.console import Table, say, show
-from trainkit.strategy import local_state
+from trainkit.strategy import local_state, named_state
 from trainkit.tree import to_device
 
 if TYPE_CHECKING:
     from trainkit.loops.run import Run
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
 
 class ModelSummary(Callback):
-    """Shows the run's strategy, device, precision and batch plan, and the size of the task's sub-modules.
+    """Prints the run's strategy, device, precision and batch plan, and the size of the task's sub-modules.
 
-    With `costs` the training step, or that of each phase, runs once on the main rank, in evaluation mode, before
-    training begins: the table then has each module's floating-point operations of a forward, and the memory that it
-    keeps for backward, for the samples of one micro-batch. Streams are not read for it.
+    With `costs` the main rank runs the training step, or that of each phase, once in evaluation mode. The table then
+    shows for each module the floating-point operations of a forward and the memory kept for backward, for one
+    micro-batch. Costs are not measured for a stream, or for a stage of a pipeline.
 
     Args:
-        max_rows: Sub-modules to list, at most.
-        depth: How deep sub-modules are listed: 1 for the task's own, 2 for theirs too.
-        costs: Whether operations and memory are measured.
+        max_rows: Maximum number of sub-modules to list.
+        depth: Depth of the listed sub-modules: 1 for the task's direct ones.
+        costs: Measure operations and memory.
 
     """
 
@@ -50,19 +49,24 @@ class ModelSummary(Callback):
             show(summary(run.task, max_rows=self.max_rows, depth=self.depth, cost=self._cost(run)))
 
     def _cost(self, run: Run) -> StepCost | None:
-        whole = [*run.task.named_parameters(), *run.task.named_buffers()]
-        if not self.costs or run.loader is None or len(local_state(run.strategy, run.task)) < len(whole):
+        batch = example_batch(run) if self.costs else None
+        if batch is None:
             return None
-        steps, example = steps_of(run.task, run.phase_optimizers), run.loader.example()
-        if example is None or not steps:
-            return None
-        batch = to_device(example.batch, run.strategy.device, dtype=run.precision.batch_type)
         with run.precision.forward():
-            return cost_of_step(run.task, batch, steps=steps)
+            return cost_of_step(run.task, batch, steps=steps_of(run.task, run.phase_optimizers))
+
+
+def example_batch(run: Run) -> Any:
+    """Return the first batch, on the device; `None` for a stream, a stage of a pipeline, or a task without steps."""
+    is_complete = len(local_state(run.strategy, run.task)) == len(named_state(run.task))
+    if run.loader is None or not is_complete or not steps_of(run.task, run.phase_optimizers):
+        return None
+    example = run.loader.example()
+    return example and to_device(example.batch, run.strategy.device, dtype=run.precision.batch_type)
 
 
 def summary(task: nn.Module, *, max_rows: int, depth: int = 1, cost: StepCost | None = None) -> Table:
-    """Return one row for each sub-module, and the sum; what several share counts once in the sum."""
+    """Return one row per sub-module, and the total, in which shared parameters count once."""
     columns = ["module", "type", "parameters", "trainable", "buffers", "size"]
     table = Table(type(task).__name__, columns if cost is None else [*columns, "operations", "kept for backward"])
     modules = [(name, module) for name, module in task.named_modules() if name and name.count(".") < depth]
@@ -80,7 +84,7 @@ def summary(task: nn.Module, *, max_rows: int, depth: int = 1, cost: StepCost | 
 
 
 def _costs(cost: StepCost | None, name: str) -> list[str]:
-    return [] if cost is None else [_operations(cost.flops[name]), in_bytes(cost.saved_bytes[name])]
+    return [] if cost is None else [_operations(cost.flops[name]), size(cost.saved_bytes[name])]
 
 
 def _operations(count: float) -> str:
@@ -97,9 +101,9 @@ def _header(run: Run) -> list[tuple[str, str]]:
         ("task", type(run.task).__name__),
         ("strategy", f"{type(strategy).__name__} on {strategy.device}"),
         ("precision", run.precision.name),
-        ("batches", "ready-made" if run.plan is None else f"{run.plan}; the same global batch on any devices"),
-        ("steps", "until the time is up" if run.max_steps is None else f"{run.max_steps:,}"),
-        ("run folder", "none, nothing is written" if run.run_dir is None else str(run.run_dir)),
+        ("batches", "pre-batched" if run.plan is None else f"{run.plan}; the same global batch on any devices"),
+        ("steps", "until the time limit" if run.max_steps is None else f"{run.max_steps:,}"),
+        ("run folder", "none (nothing is written)" if run.run_dir is None else str(run.run_dir)),
     ]
     rates = [rate for phase_optimizer in run.phase_optimizers for rate in phase_optimizer.initial_learning_rates()]
     scaled = None if run.plan is None else linear_scaling(run.plan.batch_size, rates, run.reference_batch_size)
@@ -111,17 +115,7 @@ def _header(run: Run) -> list[tuple[str, str]]:
 
 
 def _sizes(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor]) -> Sequence[str]:
-    known = [parameter for parameter in parameters if not is_lazy(parameter)]
-    trainable = sum(parameter.numel() for parameter in known if parameter.requires_grad)
-    kept = [buffer for buffer in buffers if not is_lazy(buffer)]
-    counts = (sum(parameter.numel() for parameter in known), trainable, sum(buffer.numel() for buffer in kept))
-    return [*(f"{count:,}" for count in counts), in_bytes(sum(tensor.nbytes for tensor in [*known, *kept]))]
-
-
-def in_bytes(size: float) -> str:
-    """Return a size in binary units."""
-    for unit in _UNITS[:-1]:
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} {_UNITS[-1]}"
+    made = [[tensor for tensor in tensors if not is_lazy(tensor)] for tensors in (parameters, buffers)]
+    trainable = [parameter for parameter in made[0] if parameter.requires_grad]
+    counts = [f"{sum(tensor.numel() for tensor in tensors):,}" for tensors in (made[0], trainable, made[1])]
+    return [*counts, size(sum(tensor.nbytes for tensor in [*made[0], *made[1]]))]

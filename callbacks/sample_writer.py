@@ -1,4 +1,4 @@
-"""What the task predicts for a few samples, at each evaluation."""
+"""Predictions for a few samples at each validation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 class SampleWriter(Callback):
     """Writes the predictions for the first samples of the validation data, before each validation.
 
-    They are what `predict_step` returns: one line a sample in `samples/step_<n>.txt`, and a text for the loggers. A
-    task with `describe_sample(sample, prediction)` says each line itself. An average of weights is used if its callback
-    comes earlier in the list. Every rank predicts the same samples, which is collective in a pipeline.
+    Predictions are what `predict_step` returns: one line per sample in `samples/step_<n>.txt`, and a text for the
+    loggers. A task may define the line by `describe_sample(sample, prediction)`. An average of weights is used if its
+    callback comes earlier in the list. Every rank predicts the same samples, which is collective in a pipeline.
 
     Args:
-        num_samples: How many samples.
+        num_samples: Number of samples.
 
     """
 
@@ -42,7 +42,7 @@ class SampleWriter(Callback):
             return
         source = run.data.source("validation")
         if source.is_stream or source.batch_size is None:
-            raise UserError("sample_writer needs validation samples that can be read one by one, not a stream.")
+            raise UserError("sample_writer needs a map-style validation dataset of samples, not a stream or batches.")
         count = min(self.num_samples, len(source.dataset))
         was_training = run.task.training
         run.task.eval()
@@ -53,29 +53,22 @@ class SampleWriter(Callback):
         finally:
             run.task.train(was_training)
         if run.is_main:
-            self._write(run, list(_lines(run.task, batch, predictions, count)))
-
-    def _write(self, run: Run, lines: list[str]) -> None:
-        text = "\n".join(lines)
-        run.log_text("samples", text)
-        if run.run_dir is not None:
-            folder = run.run_dir / "samples"
-            folder.mkdir(exist_ok=True)
-            write_text(folder / f"step_{run.state.step:08d}.txt", f"{text}\n")
+            text = "\n".join(_lines(run.task, batch, predictions, count))
+            run.log_text("samples", text)
+            if run.run_dir is not None:
+                folder = run.run_dir / "samples"
+                folder.mkdir(exist_ok=True)
+                write_text(folder / f"step_{run.state.step:08d}.txt", f"{text}\n")
 
 
 def _lines(task: Any, batch: Any, predictions: Any, count: int) -> Iterator[str]:
     describe = getattr(task, "describe_sample", None)
     for row in range(count):
         sample, prediction = _row(batch, row, count), _row(predictions, row, count)
-        yield str(describe(sample, prediction)) if describe else f"{row}: {_plain(prediction)}"
+        yield str(describe(sample, prediction)) if describe else f"{row}: {map_tensors(prediction, Tensor.tolist)}"
 
 
 def _row(batch: Any, row: int, count: int) -> Any:
-    if isinstance(batch, list) and len(batch) == count and not any(isinstance(part, Tensor) for part in batch):
+    if isinstance(batch, list) and len(batch) == count and not any(isinstance(item, Tensor) for item in batch):
         return batch[row]
     return map_tensors(batch, lambda t: t[row].cpu() if t.dim() and t.shape[0] == count else t.cpu())
-
-
-def _plain(value: Any) -> Any:
-    return map_tensors(value, lambda tensor: tensor.tolist())

@@ -1,4 +1,4 @@
-"""Speed of training: samples per second, where the time of a step goes, hours so far."""
+"""Speed of training: samples per second, seconds of each part of a step, hours so far."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import logging
 import os
 import time
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
 from trainkit.loops.step_timer import StepTimer
 from trainkit.run_dir.console import clock, say
+
+from .device_stats import resident_bytes
 
 if TYPE_CHECKING:
     from trainkit.loops.run import Run
@@ -21,10 +21,9 @@ FILENAME = "step_times.jsonl"
 MAX_DATA_WAIT = 0.2
 """Fraction of the time that the loop may wait for data without a warning."""
 SLOW_INTERVALS_TO_WARN = 3
-"""Intervals in a row above `MAX_DATA_WAIT` before the one warning: a single one may be the start of workers."""
+"""Intervals in a row above `MAX_DATA_WAIT` before the warning: one alone may be the start of workers."""
 MIN_INTERVAL_SECONDS = 0.5
-"""Length of such an interval, which spans several log intervals if they are shorter."""
-_STATM = Path("/proc/self/statm")
+"""Minimum length of such an interval, which may span several log intervals."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +32,14 @@ class SpeedMonitor(Callback):
     """Adds `train/samples_per_second` and `train/steps_per_second` since the last log point, without evaluations.
 
     `train/data_wait_fraction` is the fraction of that time in which the loop waited for this rank's samples. If it
-    stays above a fifth, one warning says what to change. A log point has just waited for the device, so nothing here
-    waits for it.
+    stays above a fifth, one warning says what to change. Nothing here waits for the device.
 
     Args:
-        step_times: Measure the seconds of each part of a step (data, copy to the device, forward, backward,
-            communication that is not hidden, optimizer, rest) and write them with the memory in use to
-            `step_times.jsonl` at each log point. The report draws them.
+        step_times: Write the seconds of each part of a step (data, copy to the device, forward, backward, exposed
+            communication, optimizer, rest) and the memory in use to `step_times.jsonl` at each log point, for the
+            report.
         log_step_times: Log them too, as `time/data` and so on, in milliseconds per step.
-        log_hours: Log `time/hours` and `time/evaluation_hours`, those before a resume included, and print them at the
+        log_hours: Log `time/hours` and `time/evaluation_hours`, including those before a resume, and print them at the
             end.
 
     """
@@ -170,9 +168,8 @@ def _bottleneck(fraction: float, workers: int) -> str:
 
 def _memory(run: Run) -> dict[str, int]:
     """Return the resident bytes of this process, and the peak of a CUDA device between log points."""
-    memory = {}
-    with suppress(OSError, ValueError, IndexError):  # not on every system
-        memory["host"] = int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resident = resident_bytes()
+    memory = {} if resident is None else {"host": resident}
     if run.strategy.device.type == "cuda":
         memory["device"] = run.peak_memory.between_logs(run.state.step)
     return memory
