@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -34,24 +33,56 @@ _MIN_OVERLAP_STEPS = 2  # some strategies report a step when the next one starts
 _WARMUP_STEPS = 2  # until buckets keep their layout
 
 
+@dataclass(frozen=True)
+class _Peak:
+    """Peak of a device in TFLOP/s."""
+
+    half: float
+    """In bf16 and fp16."""
+    tf32: float
+    single: float
+    """In fp32 without TF32."""
+
+
+# The longest key that is part of the device's name applies.
+_PEAKS = {
+    "V100": _Peak(125.0, 15.7, 15.7),
+    "T4": _Peak(65.0, 8.1, 8.1),
+    "A100": _Peak(312.0, 156.0, 19.5),
+    "A10": _Peak(125.0, 62.5, 31.2),
+    "A10G": _Peak(70.0, 35.0, 31.5),
+    "A30": _Peak(165.0, 82.0, 10.3),
+    "A40": _Peak(149.7, 74.8, 37.4),
+    "L4": _Peak(121.0, 60.0, 30.3),
+    "L40": _Peak(181.0, 90.5, 90.5),
+    "L40S": _Peak(362.0, 183.0, 91.6),
+    "H100": _Peak(989.4, 494.7, 66.9),
+    "H100 PCIe": _Peak(756.0, 378.0, 51.0),
+    "H200": _Peak(989.4, 494.7, 66.9),
+    "B200": _Peak(2250.0, 1125.0, 80.0),
+    "RTX 3090": _Peak(71.0, 35.6, 35.6),
+    "RTX 4090": _Peak(165.2, 82.6, 82.6),
+}
+
+
 class Profiler(Callback):
     """Profiles some steps, writes a Chrome trace, and prints the operations that took most time.
 
         step    5 ... 8   9             10 ... 15            16
                 overlap   counts FLOPs  recorded, main rank  trace and table are written
 
-    Overlap is how much of the communication is hidden behind computation, in one line for each strategy.
+    Overlap is the fraction of communication that is hidden behind computation.
 
-    Adds `train/flops_per_second` to what is logged afterwards, and `train/mfu`, its share of the peak of all devices,
-    where that is known. Steps count from where this part of the run began. Recorded steps are slower than others.
+    Later log points have `train/flops_per_second` and, if the peak of the devices is known, the fraction of it that is
+    used, `train/mfu`. Steps count from the start or resume of this run. Recorded steps are slower than others.
 
     Args:
-        start_step: The first recorded step.
-        end_step: The last recorded step.
+        start_step: First recorded step.
+        end_step: Last recorded step.
         profile_memory: Record the allocations of operations.
         with_stack: Record the source lines of operations.
-        peak_tflops: Peak of one device in the run's precision, in 1e12 operations per second; `None` takes the
-            vendor's number, if the device is known.
+        peak_tflops: Peak of one device in the run's precision, in TFLOP/s; `None` takes the vendor's figure, if the
+            device is known.
 
     """
 
@@ -75,25 +106,25 @@ class Profiler(Callback):
         self.profile_memory, self.with_stack = profile_memory, with_stack
         self.peak_tflops = peak_tflops
         self._overlap = OverlapProfiler(end=start_step - 2)
-        self._began = 0
+        self._first_step = 0
         self._counting: ExitStack | None = None
         self._counted: list[int] = []
         self._profile: Any = None
-        self._own_flops: float | None = None
+        self._local_flops: float | None = None
         self._flops: float | None = None  # of one step, on all ranks
         self._record: dict[str, Any] = {}
         self._since, self._since_step = 0.0, 0
         self._evaluating_since = self._evaluating = 0.0
 
     def on_fit_start(self, run: Run) -> None:
-        self._began = run.state.step
+        self._first_step = run.state.step
         self._overlap = OverlapProfiler(end=self.start_step - 2)
-        self._own_flops = self._flops = None
+        self._local_flops = self._flops = None
         self._record = {}
         self._since, self._since_step = time.perf_counter(), run.state.step
 
     def on_step_end(self, run: Run) -> None:
-        step = run.state.step - self._began
+        step = run.state.step - self._first_step
         if step > self.end_step:
             return
         self._overlap.on_step_end(run, step)
@@ -116,14 +147,13 @@ class Profiler(Callback):
         self._overlap.on_evaluation_end()
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
-        if self._flops is None and run.state.step - self._began >= self.start_step:
-            # Every rank comes here after the same step, and with pipelines each has counted its own stages.
-            self._flops = sum(run.strategy.comm.all_gather_object(self._own_flops or 0.0))
+        if self._flops is None and run.state.step - self._first_step >= self.start_step:
+            # Every rank is here after the same step; ranks of a pipeline have counted their own stages.
+            self._flops = sum(run.strategy.comm.all_gather_object(self._local_flops or 0.0))
         now, steps = time.perf_counter(), run.state.step - self._since_step
         seconds = now - self._since - self._evaluating
-        # The steps that were recorded are slower than others.
-        recorded = self._since_step - self._began < self.end_step
-        if self._flops and not recorded and steps > 0 and seconds > 0:
+        is_slowed = self._since_step - self._first_step < self.end_step  # by recording
+        if self._flops and not is_slowed and steps > 0 and seconds > 0:
             self._measure(run, metrics, self._flops * steps / seconds)
         self._since, self._since_step, self._evaluating = now, run.state.step, 0.0
 
@@ -142,36 +172,36 @@ class Profiler(Callback):
             self._profile.__exit__(None, None, None)
             self._profile = None
 
-    # ---- Arithmetic
+    # ---- FLOPs
 
     def _start_counting(self, run: Run) -> None:
         counted, thread = self._counted, get_ident()
         counted.clear()
 
-        def in_a_replicas_thread() -> FlopCount | None:
+        def count_in_replica_thread() -> FlopCount | None:
             return None if get_ident() == thread else FlopCount(counted.append)
 
         self._counting = ExitStack()
         self._counting.enter_context(FlopCount(counted.append))
-        self._counting.callback(run.precision.surround(in_a_replicas_thread))
+        self._counting.callback(run.precision.surround(count_in_replica_thread))
 
     def _stop_counting(self) -> None:
         if self._counting is not None:
             self._counting.close()
-            self._own_flops = float(sum(self._counted))
+            self._local_flops = float(sum(self._counted))
             self._counting = None
 
     def _measure(self, run: Run, metrics: dict[str, float], flops_per_second: float) -> None:
         metrics["train/flops_per_second"] = self._record["flops_per_second"] = flops_per_second
-        peak, note = self._peak(run)
+        device, peak, note = run.strategy.device, None, ""
+        if self.peak_tflops is not None:
+            peak, note = self.peak_tflops * 1e12, f"of {self.peak_tflops:g} TFLOP/s per device, as given"
+        elif device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+            peak, note = peak_of_model(name, precision=run.precision.name, tf32=run.precision.tf32)
         if peak is not None:
             metrics["train/mfu"] = self._record["mfu"] = flops_per_second / (peak * run.strategy.comm.num_devices)
             self._record["peak_note"] = note
-
-    def _peak(self, run: Run) -> tuple[float | None, str]:
-        if self.peak_tflops is not None:
-            return self.peak_tflops * 1e12, f"of {self.peak_tflops:g} TFLOP/s for each device, as given"
-        return peak_of(run.strategy.device, precision=run.precision.name, tf32=run.precision.tf32)
 
     # ---- Operations
 
@@ -181,41 +211,38 @@ class Profiler(Callback):
         activities = [ProfilerActivity.CPU]
         if run.strategy.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        recording: AbstractContextManager[Any] = profile(
-            activities=activities, profile_memory=self.profile_memory, with_stack=self.with_stack
-        )
-        recording.__enter__()
-        self._profile = recording
+        self._profile = profile(activities=activities, profile_memory=self.profile_memory, with_stack=self.with_stack)
+        self._profile.__enter__()
 
     def _stop_recording(self, run: Run) -> None:
         if self._profile is None:
             return
         recording, self._profile = self._profile, None
-        if run.strategy.device.type == "cuda":
-            torch.cuda.synchronize(run.strategy.device)  # the trace is to hold what was started
+        on_device = run.strategy.device.type == "cuda"
+        if on_device:
+            torch.cuda.synchronize(run.strategy.device)  # or the trace lacks the last kernels
         recording.__exit__(None, None, None)
         assert run.run_dir is not None
         trace = run.run_dir / TRACE.format(rank=run.strategy.comm.process)
         recording.export_chrome_trace(str(trace))
-        on_device = run.strategy.device.type == "cuda"
+        first, last = self._first_step + self.start_step, min(run.state.step, self._first_step + self.end_step)
         operations = _operations(recording.key_averages(), on_device=on_device)
         self._record.update(
-            first_step=self._began + self.start_step,
-            last_step=min(run.state.step, self._began + self.end_step),
+            first_step=first,
+            last_step=last,
             on_device=on_device,
             operations=operations,
             peak_bytes=run.peak_memory.of_run() if on_device else None,
             overlap=self._overlap.record,
         )
         self._write(run)
-        logger.info(
-            "the trace of steps %d to %d is in %s", self._began + self.start_step, self._began + self.end_step, trace
-        )
-        rows: list[Sequence[str]] = [
-            [row["name"], str(row["calls"]), f"{1e3 * row['self_seconds']:.2f}", f"{row['share']:.1%}"]
-            for row in operations
-        ]
-        show(Table("operations", ["name", "calls", "own ms", "share"], rows[:_ROWS]))
+        logger.info("the trace of steps %d to %d is in %s", first, last, trace)
+        table = Table("operations", ["name", "calls", "self ms", "fraction"])
+        for row in operations:
+            table.rows.append(
+                [row["name"], str(row["calls"]), f"{1e3 * row['self_seconds']:.2f}", f"{row['share']:.1%}"]
+            )
+        show(table)
 
     def _write(self, run: Run) -> None:
         if run.is_main and run.run_dir is not None and self._record:
@@ -223,16 +250,16 @@ class Profiler(Callback):
 
 
 class OverlapProfiler:
-    """Measures how much communication is hidden, over up to four steps before the recorded ones, which are slower.
+    """Measures how much communication is hidden, over up to four steps before the slower recorded ones.
 
     Args:
-        end: The last of the steps.
+        end: Last measured step.
 
     """
 
     def __init__(self, *, end: int) -> None:
         self._end = end
-        self._begin = max(end - _OVERLAP_STEPS, _WARMUP_STEPS)
+        self._start = max(end - _OVERLAP_STEPS, _WARMUP_STEPS)
         self._since = 0.0
         self._evaluating_since = 0.0
         self.record: dict[str, Any] = {}
@@ -240,37 +267,37 @@ class OverlapProfiler:
 
     def on_step_end(self, run: Run, step: int) -> None:
         """Start or finish the measurement; `step` counts from the start of this run."""
-        if step == self._begin and self._is_long_enough:
+        if step == self._start and self._has_room:
             if isinstance(run.strategy, SupportsOverlapProfile):
                 run.strategy.start_overlap_profile()
             self._since = _now(run)
         elif step == self._end:
-            self._finish(run, _now(run) - self._since if self._is_long_enough else 0.0)
+            self._finish(run, _now(run) - self._since if self._has_room else 0.0)
 
     def on_evaluation_start(self) -> None:
-        """Count no time until the evaluation has ended."""
+        """Exclude the time of the evaluation."""
         self._evaluating_since = time.perf_counter()
 
     def on_evaluation_end(self) -> None:
-        """Count time again."""
+        """End the exclusion."""
         self._since += time.perf_counter() - self._evaluating_since
 
     @property
-    def _is_long_enough(self) -> bool:
-        return self._end - self._begin >= _MIN_OVERLAP_STEPS
+    def _has_room(self) -> bool:
+        return self._end - self._start >= _MIN_OVERLAP_STEPS
 
     def _finish(self, run: Run, seconds: float) -> None:
-        steps = max(self._end - self._begin, 1)
-        found = _stop_profile(run.strategy, steps)
+        steps = max(self._end - self._start, 1)
+        overlap = _stop_profile(run.strategy, steps)
         if not run.is_main:
             return
         name = type(run.strategy).__name__
-        if found is not None:
-            self.record = found.record(strategy=name, step_seconds=seconds / steps)
-        elif not self._is_long_enough:
-            self.record = {"line": "overlap: not measured; profiler.start_step=6 or later leaves the steps for it"}
+        if overlap is not None:
+            self.record = overlap.record(strategy=name, step_seconds=seconds / steps)
+        elif not self._has_room:
+            self.record = {"line": "overlap: not measured; it needs profiler.start_step=6 or later"}
         else:
-            self.record = {"line": f"overlap: not known under {name} on {run.strategy.device.type}; see the trace"}
+            self.record = {"line": f"overlap: unknown for {name} on {run.strategy.device.type}; see the trace"}
         say(self.record["line"])
 
 
@@ -287,66 +314,28 @@ def _now(run: Run) -> float:
 
 
 def _operations(averages: Any, *, on_device: bool) -> list[dict[str, Any]]:
-    """Return the operations that took most time of their own, the longest first."""
+    """Return the operations with the most self time, the longest first."""
     name = "self_device_time_total" if on_device else "self_cpu_time_total"
-    found = [(float(getattr(event, name)), event) for event in averages]
-    total = sum(time_of for time_of, _ in found) or 1.0
-    longest = sorted(found, key=lambda pair: -pair[0])[:_ROWS]
+    timed = [(float(getattr(event, name)), event) for event in averages]  # microseconds
+    total = sum(duration for duration, _ in timed) or 1.0
     return [
         {
             "name": str(event.key)[:_NAME_LENGTH],
             "calls": int(event.count),
-            "self_seconds": time_of / 1e6,
-            "share": time_of / total,
+            "self_seconds": duration / 1e6,
+            "share": duration / total,
         }
-        for time_of, event in longest
-        if time_of > 0
+        for duration, event in sorted(timed, key=lambda pair: -pair[0])[:_ROWS]
+        if duration > 0
     ]
 
 
-@dataclass(frozen=True)
-class _Peak:
-    half: float
-    """Factors of 16 bits (bf16, fp16)."""
-    tf32: float
-    single: float
-    """Plain fp32."""
-
-
-# The longest name that is part of the device's name counts.
-_PEAKS = {
-    "V100": _Peak(125.0, 15.7, 15.7),
-    "T4": _Peak(65.0, 8.1, 8.1),
-    "A100": _Peak(312.0, 156.0, 19.5),
-    "A10": _Peak(125.0, 62.5, 31.2),
-    "A10G": _Peak(70.0, 35.0, 31.5),
-    "A30": _Peak(165.0, 82.0, 10.3),
-    "A40": _Peak(149.7, 74.8, 37.4),
-    "L4": _Peak(121.0, 60.0, 30.3),
-    "L40": _Peak(181.0, 90.5, 90.5),
-    "L40S": _Peak(362.0, 183.0, 91.6),
-    "H100": _Peak(989.4, 494.7, 66.9),
-    "H100 PCIe": _Peak(756.0, 378.0, 51.0),
-    "H200": _Peak(989.4, 494.7, 66.9),
-    "B200": _Peak(2250.0, 1125.0, 80.0),
-    "RTX 3090": _Peak(71.0, 35.6, 35.6),
-    "RTX 4090": _Peak(165.2, 82.6, 82.6),
-}
-
-
-def peak_of(device: torch.device, *, precision: str, tf32: bool) -> tuple[float | None, str]:
-    """Return a device's peak in operations a second and what it is, or `None` for one that is not known."""
-    if device.type != "cuda":
-        return None, ""
-    return peak_of_model(torch.cuda.get_device_name(device), precision=precision, tf32=tf32)
-
-
 def peak_of_model(name: str, *, precision: str, tf32: bool) -> tuple[float | None, str]:
-    """Return the same for a model by its name."""
+    """Return the peak of a device in FLOP/s by its name, `None` if it is unknown, and a note for the report."""
     words = f" {name.replace('-', ' ')} "
     known = [model for model in _PEAKS if f" {model} " in words]
     if not known or precision == "fp64":
         return None, ""
     peak = _PEAKS[max(known, key=len)]
     value = peak.half if precision != "fp32" else peak.tf32 if tf32 else peak.single
-    return value * 1e12, f"of {value:g} TFLOP/s for each device ({name}, {precision}{' with TF32' if tf32 else ''})"
+    return value * 1e12, f"of {value:g} TFLOP/s per device ({name}, {precision}{' with TF32' if tf32 else ''})"

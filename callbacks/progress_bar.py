@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
@@ -30,12 +30,12 @@ _SHOWN_ELSEWHERE = ("train/epoch", "train/samples_per_second", "train/steps_per_
 
 
 class ProgressBar(Callback):
-    """Shows progress on rank 0, and at the end a table of the metrics and of the checkpoints.
+    """Shows progress on the main rank, and at the end a table of the metrics and one of the checkpoints.
 
-    The display is drawn by a thread of its own that only reads counters: a step costs nothing.
+    A background thread draws the display and only reads counters: a step costs nothing.
 
     Args:
-        refresh_per_second: How often the display on a terminal is drawn again.
+        refresh_per_second: Refresh rate of the display on a terminal.
 
     """
 
@@ -53,12 +53,12 @@ class ProgressBar(Callback):
             self._start(run)
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
-        if run.is_main and run.phase_optimizer is None:  # not in a fit: this evaluation is all there is
+        if run.is_main and run.phase_optimizer is None:  # validate, test or predict
             self._start(run)
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         if self._progress is not None and self._display is None:
-            say("  ".join(self._progress.words(metrics, now=time.monotonic())))
+            say("  ".join(self._progress.line(metrics, now=time.monotonic())))
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
         if self._progress is None:
@@ -67,16 +67,21 @@ class ProgressBar(Callback):
         if not in_fit:
             self.close()
         if self._display is None and metrics:
-            say("  ".join([*([f"step {run.state.step:,}"] if in_fit else []), *named(metrics)]))
+            say("  ".join([*([f"step {run.state.step:,}"] if in_fit else []), *_named(metrics)]))
 
     def on_fit_end(self, run: Run) -> None:
         if self._progress is None:
             return
         self.close()
-        say(_ending(run))
-        show(_metrics(run))
+        state = run.state
+        say(
+            f"{run.stop_reason or 'finished'}: {state.step:,} steps, {number(round(state.epochs, 2))} epochs, "
+            f"{state.samples:,} samples, {clock(state.seconds)}"
+        )
+        last = sorted(state.metrics.items(), key=lambda item: (item[0].startswith("train/"), item[0]))
+        show(Table("Metrics", ["metric", "last"], [[name, number(value)] for name, value in last]))
         if run.checkpointer.store is not None and run.checkpointer.store.entries():
-            show(_checkpoints(run.checkpointer.store))
+            show(_checkpoint_table(run.checkpointer.store))
 
     def close(self) -> None:
         self._progress = None
@@ -92,24 +97,15 @@ class ProgressBar(Callback):
             self._display.start()
 
 
-def _ending(run: Run) -> str:
-    state = run.state
-    return (
-        f"{run.stop_reason or 'finished'}: {state.step:,} steps, {number(round(state.epochs, 2))} epochs, "
-        f"{state.samples:,} samples, {clock(state.seconds)}"
-    )
-
-
-def _metrics(run: Run) -> Table:
-    shown = sorted(run.state.metrics.items(), key=lambda item: (item[0].split("/")[0] == "train", item[0]))
-    return Table("Metrics", ["metric", "last"], [[name, number(value)] for name, value in shown])
-
-
-def _checkpoints(store: CheckpointStore) -> Table:
-    """Return what is saved, with the best one marked where the run chose by a metric."""
+def _checkpoint_table(store: CheckpointStore) -> Table:
+    """Return the saved checkpoints, with the best one marked if the run monitors a metric."""
     entries = store.entries()
-    monitor, best = _best(store)
-    columns = ["checkpoint", "step", "saved because of", *([monitor.metric] if monitor else []), ""]
+    monitor: Monitor | None = None
+    best: CheckpointEntry | None = None
+    with suppress(CheckpointError):  # no metric is monitored, or none was measured yet
+        monitor = store.monitor()
+        best = store.best(*monitor)
+    columns = ["checkpoint", "step", "reason", *([monitor.metric] if monitor else []), ""]
     table = Table(f"Checkpoints in {store.folder}", columns)
     for index, entry in enumerate(entries):
         measured = entry.metrics.get(monitor.metric) if monitor else None
@@ -121,17 +117,8 @@ def _checkpoints(store: CheckpointStore) -> Table:
     return table
 
 
-def _best(store: CheckpointStore) -> tuple[Monitor | None, CheckpointEntry | None]:
-    """Return what the run chooses by, and its choice; nothing where it does not choose, or has not yet."""
-    try:
-        monitor = store.monitor()
-        return monitor, store.best(*monitor)
-    except CheckpointError:
-        return None, None
-
-
 class RunProgress:
-    """Progress since construction, in numbers and words; only reads, so any thread may call it."""
+    """Progress of a run since construction, as numbers and text; only reads, so any thread may call it."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -139,47 +126,50 @@ class RunProgress:
         self._first_step = run.state.step
         self._first_samples = run.state.samples
 
-    def words(self, metrics: Mapping[str, float], *, now: float) -> list[str]:
-        """Return one line in words, for a log point whose metrics are given."""
-        words = [self.step(), f"epoch {self.epoch()}", *self.training_metrics(metrics)]
-        words += [f"{self.samples_per_second(metrics, now=now):,.0f} samples/s"]
+    def line(self, metrics: Mapping[str, float], *, now: float) -> list[str]:
+        """Return the items of the line of a log point with the given metrics."""
+        items = [self.step(), f"epoch {self.epoch()}", *self.training_metrics(metrics)]
+        items.append(f"{self.samples_per_second(metrics, now=now):,.0f} samples/s")
         remaining = self.seconds_left(now=now)
-        return words if remaining is None else [*words, f"ETA {clock(remaining)}"]
+        return items if remaining is None else [*items, f"ETA {clock(remaining)}"]
 
     def step(self) -> str:
-        """Return `step 120/4,000`, without the total where the duration does not tell."""
+        """Return `step 120/4,000`, without the total if it is unknown."""
         total = self.run.max_steps
         return f"step {self.run.state.step:,}" + (f"/{total:,}" if total is not None else "")
 
     def epoch(self) -> str:
-        """Return the present epoch, counted from 1, of how many."""
+        """Return `3/10`: the current epoch, counted from 1, and the total if it is known."""
         steps = self.run.loader.num_steps if self.run.loader is not None else None
         total = math.ceil(self.run.max_steps / steps) if steps and self.run.max_steps is not None else None
         state = self.run.state
-        present = max(1, state.epoch + (state.position > 0))  # after an epoch's last step it is still that epoch
-        return f"{present}" if total is None else f"{min(present, total)}/{total}"
+        current = max(1, state.epoch + (state.position > 0))  # after an epoch's last step it is still that epoch
+        return f"{current}" if total is None else f"{min(current, total)}/{total}"
 
     def fraction(self) -> float | None:
-        """Return the part of the run that is done; of the epoch, where the duration does not tell."""
+        """Return the fraction of the run that is done, or of the epoch if the total is unknown."""
         state = self.run.state
         if self.run.max_steps:
             return min(1.0, state.step / self.run.max_steps)
         return min(1.0, state.position / state.epoch_length) if state.epoch_length else None
 
     def training_metrics(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return `loss 0.6931` and the like for what training logged."""
-        train = {name: value for name, value in metrics.items() if name.startswith("train/")}
-        return named({name: value for name, value in train.items() if name not in _SHOWN_ELSEWHERE}, without="train/")
+        """Return the training metrics, such as `loss 0.6931`."""
+        return [
+            f"{name.removeprefix('train/')} {number(value)}"
+            for name, value in metrics.items()
+            if name.startswith("train/") and name not in _SHOWN_ELSEWHERE
+        ]
 
     def samples_per_second(self, metrics: Mapping[str, float], *, now: float) -> float:
-        """Return what was measured over the last log interval; before there was one, the mean since the start."""
+        """Return the rate of the last log interval, or the mean since the start before the first log point."""
         measured = metrics.get("train/samples_per_second")
         if measured is not None:
             return measured
         return (self.run.state.samples - self._first_samples) / max(now - self.started, 1e-9)
 
     def seconds_left(self, *, now: float) -> float | None:
-        """Return how long the rest will take at the mean pace so far, evaluations included."""
+        """Return the remaining seconds at the mean pace so far, including evaluations; `None` if unknown."""
         done = self.run.state.step - self._first_step
         if self.run.max_steps is None or done == 0:
             return None
@@ -187,7 +177,7 @@ class RunProgress:
 
 
 class LiveProgress:
-    """Draws a run's progress below whatever else is printed, a few times a second, in a thread of its own."""
+    """Draws the progress of a run below other output, a few times per second, in a background thread."""
 
     def __init__(self, progress: RunProgress, *, refresh_per_second: float) -> None:
         from rich.text import Text
@@ -198,25 +188,22 @@ class LiveProgress:
         self._shown = ExitStack()
 
     def start(self) -> None:
-        """Draw from now on; what is printed meanwhile appears above."""
+        """Start drawing; other output appears above the display."""
         from rich.live import Live
 
-        live = Live(
-            get_renderable=self.draw,
-            console=terminal(),
-            refresh_per_second=self._refresh_per_second,
-            transient=True,
-        )
         streams = (sys.stdout, sys.stderr)
-        self._shown.enter_context(live)
+        rate = self._refresh_per_second
+        self._shown.enter_context(
+            Live(get_renderable=self.draw, console=terminal(), refresh_per_second=rate, transient=True)
+        )
         self._shown.enter_context(_log_to_current_stderr(streams))
 
     def stop(self) -> None:
-        """Leave the terminal as it was; may be called twice."""
+        """Remove the display; may be called twice."""
         self._shown.close()
 
     def draw(self) -> Text:
-        """Return the display of this moment; it has the same number of lines in every moment of a fit."""
+        """Return the current display, which has the same number of lines throughout a fit."""
         run, now = self._progress.run, time.monotonic()
         lines = [] if run.phase_optimizer is None else [self._headline(now), self._numbers(now)]
         return self._text("\n", no_wrap=True, overflow="ellipsis").join([*lines, self._evaluation()])
@@ -239,20 +226,18 @@ class LiveProgress:
         return line
 
     def _numbers(self, now: float) -> Text:
-        # A copy is made at once, while the main thread may be adding metrics.
-        metrics = dict(self._progress.run.state.metrics)
-        words = self._progress.training_metrics(metrics)
-        words.append(f"{self._progress.samples_per_second(metrics, now=now):,.0f} samples/s")
-        words.append(clock(now - self._progress.started))
-        return self._text("  ".join(words))
+        metrics = dict(self._progress.run.state.metrics)  # copied at once: the main thread may be adding to it
+        rate = f"{self._progress.samples_per_second(metrics, now=now):,.0f} samples/s"
+        elapsed = clock(now - self._progress.started)
+        return self._text("  ".join([*self._progress.training_metrics(metrics), rate, elapsed]))
 
     def _evaluation(self) -> Text:
-        """Return the bar of the evaluation that is going on, else the results of the last validation."""
+        """Return the bar of the running evaluation, or else the results of the last validation."""
         evaluation = self._progress.run.evaluation
         if evaluation is None:
             metrics = dict(self._progress.run.state.metrics)
             last = {name: value for name, value in metrics.items() if name.startswith("validation/")}
-            return self._text("  ".join(named(last)), style="green")
+            return self._text("  ".join(_named(last)), style="green")
         line = self._text()
         line.append(f"{evaluation.stage}  ", style="bold")
         total = evaluation.num_batches
@@ -269,22 +254,21 @@ class LiveProgress:
 
 @contextmanager
 def _log_to_current_stderr(streams: tuple[object, ...]) -> Iterator[None]:
-    """Let handlers of log messages that hold one of the streams write to `sys.stderr` meanwhile.
+    """Redirect log handlers of the given streams to the current `sys.stderr`, so that messages appear above the display.
 
-    They took hold of it before the display replaced it, and would write into the middle of the display.
+    They were created before the display replaced the streams.
     """
     loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
     handlers = [handler for found in loggers if isinstance(found, logging.Logger) for handler in found.handlers]
-    held = [(h, h.stream) for h in handlers if isinstance(h, logging.StreamHandler) and h.stream in streams]
-    for handler, _ in held:
+    redirected = [(h, h.stream) for h in handlers if isinstance(h, logging.StreamHandler) and h.stream in streams]
+    for handler, _ in redirected:
         handler.setStream(sys.stderr)
     try:
         yield
     finally:
-        for handler, stream in held:
+        for handler, stream in redirected:
             handler.setStream(stream)
 
 
-def named(metrics: Mapping[str, float], *, without: str = "") -> list[str]:
-    """Return each metric as its name and its value."""
-    return [f"{name.removeprefix(without)} {number(value)}" for name, value in metrics.items()]
+def _named(metrics: Mapping[str, float]) -> list[str]:
+    return [f"{name} {number(value)}" for name, value in metrics.items()]

@@ -20,7 +20,7 @@ class SWA(WeightAveraging):
     Batch-norm statistics are the mean of those at the same points.
 
     Args:
-        start: When averaging starts: a fraction of the run (0.75), or a duration.
+        start: Start of averaging: a fraction of the run (0.75), or a duration.
         every: Interval between the points.
         load_average_at_end: Load the average into the task when training ends.
 
@@ -38,25 +38,23 @@ class SWA(WeightAveraging):
         super().__init__(load_average_at_end=load_average_at_end)
         self.start = start if isinstance(start, (int, float)) else Duration.parse(start, where="swa.start")
         self.every = Duration.parse(every, where="swa.every")
-        if {self.every.unit, getattr(self.start, "unit", "step")} & {"second", "minute", "hour"}:
-            raise UserError("swa.start and swa.every are counted in steps, epochs or samples: clocks differ on ranks.")
+        if self.every.is_time or (isinstance(self.start, Duration) and self.start.is_time):
+            raise UserError("swa.start and swa.every must be in steps, epochs or samples: clocks differ on ranks.")
         self._interval = Interval(self.every)
 
     def on_fit_start(self, run: Run) -> None:
         super().on_fit_start(run)
         if isinstance(self.start, float) and run.max_steps is None:
             raise UserError(
-                f"swa.start={self.start} is a fraction of a run whose steps are not known; give a duration, such as "
-                "swa.start=10epoch."
+                f"swa.start={self.start} is a fraction of a run whose number of steps is unknown; give a duration, "
+                "such as swa.start=10epoch."
             )
         self._interval.start(run.state)
 
-    def share(self, run: Run) -> float | None:
-        if not self._interval.due(run.state) or not self._has_begun(run):
-            return None
-        return 1.0 / (self._updates + 1)
+    def update_weight(self, run: Run) -> float | None:
+        return 1.0 / (self._updates + 1) if self._interval.due(run.state) and self._has_started(run) else None
 
-    def _has_begun(self, run: Run) -> bool:
+    def _has_started(self, run: Run) -> bool:
         if isinstance(self.start, Duration):
             return self.start.reached(run.state)
         assert run.max_steps is not None

@@ -215,7 +215,7 @@ def test_buffers_are_averaged_and_counters_taken_as_they_are(make_trainer: Any) 
 
 
 def test_weights_of_16_bits_are_refused(make_trainer: Any) -> None:
-    with pytest.raises(UserError, match="EMA cannot average weights of 16 bits"):
+    with pytest.raises(UserError, match="EMA cannot average 16-bit weights"):
         make_trainer(callbacks=[EMA()], precision="bf16-true").fit(task(), data())
 
 

@@ -62,7 +62,7 @@ def test_frozen_parameters_do_not_count_in_the_norm(make_trainer: Any) -> None:
 
 
 def test_a_pattern_that_fits_nothing_is_told(make_trainer: Any) -> None:
-    with pytest.raises(UserError, match=r"at\.encoder\.\* fits no parameter; there are network\.0\.weight"):
+    with pytest.raises(UserError, match=r"at\.encoder\.\* matches no parameter\. There are: network\.0\.weight"):
         trained(make_trainer, {"encoder.*": "1epoch"})
 
 

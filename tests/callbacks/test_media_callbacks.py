@@ -116,7 +116,7 @@ def test_a_function_may_be_a_dotted_path_and_mistakes_are_told() -> None:
     assert LambdaCallback({"on_step_end": "gc.collect"}).on_step_end.__name__ == "collect"
     with pytest.raises(UserError, match=r"not a hook of a callback\. Did you mean 'on_step_end'"):
         LambdaCallback({"on_step_ended": print})
-    with pytest.raises(UserError, match=r"functions\.on_step_end: there is no 'gc\.colect'"):
+    with pytest.raises(UserError, match=r"functions\.on_step_end: 'gc\.colect' cannot be imported"):
         LambdaCallback({"on_step_end": "gc.colect"})
     with pytest.raises(UserError, match="is a int, not a function"):
         LambdaCallback({"on_step_end": "gc.DEBUG_STATS"})

@@ -51,14 +51,14 @@ def test_replicas_say_what_share_of_a_step_is_moving_things_and_that_nothing_of_
 
 def test_a_window_without_room_for_it_says_which_one_has(make_trainer: Any) -> None:
     overlap = overlap_of(make_trainer, DataParallelStrategy(devices=["cpu", "cpu"]), first=5)
-    assert overlap == {"line": "overlap: not measured; profiler.start_step=6 or later leaves the steps for it"}
+    assert overlap == {"line": "overlap: not measured; it needs profiler.start_step=6 or later"}
 
 
 def test_what_a_strategy_of_ones_own_does_not_tell_is_not_known(make_trainer: Any) -> None:
     class Untold(FakeRank):
         pass
 
-    assert "not known under Untold on cpu" in overlap_of(make_trainer, Untold(world_size=2))["line"]
+    assert "unknown for Untold on cpu" in overlap_of(make_trainer, Untold(world_size=2))["line"]
 
 
 class Wrapped:
