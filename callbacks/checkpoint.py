@@ -1,10 +1,10 @@
-"""Checkpoints: at intervals, when a metric improves, at the end, and after an exception."""
+"""Checkpoints at intervals, when a metric improves, at the end, and after an exception."""
 
 from __future__ import annotations
 
 import logging
 import math
-from types import CodeType, TracebackType
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Literal
 
 from trainkit.callback import Callback
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEST = "best"
-"""The reason of checkpoints that were saved because their metric was among the best."""
+"""Reason of a checkpoint whose metric was among the best."""
 
 
 class Checkpoint(Callback):
-    """Keeps the latest checkpoints and the best ones, and removes the others once a newer one is verified.
+    """Keeps the latest and the best checkpoints, and removes the others once a newer one is verified.
 
         step          100     200     250 (epoch 1)     300
         evaluation                     x
         every=100step  save    save                      save
         metric                         save, if it is among the best
 
-    At most one checkpoint is written after a step. A metric counts only right after the evaluation that gave it.
+    At most one checkpoint is written after a step. A metric counts only at the step of its evaluation.
 
     Args:
         every: Save interval; `None` disables it. An interval of time is checked at log points.
-        monitor: The validation metric by which the best checkpoints are chosen, such as `"validation/loss"`.
+        monitor: Validation metric that determines the best checkpoints, such as `"validation/loss"`.
         mode: `min` if a small value is good, `max` if a large one is.
         save_top_k: Number of best checkpoints to keep.
         save_last_k: Number of latest checkpoints to keep, including those saved as the best; `None` keeps all.
-        save_at_end: Save at the end of training. A run that a signal ends is always saved.
+        save_at_end: Save at the end of training. A run that is ended by a signal is always saved.
         save_on_exception: Save the last complete step if an exception ends a run of one process.
         async_save: Write checkpoints in a background thread. Training waits only for a copy of the state in host
-            memory. An error of the writer is noticed after the next step.
+            memory. An error of the writer is raised after the next step.
         sharded: Each rank writes its own shard, if the strategy shards the state (`fusion` with `shard_optimizer`,
-            `pipeline`); no rank gathers all of it. Every machine must see the run folder. With `async_save` each rank
-            copies its shard, and ranks ask each other after each step until all shards are written.
+            `pipeline`); no rank gathers the full state. Every machine must see the run folder. With `async_save` each
+            rank copies its shard, and ranks poll each other after each step until all shards are written.
         max_retries: Number of saves in a row that may fail, for example because the disk is full, while training
             continues. The next failure ends the run, and so does a failure at the end. 0: the first failure ends it.
         retry_every: Duration of training before a failed save is tried again.
@@ -82,7 +82,7 @@ class Checkpoint(Callback):
         self.async_save = async_save
         self.sharded = sharded
         self._retry = SaveRetry(max_retries, Duration.parse(retry_every, where="checkpoint.retry_every"))
-        self._by_clock = self.every is not None and self.every.unit in ("second", "minute", "hour")
+        self._is_timed = self.every is not None and self.every.is_time
         self._interval = Interval(self.every)
         self._reason: str | None = None
         self._saved_step: int | None = None
@@ -99,11 +99,11 @@ class Checkpoint(Callback):
         self._interval.start(run.state)
         self._reason = None
         self._is_prepared = False
-        self._retry.start()
+        self._retry.reset()
         self._saved_step = run.strategy.comm.broadcast_object(_step_saved_last(run)) if run.resumed_from else None
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
-        if self._by_clock and self._interval.due(run.state):
+        if self._is_timed and self._interval.due(run.state):
             self._reason = "interval"
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
@@ -115,23 +115,23 @@ class Checkpoint(Callback):
                 f"{nearest(self.monitor.metric, metrics)} There are: {', '.join(sorted(metrics)) or 'none'}."
             )
         value = metrics[self.monitor.metric]
-        self._settle(run)  # what is being written may be one of the best
+        self._wait_for_background_save(run)  # it may be one of the best
         if run.strategy.comm.broadcast_object(run.is_main and self._is_among_best(run.checkpointer.store, value)):
             self._reason = BEST
 
     def on_step_end(self, run: Run) -> None:
-        try:  # waits for no disk
+        try:  # does not wait for the disk
             if run.checkpointer.poll():
-                self._retry.succeeded()
+                self._retry.reset()
         except CheckpointError as error:
             if not self.async_save:  # another callback's save
                 raise
-            self._retry.failed_in_background(error, run)
-        if self.async_save and not self._is_prepared:  # the optimizer has its state by now
+            self._retry.failed(error, run, in_background=True)
+        if self.async_save and not self._is_prepared:  # the optimizer has its state only after its first step
             run.checkpointer.prepare(sharded=self.sharded)
             self._is_prepared = True
-        # Saved here and not where it was decided, so that what other callbacks make of an evaluation is saved too.
-        if not self._by_clock and self._interval.due(run.state):
+        # Saved here, not in on_evaluation_end: other callbacks' state after the evaluation belongs to the checkpoint.
+        if not self._is_timed and self._interval.due(run.state):
             self._reason = self._reason or "interval"
         if self._retry.step is not None:
             self._reason = None if run.state.step < self._retry.step else self._reason or "retry"
@@ -139,10 +139,10 @@ class Checkpoint(Callback):
             self._save(run, self._reason)
 
     def on_fit_end(self, run: Run) -> None:
-        # What was written in the background may be of this very step, and only the main rank knows that it failed.
-        if self.async_save and run.strategy.comm.broadcast_object(self._settle(run)):
+        # A background save may be of this step, and only the main rank knows that it failed.
+        if self.async_save and run.strategy.comm.broadcast_object(self._wait_for_background_save(run)):
             self._saved_step = None
-        # Not what this rank received: a signal that comes now is for none or for all of those that save.
+        # `stopped_by`, not the signal that this rank received: saving is collective, and all ranks must agree.
         if run.stopped_by is not None:
             self._save(run, run.stopped_by.name, is_last=True)
         elif self.save_at_end:
@@ -158,47 +158,44 @@ class Checkpoint(Callback):
             self._save(run, "exception", is_last=True)
             run.checkpointer.wait()
         except Exception as failure:
-            # The run ends with the first error, which says more than that saving failed on top of it.
+            # The run ends with the original error.
             logger.error("step %d could not be saved after the exception: %s", run.state.step, failure)
 
     def _save(self, run: Run, reason: str, *, is_last: bool = False) -> None:
-        """Save this step unless that has been done, and remove the checkpoints that are not kept; collective.
+        """Save this step unless it is saved, and remove the checkpoints that are not kept; collective.
 
-        Raises CheckpointError if that fails and there is no later step to try it after, or it has failed too often.
+        Raises CheckpointError after too many failures, or if the last save fails.
         """
         self._reason = None
         if self._saved_step == run.state.step:
             return
-        store = run.checkpointer.store
 
-        def say_and_remove_others(entry: CheckpointEntry) -> None:
-            assert store is not None
+        def on_saved(entry: CheckpointEntry) -> None:
+            assert run.checkpointer.store is not None
             logger.info("saved %s (%s)", entry.path, reason)
-            self._remove_others(store)
-            self._retry.succeeded()
+            self._remove_others(run.checkpointer.store)
+            self._retry.reset()
 
         if self.async_save:
-            self._settle(run)
+            self._wait_for_background_save(run)
         try:
-            run.checkpointer.save(
-                reason=reason, background=self.async_save, sharded=self.sharded, then=say_and_remove_others
-            )
+            run.checkpointer.save(reason=reason, background=self.async_save, sharded=self.sharded, then=on_saved)
         except CheckpointError as error:
             if is_last:
                 raise
             self._retry.failed(error, run)
             return
         if not self.async_save:
-            self._retry.succeeded()
+            self._retry.reset()
         self._saved_step = run.state.step
 
-    def _settle(self, run: Run) -> bool:
-        """Return whether the save in the background failed, once it is done; raises its error if too many have."""
+    def _wait_for_background_save(self, run: Run) -> bool:
+        """Return True if the background save failed; raises its error after too many failures."""
         try:
             if run.checkpointer.wait():
-                self._retry.succeeded()
+                self._retry.reset()
         except CheckpointError as error:
-            self._retry.failed_in_background(error, run)
+            self._retry.failed(error, run, in_background=True)
             return True
         return False
 
@@ -221,20 +218,18 @@ class Checkpoint(Callback):
         return value < worst if self.monitor.mode == "min" else value > worst
 
     def _best(self, store: CheckpointStore) -> list[CheckpointEntry]:
-        """Return the best checkpoints, best first: of those alone whose metric was measured when they were saved."""
-        if self.monitor is None:
-            return []
-        if not any(self.monitor.metric in entry.metrics for entry in store.entries()):
+        """Return the best checkpoints, best first, among those that were saved right after an evaluation."""
+        if self.monitor is None or not any(self.monitor.metric in entry.metrics for entry in store.entries()):
             return []
         return [entry for entry in store.ranked(*self.monitor) if entry.reason == BEST][: self.save_top_k]
 
 
 class SaveRetry:
-    """Failed saves in a row, and the step at which to try again.
+    """Counts failed saves in a row, and schedules the next try.
 
-    step      100           110           120
-    save      disk full     disk full     saved
-    failures  1             2             0
+        step      100           110           120
+        save      disk full     disk full     saved
+        failures  1             2             0
 
     Args:
         limit: Number of saves in a row that may fail; the next failure ends the run.
@@ -250,46 +245,35 @@ class SaveRetry:
         self.step: int | None = None
         """Step after which to try again; `None` if no save has failed."""
 
-    def start(self) -> None:
-        """Forget the failures of an earlier run."""
+    def reset(self) -> None:
+        """Start counting from zero; may be called by the thread that saves."""
         self._failures, self.step = 0, None
 
-    def succeeded(self) -> None:
-        """Count from the beginning; may be called by the thread that saves."""
-        self._failures, self.step = 0, None
+    def failed(self, error: CheckpointError, run: Run, *, in_background: bool = False) -> None:
+        """Count a failure and warn; raises the error after too many.
 
-    def failed(self, error: CheckpointError, run: Run) -> None:
-        """Warn and set the step of the next try; raises the error after too many failures. Collective."""
-        self.count(error)
-        self.step = run.state.step + run.strategy.comm.broadcast_object(_steps(self._wait, run))
-        if run.is_main:
-            self._warn(error, f"after step {self.step}")
-
-    def failed_in_background(self, error: CheckpointError, run: Run) -> None:
-        """Warn on the ranks that know of the failure; raises the error after too many. Not collective."""
-        self.count(error)
-        if run.is_main:
-            self._warn(error, "when the next is due")
-
-    def count(self, error: CheckpointError) -> None:
-        """Count a failure; raises the error if it cannot be tried again."""
+        Sets the step of the next try, which is collective, unless the save was in the background.
+        """
         self._failures += 1
         if self._failures > self._limit or isinstance(error, DamagedCheckpoint):
             raise error
-
-    def _warn(self, error: CheckpointError, when: str) -> None:
-        logger.warning(
-            "%s Training continues, and saving is tried again %s; %d more failures in a row end the run "
-            "(callbacks.checkpoint.max_retries=%d).",
-            error,
-            when,
-            self._limit - self._failures + 1,
-            self._limit,
-        )
+        when = "when the next is due"
+        if not in_background:
+            self.step = run.state.step + run.strategy.comm.broadcast_object(_steps(self._wait, run))
+            when = f"after step {self.step}"
+        if run.is_main:
+            logger.warning(
+                "%s Training continues, and saving is tried again %s; %d more failures in a row end the run "
+                "(callbacks.checkpoint.max_retries=%d).",
+                error,
+                when,
+                self._limit - self._failures + 1,
+                self._limit,
+            )
 
 
 def _steps(wait: Duration, run: Run) -> int:
-    """Return about how many steps a duration takes, at the pace so far."""
+    """Return the approximate number of steps that a duration takes, at the pace so far."""
     state = run.state
     elapsed = wait.elapsed(state)
     return max(1, math.ceil(wait.value * max(state.step, 1) / elapsed)) if elapsed > 0 else 1
@@ -301,9 +285,9 @@ def _step_saved_last(run: Run) -> int | None:
 
 
 def _is_worth_saving(error: BaseException) -> bool:
-    """Return whether the weights are sound, and whoever ended the run has time for it.
+    """Return True if the weights are sound and the user may wait.
 
-    A KeyboardInterrupt is the second Ctrl-C: it may have come in the middle of anything, and asks to leave at once.
+    A KeyboardInterrupt is the second Ctrl-C: it may interrupt anything, and asks to leave at once.
     """
     return isinstance(error, Exception) and not isinstance(error, (NonFiniteLoss, CheckpointError))
 
@@ -314,18 +298,10 @@ def _has_other_ranks(strategy: Strategy) -> bool:
 
 
 def _was_updating(error: BaseException, strategy: Strategy) -> bool:
-    """Return whether the error came from inside a step's update, where some weights are new and others old."""
+    """Return True if the error interrupted a step's update: some weights are new and others old."""
     update = {
         type(strategy).optimizer_step.__code__,
         PhaseOptimizer.step_schedules.__code__,
         TrainState.advance.__code__,
     }
-    return not update.isdisjoint(_codes(error.__traceback__))
-
-
-def _codes(trace: TracebackType | None) -> set[CodeType]:
-    codes = set()
-    while trace is not None:
-        codes.add(trace.tb_frame.f_code)
-        trace = trace.tb_next
-    return codes
+    return any(frame.f_code in update for frame, _ in walk_tb(error.__traceback__))

@@ -103,8 +103,8 @@ def _checkpoint_table(store: CheckpointStore) -> Table:
     monitor: Monitor | None = None
     best: CheckpointEntry | None = None
     with suppress(CheckpointError):  # no metric is monitored, or none was measured yet
+        best = store.best(*store.monitor())
         monitor = store.monitor()
-        best = store.best(*monitor)
     columns = ["checkpoint", "step", "reason", *([monitor.metric] if monitor else []), ""]
     table = Table(f"Checkpoints in {store.folder}", columns)
     for index, entry in enumerate(entries):
@@ -254,9 +254,9 @@ class LiveProgress:
 
 @contextmanager
 def _log_to_current_stderr(streams: tuple[object, ...]) -> Iterator[None]:
-    """Redirect log handlers of the given streams to the current `sys.stderr`, so that messages appear above the display.
+    """Redirect log handlers of the given streams, which the display has replaced, to the current `sys.stderr`.
 
-    They were created before the display replaced the streams.
+    Otherwise they would write into the middle of the display.
     """
     loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
     handlers = [handler for found in loggers if isinstance(found, logging.Logger) for handler in found.handlers]

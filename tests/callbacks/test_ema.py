@@ -281,7 +281,7 @@ def test_both_ranks_of_ddp_hold_the_average_of_one_device(
 def test_a_stage_without_weights_takes_part_in_every_average() -> None:
     average, state = EMA(decay=0.9), SimpleNamespace(step=0)
     run: Any = SimpleNamespace(
-        strategy=SimpleNamespace(local_state=lambda task: {}, shards=None),
+        strategy=SimpleNamespace(local_state=lambda task: {}, shards=lambda task, phase_optimizers: None),
         task=None,
         state=state,
         resumed_from=None,
