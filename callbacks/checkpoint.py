@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointError, CheckpointStore, DamagedCheckpoint, Monitor
 from trainkit.duration import Duration, Interval
 from trainkit.errors import NonFiniteLoss, UserError, nearest
+from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.state import TrainState
 from trainkit.strategy import Strategy
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 logger = logging.getLogger(__name__)
 

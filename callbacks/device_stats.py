@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from trainkit.callback import Callback
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
+from trainkit.loops.run import Run
 
 MIB = 2**20
 _STATM = Path("/proc/self/statm")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from trainkit.callback import Callback
 from trainkit.errors import UserError, nearest
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
+from trainkit.loops.run import Run
 
 
 class EarlyStopping(Callback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,8 @@ from trainkit.callback import Callback
 from trainkit.checkpoint.serialization import storage_key
 from trainkit.duration import Duration
 from trainkit.errors import UserError
+from trainkit.loops.run import Run
 from trainkit.strategy import local_state
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 AVERAGE = "average"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
 from trainkit.errors import UserError
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
+from trainkit.loops.run import Run
 
 
 class GarbageCollection(Callback):

@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.errors import UserError
+from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import Strategy
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from trainkit.callback import Callback
 from trainkit.duration import Duration
 from trainkit.errors import UserError
+from trainkit.loops.run import Run
 
 from .gradient_norms import PARTIAL_GRADIENTS, has_full_gradients
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 
 class GradualUnfreezing(Callback):

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
 from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError
+from trainkit.loops.run import Run
+from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import local_state
 
 from .gradient_norms import has_full_gradients
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
-    from trainkit.optim.optimizer import PhaseOptimizer
 
 
 class Histograms(Callback):

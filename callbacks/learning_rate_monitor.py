@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainkit.callback import Callback
+from trainkit.loops.run import Run
 from trainkit.optim.optimizer import SPLIT_FROM
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 
 class LearningRateMonitor(Callback):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.files import write_text
+from trainkit.loops.run import Run
 from trainkit.report.html import size
 from trainkit.run_dir.console import Table, plain, show
 from trainkit.strategy import local_state
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 
 class MemoryReport(Callback):

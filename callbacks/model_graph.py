@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainkit.callback import Callback
+from trainkit.loops.run import Run
 from trainkit.model.flops import steps_of
 from trainkit.model.graph import record_graph
 
 from .model_summary import example_batch
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 
 class ModelGraph(Callback):

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.callback import Callback
 from trainkit.errors import UserError
+from trainkit.loops.run import Run
 from trainkit.model.flops import StepCost, cost_of_step, steps_of
 from trainkit.optim.lr_schedule import linear_scaling
 from trainkit.report.html import size
 from trainkit.run_dir.console import Table, say, show
 from trainkit.strategy import local_state, named_state
 from trainkit.tree import to_device
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 
 class ModelSummary(Callback):

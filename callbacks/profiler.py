@@ -8,19 +8,17 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from trainkit.callback import Callback
 from trainkit.errors import UserError
+from trainkit.loops.run import Run
 from trainkit.model.flops import FlopCount
 from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
 from trainkit.run_dir.console import Table, say, show
 from trainkit.strategy import Strategy, SupportsOverlapProfile
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 from trainkit.callback import Callback
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointError, CheckpointStore, Monitor
 from trainkit.errors import UserError
+from trainkit.loops.run import Run
 from trainkit.run_dir.console import Table, clock, number, on_terminal, say, show, terminal
 
 if TYPE_CHECKING:
     from rich.text import Text
-
-    from trainkit.loops.run import Run
 
 _BAR_WIDTH = 24
 _SHOWN_ELSEWHERE = ("train/epoch", "train/samples_per_second", "train/steps_per_second")

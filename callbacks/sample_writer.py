@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,9 @@ from trainkit.checkpoint.files import write_text
 from trainkit.data.batch import MicroBatch
 from trainkit.data.readers import make_reader
 from trainkit.errors import UserError
+from trainkit.loops.run import Run
 from trainkit.rng import preserve_rng
 from trainkit.tree import map_tensors
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 
 class SampleWriter(Callback):

@@ -6,16 +6,14 @@ import json
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainkit.callback import Callback
+from trainkit.loops.run import Run
 from trainkit.loops.step_timer import StepTimer
 from trainkit.run_dir.console import clock, say
 
 from .device_stats import resident_bytes
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 FILENAME = "step_times.jsonl"
 MAX_DATA_WAIT = 0.2

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError
+from trainkit.loops.run import Run
 
 from .ema import WeightAveraging
-
-if TYPE_CHECKING:
-    from trainkit.loops.run import Run
 
 
 class SWA(WeightAveraging):
