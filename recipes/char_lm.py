@@ -1,6 +1,6 @@
-"""A small GPT that learns to write Python, from the source files that every Python brings with it.
+"""Small GPT that learns to write Python, from the source files of the standard library.
 
-It reads bytes, so there is no tokenizer, and nothing is downloaded.
+It reads bytes, without a tokenizer. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ NUM_TOKENS = 256
 _PADDING = -1
 _INITIAL_STD = 0.02
 _WARMUP = 0.1  # of all steps
-# One file in so many is for validation.
-_VALIDATION_SHARE = 10
+_VALIDATION_EVERY = 10  # files, of which one validates
 
 
 class CharLM(TaskModule):
-    """Predicts the next byte of a text from those before it.
+    """Predicts the next byte of a text from the bytes before it.
 
-    Nothing in it is random in training. Every step says how many bytes it predicted, so that a window at the end of
-    a file, which is shorter than the others, counts for as much as it holds.
+    Training is deterministic: there is no dropout. Every step returns the number of predicted bytes as its `weight`, so
+    that the shorter window at the end of a file counts for what it holds.
 
     Args:
-        context: Bytes that are looked at, at most.
+        context: Maximum number of input bytes.
         width: Features of each position.
-        layers: Blocks of attention and a two-layer network.
-        heads: Parts that attention is divided into; `width` must divide by it.
-        lr: Highest learning rate, reached after a tenth of the steps.
-        weight_decay: Of AdamW, for matrices only.
+        layers: Number of transformer blocks.
+        heads: Attention heads; `width` must be divisible by it.
+        lr: Peak learning rate, reached after a tenth of the steps.
+        weight_decay: Weight decay of AdamW, for matrices only.
 
     """
 
@@ -58,7 +57,9 @@ class CharLM(TaskModule):
     ) -> None:
         super().__init__()
         if heads < 1 or width < heads or width % heads:
-            raise UserError(f"task.width={width} must divide by task.heads={heads}; set task.heads=1 or another one.")
+            raise UserError(
+                f"task.width={width} must be divisible by task.heads={heads}; set task.heads=1, for example."
+            )
         if layers < 1 or context < 1:
             raise UserError(f"task.layers and task.context must be at least 1, got {layers} and {context}.")
         self.lr = lr
@@ -69,7 +70,7 @@ class CharLM(TaskModule):
         self.norm = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What is added to the residual stream keeps its size whatever the depth.
+                # Keeps the size of the residual stream independent of the depth.
                 depth = 2 * layers if name.endswith(("mix.weight", "shrink.weight")) else 1
                 nn.init.normal_(parameter, std=_INITIAL_STD / math.sqrt(depth))
 
@@ -79,7 +80,7 @@ class CharLM(TaskModule):
         features = self.tokens(tokens) + self.positions(positions)  # (batch, length, width)
         for block in self.blocks:
             features = block(features)
-        # The matrix that reads bytes also writes them.
+        # The weights of the input embedding and the output layer are tied.
         return functional.linear(self.norm(features), self.tokens.weight)  # (batch, length, 256)
 
     def training_step(self, batch: Any) -> dict[str, Tensor]:
@@ -96,7 +97,7 @@ class CharLM(TaskModule):
         return tokens
 
     def configure_optimizers(self, total_steps: int) -> tuple[AdamW, LambdaLR]:
-        """Return AdamW with a learning rate that rises, and then falls along a half cosine."""
+        """Return AdamW with a learning rate that warms up, then decays along a half cosine."""
         matrices = [parameter for parameter in self.parameters() if parameter.dim() >= 2]
         others = [parameter for parameter in self.parameters() if parameter.dim() < 2]
         groups = [
@@ -104,7 +105,7 @@ class CharLM(TaskModule):
             {"params": others, "weight_decay": 0.0},
         ]
         optimizer = AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
-        return optimizer, LambdaLR(optimizer, partial(_share_of_rate, total_steps=total_steps))
+        return optimizer, LambdaLR(optimizer, partial(_lr_factor, total_steps=total_steps))
 
     def _measure(self, windows: Tensor) -> dict[str, Tensor]:
         targets = windows[:, 1:].long()  # (batch, context)
@@ -117,14 +118,14 @@ class CharLM(TaskModule):
 
 
 class SourceFiles(Data):
-    """Windows of the standard library's own source files; every tenth file validates.
+    """Windows of the standard library's source files; every tenth file validates.
 
     Args:
         batch_size: Windows of one optimizer step, over all ranks.
         evaluation_batch_size: Windows of one evaluation batch, over all ranks.
-        context: Bytes that are looked at to predict the next one.
-        max_bytes: Bytes of all files together, at most.
-        workers: Processes that read; 0: the training process.
+        context: Input bytes of a window.
+        max_bytes: Maximum size of all files together.
+        workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -144,21 +145,21 @@ class SourceFiles(Data):
         self.max_bytes = max_bytes
 
     def dataset(self, stage: str) -> TensorDataset:
-        """Return the windows of a stage; tests and predictions are made with the validation files."""
+        """Return the windows of a stage; test and predict use the validation files."""
         train, validation = self._windows
         return TensorDataset(train if stage == "train" else validation)
 
     @cached_property
     def _windows(self) -> tuple[Tensor, Tensor]:
-        """Return the windows to train on and to validate with, each of shape (windows, context + 1)."""
+        """Return the training and validation windows, each of shape (windows, context + 1)."""
         texts = source_texts(max_bytes=self.max_bytes)
         return (
-            self._cut([text for index, text in enumerate(texts) if index % _VALIDATION_SHARE]),
-            self._cut(texts[::_VALIDATION_SHARE]),
+            self._split([text for index, text in enumerate(texts) if index % _VALIDATION_EVERY]),
+            self._split(texts[::_VALIDATION_EVERY]),
         )
 
-    def _cut(self, texts: list[bytes]) -> Tensor:
-        """Cut each text by itself; neighbours share one byte, which one predicts and the other starts with."""
+    def _split(self, texts: list[bytes]) -> Tensor:
+        """Split each text into windows; the last byte of a window is the first of the next one."""
         rows = []
         for text in texts:
             tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16)
@@ -169,7 +170,7 @@ class SourceFiles(Data):
 
 
 def source_texts(*, max_bytes: int) -> list[bytes]:
-    """Return the standard library's top-level source files in the order of their names, the last one cut short."""
+    """Return the standard library's top-level source files by name, up to `max_bytes`; the last one is truncated."""
     folder = Path(sysconfig.get_path("stdlib"))
     texts, left = [], max_bytes
     for path in sorted(folder.glob("*.py")):
@@ -182,14 +183,14 @@ def source_texts(*, max_bytes: int) -> list[bytes]:
     if len(texts) < 2:
         raise UserError(
             f"there are {len(texts)} source files for {max_bytes} bytes in {folder}, and at least 2 are needed: one to "
-            "train on and one to validate with. Set data.max_bytes=100000 or more, or use a Python that brings its "
-            "sources."
+            "train on and one to validate with. Set data.max_bytes=100000 or more, or use a Python installation that "
+            "includes its sources."
         )
     return texts
 
 
-def _share_of_rate(step: int, *, total_steps: int) -> float:
-    """Return the share of the highest learning rate: rising over a tenth of the steps, then falling to zero."""
+def _lr_factor(step: int, *, total_steps: int) -> float:
+    """Return the factor of the peak learning rate: linear warm-up over a tenth of the steps, then cosine to zero."""
     warmup = max(1, round(_WARMUP * total_steps))
     if step < warmup:
         return (step + 1) / warmup
@@ -197,12 +198,12 @@ def _share_of_rate(step: int, *, total_steps: int) -> float:
 
 
 def _inputs(windows: Tensor) -> Tensor:
-    # Padding has no meaning, but an embedding needs a row; nothing before it looks at it.
+    # The embedding needs a valid index for padding; attention is causal, so no byte before it is affected.
     return windows[:, :-1].long().clamp(min=0)
 
 
 class _Block(nn.Module):
-    """Attention to earlier positions, then a network at each position; both add to what came in."""
+    """Causal self-attention, then a two-layer network at each position, both residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Features of handwritten digits without labels: two views of each image are told from those of all others.
+"""Contrastive learning of image features from handwritten digits, without labels.
 
-A linear classifier on them, given 50 labels, is right for 91 % of new images; given all 1437 labels, for 98 %.
+A linear classifier on the features reaches an accuracy of 91 % with 50 labels, and of 98 % with all 1437.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from trainkit.task import TaskModule
 
 
 class ContrastiveTask(TaskModule):
-    """Brings the features of two views of an image together, and apart from those of the others of its micro-batch.
+    """Pulls the features of two views of an image together, and pushes those of other images apart.
 
-    As each image is compared with those that are on the same device at once, another number of ranks or micro-batches
-    is another task: with `strategy.micro_batch_size` the comparison keeps its size.
+    Each image is compared with the others of its micro-batch, so the number of ranks and micro-batches changes the
+    task; a fixed `strategy.micro_batch_size` keeps the number of comparisons.
 
     Args:
         width: Channels of the first stage; the second has twice as many.
-        features: Numbers that describe an image.
-        temperature: Small ones look at the most similar others only.
-        lr: Learning rate of the first step; it falls to zero along a half cosine.
-        weight_decay: Of AdamW.
+        features: Size of the feature vector of an image.
+        temperature: Temperature of the softmax; lower values weight the most similar images more.
+        lr: Initial learning rate; it decays to zero along a half cosine.
+        weight_decay: Weight decay of AdamW.
 
     """
 
@@ -59,29 +59,29 @@ class ContrastiveTask(TaskModule):
             nn.Flatten(),
             nn.Linear(8 * width, features),
         )
-        # Views are compared behind this part, so that the features before it may keep what the views differ in.
+        # Views are compared after this projection, so that the features may keep what the views differ in.
         self.projector = nn.Sequential(nn.ReLU(), nn.Linear(features, features))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the features of images of shape (batch, 1, 8, 8), shape (batch, features)."""
-        described: Tensor = self.encoder(images)
-        return described
+        features: Tensor = self.encoder(images)
+        return features
 
     def training_step(self, batch: Any) -> dict[str, Tensor]:
-        """Return the loss of telling partners from others, and how often the nearest is the partner."""
+        """Return the contrastive loss, and the fraction of views whose nearest neighbor is their partner."""
         return self._compare(batch[0], batch[1])
 
     def validation_step(self, batch: Any) -> dict[str, Tensor]:
-        """Return the same for images that were never trained on."""
+        """Return the contrastive loss, and the fraction of views whose nearest neighbor is their partner."""
         return self._compare(batch[0], batch[1])
 
     def predict_step(self, batch: Any) -> Tensor:
-        """Return the features of each image, of its first view."""
-        described: Tensor = self(batch[0])
-        return described
+        """Return the features of each image, shape (batch, features)."""
+        features: Tensor = self(batch[0])
+        return features
 
     def configure_optimizers(self, total_steps: int) -> tuple[AdamW, CosineAnnealingLR]:
-        """Return AdamW with a learning rate that falls to zero along a half cosine."""
+        """Return AdamW with a learning rate that decays to zero along a half cosine."""
         optimizer = AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         return optimizer, CosineAnnealingLR(optimizer, T_max=total_steps)
 
@@ -99,12 +99,12 @@ class ContrastiveTask(TaskModule):
 
 
 class TwoViews(Dataset[tuple[Tensor, Tensor]]):
-    """Two views of each image, drawn from the sample's own seed: they do not depend on workers, ranks or resuming.
+    """Two random views of each image, which depend on the seed of the sample only, not on workers or ranks.
 
     Args:
-        images: Of shape (images, 1, 8, 8).
-        shift: Pixels that a view may be moved by.
-        noise: Deviation of what is added to every pixel.
+        images: Shape (images, 1, 8, 8).
+        shift: Maximum shift of a view, in pixels.
+        noise: Standard deviation of the noise of a pixel.
 
     """
 
@@ -122,7 +122,7 @@ class TwoViews(Dataset[tuple[Tensor, Tensor]]):
         return self._view(self.images[index], generator), self._view(self.images[index], generator)
 
     def _view(self, image: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the image moved, brightened or darkened, without one of its rows, and with noise."""
+        """Return the image shifted, with random brightness and noise."""
         side = image.shape[-1]
         padded = functional.pad(image, [self.shift] * 4, value=-1.0)
         top, left = torch.randint(0, 2 * self.shift + 1, (2,), generator=generator).tolist()
@@ -132,15 +132,15 @@ class TwoViews(Dataset[tuple[Tensor, Tensor]]):
 
 
 class DigitViews(Data):
-    """Two views of each of scikit-learn's digits; labels are not read. Predictions are made with plain images.
+    """Two views of each of scikit-learn's digits, without labels. Predictions use the plain images.
 
     Args:
         batch_size: Images of one optimizer step, over all ranks.
         evaluation_batch_size: Images of one evaluation batch, over all ranks.
-        shift: Pixels that a view may be moved by.
-        noise: Deviation of what is added to every pixel.
-        num_train: Images to train on, at most.
-        workers: Processes that read; 0: the training process.
+        shift: Maximum shift of a view, in pixels.
+        noise: Standard deviation of the noise of a pixel.
+        num_train: Maximum number of training images.
+        workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -162,7 +162,7 @@ class DigitViews(Data):
         self._digits = DigitsData(num_train=num_train)
 
     def dataset(self, stage: str) -> Dataset[Any]:
-        """Return the views of a stage; tests are made with the validation images, and so are predictions."""
+        """Return the views of a stage; test and predict use the validation images."""
         return self._without_views if stage == "predict" else self._views[stage == "train"]
 
     @cached_property
@@ -179,7 +179,7 @@ class DigitViews(Data):
 
 
 def _stage(channels_in: int, channels: int) -> list[nn.Module]:
-    """A convolution, normed for each image alone, then half the height and width."""
+    """Return a convolution with group norm, then a pooling that halves height and width."""
     return [
         nn.Conv2d(channels_in, channels, kernel_size=3, padding=1, bias=False),
         nn.GroupNorm(1, channels),

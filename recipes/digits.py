@@ -1,6 +1,6 @@
-"""Handwritten digits with a small convolutional network: 98 % of the images it has never seen, in seconds.
+"""Small convolutional network on handwritten digits, with a validation accuracy of 99 % within seconds.
 
-The images come inside scikit-learn: 1797 of them, 8 x 8 pixels, so that nothing is downloaded.
+The 1797 images of 8 x 8 pixels are part of scikit-learn. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from trainkit.task import TaskModule
 
 NUM_CLASSES = 10
 _NUM_VALIDATION = 360
-_SPLIT_SEED = 2001  # The split is part of the task: it must not follow the run's seed.
+_SPLIT_SEED = 2001  # The split is part of the task and independent of the run's seed.
 
 
 class DigitsTask(TaskModule):
     """Classifies images of shape (1, 8, 8) with two stages of convolutions.
 
-    Nothing in it is random in training and nothing looks at more than one image, so that every strategy and every
-    cut of the batch gives the same weights.
+    There is no dropout and no batch norm, so that every strategy and every split of the batch gives the same weights.
 
     Args:
         width: Channels of the first stage; the second has twice as many.
-        lr: Learning rate of the first step; it falls to zero along a half cosine.
-        weight_decay: Of AdamW.
+        lr: Initial learning rate; it decays to zero along a half cosine.
+        weight_decay: Weight decay of AdamW.
 
     """
 
@@ -64,24 +63,24 @@ class DigitsTask(TaskModule):
         return measure(self(batch[0]), batch[1])
 
     def predict_step(self, batch: Any) -> Tensor:
-        """Return the digit that each image most likely shows."""
+        """Return the most likely digit of each image."""
         digits: Tensor = self(batch[0]).argmax(dim=1)
         return digits
 
     def configure_optimizers(self, total_steps: int) -> tuple[AdamW, CosineAnnealingLR]:
-        """Return AdamW with a learning rate that falls to zero along a half cosine."""
+        """Return AdamW with a learning rate that decays to zero along a half cosine."""
         optimizer = AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         return optimizer, CosineAnnealingLR(optimizer, T_max=total_steps)
 
 
 class DigitsData(Data):
-    """Images and the digits that they show, always split in the same way: 1437 train, the other 360 validate.
+    """Images and their digits, always split in the same way: 1437 train, the other 360 validate.
 
     Args:
         batch_size: Samples of one optimizer step, over all ranks.
         evaluation_batch_size: Samples of one evaluation batch, over all ranks.
-        num_train: Images to train on, at most.
-        workers: Processes that read; 0: the training process.
+        num_train: Maximum number of training images.
+        workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -99,7 +98,7 @@ class DigitsData(Data):
         self.num_train = num_train
 
     def dataset(self, stage: str) -> TensorDataset:
-        """Return the images of a stage; tests and predictions are made with the validation images."""
+        """Return the images of a stage; test and predict use the validation images."""
         images, digits = self._images_and_digits
         if stage == "train":
             last = len(images) if self.num_train is None else _NUM_VALIDATION + self.num_train
@@ -108,12 +107,12 @@ class DigitsData(Data):
 
     @cached_property
     def _images_and_digits(self) -> tuple[Tensor, Tensor]:
-        """Return all images, shape (1797, 1, 8, 8), and their digits, those to validate with first."""
+        """Return all images, shape (1797, 1, 8, 8), and their digits; the validation images come first."""
         try:
             from sklearn.datasets import load_digits
         except ModuleNotFoundError:
             raise UserError(
-                "the digits come inside scikit-learn, which is not installed; type: pip install 'trainkit[recipes]'"
+                "the digits are part of scikit-learn, which is not installed; type: pip install 'trainkit[recipes]'"
             ) from None
         loaded = load_digits()
         images = torch.tensor(loaded.data, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1  # pixels in [-1, 1]
@@ -130,7 +129,7 @@ def measure(logits: Tensor, digits: Tensor) -> dict[str, Tensor]:
 
 
 def _stage(channels_in: int, channels: int) -> list[nn.Module]:
-    """Two convolutions, each of them normed for each image alone, then half the height and width."""
+    """Return two convolutions with group norm, then a pooling that halves height and width."""
     return [
         nn.Conv2d(channels_in, channels, kernel_size=3, padding=1, bias=False),
         nn.GroupNorm(1, channels),

@@ -1,4 +1,4 @@
-"""Handwritten digits with a fully connected network: 97 % of the images it has never seen, in a second."""
+"""Fully connected network on handwritten digits, with a validation accuracy of 97 % within seconds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainkit.task import TaskModule
 
 
 class DigitsMLP(TaskModule):
-    """Classifies images of shape (1, 8, 8) by their 64 pixels.
+    """Classifies images of shape (1, 8, 8) from their 64 pixels.
 
     Args:
         width: Units of each hidden layer.
-        depth: Hidden layers.
+        depth: Number of hidden layers.
         lr: Learning rate of AdamW.
-        weight_decay: Of AdamW.
+        weight_decay: Weight decay of AdamW.
 
     """
 
@@ -48,7 +48,7 @@ class DigitsMLP(TaskModule):
         return measure(self(batch[0]), batch[1])
 
     def predict_step(self, batch: Any) -> Tensor:
-        """Return the digit that each image most likely shows."""
+        """Return the most likely digit of each image."""
         digits: Tensor = self(batch[0]).argmax(dim=1)
         return digits
 

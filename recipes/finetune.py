@@ -1,6 +1,6 @@
-"""A language model of the transformers package, pretrained or made from its configuration, trained on your text.
+"""Fine-tuning of a causal language model of the transformers package, optionally with LoRA.
 
-With `task.lora_rank=8` only small matrices beside the model's own are trained (LoRA, of the peft package).
+`task.lora_rank=8` trains only low-rank adapters (LoRA, by the peft package).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainkit.recipes.gpt import TokenFiles
 from trainkit.errors import UserError
 from trainkit.integrations.huggingface import HuggingFaceTask
 
-# Small enough to try everything on a laptop.
+# Small enough for a laptop.
 _SMALL: dict[str, Any] = {
     "model_type": "gpt2",
     "n_layer": 2,
@@ -34,14 +34,14 @@ class FineTune(HuggingFaceTask):
 
     Args:
         pretrained: Name or folder of pretrained weights; a name may be downloaded.
-        config: The model's configuration instead: `model_type` and whatever it takes; weights are then random. `None`
-            without `pretrained`: a small GPT-2 of bytes.
-        lora_rank: Rank of the matrices that are trained beside the model's own; `None`: the model itself is trained.
-        lora_alpha: What is added counts by `lora_alpha / lora_rank`.
-        lr: Highest learning rate of AdamW.
-        weight_decay: Of AdamW, for matrices; biases and norms have none.
-        schedule: How the learning rate goes on: `constant`, `linear` or `cosine`, both down to 0.
-        warmup: Part of all steps over which the learning rate rises.
+        config: Configuration of a model with random weights instead: `model_type` and its arguments. If `pretrained` is
+            `None` too, a small GPT-2 of bytes.
+        lora_rank: Rank of the LoRA adapters; `None` trains the full model.
+        lora_alpha: Adapters are scaled by `lora_alpha / lora_rank`.
+        lr: Peak learning rate of AdamW.
+        weight_decay: Weight decay of AdamW, for matrices only.
+        schedule: Learning-rate schedule after warm-up: `constant`, or `linear` or `cosine` to zero.
+        warmup: Fraction of all steps over which the learning rate warms up.
 
     """
 
@@ -73,10 +73,10 @@ class FineTune(HuggingFaceTask):
 
 
 class TokenRows(TokenFiles):
-    """Windows of tokens as the models of the transformers package take them; a pretrained one needs its tokenizer."""
+    """Windows of tokens in the format of the transformers package; a pretrained model needs its own tokenizer."""
 
     def dataset(self, stage: str) -> Dataset[Any]:
-        """Return rows with `input_ids` and `labels`; models compare each position with the next one themselves."""
+        """Return rows with `input_ids` and `labels`; models shift the labels themselves."""
         return _Rows(super().dataset(stage))
 
 
@@ -88,12 +88,12 @@ class _Rows(Dataset[Any]):
         return len(self.windows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens: Tensor = self.windows[index][:-1]  # no longer than what models have positions for
+        tokens: Tensor = self.windows[index][:-1]  # at most as long as the model's context
         return {"input_ids": tokens, "labels": tokens}
 
 
 def _add_adapters(model: Any, *, rank: int, alpha: int) -> None:
-    """Put low-rank matrices beside every linear layer but the last, and leave only them to be trained."""
+    """Add a LoRA adapter to every linear layer except the last, and freeze everything else."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError:
@@ -101,5 +101,5 @@ def _add_adapters(model: Any, *, rank: int, alpha: int) -> None:
             "task.lora_rank needs the package 'peft', which is not installed; type: pip install 'trainkit[huggingface]'"
         ) from None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it recognized the model's kind of layer
+        warnings.simplefilter("ignore")  # about the detected type of layer
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"), model)

@@ -1,4 +1,4 @@
-"""Handwritten digits that nobody has written: a generator and a discriminator, trained in two phases of each step."""
+"""Conditional GAN on handwritten digits: discriminator and generator train in two phases of each step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ NUM_LATENT = 16
 
 
 class DigitsGAN(TaskModule):
-    """Generates images of shape (1, 8, 8) of a digit that is asked for (Goodfellow et al., 2014; Mirza, 2014).
+    """Generates images of shape (1, 8, 8) of a given digit (Goodfellow et al., 2014; Mirza, 2014).
 
-    Each step first trains the discriminator to tell the images of the data set from generated ones, then the
-    generator to be taken for the data set. The noise comes with each sample, so that every strategy sees the same.
+    Each step first trains the discriminator to distinguish real images from generated ones, then the generator to
+    fool it. The noise belongs to the sample, so that every strategy sees the same.
 
     Args:
-        width: Units of the hidden layers of both networks.
+        width: Hidden units of both networks.
         lr: Learning rate of Adam in both phases.
-        penalty: How much the discriminator's slope at true images counts, without which it soon knows them by heart
-            (Mescheder et al., 2018).
-        generator_every: Steps for each of the generator's.
+        penalty: Weight of the gradient penalty at real images, against overfitting of the discriminator (Mescheder et
+            al., 2018).
+        generator_every: Steps between two of the generator.
 
     """
 
@@ -61,42 +61,42 @@ class DigitsGAN(TaskModule):
         self.distance = FrechetDistance(NUM_PIXELS)
 
     def forward(self, noise: Tensor, digits: Tensor) -> Tensor:
-        """Return images of shape (batch, 1, 8, 8), from noise of shape (batch, 16) and the digits they are to show."""
+        """Return images of shape (batch, 1, 8, 8), from noise of shape (batch, 16) and digits of shape (batch,)."""
         pixels: Tensor = self.generator(torch.cat([noise, _one_hot(digits, noise)], dim=1))  # (batch, 64)
         return pixels.view(-1, 1, 8, 8)
 
     def discriminator_step(self, batch: Any) -> dict[str, Tensor]:
-        """Return the loss of telling true images from generated ones, and how often that is right."""
+        """Return the loss and the accuracy of the discriminator."""
         images, digits, noise = batch
         with torch.no_grad():
             generated = self(noise, digits)
         images = images.detach().requires_grad_()
-        true, false = self._judge(images, digits), self._judge(generated, digits)
-        loss = functional.softplus(-true).mean() + functional.softplus(false).mean()
-        (slope,) = torch.autograd.grad(true.sum(), images, create_graph=True)  # (batch, 1, 8, 8)
-        loss = loss + self.penalty / 2 * slope.square().sum(dim=(1, 2, 3)).mean()
-        return {"loss": loss, "accuracy": torch.cat([true > 0, false < 0]).float().mean()}
+        real, fake = self._discriminate(images, digits), self._discriminate(generated, digits)
+        loss = functional.softplus(-real).mean() + functional.softplus(fake).mean()
+        (gradient,) = torch.autograd.grad(real.sum(), images, create_graph=True)  # (batch, 1, 8, 8)
+        loss = loss + self.penalty / 2 * gradient.square().sum(dim=(1, 2, 3)).mean()
+        return {"loss": loss, "accuracy": torch.cat([real > 0, fake < 0]).float().mean()}
 
     def generator_step(self, batch: Any) -> Tensor:
-        """Return the loss of being taken for true."""
+        """Return the loss of the generator."""
         _, digits, noise = batch
-        return functional.softplus(-self._judge(self(noise, digits), digits)).mean()
+        return functional.softplus(-self._discriminate(self(noise, digits), digits)).mean()
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
-        """Return how far generated images are from true ones, over the whole pass."""
+        """Return the Fréchet distance of generated and real images, over the full evaluation."""
         images, digits, noise = batch
         self.distance.update(images.flatten(1), self(noise, digits).flatten(1))
         return {"distance": self.distance}
 
     def predict_step(self, batch: Any) -> Tensor:
-        """Return one generated image for each sample, of its digit."""
+        """Return a generated image of each sample's digit, shape (batch, 1, 8, 8)."""
         _, digits, noise = batch
         images: Tensor = self(noise, digits)
         return images
 
     def configure_phases(self) -> list[Phase]:
         """Return the two phases of a step."""
-        betas = (0.5, 0.999)  # a short memory of the gradient, as the opponent changes (Radford et al., 2015)
+        betas = (0.5, 0.999)  # less momentum, as the opponent changes (Radford et al., 2015)
         return [
             Phase("discriminator", Adam(self.discriminator.parameters(), lr=self.lr, betas=betas)),
             Phase(
@@ -106,21 +106,21 @@ class DigitsGAN(TaskModule):
             ),
         ]
 
-    def _judge(self, images: Tensor, digits: Tensor) -> Tensor:
-        """Return how true images look, above 0 for true; shape (batch,)."""
+    def _discriminate(self, images: Tensor, digits: Tensor) -> Tensor:
+        """Return the logits of images being real, shape (batch,)."""
         pixels = images.flatten(1)
-        judged: Tensor = self.discriminator(torch.cat([pixels, _one_hot(digits, pixels)], dim=1))
-        return judged.squeeze(1)
+        logits: Tensor = self.discriminator(torch.cat([pixels, _one_hot(digits, pixels)], dim=1))
+        return logits.squeeze(1)
 
 
 class DigitsWithNoise(DigitsData):
-    """The images of `digits`, each with its digit and noise that follows from the seed, the epoch and the sample.
+    """The images of `digits`, each with its digit and noise, which depends on the seed, the epoch and the sample.
 
     Args:
         batch_size: Samples of one optimizer step, over all ranks.
         evaluation_batch_size: Samples of one evaluation batch, over all ranks.
-        num_train: Images to train on, at most.
-        workers: Processes that read; 0: the training process.
+        num_train: Maximum number of training images.
+        workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -130,39 +130,39 @@ class DigitsWithNoise(DigitsData):
 
 
 class FrechetDistance(Metric):
-    """How far two sets of points are apart, taken for normal distributions; 0 for the same (Fréchet, 1957).
+    """Fréchet distance between normal distributions fitted to two sets of points; 0 if they are equal (Fréchet, 1957).
 
     Args:
-        size: Coordinates of a point.
+        size: Dimensions of a point.
 
     """
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        for name in ("true", "false"):
+        for name in ("real", "fake"):
             self.add_state(f"{name}_count", torch.zeros((), dtype=torch.float64))
             self.add_state(f"{name}_sum", torch.zeros(size, dtype=torch.float64))
             self.add_state(f"{name}_products", torch.zeros(size, size, dtype=torch.float64))
 
-    def update(self, true: Tensor, false: Tensor) -> None:
+    def update(self, real: Tensor, fake: Tensor) -> None:
         """Add points of both sets, each of shape (batch, size)."""
-        for name, points in (("true", true.double()), ("false", false.double())):
+        for name, points in (("real", real.double()), ("fake", fake.double())):
             setattr(self, f"{name}_count", getattr(self, f"{name}_count") + len(points))
             setattr(self, f"{name}_sum", getattr(self, f"{name}_sum") + points.sum(dim=0))
             setattr(self, f"{name}_products", getattr(self, f"{name}_products") + points.T @ points)
 
     def compute(self) -> Tensor:
-        """Return the squared distance of the means, and what the covariances differ by."""
-        true_mean, true_covariance = self._moments("true")
-        false_mean, false_covariance = self._moments("false")
-        # The trace of the root of a product is the sum of the roots of its eigenvalues.
-        roots = torch.linalg.eigvals(true_covariance @ false_covariance).real.clamp(min=0).sqrt()
-        spread = true_covariance.trace() + false_covariance.trace() - 2 * roots.sum()
-        distance: Tensor = (true_mean - false_mean).square().sum() + spread
+        """Return the squared distance of the means plus the distance of the covariances."""
+        real_mean, real_covariance = self._moments("real")
+        fake_mean, fake_covariance = self._moments("fake")
+        # The trace of a matrix square root is the sum of the square roots of the eigenvalues.
+        roots = torch.linalg.eigvals(real_covariance @ fake_covariance).real.clamp(min=0).sqrt()
+        spread = real_covariance.trace() + fake_covariance.trace() - 2 * roots.sum()
+        distance: Tensor = (real_mean - fake_mean).square().sum() + spread
         return distance
 
     def _moments(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return mean and covariance of a set."""
+        """Return the mean and the covariance of a set."""
         count = getattr(self, f"{name}_count")
         mean = getattr(self, f"{name}_sum") / count
         return mean, getattr(self, f"{name}_products") / count - torch.outer(mean, mean)
