@@ -1,7 +1,7 @@
-"""GPT-2 in its five sizes and smaller ones, on token files that are read without loading them.
+"""GPT-2 in its four sizes and two smaller ones, on memory-mapped token files.
 
-Tokens are made from any folder of text, of single bytes or of pairs that a tokenizer learns (BPE). Without a folder it
-reads the source files that every Python brings with it, so that nothing is downloaded.
+Any folder of text is tokenized, into bytes or by BPE. The default text is the source files of the standard library, so
+nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from trainkit.task import TaskModule
 _NUM_BYTES = 256
 _INITIAL_STD = 0.02
 _WARMUP = 0.05  # of all steps
-_LOWEST_RATE = 0.1  # of the highest
-_VALIDATION_SHARE = 0.1  # of each file, at its end
-_SHORTEST = 32  # bytes of a file that is worth cutting
+_FINAL_LR = 0.1  # of the peak
+_VALIDATION_FRACTION = 0.1  # of each file, at its end
+_MIN_BYTES = 32  # of a file
 _END = "<|end|>"
-_NAME_LENGTH = 12  # of a folder of tokens
+_NAME_LENGTH = 12  # of the name of a token folder
 
 
 class Size(NamedTuple):
-    """Layers, heads of each, and features of a position."""
+    """Number of layers, attention heads per layer, and features per position."""
 
     layers: int
     heads: int
@@ -58,17 +58,17 @@ SIZES = {
 
 
 class GPT(TaskModule):
-    """Predicts the next token of a text from those before it.
+    """Predicts the next token of a text from the tokens before it.
 
-    Nothing in it is random in training. The matrix that reads tokens also writes them.
+    Training is deterministic: there is no dropout. The weights of the input embedding and the output layer are tied.
 
     Args:
         size: `tiny`, `mini`, `gpt2` (124 million parameters), `gpt2-medium`, `gpt2-large` or `gpt2-xl` (1558 million).
-        context: Tokens that are looked at, at most; 1024 in the original.
-        vocabulary: Different tokens, as many as the data's; 257 for bytes, 50257 in the original.
-        lr: Highest learning rate, reached after a twentieth of the steps; it falls to a tenth.
-        weight_decay: Of AdamW, for matrices only.
-        recompute: Whether each block runs again for backward, which takes a third more time and far less memory.
+        context: Maximum number of input tokens; 1024 in the original.
+        vocabulary: Vocabulary size, that of the data; 257 for bytes, 50257 in the original.
+        lr: Peak learning rate, reached after a twentieth of the steps; it decays to a tenth.
+        weight_decay: Weight decay of AdamW, for matrices only.
+        recompute: Recompute each block in backward: a third more time, much less memory.
 
     """
 
@@ -100,7 +100,7 @@ class GPT(TaskModule):
         self.norm = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What is added to the residual stream keeps its size whatever the depth.
+                # Keeps the size of the residual stream independent of the depth.
                 depth = 2 * layers if name.endswith(("mix.weight", "shrink.weight")) else 1
                 nn.init.normal_(parameter, std=_INITIAL_STD / math.sqrt(depth))
             elif name.endswith("bias"):
@@ -117,11 +117,11 @@ class GPT(TaskModule):
         return functional.linear(self.norm(features), self.tokens.weight)  # (batch, length, vocabulary)
 
     def training_step(self, batch: Any) -> dict[str, Tensor]:
-        """Return the mean loss of a token, and how often the most likely one was right."""
+        """Return the mean loss of a token and the accuracy of the most likely one."""
         return self._measure(batch)
 
     def validation_step(self, batch: Any) -> dict[str, Tensor]:
-        """Return the mean loss of a token, and how often the most likely one was right."""
+        """Return the mean loss of a token and the accuracy of the most likely one."""
         return self._measure(batch)
 
     def predict_step(self, batch: Any) -> Tensor:
@@ -130,7 +130,7 @@ class GPT(TaskModule):
         return predicted
 
     def configure_optimizers(self, total_steps: int) -> tuple[AdamW, LambdaLR]:
-        """Return AdamW with a learning rate that rises, and then falls along a half cosine."""
+        """Return AdamW with a learning rate that warms up, then decays along a half cosine."""
         matrices = [parameter for parameter in self.parameters() if parameter.dim() >= 2]
         others = [parameter for parameter in self.parameters() if parameter.dim() < 2]
         groups = [
@@ -138,7 +138,7 @@ class GPT(TaskModule):
             {"params": others, "weight_decay": 0.0},
         ]
         optimizer = AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
-        return optimizer, LambdaLR(optimizer, partial(_share_of_rate, total_steps=total_steps))
+        return optimizer, LambdaLR(optimizer, partial(_lr_factor, total_steps=total_steps))
 
     def _measure(self, windows: Tensor) -> dict[str, Tensor]:
         targets = windows[:, 1:]  # (batch, context)
@@ -150,12 +150,12 @@ class GPT(TaskModule):
 
 
 class TokenWindows(Dataset[Tensor]):
-    """Windows of a token file, which is mapped into memory: only what is read is loaded, by each process for itself.
+    """Windows of a memory-mapped token file.
 
     Args:
-        path: The file, token after token.
-        token_type: The type of a token in it.
-        context: Tokens that are looked at to predict the next one.
+        path: File of consecutive tokens.
+        token_type: NumPy dtype of a token.
+        context: Input tokens of a window, which has one more.
 
     """
 
@@ -174,30 +174,30 @@ class TokenWindows(Dataset[Tensor]):
         if self._mapped is None:
             self._mapped = np.memmap(self.path, dtype=self.token_type, mode="r")
         start = index * self.context
-        # Neighbours share one token, which one predicts and the other starts with.
+        # The last token of a window is the first of the next one.
         return torch.from_numpy(self._mapped[start : start + self.context + 1].astype(np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None}  # or the whole file would travel to other processes
+        return {**self.__dict__, "_mapped": None}  # or the full file would be pickled for worker processes
 
 
 class TokenFiles(Data):
     """Windows of the tokens of a folder of text; the last tenth of each file validates.
 
-    Tokens are made once, by one of the processes that need them, and kept in a folder of `tokens` with `tokens.json`,
-    which says from what. Tokens of another text or tokenizer get a folder beside it.
+    One process tokenizes the text once and writes a folder in `tokens`; `tokens.json` in it records the source. Each
+    text and tokenizer gets its own folder.
 
     Args:
-        text: A folder of text, with all folders below, or one file; `None`: Python's own source files.
-        tokens: Where token files are kept, in a folder for each text and tokenizer.
-        tokenizer: `bytes` (and one for the end of a file), `bpe` (pairs, learned from the text), or the name or folder
-            of a pretrained tokenizer of the transformers package.
-        vocabulary: Different tokens that `bpe` learns; of other tokenizers, as many as they have.
-        context: Tokens that are looked at to predict the next one.
-        max_bytes: Bytes of all files together, at most; `None`: all.
+        text: Folder of text, read recursively, or a file; `None`: the source files of the standard library.
+        tokens: Folder of the token folders.
+        tokenizer: `bytes` (plus an end-of-file token), `bpe` (learned from the text), or the name or folder of a
+            pretrained tokenizer of the transformers package.
+        vocabulary: Vocabulary size that `bpe` learns; for other tokenizers, their own.
+        context: Input tokens of a window.
+        max_bytes: Maximum size of all files together; `None`: no limit.
         batch_size: Windows of one optimizer step, over all ranks.
         evaluation_batch_size: Windows of one evaluation batch, over all ranks.
-        workers: Processes that read; 0: the training process.
+        workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -230,14 +230,14 @@ class TokenFiles(Data):
         self.max_bytes = max_bytes
 
     def dataset(self, stage: str) -> Dataset[Any]:
-        """Return the windows of a stage; tests and predictions are made with the validation windows."""
+        """Return the windows of a stage; test and predict use the validation windows."""
         folder = self.prepare()
         token_type = json.loads((folder / "tokens.json").read_text(encoding="utf-8"))["token_type"]
         name = "train" if stage == "train" else "validation"
         return TokenWindows(folder / f"{name}.bin", token_type, context=self.context)
 
     def prepare(self) -> Path:
-        """Have the token files; return their folder."""
+        """Return the folder of the token files, which are written first if they do not exist."""
         files = list(self._files())
         source = {
             "text": str(self.text.absolute()),
@@ -252,20 +252,20 @@ class TokenFiles(Data):
         return folder
 
     def _files(self) -> Iterator[Path]:
-        """Yield the files of text in the order of their paths, up to `max_bytes`."""
+        """Yield the text files by path, up to `max_bytes`."""
         if not self.text.exists():
-            raise UserError(f"data.text={self.text} is not there; give a folder of text, or a file.")
+            raise UserError(f"data.text={self.text} does not exist; give a folder of text, or a file.")
         found = [self.text] if self.text.is_file() else self.text.glob("*.py" if self.only_top else "**/*")
         left = math.inf if self.max_bytes is None else self.max_bytes
         for path in sorted(found):
-            if left > 0 and path.is_file() and path.stat().st_size >= _SHORTEST and _is_text(path):
+            if left > 0 and path.is_file() and path.stat().st_size >= _MIN_BYTES and _is_text(path):
                 yield path
                 left -= path.stat().st_size
 
     def _make(self, folder: Path, *, files: list[Path], source: dict[str, Any]) -> None:
-        """Write the token files, and what they were made from."""
+        """Write the token files and `tokens.json`."""
         if not files:
-            raise UserError(f"data.text={self.text} holds no files of text of {_SHORTEST} bytes or more.")
+            raise UserError(f"data.text={self.text} has no text files of {_MIN_BYTES} bytes or more.")
         encode, vocabulary = _tokenizer(self.tokenizer, files, vocabulary=self.vocabulary, folder=folder)
         token_type = "uint16" if vocabulary <= 2**16 else "uint32"
         counts = _write(files, encode, token_type, folder, max_bytes=self.max_bytes)
@@ -282,12 +282,12 @@ Encode = Callable[[bytes], Any]
 
 
 def _tokenizer(name: str, files: list[Path], *, vocabulary: int, folder: Path) -> tuple[Encode, int]:
-    """Return what makes tokens of a text, an end at its end, and how many different ones there are."""
+    """Return the function that tokenizes a text, with an end token, and the vocabulary size."""
     if name == "bytes":
-        return _bytes, _NUM_BYTES + 1
+        return _encode_bytes, _NUM_BYTES + 1
     try:
         if name == "bpe":
-            return _learned(files, vocabulary=vocabulary, folder=folder)
+            return _train_bpe(files, vocabulary=vocabulary, folder=folder)
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:
         raise UserError(
@@ -297,18 +297,16 @@ def _tokenizer(name: str, files: list[Path], *, vocabulary: int, folder: Path) -
     try:
         pretrained = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"data.tokenizer={name} is neither bytes, bpe, nor a tokenizer that can be loaded: {error}"
-        ) from None
+        raise UserError(f"data.tokenizer={name} is not bytes, bpe or a tokenizer that can be loaded: {error}") from None
     end = [] if pretrained.eos_token_id is None else [pretrained.eos_token_id]
     return lambda text: pretrained(text.decode(errors="replace")).input_ids + end, len(pretrained)
 
 
-def _bytes(text: bytes) -> Any:
+def _encode_bytes(text: bytes) -> Any:
     return np.append(np.frombuffer(text, dtype=np.uint8).astype(np.uint16), np.uint16(_NUM_BYTES))
 
 
-def _learned(files: list[Path], *, vocabulary: int, folder: Path) -> tuple[Encode, int]:
+def _train_bpe(files: list[Path], *, vocabulary: int, folder: Path) -> tuple[Encode, int]:
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer()
@@ -321,7 +319,7 @@ def _learned(files: list[Path], *, vocabulary: int, folder: Path) -> tuple[Encod
 def _write(
     files: list[Path], encode: Encode, token_type: str, folder: Path, *, max_bytes: int | None
 ) -> dict[str, int]:
-    """Write `train.bin` and `validation.bin`, and return how many tokens each has."""
+    """Write `train.bin` and `validation.bin`, and return the number of tokens in each."""
     counts = {"train": 0, "validation": 0}
     left = max_bytes
     with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as validation:
@@ -329,24 +327,24 @@ def _write(
             text = path.read_bytes()[:left]
             left = None if left is None else left - len(text)
             tokens = np.asarray(encode(text), dtype=token_type)
-            cut = len(tokens) - int(_VALIDATION_SHARE * len(tokens))
-            for name, file, share in (("train", train, tokens[:cut]), ("validation", validation, tokens[cut:])):
-                share.tofile(file)
-                counts[name] += len(share)
+            split = len(tokens) - int(_VALIDATION_FRACTION * len(tokens))
+            for name, file, part in (("train", train, tokens[:split]), ("validation", validation, tokens[split:])):
+                part.tofile(file)
+                counts[name] += len(part)
     return counts
 
 
-def _share_of_rate(step: int, *, total_steps: int) -> float:
-    """Return the share of the highest learning rate: rising over a twentieth of the steps, then falling to a tenth."""
+def _lr_factor(step: int, *, total_steps: int) -> float:
+    """Return the factor of the peak learning rate: warm-up over a twentieth of the steps, then cosine to a tenth."""
     warmup = max(1, round(_WARMUP * total_steps))
     if step < warmup:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    return _LOWEST_RATE + (1 - _LOWEST_RATE) * (0.5 + 0.5 * math.cos(math.pi * done))
+    return _FINAL_LR + (1 - _FINAL_LR) * (0.5 + 0.5 * math.cos(math.pi * done))
 
 
 class _Block(nn.Module):
-    """Attention to earlier positions, then a network at each position; both add to what came in."""
+    """Causal self-attention, then a two-layer network at each position, both residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

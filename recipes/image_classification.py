@@ -1,4 +1,4 @@
-"""Images in classes with a ResNet: CIFAR-10, or a folder of your own with a folder of images for each class.
+"""Image classification with a ResNet, on CIFAR-10 or a folder with one sub-folder of images per class.
 
 CIFAR-10 (162 MB) is downloaded only when `data.download=true` asks for it.
 """
@@ -29,29 +29,29 @@ CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 _CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 _CIFAR10_FOLDER = "cifar-10-batches-bin"
 _CIFAR10_SIDE = 32
-_CIFAR10_ROW = 1 + 3 * _CIFAR10_SIDE**2  # bytes: the class, then the pixels of each colour
+_CIFAR10_ROW = 1 + 3 * _CIFAR10_SIDE**2  # bytes: the class, then the pixels of each channel
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
-_VALIDATION_SHARE = 10  # one image in so many, of a folder without a folder for validation
+_VALIDATION_EVERY = 10  # images, of which one validates, in a folder without a validation folder
 _BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
 _CHUNK = 1 << 20
-_WARMUP = 4  # one step in so many
+_WARMUP = 0.25  # of all steps
 
 
 class ResNet(TaskModule):
     """Classifies images of shape (3, height, width) with residual blocks of two convolutions.
 
-    With `norm=group` nothing looks at more than one image, so that every strategy and every cut of the batch gives the
-    same weights; with `norm=batch` statistics are those of a micro-batch.
+    With `norm=group` every strategy and every split of the batch gives the same weights; with `norm=batch` statistics
+    are those of a micro-batch.
 
     Args:
-        depth: Layers: 10, 18 or 34.
+        depth: Number of layers: 10, 18 or 34.
         width: Channels of the first blocks; 64 in the original.
-        classes: What images are told apart by.
+        classes: Number of classes.
         norm: `batch` or `group`.
-        stride: Of the first convolution; 1 for small images, 2 with pooling behind it for those of about 224 pixels.
-        lr: Highest learning rate of SGD, reached after a quarter of the steps.
-        weight_decay: Of SGD.
-        smoothing: Share of the label that is spread over all classes in training.
+        stride: Stride of the first convolution: 1 for small images, 2 followed by pooling for about 224 pixels.
+        lr: Peak learning rate of SGD, reached after a quarter of the steps.
+        weight_decay: Weight decay of SGD.
+        smoothing: Label smoothing in training.
 
     """
 
@@ -121,24 +121,24 @@ class ResNet(TaskModule):
         return classes
 
     def configure_optimizers(self, total_steps: int) -> tuple[SGD, LambdaLR]:
-        """Return SGD with momentum, and a learning rate that rises over a quarter of the steps and then falls."""
+        """Return SGD with momentum, and a learning rate that warms up over a quarter of the steps, then decays."""
         optimizer = SGD(self.parameters(), lr=self.lr, momentum=0.9, nesterov=True, weight_decay=self.weight_decay)
-        return optimizer, LambdaLR(optimizer, partial(_share_of_rate, total_steps=total_steps))
+        return optimizer, LambdaLR(optimizer, partial(_lr_factor, total_steps=total_steps))
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Images and their classes; those to train on are moved and mirrored, as the sample's own seed says.
+    """Images and their classes.
 
     Args:
-        pixels: Of shape (images, height, width, 3), one byte each, or the files to read them from.
-        classes: A number for each image.
-        side: Height and width that images of files are brought to.
+        pixels: Shape (images, height, width, 3) in uint8, or the files to read.
+        classes: Class of each image, a number.
+        side: Height and width that images of files are resized to.
 
     """
 
     def __init__(self, pixels: Any, classes: list[int], *, side: int) -> None:
         self.pixels = pixels
-        self.classes = self.targets = classes  # `targets` is what balance_classes looks for
+        self.classes = self.targets = classes  # `targets` is read by balance_classes
         self.side = side
 
     def __len__(self) -> int:
@@ -153,35 +153,35 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 class AugmentedImages(Images):
-    """Images moved by up to an eighth of their side and mirrored, as the sample's own seed says."""
+    """Images with random shifts of up to an eighth of the side and flips, which depend on the seed of the sample."""
 
     def get_sample(self, index: int, seed: int) -> tuple[Tensor, int]:
-        """Return the image at `index` and its class."""
-        image, chosen = self[index]
+        """Return the augmented image at `index`, shape (3, height, width), and its class."""
+        image, label = self[index]
         generator = torch.Generator().manual_seed(seed)
         height, width = image.shape[1:]
         margin = max(1, min(height, width) // 8)
         top, left = torch.randint(0, 2 * margin + 1, (2,), generator=generator).tolist()
         image = functional.pad(image, [margin] * 4)[:, top : top + height, left : left + width]
-        mirrored = bool(torch.rand((), generator=generator) < 0.5)
-        return (image.flip(2) if mirrored else image), chosen
+        is_flipped = bool(torch.rand((), generator=generator) < 0.5)
+        return (image.flip(2) if is_flipped else image), label
 
 
 class ImageData(Data):
     """CIFAR-10, or the images of a folder.
 
-    A folder holds `train` and `validation` with a folder for each class in them, or the folders of the classes
-    alone, of which every tenth image then validates.
+    A folder has `train` and `validation` with one sub-folder per class each, or only the sub-folders of the classes,
+    of which every tenth image then validates.
 
     Args:
-        folder: Where images are, or CIFAR-10 as it comes from its authors (`cifar-10-batches-bin`).
-        download: Whether CIFAR-10 is downloaded into `folder` if it is not there.
-        side: Height and width that images of files are brought to.
-        augment: Whether images to train on are moved and mirrored.
+        folder: Folder of images, or of CIFAR-10 in its binary version (`cifar-10-batches-bin`).
+        download: Download CIFAR-10 into `folder` if it does not exist.
+        side: Height and width that images of files are resized to.
+        augment: Shift and flip training images.
         batch_size: Images of one optimizer step, over all ranks.
         evaluation_batch_size: Images of one evaluation batch, over all ranks.
-        workers: Processes that read; 0: the training process.
-        balance_classes: Whether all classes are drawn alike in training, however many images they have.
+        workers: Worker processes that read samples; 0: the training process.
+        balance_classes: Draw all classes equally often in training.
 
     """
 
@@ -211,7 +211,7 @@ class ImageData(Data):
         self.augment = augment
 
     def dataset(self, stage: str) -> Images:
-        """Return the images of a stage; tests and predictions are made with the validation images."""
+        """Return the images of a stage; test and predict use the validation images."""
         if stage == "train" and self.augment:
             plain = self._train
             return AugmentedImages(plain.pixels, plain.classes, side=plain.side)
@@ -234,23 +234,23 @@ class ImageData(Data):
             return Images(*read_cifar10(cifar, stage), side=_CIFAR10_SIDE)
         if not folder.is_dir():
             raise UserError(
-                f"data.folder={folder} is not there. Set it to a folder with a folder of images for each class, or "
-                "type data.download=true to have CIFAR-10 (162 MB) there."
+                f"data.folder={folder} does not exist. Set it to a folder with one sub-folder of images per class, or "
+                "type data.download=true to download CIFAR-10 (162 MB) into it."
             )
         files, classes = _files(folder, stage)
         return Images(files, classes, side=self.side)
 
 
 def download_cifar10(folder: Path, *, url: str = CIFAR10_URL, md5: str = _CIFAR10_MD5) -> None:
-    """Leave CIFAR-10 in `folder`, fetched by one of the processes that ask for it, unless it is there.
+    """Download CIFAR-10 into `folder`, in one of the processes that ask for it, unless it exists.
 
-    Raises UserError if it cannot be fetched, or is not what its authors published.
+    Raises UserError if the download fails or has the wrong checksum.
     """
     prepare_folder(folder / _CIFAR10_FOLDER, make=partial(_fetch, url=url, md5=md5))
 
 
 def _fetch(folder: Path, *, url: str, md5: str) -> None:
-    """Fill `folder` with the files of the archive."""
+    """Download the archive and extract its files into `folder`."""
     archive, digest = folder / "archive.tar.gz", hashlib.md5(usedforsecurity=False)
     try:
         with urlopen(url, timeout=60) as response, archive.open("wb") as file:
@@ -258,12 +258,12 @@ def _fetch(folder: Path, *, url: str, md5: str) -> None:
                 digest.update(chunk)
                 file.write(chunk)
         if digest.hexdigest() != md5:
-            raise UserError(f"{url} sent something else than CIFAR-10 (md5 {digest.hexdigest()}, not {md5}).")
+            raise UserError(f"{url} has the wrong checksum (md5 {digest.hexdigest()}, expected {md5}).")
         with tarfile.open(archive) as packed:
             packed.extractall(folder, filter="data")
     except OSError as error:
         raise UserError(
-            f"{url} cannot be fetched ({error}). Put it there by hand: "
+            f"{url} cannot be downloaded ({error}). Put the files there by hand: "
             f"{folder.parent / _CIFAR10_FOLDER}/data_batch_1.bin ..."
         ) from None
     archive.unlink()
@@ -273,14 +273,14 @@ def _fetch(folder: Path, *, url: str, md5: str) -> None:
 
 
 def read_cifar10(folder: Path, stage: str) -> tuple[Any, list[int]]:
-    """Return pixels of shape (images, 32, 32, 3), and classes; one byte of class and 3072 of pixels for each image."""
+    """Return pixels of shape (images, 32, 32, 3), and classes; a row has one byte of class and 3072 of pixels."""
     names = [f"data_batch_{part}.bin" for part in range(1, 6)] if stage == "train" else ["test_batch.bin"]
-    whole = [path.name for path in folder.glob("*.bin") if path.stat().st_size % _CIFAR10_ROW == 0]
-    missing = sorted({*names} - {*whole})
+    complete = [path.name for path in folder.glob("*.bin") if path.stat().st_size % _CIFAR10_ROW == 0]
+    missing = sorted({*names} - {*complete})
     if missing:
         raise UserError(
-            f"{folder} lacks {', '.join(missing)}, or they are cut short; delete the folder and type "
-            f"data.download=true, or fetch {CIFAR10_URL} again."
+            f"{folder}: {', '.join(missing)} missing or truncated; delete the folder and type data.download=true, or "
+            f"download {CIFAR10_URL} again."
         )
     rows = np.concatenate([np.fromfile(folder / name, dtype=np.uint8).reshape(-1, _CIFAR10_ROW) for name in names])
     pixels = rows[:, 1:].reshape(-1, 3, _CIFAR10_SIDE, _CIFAR10_SIDE).transpose(0, 2, 3, 1)
@@ -288,7 +288,7 @@ def read_cifar10(folder: Path, stage: str) -> tuple[Any, list[int]]:
 
 
 def _files(folder: Path, stage: str) -> tuple[list[Path], list[int]]:
-    """Return the images of a stage and their classes, numbered in the order of the folders' names."""
+    """Return the images of a stage and their classes, numbered by the names of the folders."""
     split = (folder / "train").is_dir() and (folder / "validation").is_dir()
     parent = folder / stage if split else folder
     names = sorted(path.name for path in (folder / "train" if split else folder).iterdir() if path.is_dir())
@@ -297,19 +297,19 @@ def _files(folder: Path, stage: str) -> tuple[list[Path], list[int]]:
         found = sorted(path for path in (parent / name).glob("*") if path.suffix.lower() in _SUFFIXES)
         if not split:
             validates = stage == "validation"
-            found = [path for index, path in enumerate(found) if (index % _VALIDATION_SHARE == 0) == validates]
+            found = [path for index, path in enumerate(found) if (index % _VALIDATION_EVERY == 0) == validates]
         files += found
         classes += [number] * len(found)
     if len(names) < 2 or not files:
         raise UserError(
-            f"data.folder={folder} has {len(names)} folders with {len(files)} images to {stage}; put the images of "
-            f"each class into a folder of its own: {folder}/cat/1.png, {folder}/dog/1.png."
+            f"data.folder={folder} has {len(names)} folders with {len(files)} images for {stage}; put the images of "
+            f"each class into one folder: {folder}/cat/1.png, {folder}/dog/1.png."
         )
     return files, classes
 
 
 def _read(path: Path, *, side: int) -> Any:
-    """Return the middle square of an image, brought to `side` pixels, shape (side, side, 3)."""
+    """Return the central square of an image, resized, shape (side, side, 3)."""
     try:
         from PIL import Image, ImageOps
     except ModuleNotFoundError:
@@ -320,9 +320,9 @@ def _read(path: Path, *, side: int) -> Any:
         return np.asarray(ImageOps.fit(image.convert("RGB"), (side, side)))
 
 
-def _share_of_rate(step: int, *, total_steps: int) -> float:
-    """Return the share of the highest learning rate: rising over a quarter of the steps, then falling to zero."""
-    warmup = max(1, total_steps // _WARMUP)
+def _lr_factor(step: int, *, total_steps: int) -> float:
+    """Return the factor of the peak learning rate: warm-up over a quarter of the steps, then linear to zero."""
+    warmup = max(1, int(_WARMUP * total_steps))
     if step < warmup:
         return (step + 1) / warmup
     return max(0.0, (total_steps - step) / max(1, total_steps - warmup))
@@ -333,7 +333,7 @@ def _norm(kind: str, channels: int) -> nn.Module:
 
 
 class _Block(nn.Module):
-    """Two convolutions that add to what came in."""
+    """Residual block of two convolutions."""
 
     def __init__(self, channels_in: int, channels: int, *, stride: int, norm: str) -> None:
         super().__init__()

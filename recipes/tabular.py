@@ -1,6 +1,6 @@
-"""A table with a residual network: 98 % of tumours told apart by 30 measurements, in a second.
+"""Residual network on a table of numbers, from scikit-learn or a CSV file.
 
-The tables come inside scikit-learn, or from a CSV file of your own.
+It classifies tumors by 30 measurements with a validation accuracy of 98 % within a second.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from trainkit.data.data import Data
 from trainkit.errors import UserError, nearest
 from trainkit.task import TaskModule
 
-_SPLIT_SEED = 2001  # The split is part of the task: it must not follow the run's seed.
-_VALIDATION_SHARE = 0.2
+_SPLIT_SEED = 2001  # The split is part of the task and independent of the run's seed.
+_VALIDATION_FRACTION = 0.2
 
 
 class TabularTask(TaskModule):
-    """Classifies the rows of a table of numbers with blocks of two layers that add to what came in.
+    """Classifies the rows of a table of numbers with residual blocks of two layers.
 
-    Nothing in it is random in training and nothing looks at more than one row, so that every strategy and every cut
-    of the batch gives the same weights.
+    There is no dropout and no batch norm, so that every strategy and every split of the batch gives the same weights.
 
     Args:
         columns: Numbers in a row: 30 in `breast_cancer`, 13 in `wine`, 4 in `iris`.
-        classes: What rows are told apart by: 2 in `breast_cancer`, 3 in `wine` and `iris`.
-        width: Features that each block reads and adds to.
-        blocks: Blocks of two layers.
-        lr: Learning rate of the first step; it falls to zero along a half cosine.
-        weight_decay: Of AdamW.
+        classes: Number of classes: 2 in `breast_cancer`, 3 in `wine` and `iris`.
+        width: Features of the residual stream.
+        blocks: Number of blocks.
+        lr: Initial learning rate; it decays to zero along a half cosine.
+        weight_decay: Weight decay of AdamW.
 
     """
 
@@ -90,7 +89,7 @@ class TabularTask(TaskModule):
         return classes
 
     def configure_optimizers(self, total_steps: int) -> tuple[AdamW, CosineAnnealingLR]:
-        """Return AdamW with a learning rate that falls to zero along a half cosine."""
+        """Return AdamW with a learning rate that decays to zero along a half cosine."""
         optimizer = AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         return optimizer, CosineAnnealingLR(optimizer, T_max=total_steps)
 
@@ -103,16 +102,16 @@ class TabularTask(TaskModule):
 
 
 class TableData(Data):
-    """The rows of a table and their classes, always split in the same way: a fifth validates.
+    """Rows of a table and their classes, always split in the same way: a fifth validates.
 
-    Columns are brought to mean 0 and deviation 1, as measured on the rows that train.
+    Columns are standardized by the mean and standard deviation of the training rows.
 
     Args:
-        table: The one of scikit-learn's tables that is read.
-        csv: A file of your own instead: a line of names, then lines of numbers, the class in the last column.
+        table: Table of scikit-learn.
+        csv: CSV file instead: a line of names, then lines of numbers, with the class in the last column.
         batch_size: Rows of one optimizer step, over all ranks.
         evaluation_batch_size: Rows of one evaluation batch, over all ranks.
-        workers: Processes that read; 0: the training process.
+        workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -132,39 +131,39 @@ class TableData(Data):
         self.csv = csv
 
     def dataset(self, stage: str) -> TensorDataset:
-        """Return the rows of a stage; tests and predictions are made with the validation rows."""
+        """Return the rows of a stage; test and predict use the validation rows."""
         rows, classes = self._rows_and_classes
-        num_validation = max(1, round(_VALIDATION_SHARE * len(rows)))
+        num_validation = max(1, round(_VALIDATION_FRACTION * len(rows)))
         if stage == "train":
             return TensorDataset(rows[num_validation:], classes[num_validation:])
         return TensorDataset(rows[:num_validation], classes[:num_validation])
 
     @cached_property
     def _rows_and_classes(self) -> tuple[Tensor, Tensor]:
-        """Return all rows and their classes, those to validate with first."""
-        rows, classes = _of_scikit_learn(self.table) if self.csv is None else _of_csv(Path(self.csv))
+        """Return all rows and their classes; the validation rows come first."""
+        rows, classes = _read_scikit_learn(self.table) if self.csv is None else _read_csv(Path(self.csv))
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         rows, classes = rows[order], classes[order]
-        trained = rows[max(1, round(_VALIDATION_SHARE * len(rows))) :]
-        deviation = trained.std(dim=0).clamp(min=1e-9)  # of a column that is the same in every row
+        trained = rows[max(1, round(_VALIDATION_FRACTION * len(rows))) :]
+        deviation = trained.std(dim=0).clamp(min=1e-9)  # a constant column has none
         return ((rows - trained.mean(dim=0)) / deviation).float(), classes
 
 
-def _of_scikit_learn(table: str) -> tuple[Tensor, Tensor]:
+def _read_scikit_learn(table: str) -> tuple[Tensor, Tensor]:
     try:
         from sklearn import datasets
     except ModuleNotFoundError:
         raise UserError(
-            "the tables come inside scikit-learn, which is not installed; type: pip install 'trainkit[recipes]'"
+            "the tables are part of scikit-learn, which is not installed; type: pip install 'trainkit[recipes]'"
         ) from None
     loaded = getattr(datasets, f"load_{table}")()
     return torch.tensor(loaded.data, dtype=torch.float64), torch.tensor(loaded.target, dtype=torch.int64)
 
 
-def _of_csv(path: Path) -> tuple[Tensor, Tensor]:
-    """Return the numbers of a file, and its last column counted up in the order of its values."""
+def _read_csv(path: Path) -> tuple[Tensor, Tensor]:
+    """Return the numbers of a file, and the classes in the last column, numbered in sorted order."""
     if not path.is_file():
-        raise UserError(f"data.csv={path} is no file.{nearest(path.name, [p.name for p in path.parent.glob('*')])}")
+        raise UserError(f"data.csv={path} is not a file.{nearest(path.name, [p.name for p in path.parent.glob('*')])}")
     with path.open(newline="", encoding="utf-8") as file:
         lines = list(csv.reader(file))
     if len(lines) < 3 or len(lines[0]) < 2:

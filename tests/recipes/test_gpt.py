@@ -86,10 +86,10 @@ def test_tokens_of_something_else_leave_those_that_are_there(texts):
 
 
 def test_a_text_that_is_not_there_or_empty_is_refused(tmp_path):
-    with pytest.raises(UserError, match="nowhere is not there"):
+    with pytest.raises(UserError, match="nowhere does not exist"):
         _data(tmp_path / "nowhere").prepare()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no files of text"):
+    with pytest.raises(UserError, match="has no text files"):
         _data(tmp_path / "empty").prepare()
     with pytest.raises(UserError, match=r"data\.vocabulary=100"):
         _data(tmp_path, tokenizer="bpe", vocabulary=100)

@@ -41,7 +41,7 @@ def test_a_mistake_in_a_file_is_told_by_its_line(text, told, tmp_path):
 
 def test_a_file_that_is_not_there_is_told_with_the_nearest(tmp_path):
     (tmp_path / "plants.csv").touch()
-    with pytest.raises(UserError, match=r"plant\.csv is no file.*plants\.csv"):
+    with pytest.raises(UserError, match=r"plant\.csv is not a file.*plants\.csv"):
         TableData(csv=str(tmp_path / "plant.csv")).dataset("train")
 
 
