@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.single import SingleStrategy
 
+from tests.tasks import MemoryLogger
 from trainkit.callback import Callback
 from trainkit.data.data import Data
 from trainkit.task import TaskModule
@@ -39,6 +40,30 @@ class Scripted(TaskModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class MediaLogger(MemoryLogger):
+    """Keeps the texts, histograms and graphs that a run writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[tuple[str, str, int]] = []
+        self.histograms: list[tuple[str, Any, int]] = []
+        self.graphs: list[Any] = []
+
+    def write_text(self, name: str, text: str, *, step: int) -> None:
+        self.texts.append((name, text, step))
+
+    def write_histogram(self, name: str, histogram: Any, *, step: int) -> None:
+        self.histograms.append((name, histogram, step))
+
+    def write_graph(self, graph: Any) -> None:
+        self.graphs.append(graph)
+
+
+@pytest.fixture
+def media_logger() -> MediaLogger:
+    return MediaLogger()
 
 
 @pytest.fixture

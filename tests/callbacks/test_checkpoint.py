@@ -75,9 +75,7 @@ def test_a_checkpoint_is_saved_at_every_interval_and_at_the_end(
     assert saved(store) == [(6, "interval"), (12, "interval"), (18, "interval"), (20, "end")]
 
 
-def test_a_step_is_saved_once_though_the_interval_the_metric_and_the_end_ask_for_it(
-    fit: Fit, scripted: Any, store: CheckpointStore
-) -> None:
+def test_a_step_is_saved_once_for_interval_metric_and_end(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
     task = scripted([1.0 / n for n in range(1, 11)])
 
     fit(task, Checkpoint(every="10step", monitor="validation/loss", save_last_k=None))
@@ -128,18 +126,18 @@ def test_nan_is_never_the_best(fit: Fit, scripted: Any, store: CheckpointStore) 
     assert saved(store) == [(20, "end")]
 
 
-def test_of_equal_values_the_first_stays_the_best(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+def test_the_first_of_equal_values_remains_the_best(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
     fit(scripted([0.5] * 10), Checkpoint(every=None, monitor="validation/loss"))
 
     assert saved(store) == [(2, "best"), (20, "end")]
 
 
-def test_an_unknown_metric_is_answered_with_the_nearest_name(fit: Fit, scripted: Any) -> None:
+def test_an_unknown_metric_is_rejected_with_the_nearest_name(fit: Fit, scripted: Any) -> None:
     with pytest.raises(UserError, match=r"validation/acuracy.*Did you mean 'validation/accuracy'"):
         fit(scripted(), Checkpoint(monitor="validation/acuracy"))
 
 
-def test_a_metric_without_validation_data_is_refused_at_the_start(fit: Fit, scripted: Any) -> None:
+def test_a_metric_without_validation_data_is_rejected_at_the_start(fit: Fit, scripted: Any) -> None:
     task = scripted()
 
     with pytest.raises(UserError, match="the data has none"):
@@ -157,12 +155,12 @@ def test_a_metric_without_validation_data_is_refused_at_the_start(fit: Fit, scri
         ({"every": "5 stepp"}, "checkpoint.every.*Did you mean"),
     ],
 )
-def test_a_wrong_setting_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Checkpoint(**settings)
 
 
-def test_an_exception_leaves_the_last_complete_step(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+def test_the_last_complete_step_is_saved_after_an_exception(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
     task, weights = scripted(), Weights()
     task.at_step[8] = raising(RuntimeError("bug in the model"))
 
@@ -173,7 +171,7 @@ def test_an_exception_leaves_the_last_complete_step(fit: Fit, scripted: Any, sto
     assert torch.equal(store.load_last().payload["task"]["net.weight"], weights.after[7])
 
 
-def test_training_goes_on_where_an_exception_left_it(
+def test_a_run_resumes_from_the_step_saved_after_an_exception(
     fit: Fit, scripted: Any, store: CheckpointStore, tmp_path: Path
 ) -> None:
     task = scripted()
@@ -188,9 +186,7 @@ def test_training_goes_on_where_an_exception_left_it(
     assert repaired.steps == 13
 
 
-def test_an_exception_in_the_middle_of_an_update_leaves_nothing(
-    fit: Fit, scripted: Any, store: CheckpointStore
-) -> None:
+def test_nothing_is_saved_after_an_exception_during_an_update(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
     task = scripted()
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
     task.configure_optimizers = lambda: optimizer
@@ -203,7 +199,7 @@ def test_an_exception_in_the_middle_of_an_update_leaves_nothing(
 
 
 @pytest.mark.parametrize("noticed_by", [{"evaluate_every": None, "log_every": "4step"}, {"log_every": "20step"}])
-def test_a_loss_that_is_not_finite_leaves_nothing(
+def test_nothing_is_saved_after_a_nonfinite_loss(
     fit: Fit, scripted: Any, store: CheckpointStore, noticed_by: dict[str, Any]
 ) -> None:
     task = scripted()
@@ -215,7 +211,7 @@ def test_a_loss_that_is_not_finite_leaves_nothing(
     assert saved(store) == []
 
 
-def test_an_exception_soon_after_a_loss_that_is_not_finite_leaves_nothing(
+def test_nothing_is_saved_after_an_exception_that_follows_a_nonfinite_loss(
     fit: Fit, scripted: Any, store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No log point has noticed the loss when the exception comes."""
@@ -230,7 +226,7 @@ def test_an_exception_soon_after_a_loss_that_is_not_finite_leaves_nothing(
     assert "could not be saved after the exception" in caplog.text
 
 
-def test_the_second_interrupt_leaves_at_once(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+def test_the_second_interrupt_ends_the_run_at_once(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
     task = scripted()
     task.at_step[8] = raising(KeyboardInterrupt())
 
@@ -254,9 +250,7 @@ def test_a_failing_save_does_not_hide_the_exception(
     assert "step 7 could not be saved" in caplog.text
 
 
-def test_nothing_is_saved_after_an_exception_when_that_is_switched_off(
-    fit: Fit, scripted: Any, store: CheckpointStore
-) -> None:
+def test_nothing_is_saved_after_an_exception_if_disabled(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
     task = scripted()
     task.at_step[8] = raising(RuntimeError("bug in the model"))
 
@@ -267,9 +261,7 @@ def test_nothing_is_saved_after_an_exception_when_that_is_switched_off(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_the_step_it_came_in(
-    fit: Fit, scripted: Any, store: CheckpointStore, number: signal.Signals
-) -> None:
+def test_the_step_of_a_signal_is_saved(fit: Fit, scripted: Any, store: CheckpointStore, number: signal.Signals) -> None:
     task, weights = scripted(), Weights()
     task.at_step[7] = lambda: os.kill(os.getpid(), number)
 
@@ -280,13 +272,13 @@ def test_a_signal_leaves_the_step_it_came_in(
     assert torch.equal(store.load_last().payload["task"]["net.weight"], weights.after[7])
 
 
-def test_the_end_is_not_saved_when_that_is_switched_off(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+def test_the_end_is_not_saved_if_disabled(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
     fit(scripted(), Checkpoint(every="15step", save_at_end=False))
 
     assert saved(store) == [(15, "interval")]
 
 
-def test_an_older_checkpoint_outlives_a_newer_one_that_is_damaged(
+def test_an_older_checkpoint_is_kept_while_the_newer_one_is_damaged(
     fit: Fit, scripted: Any, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole_save = CheckpointStore.save
@@ -305,13 +297,13 @@ def test_an_older_checkpoint_outlives_a_newer_one_that_is_damaged(
     assert store.load_last().entry.step == 6
 
 
-def test_time_intervals_are_looked_at_when_training_logs(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+def test_time_intervals_are_checked_at_log_points(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
     fit(scripted(), Checkpoint(every="0.0001s", save_last_k=None))
 
     assert [entry.step for entry in store.entries()] == [5, 10, 15, 20]
 
 
-def test_a_time_is_over_on_all_ranks_when_it_is_over_on_one(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+def test_a_time_interval_is_due_on_all_ranks_if_it_is_on_one(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
     """Or those that save would wait for the others for ever."""
     strategy = SingleStrategy(device="cpu")
     strategy.comm = OtherRanksAreSlower()
@@ -335,7 +327,7 @@ def test_an_exception_on_one_of_several_ranks_does_not_wait_for_the_others(
     assert saved(store) == [(5, "interval")]
 
 
-def test_the_best_of_before_a_resume_stay_the_best(
+def test_the_best_checkpoints_before_a_resume_remain_the_best(
     fit: Fit, scripted: Any, store: CheckpointStore, tmp_path: Path
 ) -> None:
     fit(scripted([0.9, 0.1, 0.5]), Checkpoint(every=None, monitor="validation/loss"), max_duration="6step")
@@ -363,7 +355,7 @@ def test_a_resumed_run_with_nothing_left_to_do_saves_nothing(
     assert store.entries() == before
 
 
-def test_what_other_callbacks_made_of_an_evaluation_is_in_the_checkpoint_that_it_led_to(
+def test_a_checkpoint_has_the_state_of_other_callbacks_after_the_evaluation(
     fit: Fit, scripted: Any, store: CheckpointStore
 ) -> None:
     """Early stopping comes after the checkpoint in the list, and still is saved with this evaluation counted."""

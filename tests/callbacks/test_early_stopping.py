@@ -21,13 +21,13 @@ def test_training_ends_after_the_evaluations_without_improvement_and_says_so(fit
     assert result.exit_reason == "validation/loss has not improved for 2 evaluations (best 0.5 at step 4)"
 
 
-def test_an_improvement_starts_the_count_anew(fit: Fit, scripted: Any) -> None:
+def test_an_improvement_resets_the_count(fit: Fit, scripted: Any) -> None:
     result = fit(scripted([0.9, 0.9, 0.8, 0.8, 0.7, 0.7, 0.6, 0.6, 0.5, 0.5]), EarlyStopping(patience=2))
 
     assert result.steps == 20
 
 
-def test_less_than_min_delta_is_no_improvement(fit: Fit, scripted: Any) -> None:
+def test_less_than_min_delta_does_not_count_as_improvement(fit: Fit, scripted: Any) -> None:
     result = fit(scripted([0.9, 0.88, 0.86, 0.5]), EarlyStopping(patience=2, min_delta=0.05))
 
     assert result.steps == 6
@@ -39,7 +39,7 @@ def test_a_larger_value_is_an_improvement_in_mode_max(fit: Fit, scripted: Any) -
     assert result.steps == 10
 
 
-def test_nan_is_no_improvement(fit: Fit, scripted: Any) -> None:
+def test_nan_does_not_count_as_improvement(fit: Fit, scripted: Any) -> None:
     result = fit(scripted([float("nan")] * 10), EarlyStopping(patience=3))
 
     assert result.steps == 6
@@ -47,9 +47,7 @@ def test_nan_is_no_improvement(fit: Fit, scripted: Any) -> None:
 
 
 @pytest.mark.parametrize(("mode", "values"), [("min", [0.5, 0.2, 0.1]), ("max", [0.1, 0.2, 0.5])])
-def test_training_ends_as_soon_as_a_value_is_good_enough(
-    fit: Fit, scripted: Any, mode: Any, values: list[float]
-) -> None:
+def test_training_ends_at_the_threshold(fit: Fit, scripted: Any, mode: Any, values: list[float]) -> None:
     result = fit(scripted(values), EarlyStopping(mode=mode, threshold=0.25 if mode == "min" else 0.15))
 
     assert result.steps == 4
@@ -66,7 +64,7 @@ def test_a_resumed_run_ends_at_the_step_of_one_that_was_never_stopped(fit: Fit, 
     assert result.exit_reason.endswith("(best 0.5 at step 4)")
 
 
-def test_a_second_run_counts_from_nothing(fit: Fit, scripted: Any, tmp_path: Path) -> None:
+def test_a_second_run_counts_from_zero(fit: Fit, scripted: Any, tmp_path: Path) -> None:
     stopping = EarlyStopping(patience=2)
     fit(scripted([0.1, 0.5, 0.5]), stopping, run_dir=tmp_path / "first")
 
@@ -75,12 +73,12 @@ def test_a_second_run_counts_from_nothing(fit: Fit, scripted: Any, tmp_path: Pat
     assert result.steps == 8
 
 
-def test_an_unknown_metric_is_answered_with_the_nearest_name(fit: Fit, scripted: Any) -> None:
+def test_an_unknown_metric_is_rejected_with_the_nearest_name(fit: Fit, scripted: Any) -> None:
     with pytest.raises(UserError, match="Did you mean 'validation/loss'"):
         fit(scripted(), EarlyStopping(monitor="validation/los"))
 
 
-def test_a_run_without_validation_data_is_refused_at_the_start(fit: Fit, scripted: Any) -> None:
+def test_a_run_without_validation_data_is_rejected_at_the_start(fit: Fit, scripted: Any) -> None:
     with pytest.raises(UserError, match="the data has none"):
         fit(scripted(), EarlyStopping(), without_validation=True)
 
@@ -94,6 +92,6 @@ def test_a_run_without_validation_data_is_refused_at_the_start(fit: Fit, scripte
         ({"min_delta": float("nan")}, "must not be negative"),
     ],
 )
-def test_a_wrong_setting_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         EarlyStopping(**settings)

@@ -62,7 +62,7 @@ def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_evaluations_see_the_average_up_to_their_step_and_training_does_not(make_trainer: Any) -> None:
+def test_evaluations_use_the_average_and_training_does_not(make_trainer: Any) -> None:
     trace, plain = Trace(), Trace()
     settings = {"max_duration": "2epoch", "evaluate_every": "3step"}
 
@@ -75,22 +75,22 @@ def test_evaluations_see_the_average_up_to_their_step_and_training_does_not(make
         assert_near(evaluated, ema_of(trace.trained[: 3 * number], 0.9))
 
 
-def test_callbacks_see_the_weights_again_when_an_evaluation_has_ended(make_trainer: Any) -> None:
+def test_callbacks_see_the_training_weights_after_an_evaluation(make_trainer: Any) -> None:
     seen: list[Any] = []
 
-    class Looks(Callback):
+    class Observer(Callback):
         def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
             seen.append(weights(run.task))
 
     trace = Trace()
-    make_trainer(callbacks=[EMA(decay=0.9), Looks(), trace], evaluate_every="3step").fit(task(), data())
+    make_trainer(callbacks=[EMA(decay=0.9), Observer(), trace], evaluate_every="3step").fit(task(), data())
 
     assert seen
     for number, after in enumerate(seen, start=1):
         assert_same_bits(after, trace.trained[3 * number - 1])
 
 
-def test_the_task_is_left_with_the_average_unless_asked_otherwise(make_trainer: Any) -> None:
+def test_the_average_is_loaded_at_the_end_unless_disabled(make_trainer: Any) -> None:
     left, not_left, trace = task(), task(), Trace()
 
     make_trainer(callbacks=[EMA(decay=0.9, warm_up=False), trace]).fit(left, data())
@@ -113,7 +113,7 @@ def test_early_weights_are_forgotten_while_the_average_warms_up(make_trainer: An
     assert_near(weights(made), average)
 
 
-def test_every_and_start_say_when_weights_are_taken(make_trainer: Any) -> None:
+def test_every_and_start_determine_the_updates(make_trainer: Any) -> None:
     """Steps 4, 6, 8 and 10, each update with the decay of two steps."""
     made, trace = task(), Trace()
     ema = EMA(decay=0.9, every=2, start="3step", warm_up=False)
@@ -123,7 +123,7 @@ def test_every_and_start_say_when_weights_are_taken(make_trainer: Any) -> None:
     assert_near(weights(made), ema_of([trace.trained[step - 1] for step in (4, 6, 8, 10)], 0.81))
 
 
-def test_swa_is_the_equal_mean_of_the_last_epochs_ends(make_trainer: Any) -> None:
+def test_swa_is_the_equal_mean_of_the_ends_of_the_last_epochs(make_trainer: Any) -> None:
     made, trace = task(), Trace()
 
     make_trainer(callbacks=[SWA(start=0.5), trace], max_duration="6epoch").fit(made, data())
@@ -134,7 +134,7 @@ def test_swa_is_the_equal_mean_of_the_last_epochs_ends(make_trainer: Any) -> Non
 
 @pytest.mark.parametrize("make", [lambda: EMA(decay=0.9), lambda: SWA(start="4step", every="2step")])
 @pytest.mark.parametrize("checkpoint_is_first", [False, True])
-def test_a_run_that_was_stopped_goes_on_to_the_same_average_to_the_bit(
+def test_a_resumed_run_has_a_bit_equal_average(
     make_trainer: Any, tmp_path: Path, make: Any, checkpoint_is_first: bool
 ) -> None:
     settings = {"max_duration": "2epoch", "evaluate_every": "3step"}
@@ -155,7 +155,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_average_to_the_bit(
     assert not torch.equal(payload["task"]["network.0.weight"], whole.state_dict()["network.0.weight"])
 
 
-def test_a_checkpoint_is_evaluated_with_the_average_that_chose_it(make_trainer: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_is_evaluated_with_its_average(make_trainer: Any, tmp_path: Path) -> None:
     best = Checkpoint(monitor="validation/loss", every=None)
     trainer = make_trainer(
         callbacks=[EMA(decay=0.8), best], run_dir=tmp_path / "run", evaluate_every="1epoch", max_duration="2epoch"
@@ -167,9 +167,7 @@ def test_a_checkpoint_is_evaluated_with_the_average_that_chose_it(make_trainer: 
     assert metrics["validation/loss"] == pytest.approx(fitted.metrics["validation/loss"], rel=1e-6)
 
 
-def test_an_evaluation_that_a_signal_breaks_off_leaves_the_weights_of_training(
-    make_trainer: Any, tmp_path: Path
-) -> None:
+def test_the_training_weights_are_restored_after_an_interrupted_evaluation(make_trainer: Any, tmp_path: Path) -> None:
     """The checkpoint of the signal holds the weights of training as such."""
 
     class Interrupted(Regression):
@@ -204,7 +202,7 @@ class Normalised(Regression):
         return super().forward(self.norm(inputs))
 
 
-def test_buffers_are_averaged_and_counters_taken_as_they_are(make_trainer: Any) -> None:
+def test_buffers_are_averaged_and_counters_are_copied(make_trainer: Any) -> None:
     made, trace = Normalised(), Trace()
 
     make_trainer(callbacks=[EMA(decay=0.9, warm_up=False), trace]).fit(made, data())
@@ -214,7 +212,7 @@ def test_buffers_are_averaged_and_counters_taken_as_they_are(make_trainer: Any) 
     assert_near({"mean": made.norm.running_mean}, ema_of(statistics, 0.9))
 
 
-def test_weights_of_16_bits_are_refused(make_trainer: Any) -> None:
+def test_16_bit_weights_are_rejected(make_trainer: Any) -> None:
     with pytest.raises(UserError, match="EMA cannot average 16-bit weights"):
         make_trainer(callbacks=[EMA()], precision="bf16-true").fit(task(), data())
 
@@ -227,7 +225,7 @@ STRATEGIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_has_the_average_of_single_and_resumes_to_the_bit(
+def test_every_strategy_has_the_average_of_single_and_resumes_bit_equal(
     make_trainer: Any, tmp_path: Path, name: str
 ) -> None:
     def fit(strategy: Any, made: Regression, *more: Callback, **settings: Any) -> Any:
@@ -262,7 +260,7 @@ def average_on_each_rank() -> tuple[dict[str, Tensor], dict[str, float], list[di
 
 
 @pytest.mark.slow
-def test_both_ranks_of_ddp_hold_the_average_of_one_device(
+def test_both_ranks_of_ddp_have_the_average_of_one_device(
     make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -278,7 +276,7 @@ def test_both_ranks_of_ddp_hold_the_average_of_one_device(
     assert metrics["validation/loss"] == pytest.approx(result.metrics["validation/loss"], rel=1e-5)
 
 
-def test_a_stage_without_weights_takes_part_in_every_average() -> None:
+def test_a_stage_without_weights_counts_every_update() -> None:
     average, state = EMA(decay=0.9), SimpleNamespace(step=0)
     run: Any = SimpleNamespace(
         strategy=SimpleNamespace(local_state=lambda task: {}, shards=lambda task, phase_optimizers: None),

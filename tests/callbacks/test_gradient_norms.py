@@ -32,7 +32,7 @@ def logged(make_trainer: Any, *, every: int, log_every: str, **settings: Any) ->
     return [{k: v for k, v in row.items() if k.startswith("grad_norm/")} for row in recorder.logged]
 
 
-def test_the_norms_are_those_of_the_step_at_the_log_point(make_trainer: Any) -> None:
+def test_norms_are_those_of_the_step_of_the_log_point(make_trainer: Any) -> None:
     torch.manual_seed(1)
     task = Two()
     inputs, targets = regression_data(40).tensors
@@ -57,7 +57,7 @@ def test_the_norms_are_those_of_the_step_at_the_log_point(make_trainer: Any) -> 
     )
 
 
-def test_norms_are_taken_at_multiples_only_and_nothing_waits_for_them(
+def test_norms_are_measured_at_multiples_only_without_a_device_sync(
     make_trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = []
@@ -77,7 +77,7 @@ def test_norms_are_taken_at_multiples_only_and_nothing_waits_for_them(
 
 
 @pytest.mark.slow
-def test_stages_of_a_pipeline_report_their_parts_as_one(make_trainer: Any) -> None:
+def test_norms_of_pipeline_stages_are_combined(make_trainer: Any) -> None:
     def norms(strategy: Any) -> dict[str, float]:
         task, data = Regression(hidden=6), Data(train=regression_data(16), batch_size=8)
         trainer = make_trainer(strategy, callbacks=[GradientNorms(every=2, depth=2)], log_every="2step")

@@ -39,7 +39,7 @@ def trained(make_trainer: Any, at: dict[str, str], **settings: Any) -> list[dict
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.1}])
-def test_a_pattern_stays_to_the_bit_until_its_time_and_moves_then(make_trainer: Any, settings: Any) -> None:
+def test_matching_parameters_are_bit_equal_until_unfrozen(make_trainer: Any, settings: Any) -> None:
     """Weight decay would move a parameter whose gradient were zero."""
     steps = trained(make_trainer, {"network.0.*": "1epoch", "network.0.bias": "6step"}, **settings)
 
@@ -61,7 +61,7 @@ def test_frozen_parameters_do_not_count_in_the_norm(make_trainer: Any) -> None:
     assert_same_bits(weights(task), steps[-1])
 
 
-def test_a_pattern_that_fits_nothing_is_told(make_trainer: Any) -> None:
+def test_a_pattern_without_matches_is_rejected(make_trainer: Any) -> None:
     with pytest.raises(UserError, match=r"at\.encoder\.\* matches no parameter\. There are: network\.0\.weight"):
         trained(make_trainer, {"encoder.*": "1epoch"})
 

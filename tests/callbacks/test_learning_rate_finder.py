@@ -51,7 +51,9 @@ def data(batch_size: int = 8) -> Data:
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp16-mixed"}, {"on_nonfinite": "skip"}], ids=str)
-def test_training_after_a_look_is_training_without_one_to_the_bit(make_trainer: Any, settings: dict[str, Any]) -> None:
+def test_training_after_the_search_is_bit_equal_to_training_without(
+    make_trainer: Any, settings: dict[str, Any]
+) -> None:
     looked, plain = Model(), Model()
     finder = LearningRateFinder(num_steps=12, on_finish="continue")
 
@@ -61,7 +63,7 @@ def test_training_after_a_look_is_training_without_one_to_the_bit(make_trainer: 
     assert_same_bits(looked, plain)
 
 
-def test_norms_of_a_look_are_not_in_the_average_that_tells_spikes(make_trainer: Any) -> None:
+def test_gradient_norms_of_the_search_do_not_count_for_spikes(make_trainer: Any) -> None:
     class Averages(Callback):
         def on_fit_start(self, run: Any) -> None:
             self.seen = run.phase_optimizer.spikes.state_dict()
@@ -72,7 +74,7 @@ def test_norms_of_a_look_are_not_in_the_average_that_tells_spikes(make_trainer: 
     assert averages.seen == {}
 
 
-def test_a_look_leaves_nothing_behind_on_several_devices_of_one_process(make_trainer: Any, tmp_path: Path) -> None:
+def test_the_search_restores_everything_on_several_devices_of_one_process(make_trainer: Any, tmp_path: Path) -> None:
     looked, plain = Model(), Model()
     finder = LearningRateFinder(num_steps=10, on_finish="continue")
 
@@ -110,7 +112,7 @@ def look_on_two_ranks(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_look_leaves_nothing_behind_on_several_ranks(tmp_path: Path) -> None:
+def test_the_search_restores_everything_on_several_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(look_on_two_ranks, 2, tmp_path)
 
     for name in (*STRATEGIES, "phases"):
@@ -134,11 +136,11 @@ def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:
 
 
 @pytest.mark.parametrize("losses", [[1.0] * 50, [1.0 + n for n in range(50)], [math.nan] * 50, [1.0]])
-def test_where_the_loss_does_not_fall_there_is_no_suggestion(losses: list[float]) -> None:
+def test_a_loss_that_does_not_fall_gives_none(losses: list[float]) -> None:
     assert suggest([10.0 ** (n / 10) for n in range(len(losses))], losses) is None
 
 
-def test_a_look_ends_the_run_with_a_plot_and_the_numbers(make_trainer: Any, tmp_path: Path) -> None:
+def test_the_search_ends_the_run_and_writes_a_plot_and_the_numbers(make_trainer: Any, tmp_path: Path) -> None:
     finder = LearningRateFinder(min_lr=1e-5, max_lr=10.0, num_steps=60)
 
     result = make_trainer(callbacks=[finder], run_dir=tmp_path).fit(Model(), data())
@@ -165,7 +167,7 @@ def test_the_trial_ends_when_the_loss_explodes(make_trainer: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("schedule", ["lambda", "one cycle"])
-def test_the_suggestion_is_applied_as_if_it_had_been_set(make_trainer: Any, schedule: str) -> None:
+def test_an_applied_suggestion_trains_like_the_same_setting(make_trainer: Any, schedule: str) -> None:
     def build(rate: float) -> Any:
         def configure(task: Any) -> Any:
             first, second = list(task.parameters())[:2], list(task.parameters())[2:]
@@ -180,11 +182,11 @@ def test_the_suggestion_is_applied_as_if_it_had_been_set(make_trainer: Any, sche
     def rates(task: Regression, *callbacks: Callback) -> list[list[float]]:
         seen: list[list[float]] = []
 
-        class Looks(Callback):
+        class Observer(Callback):
             def on_step_end(self, run: Any) -> None:
                 seen.append(run.phase_optimizers[0].learning_rates())
 
-        make_trainer(callbacks=[*callbacks, Looks()], max_duration="2epoch").fit(task, data())
+        make_trainer(callbacks=[*callbacks, Observer()], max_duration="2epoch").fit(task, data())
         return seen
 
     finder = LearningRateFinder(min_lr=1e-5, max_lr=10.0, num_steps=60, on_finish="apply")
@@ -196,7 +198,7 @@ def test_the_suggestion_is_applied_as_if_it_had_been_set(make_trainer: Any, sche
         assert one == pytest.approx(other, rel=1e-9)
 
 
-def test_a_resumed_run_does_not_look_again(make_trainer: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_search_again(make_trainer: Any, tmp_path: Path) -> None:
     make_trainer(callbacks=["checkpoint"], run_dir=tmp_path, max_duration="2step").fit(Model(), data())
     finder = LearningRateFinder()
 
@@ -206,7 +208,7 @@ def test_a_resumed_run_does_not_look_again(make_trainer: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("setting", ["shard_optimizer", "overlap_optimizer"])
-def test_an_optimizer_that_is_kept_in_parts_is_refused_with_what_to_set(make_trainer: Any, setting: str) -> None:
+def test_a_sharded_optimizer_is_rejected_with_the_setting_to_change(make_trainer: Any, setting: str) -> None:
     class InParts(SingleStrategy):
         pass
 
@@ -245,8 +247,10 @@ class Manual(InPhases):
 
 @pytest.mark.parametrize("kind", [InPhases, Manual])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_look_at_phases_leaves_nothing_behind(make_trainer: Any, kind: type[InPhases], devices: int) -> None:
-    class Looks(Callback):
+def test_the_search_restores_everything_of_a_task_with_phases(
+    make_trainer: Any, kind: type[InPhases], devices: int
+) -> None:
+    class Observer(Callback):
         def on_fit_start(self, run: Any) -> None:
             assert all(parameter.requires_grad for parameter in run.task.parameters())  # as before any phase
 
@@ -254,14 +258,14 @@ def test_a_look_at_phases_leaves_nothing_behind(make_trainer: Any, kind: type[In
     strategy = partial(DataParallelStrategy, devices=["cpu"] * devices)
     finder = LearningRateFinder(num_steps=12, on_finish="continue", phase="second")
 
-    make_trainer(strategy(), callbacks=[finder, Looks()], max_duration="6step").fit(looked, data())
+    make_trainer(strategy(), callbacks=[finder, Observer()], max_duration="6step").fit(looked, data())
     make_trainer(strategy(), max_duration="6step").fit(plain, data())
 
     assert_same_bits(looked, plain)
 
 
 @pytest.mark.parametrize(("phase", "above"), [("first", 0.0), ("second", 100.0)])
-def test_one_phase_is_swept_and_the_other_keeps_its_rate(
+def test_the_rate_of_one_phase_is_varied_and_the_other_keeps_its_rate(
     make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, above: float
 ) -> None:
     finder = LearningRateFinder(num_steps=10, min_lr=1e-4, max_lr=1e-1, on_finish="apply", phase=phase)
@@ -297,12 +301,12 @@ def test_one_phase_is_swept_and_the_other_keeps_its_rate(
         (Model, "first", "Model has no phases; remove the key"),
     ],
 )
-def test_a_phase_to_sweep_must_be_there(make_trainer: Any, kind: type[Model], phase: str, message: str) -> None:
+def test_an_unknown_phase_is_rejected(make_trainer: Any, kind: type[Model], phase: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_trainer(callbacks=[LearningRateFinder(phase=phase)]).fit(kind(), data())
 
 
-def test_a_chart_of_nothing_is_still_a_chart() -> None:
+def test_a_chart_without_points_is_valid() -> None:
     drawn = line_chart([1.0, 2.0], [math.nan, math.inf], marked=None, titles=("a < b", "x", "y"))
 
     assert ElementTree.fromstring(drawn).tag.endswith("svg")

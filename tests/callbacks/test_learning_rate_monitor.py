@@ -11,7 +11,7 @@ from trainkit.trainer import FitResult
 Fit = Callable[..., FitResult]
 
 
-def test_the_learning_rate_is_logged_as_the_schedule_left_it(fit: Fit, scripted: Any) -> None:
+def test_the_logged_rate_is_that_of_the_next_step(fit: Fit, scripted: Any) -> None:
     task = scripted()
     optimizer = torch.optim.SGD(task.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5)
@@ -22,7 +22,7 @@ def test_the_learning_rate_is_logged_as_the_schedule_left_it(fit: Fit, scripted:
     assert result.metrics["train/learning_rate"] == 0.25
 
 
-def test_every_group_has_its_own_learning_rate_by_its_name_or_number(fit: Fit, scripted: Any) -> None:
+def test_every_group_is_logged_by_its_name_or_number(fit: Fit, scripted: Any) -> None:
     task = scripted()
     groups = [{"params": [task.net.weight], "lr": 0.1}, {"params": [task.net.bias], "lr": 0.2, "name": "biases"}]
     task.configure_optimizers = lambda: torch.optim.SGD(groups)

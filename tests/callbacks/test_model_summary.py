@@ -33,7 +33,7 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
 
-def test_every_direct_sub_module_has_a_row_and_shared_weights_count_once_in_the_sum() -> None:
+def test_every_direct_sub_module_has_a_row_and_shared_weights_count_once_in_the_total() -> None:
     assert summary(Model(), max_rows=20).rows == [
         ["embedding", "Embedding", "40", "40", "0", "160 B"],
         ["head", "Linear", "40", "40", "0", "160 B"],
@@ -44,7 +44,7 @@ def test_every_direct_sub_module_has_a_row_and_shared_weights_count_once_in_the_
     ]
 
 
-def test_a_long_list_is_cut_and_the_sum_is_still_of_all() -> None:
+def test_a_long_list_is_truncated_and_the_total_is_of_all() -> None:
     rows = summary(nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(30)]), max_rows=2).rows
 
     assert [row[0] for row in rows] == ["0", "1", "28 more", "total"]
@@ -55,7 +55,7 @@ def test_sizes_are_in_binary_units() -> None:
     assert summary(nn.Linear(1024, 1024, bias=False), max_rows=20).rows[-1][-1] == "4.0 MiB"
 
 
-def test_the_header_says_what_will_run_where(
+def test_the_header_shows_task_strategy_and_batches(
     fit: Fit, scripted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(scripted(), ModelSummary())
@@ -69,7 +69,7 @@ def test_the_header_says_what_will_run_where(
     assert "resumed" not in printed
 
 
-def test_the_header_of_a_resumed_run_says_from_where(
+def test_the_header_of_a_resumed_run_shows_its_checkpoint(
     fit: Fit, scripted: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(scripted(), Checkpoint(), max_duration="4step")
@@ -95,7 +95,7 @@ def test_costs_are_those_of_one_forward_by_module() -> None:
     assert task.training
 
 
-def test_costs_are_shown_if_asked_for_and_training_does_not_notice(
+def test_costs_are_shown_if_enabled_and_training_is_unaffected(
     make_trainer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task, plain = Regression(hidden=3, dropout=0.5), Regression(hidden=3, dropout=0.5)

@@ -20,7 +20,7 @@ from trainkit.optim.precision import Precision
 from trainkit.testing import run_ranks
 
 
-def test_a_window_is_recorded_and_its_arithmetic_counted(make_trainer):
+def test_steps_are_recorded_and_their_flops_counted(make_trainer):
     trainer = make_trainer(
         max_duration="12step",
         log_every="2step",
@@ -42,7 +42,7 @@ def test_a_window_is_recorded_and_its_arithmetic_counted(make_trainer):
     assert "Operations of steps 4 to 6" in text and "128 FLOP" in text
 
 
-def test_the_arithmetic_of_replicas_counts_and_that_of_an_evaluation_does_not(make_trainer):
+def test_flops_of_replicas_count_and_those_of_an_evaluation_do_not(make_trainer):
     """As many operations as on one device; the peak is that of one device, which both replicas share."""
     trainer = make_trainer(
         DataParallelStrategy(devices=["cpu", "cpu"]),
@@ -58,7 +58,7 @@ def test_the_arithmetic_of_replicas_counts_and_that_of_an_evaluation_does_not(ma
     assert result.metrics["train/mfu"] == pytest.approx(result.metrics["train/flops_per_second"] / 1e12)
 
 
-def test_the_use_of_the_peak_counts_every_device_of_one_process(make_trainer):
+def test_the_peak_is_that_of_every_device_of_the_process(make_trainer):
     class OnTwoDevices(DataParallelStrategy):
         def setup(self, precision):
             super().setup(precision)
@@ -87,7 +87,7 @@ def profile_on_two_ranks(folder):
 
 
 @pytest.mark.slow
-def test_the_arithmetic_and_the_peak_are_those_of_all_ranks(tmp_path):
+def test_flops_and_peak_are_those_of_all_ranks(tmp_path):
     metrics = run_ranks(profile_on_two_ranks, 2, tmp_path)[0]
     record = json.loads((tmp_path / "profile.json").read_text())
     assert record["flops_per_step"] == 2 * (2 * 8 * 4)
@@ -95,7 +95,7 @@ def test_the_arithmetic_and_the_peak_are_those_of_all_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_profiling_is_one_word_and_settings_of_ones_own_stay(own, make_trainer):
+def test_profile_true_adds_a_profiler_unless_there_is_one(own, make_trainer):
     callbacks = [Profiler(start_step=4, end_step=6)] if own else []
     trainer = make_trainer(profile=True, max_duration="20step", callbacks=callbacks)
     trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8))
@@ -111,19 +111,19 @@ def test_profile_true_on_the_command_line_records_steps(tmp_path):
     assert (record["first_step"], record["last_step"]) == (10, 15)
 
 
-def test_a_run_that_ends_before_its_window_leaves_no_profiler_on(make_trainer):
+def test_the_profiler_stops_if_the_run_ends_early(make_trainer):
     trainer = make_trainer(max_duration="5step", callbacks=[Profiler(start_step=5, end_step=9)])
     trainer.fit(Regression(), Data(train=regression_data(96), batch_size=8))
     assert not torch.autograd._profiler_enabled()
 
 
 @pytest.mark.parametrize("settings", [{"start_step": 1}, {"start_step": 9, "end_step": 8}, {"peak_tflops": 0}])
-def test_a_window_that_cannot_be_is_refused(settings):
+def test_impossible_steps_are_rejected(settings):
     with pytest.raises(UserError, match="profiler"):
         Profiler(**settings)
 
 
-def test_the_peak_follows_from_the_longest_name_and_the_precision():
+def test_the_peak_depends_on_the_longest_matching_name_and_the_precision():
     assert peak_of_model("NVIDIA H100 80GB HBM3", precision="bf16-mixed", tf32=False)[0] == 989.4e12
     assert peak_of_model("NVIDIA H100 PCIe", precision="bf16-mixed", tf32=False)[0] == 756e12
     assert peak_of_model("NVIDIA A100-SXM4-80GB", precision="fp32", tf32=True)[0] == 156e12
@@ -142,7 +142,7 @@ def _slow_collate(samples):
     return torch.utils.data.default_collate(samples)
 
 
-def test_the_parts_of_a_step_are_where_the_time_went(make_trainer):
+def test_the_seconds_of_a_step_are_those_of_its_parts(make_trainer):
     trainer = make_trainer(
         max_duration="8step", log_every="4step", callbacks=[SpeedMonitor(log_step_times=True)], loggers=["jsonl"]
     )
@@ -159,7 +159,7 @@ def test_the_parts_of_a_step_are_where_the_time_went(make_trainer):
     assert lines[-1]["memory"]["host"] > 10**7
 
 
-def test_forwards_are_left_as_they_were(make_trainer):
+def test_the_timer_is_removed_from_forwards_after_a_fit(make_trainer):
     trainer = make_trainer(max_duration="2step", callbacks=[SpeedMonitor()])
     before = trainer.fit_config.precision._autocast
     trainer.fit(Regression(), Data(train=regression_data(16), batch_size=4))
@@ -173,7 +173,7 @@ class DeviceThatWorked:
         return {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
 
 
-def test_what_the_host_waits_for_other_ranks_is_no_part_of_a_devices_backward():
+def test_waiting_for_other_ranks_does_not_count_as_backward():
     class Waits(FakeRank):
         waited_seconds = 0.0
 

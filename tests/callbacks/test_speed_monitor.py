@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from trainkit.callbacks.speed_monitor import SpeedMonitor
 
+from tests.tasks import Recorder, Regression, StopAt, regression_data
+from trainkit import Data
 from trainkit.callback import Callback
 from trainkit.loops.run import Run
 from trainkit.trainer import FitResult
@@ -47,7 +50,7 @@ def test_steps_of_earlier_intervals_are_not_counted_again(fit: Fit, scripted: An
     assert max(entry["train/steps_per_second"] for entry in log.entries) < 100
 
 
-def test_evaluation_time_is_left_out(fit: Fit, scripted: Any) -> None:
+def test_evaluation_time_does_not_count(fit: Fit, scripted: Any) -> None:
     task, log = scripted(), Log()
     validation_step = task.validation_step
 
@@ -63,7 +66,7 @@ def test_evaluation_time_is_left_out(fit: Fit, scripted: Any) -> None:
 
 
 @pytest.mark.parametrize(("percent", "interval", "warns_at"), [(25, 0.05, 30), (25, 2.0, 3), (15, 0.05, None)])
-def test_waiting_for_more_than_a_fifth_of_the_time_is_told_once_however_short_log_intervals_are(
+def test_waiting_for_more_than_a_fifth_of_the_time_is_warned_about_once(
     percent: int, interval: float, warns_at: int | None, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = [0.0]
@@ -82,3 +85,28 @@ def test_waiting_for_more_than_a_fifth_of_the_time_is_told_once_however_short_lo
         caplog.clear()
 
     assert told_at == ([] if warns_at is None else [pytest.approx(warns_at, abs=3)])
+
+
+def test_time_in_evaluations_is_counted_over_a_resume(make_trainer: Any, tmp_path: Path) -> None:
+    class Slow(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            time.sleep(0.1)
+            return super().validation_step(batch)
+
+    data = Data(train=regression_data(32), validation=regression_data(8), batch_size=8)
+    settings = {"evaluate_every": "2step", "log_every": "1step", "run_dir": tmp_path}
+    make_trainer(callbacks=[SpeedMonitor(log_hours=True), StopAt(2)], **settings).fit(Slow(), data)
+    recorder = Recorder()
+    make_trainer(callbacks=[SpeedMonitor(log_hours=True), recorder], **settings).fit(Slow(), data, resume=tmp_path)
+
+    assert recorder.logged[0]["time/evaluation_hours"] * 3600 >= 0.1
+    assert recorder.logged[0]["time/hours"] >= recorder.logged[0]["time/evaluation_hours"]
+
+
+@pytest.mark.parametrize(("stage", "counts"), [("sanity", False), ("validation", True)])
+def test_sanity_batches_do_not_count_as_evaluation_time(stage: str, counts: bool) -> None:
+    timer: Any = SpeedMonitor(log_hours=True)
+    timer.on_evaluation_start(None, stage)
+    time.sleep(0.01)
+    timer.on_evaluation_end(None, stage, {})
+    assert (timer.state_dict()["evaluation_seconds"] > 0) == counts

@@ -21,7 +21,7 @@ class _Rows(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def test_only_adapters_are_trained_and_merged_they_compute_the_same(tmp_path):
+def test_only_adapters_are_trained_and_the_merged_model_computes_the_same(tmp_path):
     from peft.tuners.lora import LoraLayer
 
     torch.manual_seed(0)
@@ -47,6 +47,6 @@ def test_only_adapters_are_trained_and_merged_they_compute_the_same(tmp_path):
         assert torch.allclose(task.model(input_ids=tokens).logits, beside, atol=1e-5)
 
 
-def test_a_rank_of_nothing_is_refused():
+def test_a_rank_of_zero_is_rejected():
     with pytest.raises(UserError, match=r"task\.lora_rank must be at least 1"):
         FineTune(lora_rank=0)

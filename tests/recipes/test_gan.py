@@ -17,15 +17,15 @@ def points():
     return torch.randn(400, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def test_equal_sets_are_not_apart_in_any_order(points):
+def test_the_distance_of_equal_sets_is_zero_in_any_order(points):
     assert _distance(points, points.flip(0), parts=5) == pytest.approx(0, abs=1e-6)
 
 
-def test_moved_points_are_apart_by_the_square_of_the_way(points):
+def test_the_distance_of_shifted_points_is_the_squared_shift(points):
     assert _distance(points, points + torch.tensor([3.0, 0.0, 4.0])) == pytest.approx(25, abs=1e-5)
 
 
-def test_stretched_points_are_apart_by_the_squares_of_their_deviations_difference(points):
+def test_the_distance_of_scaled_points_is_the_squared_difference_of_their_deviations(points):
     centred = points - points.mean(dim=0)
     variance = centred.square().mean(dim=0).sum().item()
     assert _distance(centred, 3 * centred) == pytest.approx(4 * variance, rel=1e-6)  # (3 - 1)² times each variance

@@ -30,7 +30,7 @@ def _tokens(folder: Path, name: str, token_type: str = "uint16") -> np.ndarray:
     return np.fromfile(folder / f"{name}.bin", dtype=token_type)
 
 
-def test_the_bytes_of_a_folder_are_its_texts_each_cut_at_nine_tenths_with_an_end(texts):
+def test_byte_tokens_of_a_folder_are_split_at_nine_tenths_of_each_file(texts):
     folder = _data(texts).prepare()
     first, second = (path.read_bytes() for path in (texts / "a.txt", texts / "below/b.txt"))
     train, validation = _tokens(folder, "train"), _tokens(folder, "validation")
@@ -41,7 +41,7 @@ def test_the_bytes_of_a_folder_are_its_texts_each_cut_at_nine_tenths_with_an_end
     assert validation[len(first) - cut] == validation[-1] == 256
 
 
-def test_windows_of_a_memory_map_overlap_by_one_and_travel_without_the_file(texts):
+def test_windows_overlap_by_one_and_are_pickled_without_the_file(texts):
     windows = _data(texts).dataset("train")
     assert isinstance(windows, TokenWindows)
     stored = torch.from_numpy(_tokens(windows.path.parent, "train").astype(np.int64))
@@ -54,7 +54,7 @@ def test_windows_of_a_memory_map_overlap_by_one_and_travel_without_the_file(text
     assert torch.equal(pickle.loads(sent)[1], windows[1])
 
 
-def test_learned_pairs_give_back_the_text(texts):
+def test_bpe_tokens_decode_to_the_text(texts):
     pytest.importorskip("tokenizers")
     from tokenizers import Tokenizer
 
@@ -73,7 +73,7 @@ def test_learned_pairs_give_back_the_text(texts):
     assert _tokens(folder, "train").tolist() == expected
 
 
-def test_tokens_of_something_else_leave_those_that_are_there(texts):
+def test_other_tokens_are_written_to_another_folder(texts):
     data = _data(texts)
     windows = data.dataset("train")
     first = windows[0]
@@ -85,7 +85,7 @@ def test_tokens_of_something_else_leave_those_that_are_there(texts):
     assert (windows.path.stat().st_ino, windows.path.stat().st_mtime_ns) == made
 
 
-def test_a_text_that_is_not_there_or_empty_is_refused(tmp_path):
+def test_a_missing_or_empty_text_is_rejected(tmp_path):
     with pytest.raises(UserError, match="nowhere does not exist"):
         _data(tmp_path / "nowhere").prepare()
     (tmp_path / "empty").mkdir()
@@ -95,7 +95,7 @@ def test_a_text_that_is_not_there_or_empty_is_refused(tmp_path):
         _data(tmp_path, tokenizer="bpe", vocabulary=100)
 
 
-def test_blocks_that_run_again_for_backward_have_the_same_gradients():
+def test_recomputed_blocks_have_the_same_gradients():
     torch.manual_seed(0)
     kept, again = GPT(size="tiny", context=8), GPT(size="tiny", context=8, recompute=True)
     again.load_state_dict(kept.state_dict())

@@ -37,7 +37,7 @@ def _md5(archive: Path) -> str:
     return hashlib.md5(archive.read_bytes(), usedforsecurity=False).hexdigest()
 
 
-def test_an_archive_is_fetched_once_and_its_images_are_those_that_were_written(archive, tmp_path):
+def test_the_archive_is_downloaded_once_and_its_images_are_read(archive, tmp_path):
     folder = tmp_path / "cifar"
     download_cifar10(folder, url=archive.as_uri(), md5=_md5(archive))
     assert sorted(path.name for path in folder.iterdir()) == [FOLDER]
@@ -53,7 +53,7 @@ def test_an_archive_is_fetched_once_and_its_images_are_those_that_were_written(a
     assert (image.shape, chosen) == ((3, 32, 32), 1)
 
 
-def test_what_was_not_fetched_whole_leaves_nothing(archive, tmp_path):
+def test_a_failed_download_leaves_no_files(archive, tmp_path):
     folder = tmp_path / "cifar"
     cut = tmp_path / "cut.tar.gz"
     cut.write_bytes(archive.read_bytes()[:-200])
@@ -64,7 +64,7 @@ def test_what_was_not_fetched_whole_leaves_nothing(archive, tmp_path):
     assert list(folder.iterdir()) == []
 
 
-def test_files_that_are_missing_or_cut_short_are_named(archive, tmp_path):
+def test_missing_and_truncated_files_are_named(archive, tmp_path):
     download_cifar10(tmp_path, url=archive.as_uri(), md5=_md5(archive))
     (tmp_path / FOLDER / "data_batch_2.bin").unlink()
     (tmp_path / FOLDER / "data_batch_4.bin").write_bytes(b"12")

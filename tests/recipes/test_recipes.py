@@ -31,7 +31,7 @@ def _tree(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_argument_of_a_recipe_stands_in_its_settings(recipe):
+def test_every_argument_of_a_recipe_is_a_key_in_its_yaml(recipe):
     tree = _tree(recipe)
     for section in ("task", "data"):
         settings = {**tree[section]}
@@ -48,7 +48,7 @@ def test_a_tiny_recipe_differs_only_in_keys_that_the_recipe_has(recipe):
         assert all(tree[section][key] != value for key, value in values.items())
 
 
-def test_a_size_that_a_recipe_does_not_come_in_is_told_and_full_is_the_recipes_own(tmp_path):
+def test_an_unknown_size_is_rejected_and_full_changes_nothing(tmp_path):
     own = tmp_path / "conf/recipe/mine.yaml"
     own.parent.mkdir(parents=True)
     own.write_text((resources.files("trainkit.conf") / "recipe/digits.yaml").read_text())
@@ -68,7 +68,7 @@ def test_a_size_that_a_recipe_does_not_come_in_is_told_and_full_is_the_recipes_o
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_runs_tiny_with_everything_on(recipe, tmp_path):
+def test_a_tiny_recipe_runs_with_every_callback(recipe, tmp_path):
     make_image_folder(tmp_path / "images")
     argv = [f"recipe={recipe}", *TINY[recipe], "trainer.max_duration=4step", "trainer.limit_validation_batches=1"]
     assert main(["fit", *argv, "run_dir=run"]) == 0
@@ -85,7 +85,7 @@ def test_digits_learns_ninety_eight_percent(tmp_path):
     assert metrics["validation/accuracy"] >= 0.98
 
 
-def test_digits_are_split_without_overlap_and_always_the_same():
+def test_the_split_of_digits_is_disjoint_and_fixed():
     data = DigitsData()
     train, validation = data.dataset("train"), data.dataset("validation")
     assert (len(train), len(validation)) == (1437, 360)
@@ -96,13 +96,13 @@ def test_digits_are_split_without_overlap_and_always_the_same():
     assert validation.tensors[1].bincount().min() > 20  # every digit is there
 
 
-def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+def test_digits_without_scikit_learn_name_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UserError, match=r"pip install 'trainkit\[recipes\]'"):
         DigitsData().dataset("train")
 
 
-def test_a_language_model_never_looks_ahead():
+def test_the_language_model_is_causal():
     task = CharLM(context=12, width=16, layers=2, heads=2).eval()
     tokens = torch.randint(0, 256, (3, 12))
     changed = tokens.clone()
@@ -113,7 +113,7 @@ def test_a_language_model_never_looks_ahead():
     assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
-def test_a_step_of_the_language_model_counts_bytes_and_leaves_padding_out():
+def test_the_weight_of_a_step_is_the_number_of_bytes_without_padding():
     task = CharLM(context=8, width=16, layers=1, heads=2)
     windows = torch.randint(0, 256, (2, 9), dtype=torch.int16)
     windows[1, 4:] = -1
@@ -125,13 +125,13 @@ def test_a_step_of_the_language_model_counts_bytes_and_leaves_padding_out():
     assert torch.allclose(output["loss"], mean)
 
 
-def test_an_untrained_language_model_knows_nothing():
+def test_the_loss_of_an_untrained_language_model_is_that_of_guessing():
     windows = torch.randint(0, 256, (8, 33), dtype=torch.int16)
     output = CharLM(context=32, width=64, layers=2).training_step([windows])
     assert output["bits_per_character"].item() == pytest.approx(8.0, abs=0.2)
 
 
-def test_windows_hold_every_byte_of_every_file_once_as_a_target():
+def test_every_byte_of_every_file_is_a_target_once():
     data = SourceFiles(context=16, max_bytes=30_000)
     texts = source_texts(max_bytes=30_000)
     assert sum(len(text) for text in texts) <= 30_000
@@ -142,12 +142,12 @@ def test_windows_hold_every_byte_of_every_file_once_as_a_target():
     assert first == texts[0][:17]
 
 
-def test_too_few_bytes_say_how_many_are_needed():
+def test_too_few_bytes_are_rejected_with_a_sufficient_number():
     with pytest.raises(UserError, match=r"data\.max_bytes=100000"):
         SourceFiles(max_bytes=10).dataset("train")
 
 
-def test_wrong_sizes_are_refused_by_name():
+def test_wrong_sizes_are_rejected_by_name():
     with pytest.raises(UserError, match=r"task\.heads=3"):
         CharLM(width=16, heads=3)
     with pytest.raises(UserError, match=r"task\.width"):
@@ -169,7 +169,7 @@ def test_the_trainer_section_has_every_argument_of_the_trainer_with_its_default(
     assert tree["trainer"] == arguments
 
 
-def test_settings_read_alike_by_hydra_and_by_plain_yaml():
+def test_hydra_and_yaml_read_the_same_settings():
     """The Python door reads them as plain YAML, which takes 1e-3 for a text."""
     with compose_config() as composer:
         for name in registry.names("strategy"):

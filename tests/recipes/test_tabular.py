@@ -13,7 +13,7 @@ def _table(tmp_path, text):
     return TableData(csv=str(path))
 
 
-def test_columns_of_a_file_have_mean_zero_and_deviation_one_over_the_rows_that_train(tmp_path):
+def test_columns_are_standardized_over_the_training_rows(tmp_path):
     lines = [f"{row},{row % 3},5,{'rose' if row % 2 else 'lily'}" for row in range(20)]
     data = _table(tmp_path, "\n".join(["length,width,same,kind", *lines]))
     rows, classes = data.dataset("train").tensors
@@ -34,17 +34,17 @@ def test_columns_of_a_file_have_mean_zero_and_deviation_one_over_the_rows_that_t
         ("kind\nx\ny\n", "needs a line of names"),
     ],
 )
-def test_a_mistake_in_a_file_is_told_by_its_line(text, told, tmp_path):
+def test_a_mistake_in_a_file_is_reported_with_its_line(text, told, tmp_path):
     with pytest.raises(UserError, match=told):
         _table(tmp_path, text).dataset("train")
 
 
-def test_a_file_that_is_not_there_is_told_with_the_nearest(tmp_path):
+def test_a_missing_file_is_rejected_with_the_nearest_name(tmp_path):
     (tmp_path / "plants.csv").touch()
     with pytest.raises(UserError, match=r"plant\.csv is not a file.*plants\.csv"):
         TableData(csv=str(tmp_path / "plant.csv")).dataset("train")
 
 
-def test_another_number_of_columns_says_what_to_set():
+def test_a_wrong_number_of_columns_is_rejected_with_the_setting():
     with pytest.raises(UserError, match=r"set task\.columns=4"):
         TabularTask(columns=3)(torch.zeros(2, 4))

@@ -23,7 +23,7 @@ def settings_of(group: str, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("group", "name"), CHOICES)
-def test_the_keys_of_a_choice_are_the_arguments_of_its_class_with_their_defaults(group: str, name: str) -> None:
+def test_the_keys_in_the_yaml_are_the_arguments_of_the_class_with_their_defaults(group: str, name: str) -> None:
     made, settings = settings_of(group, name)
 
     parameters = inspect.signature(made).parameters
@@ -32,7 +32,7 @@ def test_the_keys_of_a_choice_are_the_arguments_of_its_class_with_their_defaults
 
 
 @pytest.mark.parametrize(("group", "name"), CHOICES)
-def test_a_choice_can_be_made_by_its_name(group: str, name: str) -> None:
+def test_callbacks_and_loggers_are_made_by_name(group: str, name: str) -> None:
     assert isinstance(registry.make(group, name), settings_of(group, name)[0])
 
 

@@ -44,7 +44,7 @@ def saved(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_training_goes_on_and_a_later_step_is_saved(
+def test_training_continues_and_a_later_step_is_saved(
     fit: Fit, scripted: Any, full_disk: set[int], caplog: pytest.LogCaptureFixture, background: bool
 ) -> None:
     full_disk |= {8}
@@ -58,9 +58,7 @@ def test_training_goes_on_and_a_later_step_is_saved(
         assert part in caplog.text
 
 
-def test_too_many_failures_in_a_row_end_the_run_with_the_earlier_checkpoint(
-    fit: Fit, scripted: Any, full_disk: set[int], tmp_path: Path
-) -> None:
+def test_too_many_failures_in_a_row_end_the_run(fit: Fit, scripted: Any, full_disk: set[int], tmp_path: Path) -> None:
     full_disk |= set(range(8, 21))
     task = scripted()
     with pytest.raises(CheckpointError, match="No space left"):
@@ -70,7 +68,7 @@ def test_too_many_failures_in_a_row_end_the_run_with_the_earlier_checkpoint(
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_end_of_training_is_not_lost_in_silence(
+def test_a_failure_at_the_end_is_raised(
     fit: Fit, scripted: Any, full_disk: set[int], tmp_path: Path, background: bool
 ) -> None:
     full_disk |= {20}
@@ -79,13 +77,13 @@ def test_the_end_of_training_is_not_lost_in_silence(
     assert saved(tmp_path / "run") == [16]
 
 
-def test_no_retries_end_the_run_at_once(fit: Fit, scripted: Any, full_disk: set[int]) -> None:
+def test_without_retries_the_first_failure_ends_the_run(fit: Fit, scripted: Any, full_disk: set[int]) -> None:
     full_disk |= {4}
     with pytest.raises(CheckpointError, match="No space left"):
         fit(scripted(), Checkpoint(every="4step", max_retries=0))
 
 
-def test_the_wait_is_counted_in_steps_from_the_time_that_they_have_taken(
+def test_the_wait_is_converted_to_steps_at_the_pace_so_far(
     fit: Fit, scripted: Any, full_disk: set[int], tmp_path: Path
 ) -> None:
     full_disk |= {4}
@@ -97,7 +95,7 @@ def test_the_wait_is_counted_in_steps_from_the_time_that_they_have_taken(
     ("settings", "message"),
     [({"max_retries": -1}, "checkpoint.max_retries"), ({"retry_every": "soon"}, "checkpoint.retry_every")],
 )
-def test_a_wrong_number_of_retries_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Checkpoint(**settings)
 

@@ -40,7 +40,7 @@ def test_one_device_has_no_communication(make_trainer: Any, capsys: pytest.Captu
     assert capsys.readouterr().out.count(overlap["line"]) == 1
 
 
-def test_replicas_say_what_share_of_a_step_is_moving_things_and_that_nothing_of_it_is_hidden(make_trainer: Any) -> None:
+def test_communication_between_replicas_is_measured_and_none_of_it_is_hidden(make_trainer: Any) -> None:
     overlap = overlap_of(make_trainer, DataParallelStrategy(devices=["cpu", "cpu"]), evaluate_every="1step")
     assert overlap["steps"] == 4  # steps 5 to 8
     assert 0 < overlap["communication_seconds"] < overlap["step_seconds"] < 0.05  # evaluations are no part of steps
@@ -49,12 +49,12 @@ def test_replicas_say_what_share_of_a_step_is_moving_things_and_that_nothing_of_
     assert "0% of it hidden (scatter, replicate, gather and sum)" in overlap["line"]
 
 
-def test_a_window_without_room_for_it_says_which_one_has(make_trainer: Any) -> None:
+def test_too_early_steps_are_rejected_with_the_first_that_can_be_measured(make_trainer: Any) -> None:
     overlap = overlap_of(make_trainer, DataParallelStrategy(devices=["cpu", "cpu"]), first=5)
     assert overlap == {"line": "overlap: not measured; it needs profiler.start_step=6 or later"}
 
 
-def test_what_a_strategy_of_ones_own_does_not_tell_is_not_known(make_trainer: Any) -> None:
+def test_the_overlap_of_a_custom_strategy_is_unknown(make_trainer: Any) -> None:
     class Untold(FakeRank):
         pass
 
@@ -78,7 +78,7 @@ def told(communication: float, hidden: float) -> dict[str, float]:
     return {"backward_comm_time": communication * 1e9, "backward_compute_comm_overlap_time": hidden * 1e9}
 
 
-def test_the_reducer_of_torch_measures_every_step_while_somebody_looks() -> None:
+def test_the_reducer_of_torch_measures_every_step_while_profiling() -> None:
     wrapped = Wrapped(told(0.4, 0.1), told(0.2, 0.3))
     times = ReducerTimes(wrapped)  # type: ignore[arg-type] # stands in for it
     for _ in range(3):
@@ -91,7 +91,7 @@ def test_the_reducer_of_torch_measures_every_step_while_somebody_looks() -> None
     assert overlap.exposed == pytest.approx(0.15)
 
 
-def test_a_reducer_that_tells_nothing_is_not_known() -> None:
+def test_the_overlap_of_a_reducer_without_times_is_unknown() -> None:
     wrapped = Wrapped({"iteration": 3.0})
     times = ReducerTimes(wrapped)  # type: ignore[arg-type] # stands in for it
     times.add_previous_step()

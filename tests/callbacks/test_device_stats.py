@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from trainkit.callbacks.device_stats import DeviceStats, resident_bytes
+
+from tests.tasks import Recorder, Regression, regression_data
+from trainkit import Callback, Data
+
+
+def data() -> Data:
+    return Data(train=regression_data(32), validation=regression_data(8), batch_size=8)
+
+
+def test_memory_and_load_of_the_process_are_logged(make_trainer: Any) -> None:
+    recorder = Recorder()
+    kept: list[torch.Tensor] = []
+
+    class Holds(Callback):
+        def on_step_end(self, run: Any) -> None:
+            if run.state.step == 1:
+                kept.append(torch.ones(64 * 2**20, dtype=torch.uint8))
+
+    make_trainer(callbacks=[DeviceStats(), recorder, Holds()], log_every="1step").fit(Regression(), data())
+
+    first, *_, last = [row["host/memory_mib"] for row in recorder.logged]
+    assert 60 < last - first < 200
+    assert all(row["host/cpu_percent"] >= 0 for row in recorder.logged)
+    assert resident_bytes() is not None

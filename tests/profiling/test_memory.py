@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainkit.profiling.memory import PeakMemoryTracker
+
+
+class Allocator:
+    """The memory statistics of a CUDA device, without a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = 0
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.now))
+
+    def use(self, size: int) -> None:
+        self.peak = max(self.peak, self.now + size)
+
+
+def test_the_peak_between_log_points_is_the_same_for_every_reader_and_that_of_the_run_remains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter, peaks = Allocator(monkeypatch), PeakMemoryTracker(torch.device("cuda"))
+    seen = []
+    for step, size in ((10, 500), (20, 900), (30, 200)):
+        counter.use(size)
+        seen.append((peaks.between_logs(step), peaks.between_logs(step), peaks.of_run()))
+    counter.use(300)
+
+    assert seen == [(500, 500, 500), (900, 900, 900), (200, 200, 900)]
+    assert peaks.of_run() == 900
