@@ -51,7 +51,7 @@ def data(batch_size: int = 8) -> Data:
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp16-mixed"}, {"on_nonfinite": "skip"}], ids=str)
-def test_training_after_the_search_is_bit_equal_to_training_without(
+def test_training_after_the_search_is_bit_equal(
     make_trainer: Any, settings: dict[str, Any]
 ) -> None:
     looked, plain = Model(), Model()
@@ -247,7 +247,7 @@ class Manual(InPhases):
 
 @pytest.mark.parametrize("kind", [InPhases, Manual])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_the_search_restores_everything_of_a_task_with_phases(
+def test_the_search_restores_everything_with_phases(
     make_trainer: Any, kind: type[InPhases], devices: int
 ) -> None:
     class Observer(Callback):
