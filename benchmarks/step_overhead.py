@@ -38,7 +38,7 @@ from trainkit.callback import HOOKS
 from trainkit.trainer import DEFAULT_CALLBACKS
 
 Train = Callable[[], None]
-OTHERS = ("ema", "gradient_norms", "device_stats", "timer", "garbage_collection")
+OTHERS = ("ema", "gradient_norms", "device_stats", "garbage_collection")
 
 
 class TinyMLP(TaskModule):

@@ -17,7 +17,7 @@ from trainkit.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
-PARTIAL_GRADIENTS = ("shard_optimizer", "overlap_optimizer")
+PARTIAL_GRADIENTS = ("shard_optimizer", "optimizer_in_backward")
 """Settings of strategies under which no rank has the complete gradients before the optimizer's step."""
 
 

@@ -207,7 +207,7 @@ def test_a_resumed_run_does_not_search_again(make_trainer: Any, tmp_path: Path) 
     assert finder.suggestion is None
 
 
-@pytest.mark.parametrize("setting", ["shard_optimizer", "overlap_optimizer"])
+@pytest.mark.parametrize("setting", ["shard_optimizer", "optimizer_in_backward"])
 def test_a_sharded_optimizer_is_rejected_with_the_setting_to_change(make_trainer: Any, setting: str) -> None:
     class InParts(SingleStrategy):
         pass

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,9 @@ def test_python_of_a_page_runs(page: Path, folder: Path) -> None:
     for block in code:
         # Lines are counted as in the page, so that a traceback says where to look.
         exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+    if page.name == "README.md":
+        result: Any = namespace["result"]
+        assert result.metrics["validation/accuracy"] > 0.95
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
