@@ -1,4 +1,4 @@
-"""What saving costs against `torch.save` + fsync of the same bytes, and what training waits for in the background.
+"""Cost of saving against `torch.save` + fsync of the same bytes, and the wait of training for a background save.
 
     python benchmarks/checkpointing.py [--parameters 60_000_000] [--rounds 7] [--folder .]
 
@@ -82,7 +82,7 @@ def plain_save(payload: dict[str, Any], path: Path) -> None:
 
 
 def gpt_payload(parameters: int) -> dict[str, Any]:
-    """Return the state of a GPT of about so many parameters after a step of AdamW."""
+    """Return the state of a GPT with about that many parameters after a step of AdamW."""
     width, layers = 512, max(1, round((parameters - 512 * 50_000) / (12 * 512 * 512)))
     shapes = {"embedding.weight": (50_000, width)}
     for layer in range(layers):
@@ -104,7 +104,7 @@ def tensors(payload: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Begin with nothing waiting to be written."""
+    """Flush all pending writes to the disk."""
     os.sync()
     yield
 

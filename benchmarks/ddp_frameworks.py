@@ -1,11 +1,11 @@
-"""A step of whole training programs on two processes: trainkit's `ddp`, Lightning's DDP and Accelerate's.
+"""Step times of full training programs on two processes: trainkit's `ddp`, Lightning's DDP and Accelerate's.
 
     python benchmarks/ddp_frameworks.py [--rounds 6] [--models mlp5,gpt4] [--steps 60]
 
-Each trains the same task on the same samples with its own defaults, over gloo, one thread a process; what is not
-installed is left out. A round is one short run of each, in rotating order, in the same two processes; of each run the
-steps behind the first `WARM_UP` are timed on the slower rank. The table gives medians of the ratios within rounds,
-with quartiles, of the time of the clock and of the processor.
+Each trains the same task on the same samples with its own defaults, over gloo, one thread a process; frameworks
+that are not installed are skipped. A round is one short run of each, in rotating order, in the same two processes; the
+steps after the first `WARM_UP` are timed on the slower rank. The table shows medians of the ratios within rounds, with
+quartiles, of wall-clock time and of CPU time.
 """
 
 from __future__ import annotations

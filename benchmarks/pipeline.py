@@ -1,4 +1,4 @@
-"""What a pipeline costs: against torch.distributed.pipelining, in balance, in planning time, for each micro-batch.
+"""Costs of a pipeline: step time against torch.distributed.pipelining, balance, planning, overhead per micro-batch.
 
     python benchmarks/pipeline.py [--rounds 5] [--width 256] [--only speed,balance,planning,overhead]
 
@@ -93,7 +93,7 @@ class ResNet(TaskModule):
 
 
 class UNet(TaskModule):
-    """A network whose late layers look at the results of early ones."""
+    """A network whose late layers use the results of early ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,14 +1,13 @@
-"""What a step of `Trainer.fit` costs beside a hand-written loop over the same data.
+"""Overhead of a step of `Trainer.fit` against a hand-written loop over the same data.
 
     python benchmarks/step_overhead.py [--rounds 11] [--steps 3000] [--only ready,map32,map256,callbacks]
 
-A tiny MLP (32 -> 32 -> 10), SGD, one thread. All contenders of a table live in this process and are visited once a
-round, in turning order; the figure is process CPU time for a step, the ratio is taken round by round against the
-hand-written loop, and the table shows medians with quartiles. Lightning is measured too where it is installed
-(`pip install lightning`).
+A tiny MLP (32 -> 32 -> 10), SGD, one thread. All contenders of a table run in this process, once per round, in rotating
+order; the figure is process CPU time per step, the ratio is taken round by round against the hand-written loop, and the
+table shows medians with quartiles. Lightning is measured too if it is installed (`pip install lightning`).
 
-The table `callbacks` times what each callback does at each moment, one after the other in the same runs, without what
-looking at the clock costs; the start and the end of the run are left out, as they do not grow with its steps.
+The table `callbacks` times each hook of each callback in the same runs, without the cost of reading the clock; the
+start and the end of the run are excluded, as they do not grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def hand_written(loader: Iterable[list[Tensor]]) -> Train:
 
 
 def trainkit(make_data: Callable[[], Data], **settings: Any) -> Train:
-    """Return a whole `Trainer.fit`; without settings everything is on at its defaults."""
+    """Return a `Trainer.fit`; without settings everything is on at its defaults."""
 
     def train() -> None:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -145,7 +144,7 @@ def measure(contenders: dict[str, Train], *, steps: int, rounds: int) -> list[di
 
 
 def ready_batches(steps: int, rounds: int) -> list[dict[str, Any]]:
-    """Every contender iterates over the same list of 3000 ready-made batches."""
+    """Every contender iterates over the same list of 3000 batches."""
     generator = torch.Generator().manual_seed(0)
     batches = [
         [torch.randn(32, 32, generator=generator), torch.randint(10, (32,), generator=generator)] for _ in range(steps)
@@ -185,7 +184,7 @@ def map_style(steps: int, rounds: int, *, batch_size: int) -> list[dict[str, Any
 
 
 def of_callbacks(steps: int, rounds: int) -> list[dict[str, Any]]:
-    """Return microseconds a step of each callback: the default ones, then others that may be on in any run."""
+    """Return microseconds per step of each callback: the default ones, then others."""
     # One batch more than there are steps: a save at the end of an epoch is no step's.
     count = (steps + 1) * 32
     dataset = TensorDataset(torch.randn(count, 32), torch.randint(10, (count,)))
@@ -208,7 +207,7 @@ def of_callbacks(steps: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def _by_difference(dataset: TensorDataset, steps: int, rounds: int) -> dict[str, Any]:
-    """Return how much longer the median step is with all default callbacks than with none, by the wall clock.
+    """Return the difference of the median step with all default callbacks and with none, by the wall clock.
 
     It holds what they do inside of a step too, such as looking at the clock between its parts, and not what they do at
     log points, which the other rows hold.
@@ -229,7 +228,7 @@ def _by_difference(dataset: TensorDataset, steps: int, rounds: int) -> dict[str,
 
 
 class _Clock(Callback):
-    """Notes when each step ended."""
+    """Records the time of the end of each step."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -248,7 +247,7 @@ def _callback_row(name: str, microseconds: float, quartiles: list[float]) -> dic
 
 
 def _timed(callback: Callback) -> tuple[Callback, list[float]]:
-    """Return a callback whose moments between start and end are timed, and the seconds that each took."""
+    """Return a callback whose hooks between start and end are timed, and their seconds."""
     seconds: list[float] = []
     for moment in HOOKS:
         method = getattr(callback, moment)

@@ -1,10 +1,10 @@
-"""Time of a step under every strategy, side by side on the ranks of this machine, and how even the servers' work is.
+"""Step time under every strategy on the ranks of this machine, and the balance of the servers' work.
 
     python benchmarks/strategies.py                        2 ranks, all models
     python benchmarks/strategies.py --ranks 4 --models mlp_5m --rounds 20
 
-All strategies live in the same processes and take turns, some steps at a time, so that what else the machine does
-falls on all of them alike. Times are medians over rounds of the slowest rank; `vs stock` compares with PyTorch's own
+All strategies live in the same processes and take turns, some steps at a time, so that other load on the machine
+affects all of them equally. Times are medians over rounds of the slowest rank; `vs stock` compares with PyTorch's own
 DistributedDataParallel over gloo, with the same fused AdamW.
 """
 
@@ -71,7 +71,7 @@ class MLP(TaskModule):
         self.width = width
 
     def training_step(self, batch: Any) -> Tensor:
-        """Return the mean square of what the network makes of the batch."""
+        """Return the mean square of the outputs."""
         loss: Tensor = self.network(batch).square().mean()
         return loss
 
@@ -219,7 +219,7 @@ class Lopsided(TaskModule):
 
 
 def bytes_of_a_step() -> list[int]:
-    """Return what this rank moves in a step of the lopsided model, by each transport of fusion."""
+    """Return the bytes that this rank moves in a step of the lopsided model, for each transport of fusion."""
     found = []
     for transport in ("shared_memory", "exchange"):
         runner = Runner(FusionStrategy(device="cpu", transport=transport), Lopsided(), num_samples=8)
