@@ -84,8 +84,9 @@ def out_of_memory_report(run: Run, error: BaseException) -> str:
     """Return the memory in use by kind and by module, and what to change, as text."""
     lines = [f"out of memory at step {run.state.step + 1} on process {run.strategy.comm.process}: {error}", ""]
     lines += [plain(memory_table(run)), ""]
-    modules = [[name, size(_num_bytes(module.parameters()))] for name, module in run.task.named_children()]
-    lines += [plain(Table("Parameters by module", ["module", "size"], modules)), "", "What to change, cheapest first:"]
+    modules = Table("Parameters by module", ["module", "size"])
+    modules.rows += [[name, size(_num_bytes(module.parameters()))] for name, module in run.task.named_children()]
+    lines += [plain(modules), "", "What to change, cheapest first:"]
     lines += [f"  {advice}" for advice in _advice(run)]
     if run.strategy.device.type == "cuda":
         lines += ["", torch.cuda.memory_summary(run.strategy.device)]

@@ -191,7 +191,8 @@ class Profiler(Callback):
 
     def _measure(self, run: Run, metrics: dict[str, float], flops_per_second: float) -> None:
         metrics["train/flops_per_second"] = self._record["flops_per_second"] = flops_per_second
-        device, peak, note = run.strategy.device, None, ""
+        device, note = run.strategy.device, ""
+        peak: float | None = None
         if self.peak_tflops is not None:
             peak, note = self.peak_tflops * 1e12, f"of {self.peak_tflops:g} TFLOP/s per device, as given"
         elif device.type == "cuda":
