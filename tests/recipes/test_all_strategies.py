@@ -12,8 +12,8 @@ from tests.recipes.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 240
-# Images are compared with those of the same rank: ranks agree with each other, and not with one device.
-BESIDE = {"contrastive": dict.fromkeys(("ddp", "torch_ddp", "fusion"), "torch_ddp")}
+# Images are compared within a rank: strategies of two ranks agree with each other, but not with one device.
+REFERENCE = {"contrastive": dict.fromkeys(("ddp", "torch_ddp", "fusion"), "torch_ddp")}
 MEASURED = {"gan": {"train/discriminator/loss", "train/generator/loss", "validation/distance"}}
 
 
@@ -23,7 +23,7 @@ def test_every_recipe_trains_to_the_same_losses_under_every_strategy(tmp_path):
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = subprocess.Popen(
-        [*program, "-m", "tests.recipes.train_everywhere", str(tmp_path)],
+        [*program, "-m", "tests.recipes.train_all_strategies", str(tmp_path)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -41,5 +41,5 @@ def test_every_recipe_trains_to_the_same_losses_under_every_strategy(tmp_path):
     for recipe, by_strategy in losses.items():
         for strategy, found in by_strategy.items():
             assert set(found) == MEASURED.get(recipe, {"train/loss", "validation/loss"}), (recipe, strategy)
-            same_as = BESIDE.get(recipe, {}).get(strategy, "single")
+            same_as = REFERENCE.get(recipe, {}).get(strategy, "single")
             assert found == pytest.approx(by_strategy[same_as], rel=2e-4), (recipe, strategy)

@@ -21,12 +21,12 @@ STRATEGIES = {
     "torch_ddp": ["strategy=torch_ddp", "strategy.device=cpu"],
     "fusion": ["strategy=fusion", "strategy.device=cpu"],
     "pipeline": ["strategy=pipeline", "strategy.device=cpu"],
-    "whole_pipeline": ["strategy=pipeline", "strategy.device=cpu", "strategy.accumulate=1"],
+    "unsplit_pipeline": ["strategy=pipeline", "strategy.device=cpu", "strategy.accumulate=1"],
 }
-USUAL = tuple(STRATEGIES)[:-1]
+DEFAULT = tuple(STRATEGIES)[:-1]
 ONLY = {
-    "contrastive": ("single", "whole_pipeline", "ddp", "torch_ddp", "fusion"),
-    "gan": ("single", "accumulate", "dp", "ddp", "pipeline"),  # the others have no phases
+    "contrastive": ("single", "unsplit_pipeline", "ddp", "torch_ddp", "fusion"),
+    "gan": ("single", "accumulate", "dp", "ddp", "pipeline"),  # the others do not support phases
 }
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     os.chdir(sys.argv[1])  # of all ranks, which make the tokens of some recipes there
     prepare_folder(Path("images"), make=make_image_folder)
-    losses = {recipe: {name: train(recipe, name) for name in ONLY.get(recipe, USUAL)} for recipe in TINY}
+    losses = {recipe: {name: train(recipe, name) for name in ONLY.get(recipe, DEFAULT)} for recipe in TINY}
     if rank == 0:
         print("LOSSES", json.dumps(losses))
 
