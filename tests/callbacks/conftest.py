@@ -18,7 +18,7 @@ from trainkit.trainer import FitResult, Trainer
 
 
 class Scripted(TaskModule):
-    """A linear model with dropout whose validation gives the values that it is told to give, one each time."""
+    """A linear model with dropout whose validations return the given losses, one after the other."""
 
     def __init__(self, validation: Sequence[float] = ()) -> None:
         super().__init__()

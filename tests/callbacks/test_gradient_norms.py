@@ -13,7 +13,7 @@ from trainkit import Data
 
 
 class Two(Regression):
-    """Two sub-modules of which the gradients differ a lot, and a parameter of its own."""
+    """Two sub-modules whose gradients differ a lot, and a direct parameter."""
 
     def __init__(self) -> None:
         super().__init__(hidden=3)

@@ -51,16 +51,14 @@ def data(batch_size: int = 8) -> Data:
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "fp16-mixed"}, {"on_nonfinite": "skip"}], ids=str)
-def test_training_after_the_search_is_bit_equal(
-    make_trainer: Any, settings: dict[str, Any]
-) -> None:
-    looked, plain = Model(), Model()
+def test_training_after_the_search_is_bit_equal(make_trainer: Any, settings: dict[str, Any]) -> None:
+    searched, plain = Model(), Model()
     finder = LearningRateFinder(num_steps=12, on_finish="continue")
 
-    make_trainer(callbacks=[finder], max_duration="2epoch", **settings).fit(looked, data())
+    make_trainer(callbacks=[finder], max_duration="2epoch", **settings).fit(searched, data())
     make_trainer(max_duration="2epoch", **settings).fit(plain, data())
 
-    assert_same_bits(looked, plain)
+    assert_same_bits(searched, plain)
 
 
 def test_gradient_norms_of_the_search_do_not_count_for_spikes(make_trainer: Any) -> None:
@@ -75,14 +73,14 @@ def test_gradient_norms_of_the_search_do_not_count_for_spikes(make_trainer: Any)
 
 
 def test_the_search_restores_everything_on_several_devices_of_one_process(make_trainer: Any, tmp_path: Path) -> None:
-    looked, plain = Model(), Model()
+    searched, plain = Model(), Model()
     finder = LearningRateFinder(num_steps=10, on_finish="continue")
 
     trainer = make_trainer(DataParallelStrategy(devices=["cpu", "cpu"]), callbacks=[finder], max_duration="3step")
-    trainer.fit(looked, data())
+    trainer.fit(searched, data())
     make_trainer(DataParallelStrategy(devices=["cpu", "cpu"]), max_duration="3step").fit(plain, data())
 
-    assert_same_bits(looked, plain)
+    assert_same_bits(searched, plain)
 
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -94,20 +92,20 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 
 def look_on_two_ranks(folder: Path) -> dict[str, Any]:
-    """Return for each strategy the weights with and without a look."""
+    """Return for each strategy the weights with and without the search."""
     found: dict[str, Any] = {}
     settings: dict[str, Any] = {"max_duration": "3step", "loggers": [], "num_sanity_batches": 0}
     for name, strategy in STRATEGIES.items():
-        looked, plain = Model(), Model()
+        searched, plain = Model(), Model()
         finder = LearningRateFinder(num_steps=10, on_finish="continue")
-        Trainer(strategy(), callbacks=[finder], run_dir=folder / name, **settings).fit(looked, data())
+        Trainer(strategy(), callbacks=[finder], run_dir=folder / name, **settings).fit(searched, data())
         Trainer(strategy(), callbacks=[], run_dir=folder / f"{name}_plain", **settings).fit(plain, data())
-        found[name] = weights(looked), weights(plain)
-    looked, plain = InPhases(), InPhases()
+        found[name] = weights(searched), weights(plain)
+    searched, plain = InPhases(), InPhases()
     finder = LearningRateFinder(num_steps=10, on_finish="continue", phase="second")
-    Trainer(DDPStrategy(device="cpu"), callbacks=[finder], run_dir=folder / "phases", **settings).fit(looked, data())
+    Trainer(DDPStrategy(device="cpu"), callbacks=[finder], run_dir=folder / "phases", **settings).fit(searched, data())
     Trainer(DDPStrategy(device="cpu"), run_dir=folder / "phases_plain", **settings).fit(plain, data())
-    found["phases"] = weights(looked), weights(plain)
+    found["phases"] = weights(searched), weights(plain)
     return found
 
 
@@ -116,8 +114,8 @@ def test_the_search_restores_everything_on_several_ranks(tmp_path: Path) -> None
     first, second = run_ranks(look_on_two_ranks, 2, tmp_path)
 
     for name in (*STRATEGIES, "phases"):
-        for looked, plain in (first[name], second[name]):
-            assert_same_bits(looked, plain)
+        for searched, plain in (first[name], second[name]):
+            assert_same_bits(searched, plain)
         assert len(json.loads((tmp_path / name / "learning_rates.json").read_text())["losses"]) == 10
 
 
@@ -247,21 +245,19 @@ class Manual(InPhases):
 
 @pytest.mark.parametrize("kind", [InPhases, Manual])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_the_search_restores_everything_with_phases(
-    make_trainer: Any, kind: type[InPhases], devices: int
-) -> None:
+def test_the_search_restores_everything_with_phases(make_trainer: Any, kind: type[InPhases], devices: int) -> None:
     class Observer(Callback):
         def on_fit_start(self, run: Any) -> None:
             assert all(parameter.requires_grad for parameter in run.task.parameters())  # as before any phase
 
-    looked, plain = kind(), kind()
+    searched, plain = kind(), kind()
     strategy = partial(DataParallelStrategy, devices=["cpu"] * devices)
     finder = LearningRateFinder(num_steps=12, on_finish="continue", phase="second")
 
-    make_trainer(strategy(), callbacks=[finder, Observer()], max_duration="6step").fit(looked, data())
+    make_trainer(strategy(), callbacks=[finder, Observer()], max_duration="6step").fit(searched, data())
     make_trainer(strategy(), max_duration="6step").fit(plain, data())
 
-    assert_same_bits(looked, plain)
+    assert_same_bits(searched, plain)
 
 
 @pytest.mark.parametrize(("phase", "above"), [("first", 0.0), ("second", 100.0)])
@@ -273,11 +269,11 @@ def test_the_rate_of_one_phase_is_varied_and_the_other_keeps_its_rate(
     monkeypatch.setattr("trainkit.callbacks.learning_rate_finder.suggest", lambda rates, losses: 0.02)
     step = SingleStrategy.optimizer_step
 
-    def looked_at(self: Any, phase_optimizer: Any) -> Any:
+    def searched_at(self: Any, phase_optimizer: Any) -> Any:
         seen.append((phase_optimizer.phase, phase_optimizer.learning_rates()[0]))
         return step(self, phase_optimizer)
 
-    monkeypatch.setattr(SingleStrategy, "optimizer_step", looked_at)
+    monkeypatch.setattr(SingleStrategy, "optimizer_step", searched_at)
     make_trainer(
         SingleStrategy(device="cpu"), callbacks=[finder, recorder], run_dir=tmp_path, max_duration="1step"
     ).fit(InPhases(), data())

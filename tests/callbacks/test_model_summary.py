@@ -21,7 +21,7 @@ Fit = Callable[..., FitResult]
 
 
 class Model(nn.Module):
-    """Two layers that share a weight, one frozen, one with buffers, and a parameter of its own."""
+    """Two layers that share a weight, one frozen, one with buffers, and a direct parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A profiled window, counted arithmetic and where the time of a step goes."""
+"""Profiled steps, counted FLOPs and the parts of a step."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The line about overlap: what strategies of one process say, and how times become shares."""
+"""The profiler's line about the overlap of communication, and its fractions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_one_device_has_no_communication(make_trainer: Any, capsys: pytest.Captu
 def test_communication_between_replicas_is_measured_and_none_of_it_is_hidden(make_trainer: Any) -> None:
     overlap = overlap_of(make_trainer, DataParallelStrategy(devices=["cpu", "cpu"]), evaluate_every="1step")
     assert overlap["steps"] == 4  # steps 5 to 8
-    assert 0 < overlap["communication_seconds"] < overlap["step_seconds"] < 0.05  # evaluations are no part of steps
+    assert 0 < overlap["communication_seconds"] < overlap["step_seconds"] < 0.05  # without evaluations
     assert overlap["hidden_share"] == 0
     assert overlap["exposed_seconds"] == overlap["communication_seconds"]
     assert "0% of it hidden (scatter, replicate, gather and sum)" in overlap["line"]
@@ -55,31 +55,31 @@ def test_too_early_steps_are_rejected_with_the_first_that_can_be_measured(make_t
 
 
 def test_the_overlap_of_a_custom_strategy_is_unknown(make_trainer: Any) -> None:
-    class Untold(FakeRank):
+    class Custom(FakeRank):
         pass
 
-    assert "unknown for Untold on cpu" in overlap_of(make_trainer, Untold(world_size=2))["line"]
+    assert "unknown for Custom on cpu" in overlap_of(make_trainer, Custom(world_size=2))["line"]
 
 
 class Wrapped:
-    """What PyTorch's DDP tells, one step late."""
+    """The times that PyTorch's DDP reports, one step late."""
 
-    def __init__(self, *told: dict[str, float]) -> None:
-        self.told, self.rates = list(told), [100]
+    def __init__(self, *times: dict[str, float]) -> None:
+        self.times, self.rates = list(times), [100]
 
     def _get_ddp_logging_data(self) -> dict[str, float]:
-        return self.told.pop(0)
+        return self.times.pop(0)
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
         self.rates.append(rate)
 
 
-def told(communication: float, hidden: float) -> dict[str, float]:
+def ddp_times(communication: float, hidden: float) -> dict[str, float]:
     return {"backward_comm_time": communication * 1e9, "backward_compute_comm_overlap_time": hidden * 1e9}
 
 
 def test_the_reducer_of_torch_measures_every_step_while_profiling() -> None:
-    wrapped = Wrapped(told(0.4, 0.1), told(0.2, 0.3))
+    wrapped = Wrapped(ddp_times(0.4, 0.1), ddp_times(0.2, 0.3))
     times = ReducerTimes(wrapped)  # type: ignore[arg-type] # stands in for it
     for _ in range(3):
         times.add_previous_step()

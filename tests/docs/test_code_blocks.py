@@ -3,7 +3,7 @@
 A block with a title (```python title="mine.py") is a file that later blocks of its page find. Other Python blocks of a
 page run one after the other in one namespace and one empty folder; a page that asks for its own name runs as a program.
 Of shell blocks each `trainkit` line is run with a few small steps. A block below `<!-- not run: why -->` is not run,
-but the settings that it types must be right. Other languages are refused, so that nothing is left out in silence.
+but the settings that it types must be right. Other languages are rejected.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_python_of_a_page_runs(page: Path, folder: Path) -> None:
         return
     namespace: dict[str, object] = {"__name__": "page"}
     for block in code:
-        # Lines are counted as in the page, so that a traceback says where to look.
+        # Lines are counted as in the page, so that a traceback shows the line of the page.
         exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
     if page.name == "README.md":
         result: Any = namespace["result"]
@@ -152,7 +152,7 @@ def test_other_programs_of_a_page_are_known(page: Path) -> None:
         for words in commands_of(block.code):
             if words[0] in {"trainkit", *_STARTERS}:
                 continue
-            assert words[0] in _OTHER_PROGRAMS, f"{page.name}:{block.line}: {words[0]} is no program that pages use"
+            assert words[0] in _OTHER_PROGRAMS, f"{page.name}:{block.line}: {words[0]} is not a known program"
             if words[0] == "make":
                 assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), f"make {words[1]}"
             for names in re.findall(r"\[([\w,]+)\]", " ".join(words)) if words[0] == "pip" else []:

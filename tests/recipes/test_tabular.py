@@ -1,4 +1,4 @@
-"""A table of your own: standardized by the rows that train, and mistakes in it are told by line."""
+"""CSV tables: standardized over the training rows, with mistakes reported by line."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_columns_are_standardized_over_the_training_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("a,b,kind\n1,2,x\n1,two,y\n", r"plants\.csv:3: could not convert .*two"),
         ("a,b,kind\n1,2,x\n1,y\n", r"plants\.csv:3: 2 values, but there are 3 names"),
@@ -34,8 +34,8 @@ def test_columns_are_standardized_over_the_training_rows(tmp_path):
         ("kind\nx\ny\n", "needs a line of names"),
     ],
 )
-def test_a_mistake_in_a_file_is_reported_with_its_line(text, told, tmp_path):
-    with pytest.raises(UserError, match=told):
+def test_a_mistake_in_a_file_is_reported_with_its_line(text, message, tmp_path):
+    with pytest.raises(UserError, match=message):
         _table(tmp_path, text).dataset("train")
 
 
