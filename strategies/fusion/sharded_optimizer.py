@@ -100,19 +100,19 @@ class ShardedOptimizer:
             if state is not None:
                 optimizer.state[piece.parameter] = {name: _cut(name, value, piece) for name, value in state.items()}
         for bucket in buckets:
-            for slot in bucket.slots:
-                optimizer.state.pop(slot.parameter, None)
+            for entry in bucket.entries:
+                optimizer.state.pop(entry.parameter, None)
 
     def _take(self, bucket: Bucket) -> None:
         if bucket.contents is None:
             raise UserError(
-                f"{bucket.slots[0].name} has sparse gradients, which cannot be cut into parts; set "
+                f"{bucket.entries[0].name} has sparse gradients, which cannot be cut into parts; set "
                 "strategy.shard_optimizer=false."
             )
         transport = self.transport
         flats, own = [weights[bucket.index] for weights in transport.weight_sets], transport.own_parts(bucket.index)
-        for position, (slot, offset) in enumerate(zip(bucket.slots, bucket.layout.offsets, strict=True)):
-            owner = slot.parameter
+        for position, (entry, offset) in enumerate(zip(bucket.entries, bucket.layout.offsets, strict=True)):
+            owner = entry.parameter
             end = offset + owner.numel()
             home = _ShardOwner(owner, [shaped_like(flat[offset:end], owner) for flat in flats])
             with torch.no_grad():

@@ -204,11 +204,11 @@ class FusionStrategy(DDPStrategy):
             device=device,
             accumulate=accumulate,
             micro_batch_size=micro_batch_size,
-            bucket_mb=_positive("buffer_mb", buffer_mb),
-            unused=unused,
-            transport="group",  # until ours takes its place
+            bucket_cap_mb=_positive("buffer_mb", buffer_mb),
+            find_unused_parameters=unused,
+            transport="process_group",  # until ours takes its place
             broadcast_buffers=broadcast_buffers,
-            timeline=timeline,
+            record_timeline=timeline,
             timeout_seconds=timeout_seconds,
             backend=backend,
             launcher=launcher,
@@ -325,7 +325,9 @@ class FusionStrategy(DDPStrategy):
         return None if self._transport is None else self._transport.bytes_a_step
 
     def _new_timeline(self) -> Timeline:
-        return Timeline(rank=self.comm.rank, word="buffer", compressed="strategy.wire=bf16")
+        return Timeline(
+            rank=self.comm.rank, word="buffer", size_key="strategy.buffer_mb", compressed="strategy.wire=bf16"
+        )
 
     # ---- A step
 
