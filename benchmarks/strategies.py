@@ -41,8 +41,8 @@ STEPS_OF_A_TURN = 4
 WARM_UP_ROUNDS = 2
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "torch_ddp": lambda: TorchDDPStrategy(device="cpu"),
-    "ddp": lambda: DDPStrategy(device="cpu", timeline=True),
-    "ddp group": lambda: DDPStrategy(device="cpu", transport="group", timeline=True),
+    "ddp": lambda: DDPStrategy(device="cpu", record_timeline=True),
+    "ddp group": lambda: DDPStrategy(device="cpu", transport="process_group", record_timeline=True),
     "fusion": lambda: FusionStrategy(device="cpu", record_timeline=True),
     "fusion thread": lambda: FusionStrategy(device="cpu", communication_thread=True, record_timeline=True),
     "fusion bf16": lambda: FusionStrategy(device="cpu", reduce_dtype="bf16", record_timeline=True),

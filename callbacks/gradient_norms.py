@@ -75,5 +75,5 @@ class GradientNorms(Callback):
 
     def _cannot_see(self, run: Run) -> bool:
         return bool(
-            getattr(run.strategy, "shard_optimizer", False) or getattr(run.strategy, "overlap_optimizer", False)
+            getattr(run.strategy, "shard_optimizer", False) or getattr(run.strategy, "optimizer_in_backward", False)
         )

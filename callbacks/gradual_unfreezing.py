@@ -46,10 +46,10 @@ class GradualUnfreezing(Callback):
         self._frozen: list[tuple[Duration, list[nn.Parameter]]] = []
 
     def on_fit_start(self, run: Run) -> None:
-        if getattr(run.strategy, "shard_optimizer", False) or getattr(run.strategy, "overlap_optimizer", False):
+        if getattr(run.strategy, "shard_optimizer", False) or getattr(run.strategy, "optimizer_in_backward", False):
             raise UserError(
                 "gradual_unfreezing drops whole gradients before the optimizer's step, which this strategy makes in "
-                "parts; set strategy.shard_optimizer=false and strategy.overlap_optimizer=false."
+                "parts; set strategy.shard_optimizer=false and strategy.optimizer_in_backward=false."
             )
         named = dict(run.task.named_parameters())
         self._frozen = []

@@ -42,7 +42,7 @@ class Histograms(Callback):
                 f"histograms.pattern={self.pattern!r} fits no parameter; there are "
                 f"{', '.join(list(names.values())[:20])}."
             )
-        in_parts = any(getattr(run.strategy, name, False) for name in ("shard_optimizer", "overlap_optimizer"))
+        in_parts = any(getattr(run.strategy, name, False) for name in ("shard_optimizer", "optimizer_in_backward"))
         for phase_optimizer in [] if in_parts else run.phase_optimizers:
             phase_optimizer.pre_clip_hooks.append(partial(self._look, run, phase_optimizer, names))
 

@@ -167,7 +167,7 @@ def trial(run: Run) -> Iterator[None]:
 
     Raises UserError if the strategy shards the optimizer or steps it in backward: then it cannot be restored.
     """
-    for setting in ("shard_optimizer", "overlap_optimizer"):
+    for setting in ("shard_optimizer", "optimizer_in_backward"):
         if getattr(run.strategy, setting, False):
             raise UserError(
                 f"learning_rate_finder restores the optimizer, which strategy.{setting}=true does not allow; set it to "

@@ -28,9 +28,9 @@ def whole_gradients(buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
     whole: list[Tensor] = []
     for bucket in buckets:
-        gradients = [slot.parameter.grad for slot in bucket.slots]
+        gradients = [entry.parameter.grad for entry in bucket.entries]
         if bucket.contents is not None and all(
-            gradient is slot.view for gradient, slot in zip(gradients, bucket.slots, strict=True)
+            gradient is entry.view for gradient, entry in zip(gradients, bucket.entries, strict=True)
         ):
             whole.append(bucket.flat)
         else:

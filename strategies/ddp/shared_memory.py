@@ -68,11 +68,11 @@ class SharedMemoryTransport(Transport):
     name = "shared_memory"
 
     def __init__(
-        self, group: dist.ProcessGroup, *, failure_store: FailureStore, timeout_seconds: float, takes_all: bool = True
+        self, group: dist.ProcessGroup, *, failure_store: FailureStore, timeout_seconds: float, preallocate: bool = True
     ) -> None:
-        """Share nothing yet; with `takes_all` memory is taken when it is allocated, else by `reserve`."""
+        """Share nothing yet; with `preallocate` memory is taken when it is allocated, else by `reserve`."""
         self.group, self.failure_store, self.timeout_seconds = group, failure_store, timeout_seconds
-        self.takes_all = takes_all
+        self.preallocate = preallocate
         self._extents: list[tuple[int, int]] = []  # of each bucket in the region, in bytes
         self.rank, self.world_size = group.rank(), group.size()
         self.peers: list[PeerMemory] = []
@@ -87,7 +87,7 @@ class SharedMemoryTransport(Transport):
         for numel, dtype in sizes:
             start, end = end, end + _round_up(numel * dtype.itemsize, LINE_BYTES)
             self._extents.append((start, end))
-        regions = share_regions(self.group, end, takes_all=self.takes_all)
+        regions = share_regions(self.group, end, preallocate=self.preallocate)
         self.peers = [PeerMemory(rank, *shared) for rank, shared in enumerate(regions)]
         self.buckets = []
         for number, ((numel, dtype), (offset, _)) in enumerate(zip(sizes, self._extents, strict=True)):
@@ -99,7 +99,7 @@ class SharedMemoryTransport(Transport):
         """Take the memory of this rank's part now: without any left this is an error, and later a SIGBUS."""
         start, end = self._extents[bucket]
         start -= start % mmap.PAGESIZE
-        if self.takes_all or end == start:
+        if self.preallocate or end == start:
             return
         try:
             self.peers[self.rank].region.madvise(MADV_POPULATE_WRITE, start, end - start)
@@ -298,19 +298,19 @@ class SharedRegion:
     problem: str | None = None
 
 
-def share_regions(group: dist.ProcessGroup, num_bytes: int, *, takes_all: bool = True) -> list[tuple[int, mmap.mmap]]:
+def share_regions(group: dist.ProcessGroup, num_bytes: int, *, preallocate: bool = True) -> list[tuple[int, mmap.mmap]]:
     """Return (pid, memory) of every rank, each `num_bytes` of zeros but for a nonce at its start. Collective.
 
-    With `takes_all` it is taken at once, else page by page where it is written. It has no name in any file system and
+    With `preallocate` it is taken at once, else page by page where it is written. It has no name in any file system and
     lives as long as its mappings, so nothing can be left behind.
     Raises `SharedMemoryError` on every rank, with the first rank's reason, when one of them cannot.
     """
     fd = -1
     try:
-        offer, fd = _make_offer(num_bytes, takes_all)
+        offer, fd = _make_offer(num_bytes, preallocate)
         offers: list[SharedRegion] = _gather(group, offer)
         _raise_first_problem([offer.problem for offer in offers])
-        regions, problem = _open_all(offers, num_bytes, takes_all)
+        regions, problem = _open_all(offers, num_bytes, preallocate)
         # Also the barrier behind which every rank has mapped this one's memory, so the descriptor may go.
         _raise_first_problem(_gather(group, problem))
     finally:
@@ -319,7 +319,7 @@ def share_regions(group: dist.ProcessGroup, num_bytes: int, *, takes_all: bool =
     return [(offer.pid, region) for offer, region in zip(offers, regions, strict=True)]
 
 
-def _make_offer(num_bytes: int, takes_all: bool) -> tuple[SharedRegion, int]:
+def _make_offer(num_bytes: int, preallocate: bool) -> tuple[SharedRegion, int]:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return SharedRegion(problem=f"the order of stores is not known on {platform.machine()}"), -1
     if not hasattr(os, "memfd_create"):
@@ -331,7 +331,7 @@ def _make_offer(num_bytes: int, takes_all: bool) -> tuple[SharedRegion, int]:
             host = file.read().strip()
         fd = os.memfd_create("trainkit-gradients", os.MFD_CLOEXEC)
         os.ftruncate(fd, num_bytes)
-        if takes_all:
+        if preallocate:
             os.posix_fallocate(fd, 0, num_bytes)  # now, with an error, rather than a SIGBUS later
         os.pwrite(fd, nonce, 0)
     except OSError as error:
@@ -341,7 +341,7 @@ def _make_offer(num_bytes: int, takes_all: bool) -> tuple[SharedRegion, int]:
     return SharedRegion(host, os.getpid(), fd, nonce), fd
 
 
-def _open_all(offers: list[SharedRegion], num_bytes: int, takes_all: bool) -> tuple[list[mmap.mmap], str | None]:
+def _open_all(offers: list[SharedRegion], num_bytes: int, preallocate: bool) -> tuple[list[mmap.mmap], str | None]:
     regions: list[mmap.mmap] = []
     for rank, offer in enumerate(offers):
         if offer.host != offers[0].host:
@@ -351,7 +351,7 @@ def _open_all(offers: list[SharedRegion], num_bytes: int, takes_all: bool) -> tu
         except OSError as error:
             return [], f"rank {rank}'s memory cannot be opened: {error}"
         try:
-            flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if takes_all else 0)
+            flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if preallocate else 0)
             regions.append(mmap.mmap(fd, num_bytes, flags=flags))
         except (OSError, ValueError) as error:
             return [], f"rank {rank}'s memory cannot be mapped: {error}"

@@ -84,23 +84,21 @@ class ShardedOptimizer:
         for shard in self._shards:
             state = saved.get(self._indices[id(shard.owner)]) or optimizer.state.get(shard.owner)
             if state is not None:
-                optimizer.state[shard.parameter] = {
-                    name: _shard_of(name, value, shard) for name, value in state.items()
-                }
+                optimizer.state[shard.parameter] = {n: _shard_of(n, value, shard) for n, value in state.items()}
         for bucket in buckets:
-            for slot in bucket.slots:
-                optimizer.state.pop(slot.parameter, None)
+            for entry in bucket.entries:
+                optimizer.state.pop(entry.parameter, None)
 
     def _add_bucket(self, bucket: Bucket) -> None:
         if bucket.contents is None:
             raise UserError(
-                f"{bucket.slots[0].name} has sparse gradients, which cannot be sharded; set "
+                f"{bucket.entries[0].name} has sparse gradients, which cannot be sharded; set "
                 "strategy.shard_optimizer=false."
             )
         transport = self.transport
         flats, own = [weights[bucket.index] for weights in transport.weight_sets], transport.own_ranges(bucket.index)
-        for position, (slot, offset) in enumerate(zip(bucket.slots, bucket.layout.offsets, strict=True)):
-            parameter = slot.parameter
+        for position, (entry, offset) in enumerate(zip(bucket.entries, bucket.layout.offsets, strict=True)):
+            parameter = entry.parameter
             end = offset + parameter.numel()
             owner = _ShardOwner(parameter, [shaped_like(flat[offset:end], parameter) for flat in flats])
             with torch.no_grad():

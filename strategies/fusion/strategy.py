@@ -71,8 +71,8 @@ class FusionStrategy(DDPStrategy):
         shard_optimizer: Each rank keeps and steps the optimizer for its shard of the weights only.
         optimizer_in_backward: With `shard_optimizer`: update shards while backward runs, with a second set of weights;
             `auto`: if the weights have at most 64 MiB.
-        find_unused_parameters: Parameters without a gradient: `auto` handles them, `error` names them, `find` searches
-            the graph for them.
+        find_unused_parameters: Parameters without a gradient: `auto` handles them, `error` names them, `graph` finds
+            them in the autograd graph before backward.
         broadcast_buffers: Make buffers (batch-norm statistics) equal to those of rank 0 after every step.
         record_timeline: Record when each buffer was ready, started and done.
         timeout_seconds: Seconds to wait for another rank.
@@ -110,11 +110,11 @@ class FusionStrategy(DDPStrategy):
             device=device,
             accumulate=accumulate,
             micro_batch_size=micro_batch_size,
-            bucket_mb=buffer_mb,
-            unused=find_unused_parameters,
-            transport="group",  # until prepare_optimizer replaces it
+            bucket_cap_mb=buffer_mb,
+            find_unused_parameters=find_unused_parameters,
+            transport="process_group",  # until prepare_optimizer replaces it
             broadcast_buffers=broadcast_buffers,
-            timeline=record_timeline,
+            record_timeline=record_timeline,
             timeout_seconds=timeout_seconds,
             backend=backend,
             launcher=launcher,

@@ -205,7 +205,7 @@ def test_a_resumed_run_does_not_look_again(make_trainer: Any, tmp_path: Path) ->
     assert finder.suggestion is None
 
 
-@pytest.mark.parametrize("setting", ["shard_optimizer", "overlap_optimizer"])
+@pytest.mark.parametrize("setting", ["shard_optimizer", "optimizer_in_backward"])
 def test_an_optimizer_that_is_kept_in_parts_is_refused_with_what_to_set(make_trainer: Any, setting: str) -> None:
     class InParts(SingleStrategy):
         pass

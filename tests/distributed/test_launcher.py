@@ -115,7 +115,7 @@ def test_a_rank_that_hangs_is_named_with_its_line_and_all_are_ended(tmp_path):
         trainer.fit(Hanging(tmp_path), data)
     assert time.monotonic() - start < 60
     message = str(raised.value)
-    assert "rank 0 waited 5 s in backward of step 2, bucket 0 of 1; who is where:" in message
+    assert "rank 0 timed out after 5 s in backward of step 2, bucket 0 of 1. Position of each rank:" in message
     assert "rank 1: has not come; it is in step 2, Hanging.training_step, " in message
     assert "test_launcher.py:" in message
     pids = [int((tmp_path / f"rank_{rank}.pid").read_text()) for rank in range(2)]

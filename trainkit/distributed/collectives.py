@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.distributed.failure_store import FailureStore, RankError, is_lost, timed_out
+from trainkit.distributed.failure_store import FailureStore, RankError, is_lost, stopped, timed_out
 from trainkit.tree import concatenate
 
 T = TypeVar("T")
@@ -265,7 +265,7 @@ class ProcessGroupCollectives(Collectives):
         if cause is None and "imed out" in str(error):
             raise timed_out(self.failure_store, where=where, seconds=self.timeout_seconds) from None
         cause = cause or f"a rank is gone ({str(error).splitlines()[0]})"
-        raise RankError(f"stopped while waiting in {where}, because {cause}") from None
+        raise stopped(where, cause) from None
 
 
 class StopConsensus:

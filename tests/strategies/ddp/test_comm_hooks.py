@@ -29,7 +29,7 @@ def batch(seed: int) -> Tensor:
 def make(average: bool = True) -> tuple[nn.Module, Reducer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    settings = ReducerSettings(average=average, bucket_mb=2000 / MIB, first_bucket_mb=2000 / MIB)
+    settings = ReducerSettings(average=average, bucket_cap_mb=2000 / MIB, first_bucket_cap_mb=2000 / MIB)
     return model, Reducer(list(model.named_parameters()), group=dist.group.WORLD, settings=settings)
 
 

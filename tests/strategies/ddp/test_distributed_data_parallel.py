@@ -169,7 +169,7 @@ def distance_between_ranks(module: nn.Module) -> float:
     return max((other - flat).abs().max().item() for other in others)
 
 
-@pytest.mark.parametrize("transport", ["group", "shared_memory"])
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 def test_weights_after_50_steps_are_those_of_stock_ddp_bit_for_bit_on_two_ranks(transport):
     for rank in run_ranks(differences, 2, list(CASES), transport, STEPS, timeout=120):
         assert rank == dict.fromkeys(CASES, (0.0, 0.0))
@@ -568,7 +568,7 @@ def interface() -> None:
         "find_unused_parameters": True,
         "gradient_as_bucket_view": True,
         "bucket_cap_mb": 3,
-        "transport": "group",
+        "transport": "process_group",
     }
     for arguments in (settings, {"static_graph": True, "forward_sync_buffers": False}):
         unusual = DistributedDataParallel(Mlp(), **arguments)

@@ -42,13 +42,13 @@ class Routed(nn.Module):
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "unused": (Routed, {}),
-    "unused, found": (Routed, {"unused": "find"}),
-    "unused, overlapped": (Routed, {"overlap_optimizer": True}),
+    "unused, found": (Routed, {"find_unused_parameters": "graph"}),
+    "unused, overlapped": (Routed, {"optimizer_in_backward": True}),
     "unused, accumulated": (Routed, {"accumulate": 2}),
     "sparse": (lambda: SparseEmbedding(1), {}),
     "sparse, accumulated": (lambda: SparseEmbedding(1), {"accumulate": 2}),
     "checkpointed": (lambda: Checkpointed(1, reentrant=False, repeats=2), {}),
-    "checkpointed, overlapped": (lambda: Checkpointed(1, reentrant=False, repeats=2), {"overlap_optimizer": True}),
+    "checkpointed, overlapped": (lambda: Checkpointed(1, reentrant=False, repeats=2), {"optimizer_in_backward": True}),
     "checkpointed, reentrant": (lambda: Checkpointed(1, reentrant=True), {}),
     "checkpointed twice, reentrant": (lambda: Checkpointed(1, reentrant=True, repeats=2), {"static_graph": True}),
 }
@@ -89,7 +89,7 @@ def distances_to_single(folder: str) -> tuple[dict[str, float], list[Any]]:
             alone = fit(SingleStrategy(device="cpu", accumulate=accumulate), copy.deepcopy(start), f"{folder}/1 {name}")
         dist.broadcast(alone, 0)
         task = copy.deepcopy(start)
-        ours = fit(DDPStrategy(device="cpu", bucket_mb=SMALL_BUCKET_MB, **arguments), task, f"{folder}/ddp {name}")
+        ours = fit(DDPStrategy(device="cpu", bucket_cap_mb=SMALL_BUCKET_MB, **arguments), task, f"{folder}/ddp {name}")
         found[name] = (ours - alone).abs().max().item()
         used += [task.net.used] if name == "unused" else []
     return found, used

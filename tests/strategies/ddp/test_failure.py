@@ -18,7 +18,7 @@ from trainkit.cli import main as cli
 from trainkit.distributed.failure_store import FailureStore, RankError
 from trainkit.testing import RankFailure, rank_outcomes, run_ranks
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["group", "shared_memory"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 
 
 def fail_in_step_2(transport: str, fault: str) -> tuple[str, float]:
@@ -42,7 +42,7 @@ def fail_in_step_2(transport: str, fault: str) -> tuple[str, float]:
     except RankError as error:
         seconds = time.monotonic() - start
         with pytest.raises(RuntimeError, match="cannot be reduced any more: "):
-            reducer.begin()
+            reducer.start()
         return str(error), seconds
     except ValueError:
         time.sleep(2.5)  # alive, but absent
@@ -52,7 +52,7 @@ def fail_in_step_2(transport: str, fault: str) -> tuple[str, float]:
 
 def _fail(reducer: Reducer, fault: str) -> None:
     if fault == "raise":
-        reducer.fail("ValueError: bad batch in shard 17")
+        reducer.publish_failure("ValueError: bad batch in shard 17")
         time.sleep(2.5)  # alive, but absent
         os._exit(0)
     elif fault == "die":
@@ -66,7 +66,7 @@ def _fail(reducer: Reducer, fault: str) -> None:
 
 @pytest.mark.parametrize(
     ("transport", "fault", "waits"),
-    [("group", "raise", "2"), ("shared_memory", "raise", "2"), ("shared_memory", "leave", "[23]")],
+    [("process_group", "raise", "2"), ("shared_memory", "raise", "2"), ("shared_memory", "leave", "[23]")],
 )
 def test_the_root_cause_reaches_ranks_that_wait(transport, fault, waits):
     # A session that is left after its bucket has been started: the others wait for its share of that bucket, or,
@@ -93,7 +93,9 @@ def test_a_time_out_says_who_waits_where(transport):
     outcomes = rank_outcomes(fail_in_step_2, 3, transport, "hang", timeout=12)
     for rank in (0, 2):
         message, seconds = outcomes[rank].value
-        assert "waited 2 s in backward of step 2, bucket 0 of 1" in message or "stopped while waiting" in message
+        assert (
+            "timed out after 2 s in backward of step 2, bucket 0 of 1" in message or "stopped while waiting" in message
+        )
         assert seconds > 1.5
     messages = outcomes[0].value[0] + outcomes[2].value[0]
     assert "rank 1: has not come" in messages

@@ -159,15 +159,15 @@ def _no_memory(name: str, flags: int) -> int:
 def test_all_ranks_use_the_group_if_one_cannot_share_memory():
     for reason, name in run_ranks(falls_back, 2, 1):
         assert "no memory" in reason
-        assert name == "group"
+        assert name == "process_group"
 
 
 def with_another_offer(of_rank_1: dict[str, Any]) -> str | None:
     """Return why no memory is shared if rank 1 offers something else than it has."""
     make = shared_memory._make_offer
 
-    def pretended(num_bytes: int, takes_all: bool) -> object:
-        offer, fd = make(num_bytes, takes_all)
+    def pretended(num_bytes: int, preallocate: bool) -> object:
+        offer, fd = make(num_bytes, preallocate)
         return (replace(offer, **of_rank_1) if dist.get_rank() == 1 else offer), fd
 
     shared_memory._make_offer = pretended

@@ -90,11 +90,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "clipped": ({}, {}, {"max_grad_norm": 0.5}),
     "skipping": ({}, {}, {"on_nonfinite": "skip"}),
     "bfloat16": ({}, {}, {"precision": "bf16-mixed"}),
-    "through gloo": ({}, {"transport": "group"}, {}),
-    "overlapped": ({}, {"overlap_optimizer": True, "bucket_mb": 0.0001}, {}),
+    "through gloo": ({}, {"transport": "process_group"}, {}),
+    "overlapped": ({}, {"optimizer_in_backward": True, "bucket_cap_mb": 0.0001}, {}),
     "static": ({}, {"static_graph": True}, {}),
-    "found": ({}, {"unused": "find"}, {}),
-    "timed": ({}, {"timeline": True}, {}),
+    "found": ({}, {"find_unused_parameters": "graph"}, {}),
+    "timed": ({}, {"record_timeline": True}, {}),
 }
 TOLERANCES = {"bfloat16": 2e-2}
 
@@ -206,7 +206,7 @@ def logged_with_a_timeline(folder: str) -> list[str]:
     handler, logger = Lines(), logging.getLogger("trainkit.strategies.ddp.strategy")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    fit(DDPStrategy(device="cpu", timeline=True), Regression(), run_dir=folder)
+    fit(DDPStrategy(device="cpu", record_timeline=True), Regression(), run_dir=folder)
     return handler.lines
 
 
@@ -388,9 +388,9 @@ def test_a_task_that_cannot_be_pickled_is_refused_with_advice(tmp_path):
     ("arguments", "message"),
     [
         ({"devices": 0}, "at least 1"),
-        ({"unused": "atuo"}, "Did you mean 'auto'"),
+        ({"find_unused_parameters": "atuo"}, "Did you mean 'auto'"),
         ({"transport": "nccl"}, "transport='nccl' is unknown"),
-        ({"bucket_mb": 0}, "above 0 MiB"),
+        ({"bucket_cap_mb": 0}, "above 0 MiB"),
         ({"timeout_seconds": 0}, "above 0 seconds"),
     ],
 )

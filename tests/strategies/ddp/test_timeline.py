@@ -34,7 +34,7 @@ def test_a_step_is_drawn_with_a_bar_for_each_bucket():
 @pytest.mark.parametrize(
     ("made", "advice"),
     [
-        (timeline((10, 10, 15)), "Try strategy.bucket_mb=0.2"),
+        (timeline((10, 10, 15)), "Try strategy.bucket_cap_mb=0.2"),
         (timeline(*[(1, 1, 1.0001)] * 10, size=1024), "take less than 0.3 ms"),
         (timeline((1, 1, 20), (2, 2, 30)), "cannot be hidden"),
         (timeline((9, 9, 9.5), (1, 9, 9.9)), "Bucket 1 was ready long before"),

@@ -91,6 +91,9 @@ def test_a_killed_rank_ends_the_others(transport, thread, tmp_path):
 def test_a_timeout_names_the_waiting_rank_the_operation_and_the_absent_rank(transport, thread, tmp_path):
     outcomes = rank_outcomes(failing, 2, "hang", transport, thread, tmp_path, timeout=60)
     message, seconds = outcomes[0].value
-    assert f"rank 0 waited {HANG_SECONDS:.0f} s in backward of step 2, bucket 0 of 1; who is where:" in message
+    assert (
+        f"rank 0 timed out after {HANG_SECONDS:.0f} s in backward of step 2, bucket 0 of 1. Position of each rank:"
+        in message
+    )
     assert "rank 1: has not come" in message
     assert seconds > HANG_SECONDS
