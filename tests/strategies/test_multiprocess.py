@@ -1,4 +1,4 @@
-"""What all strategies over a process group do before training and between steps."""
+"""Strategies over a process group: the comparison of models, the broadcast of buffers, fitting memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trainkit import Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 
 STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDPStrategy, "fusion": FusionStrategy}
-ALSO_STAGES = {**STRATEGIES, "pipeline": PipelineStrategy}
+WITH_PIPELINE = {**STRATEGIES, "pipeline": PipelineStrategy}
 
 
 class Tracking(TaskModule):
-    """Puts a new tensor in a buffer's place in every step, and lets another buffer grow on one rank."""
+    """Replaces a buffer by a new tensor in every step, and enlarges another buffer on one rank."""
 
     def __init__(self, *, outputs: int = 4, freezes: bool = False, tracked: int = 1) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ def fit(strategy: Any, task: TaskModule, run_dir: str, **settings: Any) -> None:
     trainer.fit(task, Data(train=inputs(), batch_size=8))
 
 
-def complaints(folder: str) -> list[str]:
+def errors(folder: str) -> list[str]:
     rank, found = dist.get_rank(), []
-    for name, make in ALSO_STAGES.items():
+    for name, make in WITH_PIPELINE.items():
         for number, arguments in enumerate(({"outputs": 4 + rank}, {"freezes": rank == 1}, {"tracked": 1 + rank})):
             with pytest.raises(RuntimeError) as raised:
                 fit(make(device="cpu"), Tracking(**arguments), f"{folder}/{name}/{number}")
@@ -62,14 +62,14 @@ def complaints(folder: str) -> list[str]:
     return found
 
 
-def test_models_that_differ_are_named_before_anything_is_sent(tmp_path):
-    again = ". Build the same model on every rank."
+def test_different_models_raise_an_error_that_names_the_first_difference(tmp_path):
+    remedy = ". Build the same model on every rank."
     expected = [
-        f"parameter 0 is net.weight (4, 8) on rank 0, but net.weight (5, 8) on rank 1{again}",
-        f"parameter 1 is net.bias (4,) on rank 0, but net.bias (4,), frozen on rank 1{again}",
-        f"buffer 0 is mean (1,) on rank 0, but mean (2,) on rank 1{again}",
+        f"parameter 0 is net.weight (4, 8) on rank 0, but net.weight (5, 8) on rank 1{remedy}",
+        f"parameter 1 is net.bias (4,) on rank 0, but net.bias (4,), frozen on rank 1{remedy}",
+        f"buffer 0 is mean (1,) on rank 0, but mean (2,) on rank 1{remedy}",
     ]
-    assert run_ranks(complaints, 2, str(tmp_path)) == [expected * len(ALSO_STAGES)] * 2
+    assert run_ranks(errors, 2, str(tmp_path)) == [expected * len(WITH_PIPELINE)] * 2
 
 
 def buffers_after_training(folder: str) -> list[tuple[float, int]]:
@@ -81,7 +81,7 @@ def buffers_after_training(folder: str) -> list[tuple[float, int]]:
     return found
 
 
-def test_a_buffer_is_rank_0s_though_a_new_tensor_took_its_place(tmp_path):
+def test_a_replaced_buffer_is_that_of_rank_0(tmp_path):
     first, second = run_ranks(buffers_after_training, 2, str(tmp_path))
     assert [mean for mean, _ in first] == [mean for mean, _ in second]
     assert [length for _, length in first] == [2] * len(STRATEGIES)
@@ -101,7 +101,7 @@ class Images(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def weights_where_memory_is_fitted(folder: str) -> list[list[float]]:
+def weights_by_micro_batch_size(folder: str) -> list[list[float]]:
     found = []
     for size in ("auto", None):
         task = Images()
@@ -110,6 +110,6 @@ def weights_where_memory_is_fitted(folder: str) -> list[list[float]]:
     return found
 
 
-def test_micro_batches_are_fitted_into_memory_in_any_memory_format(tmp_path):
-    for fitted, plain in run_ranks(weights_where_memory_is_fitted, 2, str(tmp_path)):
+def test_auto_micro_batches_work_with_channels_last(tmp_path):
+    for fitted, plain in run_ranks(weights_by_micro_batch_size, 2, str(tmp_path)):
         assert fitted == pytest.approx(plain, abs=1e-6)
