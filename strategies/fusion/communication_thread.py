@@ -129,7 +129,7 @@ class CommunicationThread(ShardTransport):
             while self._start_queued():
                 self.inner.progress()
                 self._complete_done()
-        except BaseException as error:  # any error must reach the training thread, or it waits for ever
+        except BaseException as error:  # any error must reach the training thread, which otherwise waits forever
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

@@ -222,7 +222,7 @@ def test_a_step_batch_is_split_again_by_rows_or_not_at_all():
     batch = {"rows": torch.arange(10), "scale": torch.tensor(2.0), "pair": (torch.ones(10, 2), 3)}
     step_batch = resplit(StepBatch([MicroBatch(batch, 10)], 10, 10, False), 4)
     assert [micro_batch.num_samples for micro_batch in step_batch.micro_batches] == [4, 4, 2]
-    assert torch.cat([part.batch["rows"] for part in step_batch.micro_batches]).tolist() == list(range(10))
+    assert torch.cat([each.batch["rows"] for each in step_batch.micro_batches]).tolist() == list(range(10))
     assert step_batch.micro_batches[2].batch["pair"][0].shape == (2, 2)
     for wrong in ({"words": ["a"] * 10}, [torch.ones(10), torch.ones(7)]):
         with pytest.raises(UserError, match="cannot split a batch of 10 samples that holds"):

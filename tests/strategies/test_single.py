@@ -275,7 +275,7 @@ def test_the_printed_plan_multiplies_to_the_global_batch():
 
 
 @pytest.mark.parametrize("accumulate", [3, 5, 16])
-def test_accumulate_that_does_not_divide_the_batch_raises_an_error_that_suggests_one_that_does(make_trainer, accumulate):
+def test_accumulate_that_does_not_divide_the_batch_raises_an_error_with_one_that_does(make_trainer, accumulate):
     trainer = make_trainer(SingleStrategy(device="cpu", accumulate=accumulate))
     task = Regression()
     before = weights(task)

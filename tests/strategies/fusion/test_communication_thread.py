@@ -116,13 +116,13 @@ def test_transfers_run_on_the_thread_and_buffers_are_marked_ready_on_the_trainin
 
 @pytest.mark.parametrize("call", ["wait", "start"])
 def test_an_error_on_the_thread_reaches_the_training_thread_with_rank_step_and_bucket(thread, call):
-    thread.inner.error = ZeroDivisionError("no such part")
+    thread.inner.error = ZeroDivisionError("no such shard")
     transfer = thread.start(0, where=WHERE)
-    with pytest.raises(RankError, match=r"no such part") as caught:
+    with pytest.raises(RankError, match=r"no such shard") as caught:
         transfer.wait()
         thread.start(1, where="another")
     if call == "start":
-        with pytest.raises(RankError, match=r"no such part") as caught:
+        with pytest.raises(RankError, match=r"no such shard") as caught:
             thread.start(1, where="another")
     assert "thread of rank 3" in str(caught.value) and WHERE in str(caught.value)
     assert "ZeroDivisionError" in str(caught.value)

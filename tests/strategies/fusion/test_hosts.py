@@ -93,7 +93,7 @@ def test_ranks_of_several_hosts_train_to_the_weights_of_one_device(num_ranks, tm
     for found in run_ranks(differences_on_this_rank, num_ranks, tmp_path, timeout=150):
         for (servers, shard, thread, reduce_dtype), (difference, name) in found.items():
             case = f"{servers} {shard} {thread} {reduce_dtype}"
-            # Weights of whole numbers of tokens, as the GPT's, are divided in fp32 whatever the precision.
+            # Integer token weights, such as the GPT's, are divided in fp32 in every precision.
             assert difference < {None: 1e-6 if thread else 1e-10, "bf16": 3e-2}[reduce_dtype], case
             assert reduce_dtype is None or difference > 1e-6, case
             # Three ranks make uneven hosts, of which only the first ranks can exchange the same shards.

@@ -63,7 +63,7 @@ def test_weights_equal_those_of_one_device_at_every_step(num_ranks, transport, t
     for found in run_ranks(differences_on_this_rank, num_ranks, transport, tmp_path, timeout=150):
         assert len(found) == 18
         for key, difference in found.items():
-            # Integer token weights, such as the GPT's, are divided in fp32 whatever the precision.
+            # Integer token weights, such as the GPT's, are divided in fp32 in every precision.
             assert difference < (1e-10 if "adamw" in key and "gpt" not in key else 1e-6), key
 
 
@@ -120,8 +120,8 @@ class StateBytes(Recorder):
 
 
 def test_checkpoints_of_a_sharded_optimizer_are_full_and_resume_under_other_strategies(tmp_path):
-    whole = [tuple(parameter.shape) for parameter in Perceptron().parameters()]
-    grouped = [shape for shape in whole if len(shape) > 1] + [shape for shape in whole if len(shape) == 1]
+    full = [tuple(parameter.shape) for parameter in Perceptron().parameters()]
+    grouped = [shape for shape in full if len(shape) > 1] + [shape for shape in full if len(shape) == 1]
     for difference, shapes, (sharded, plain, _) in run_ranks(resumed_across, 2, tmp_path, timeout=120):
         assert difference < 1e-10
         assert shapes == grouped
