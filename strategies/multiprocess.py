@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
 
@@ -157,29 +158,33 @@ class MultiProcessStrategy(Strategy):
         """Call `run` on every rank and return its value on rank 0 (under torchrun: on this rank)."""
         if _is_joining():
             return self._run_joined(run)
-        entry = _RankEntry(self, run)
+        run_or_publish = partial(self._run_or_publish, run)
         value: T
         if self.ranks.launcher == "ray":
             from trainkit.distributed.ray_launcher import launch_on_ray
 
             value = launch_on_ray(
-                entry,
+                run_or_publish,
                 num_ranks=self.num_ranks(),
-                enter=entry.enter,
+                enter=self._enter,
                 environment=environment_of_caller(self.log_dir),
                 signals=self.stop_signals,
                 on_gpus=pick_device(self._requested_device).type == "cuda",
             )
         else:
             value = launch_ranks(
-                entry,
+                run_or_publish,
                 num_ranks=self.num_ranks(),
-                enter=entry.enter,
+                enter=self._enter,
                 log_dir=self.log_dir,
                 signals=self.stop_signals,
                 name_of=self.rank_name,
             )
         return value
+
+    def _enter(self, environment: RankEnvironment) -> None:
+        """Become the rank of the environment; called first in a started process."""
+        self._environment, self.attempt = environment, environment.attempt
 
     def _run_joined(self, run: Callable[[], T]) -> T:
         with ExitStack() as stack:
@@ -453,21 +458,6 @@ def _has_nan_gradients(parameters: Sequence[nn.Parameter]) -> bool:
 
 def _fits(tensor: Tensor, before: Tensor) -> bool:
     return tensor.shape == before.shape and tensor.dtype == before.dtype and tensor.device == before.device
-
-
-class _RankEntry:
-    """The function of a started rank: calls `run` on the rank's copy of the strategy."""
-
-    def __init__(self, strategy: MultiProcessStrategy, run: Callable[[], Any]) -> None:
-        self.strategy, self.run = strategy, run
-
-    def enter(self, environment: RankEnvironment) -> None:
-        """Give the strategy its rank."""
-        self.strategy._environment, self.strategy.attempt = environment, environment.attempt
-
-    def __call__(self) -> Any:
-        """Run, and publish a failure for the other ranks."""
-        return self.strategy._run_or_publish(self.run)
 
 
 def _is_joining() -> bool:

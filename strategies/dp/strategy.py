@@ -152,7 +152,8 @@ class DataParallelStrategy(PhaseTraining):
         self, task: TaskModule, shards: Sequence[MicroBatch], batch: StepBatch
     ) -> list[StepOutput]:
         """Add the gradients of the shards, one for each device."""
-        outputs = self._on_replicas(task, shards, partial(_training_step, self._step_name), kind=self._step_name)
+        step = partial(_run_step, self._step_name, read_training_output)
+        outputs = self._on_replicas(task, shards, step, kind=self._step_name)
         with self._timer.phase("gather"):
             outputs = [self._gathered(output) for output in outputs]
             total = self._combined(outputs, shards, batch)
@@ -254,7 +255,7 @@ class DataParallelStrategy(PhaseTraining):
         self, task: TaskModule, micro_batch: MicroBatch, step_name: Literal["validation_step", "test_step"]
     ) -> StepOutput:
         """Return the metrics of one batch, each a weighted mean over its shards."""
-        step = partial(_evaluation_step, step_name)
+        step = partial(_run_step, step_name, read_evaluation_output)
         outputs = self._on_replicas(task, self._split(micro_batch), step, kind=step_name)
         return outputs[0] if len(outputs) == 1 else self._mean([self._gathered(output) for output in outputs])
 
@@ -284,18 +285,16 @@ class DataParallelStrategy(PhaseTraining):
         return value.to(self.device) if isinstance(value, Tensor) else value
 
 
-def _training_step(step_name: str, replica: TaskModule, shard: MicroBatch, precision: Precision) -> StepOutput:
-    with precision.forward():
-        returned = getattr(replica, step_name)(shard.batch)
-    return read_training_output(returned, shard.num_samples, replica, step_name)
-
-
-def _evaluation_step(
-    step_name: Literal["validation_step", "test_step"], replica: TaskModule, shard: MicroBatch, precision: Precision
+def _run_step(
+    step_name: str,
+    read_output: Callable[[Any, int, TaskModule, str], StepOutput],
+    replica: TaskModule,
+    shard: MicroBatch,
+    precision: Precision,
 ) -> StepOutput:
     with precision.forward():
         returned = getattr(replica, step_name)(shard.batch)
-    return read_evaluation_output(returned, shard.num_samples, replica, step_name)
+    return read_output(returned, shard.num_samples, replica, step_name)
 
 
 def _predict_step(replica: TaskModule, shard: MicroBatch, precision: Precision) -> Any:

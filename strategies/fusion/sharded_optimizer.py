@@ -9,19 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import (
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-)
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
 
 from trainkit.checkpoint.shard_files import ShardedState, TensorShard, shard_placeholder
 from trainkit.errors import UserError
@@ -29,7 +18,17 @@ from trainkit.errors import UserError
 from ..ddp.bucket import Bucket, shaped_like
 from .transport import ShardTransport
 
-ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop)
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+)
 """Optimizers that update each element independently, so that a shard is updated as within the full parameter."""
 ALIGNMENT_BYTES = 64  # of memory from torch's allocator
 _NEVER_SHARDED = ("step", "mu_product")  # one value per parameter, even if the parameter has a single element

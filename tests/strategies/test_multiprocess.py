@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion import FusionStrategy
+from trainkit.strategies.multiprocess import BroadcastBuffers
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
@@ -113,3 +114,33 @@ def weights_by_micro_batch_size(folder: str) -> list[list[float]]:
 def test_auto_micro_batches_work_with_channels_last(tmp_path):
     for fitted, plain in run_ranks(weights_by_micro_batch_size, 2, str(tmp_path)):
         assert fitted == pytest.approx(plain, abs=1e-6)
+
+
+def module_with_buffers() -> nn.Module:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].register_buffer("mean", torch.zeros(3))
+    net[0].register_buffer("later", None)
+    net[1].register_buffer("cache", torch.zeros(4))
+    return net
+
+
+def test_the_tensor_that_replaced_a_buffer_is_broadcast():
+    net = module_with_buffers()
+    shared = BroadcastBuffers(net)
+    net[0].mean = net[0].mean + 1.0
+    assert [tensor is buffer for tensor, buffer in zip(shared.now(), net.buffers(), strict=True)] == [True, True]
+
+
+def test_shapes_stay_when_a_buffer_grows_is_removed_or_is_added():
+    net = module_with_buffers()
+    mean, cache = net.buffers()
+    shared = BroadcastBuffers(net)
+    net[0].mean, net[0].later, net[1].cache = None, torch.zeros(1), torch.zeros(9)
+    assert [tensor is before for tensor, before in zip(shared.now(), (mean, cache), strict=True)] == [True, True]
+    net[1].cache = torch.ones(4)
+    assert shared.now()[1] is net[1].cache
+
+
+def test_only_shared_buffers_are_broadcast():
+    net = module_with_buffers()
+    assert BroadcastBuffers(net, is_shared=lambda name: name == "1.cache").now() == [net[1].cache]
