@@ -133,13 +133,13 @@ class GlooExchange(ShardTransport):
         if self.world_size > 1:
             transfers = [ChunkTransfer(self, bucket, flat[a:b], ready, where) for a, b in self._chunks[bucket]]
             if self.settings.sharded and self.flags[bucket].numel():
-                work = dist.all_reduce(self.flags[bucket], group=self.groups.flags, async_op=True)
-                flags = self.with_timeout(work, where)
+                all_reduce = dist.all_reduce(self.flags[bucket], group=self.groups.flags, async_op=True)
+                flags = self.with_timeout(all_reduce, where)
         self._queued.extend(transfers)
-        self._works.append(TransferWork(self, bucket, where, transfers=transfers, flags=flags))
-        started = self._works[-1]
+        work = TransferWork(self, bucket, where, transfers=transfers, flags=flags)
+        self._works.append(work)
         self.progress()
-        return started
+        return work
 
     def gather_weights(self, buffer: int, *, where: str) -> GatherWork:
         """Start to send this rank's shards of the next weights, and to receive the others'."""
@@ -212,7 +212,7 @@ class ChunkTransfer:
         self.exchange, self.buffer, self.chunk, self.ready, self.where = exchange, buffer, chunk, ready, where
         self.sizes = equal_shards(len(chunk), exchange.world_size)
         self.own_sizes = [self.sizes[exchange.rank]] * exchange.world_size
-        self.is_summed = self.is_complete = False
+        self.is_sent = self.is_summed = self.is_complete = False
         self.sent = chunk
         self._copy: HostCopy | None = None  # to the host
         self._work: WatchedWork | None = None
@@ -227,12 +227,10 @@ class ChunkTransfer:
 
     def try_send(self) -> bool:
         """Send the shards to their servers if they are on the host; return True if they are sent."""
-        if self._copy is None and self._work is None and not self.is_summed:
-            self._scatter()
-        elif self._copy is not None and self._copy.is_done():
+        if not self.is_sent and (self._copy is None or self._copy.is_done()):
             self._copy = None
             self._scatter()
-        return self._copy is None
+        return self.is_sent
 
     def try_sum(self) -> bool:
         """Sum this server's shard if it has arrived from all ranks; return True if it is summed."""
@@ -254,6 +252,7 @@ class ChunkTransfer:
             self._work.wait()
 
     def _scatter(self) -> None:
+        self.is_sent = True
         self.arrived = torch.empty(sum(self.own_sizes), dtype=self.sent.dtype)
         self._work = self._all_to_all(
             self.arrived, self.sent, self.own_sizes, self.sizes, group=self.exchange.groups.scatter
