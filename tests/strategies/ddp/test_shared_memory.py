@@ -164,13 +164,13 @@ def test_all_ranks_use_the_group_if_one_cannot_share_memory():
 
 def with_another_offer(of_rank_1: dict[str, Any]) -> str | None:
     """Return why no memory is shared if rank 1 offers something else than it has."""
-    make = shared_memory._make_offer
+    make = shared_memory._make_region
 
     def pretended(num_bytes: int, preallocate: bool) -> object:
-        offer, fd = make(num_bytes, preallocate)
-        return (replace(offer, **of_rank_1) if dist.get_rank() == 1 else offer), fd
+        region, fd = make(num_bytes, preallocate)
+        return (replace(region, **of_rank_1) if dist.get_rank() == 1 else region), fd
 
-    shared_memory._make_offer = pretended
+    shared_memory._make_region = pretended
     return why_no_shared_memory(dist.group.WORLD, torch.device("cpu"))
 
 
