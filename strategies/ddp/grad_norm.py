@@ -23,7 +23,7 @@ def total_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def whole_gradients(buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return tensors that hold all gradients once: a flat bucket if all its `.grad` are views of it, else each `.grad`."""
+    """Return tensors that hold all gradients once: a flat bucket if all its `.grad` are views, else each `.grad`."""
     if not buckets:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
     whole: list[Tensor] = []

@@ -34,7 +34,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
 from trainkit.distributed.failure_store import GONE, RankError
-from trainkit.distributed.rank_log import keep_log, final_message
+from trainkit.distributed.rank_log import final_message, keep_log
 from trainkit.errors import Stopped, UserError
 from trainkit.signals import ALWAYS
 
