@@ -1,4 +1,4 @@
-"""An optimizer that updates the parameters of one bucket at a time."""
+"""BucketwiseOptimizer: updates the parameters of one bucket at a time."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def _builtin_hook(name: str, *, state: str | Callable[..., Any] | None, options:
         )
     if state is not None:
         raise UserError(
-            f"comm_hook_state belongs to a hook of your own; hook={name} has its own. Leave comm_hook_state out."
+            f"comm_hook_state belongs to a custom hook; comm_hook={name} is built in. Omit comm_hook_state."
         )
     kind = _STATES.get(name)
     valid = [] if kind is None else [field.name for field in fields(kind) if field.name not in _INTERNAL]

@@ -195,7 +195,7 @@ class Reducer:
             self.after_step(self)
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Discard the backward under way; if buckets had been launched, no other can follow, and ranks are told why."""
+        """Discard the backward under way; launched buckets break the Reducer, and the other ranks learn why."""
         launched = self._queue.next > 0 and self.world_size > 1
         self._open = self._fast = False
         if launched:

@@ -1,4 +1,4 @@
-"""Which hook the strategy's settings name: ours with options, PyTorch's by import path, and what is refused."""
+"""Communication hooks by name: built-in hooks with options, PyTorch's by import path, and rejected settings."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_hook_may_be_an_import_path_with_a_state_or_a_function():
         ),
     ],
 )
-def test_wrong_hook_settings_are_refused_with_what_to_type(settings, message):
+def test_wrong_hook_settings_are_rejected_with_the_valid_ones(settings, message):
     with pytest.raises(UserError, match=message):
         DDPStrategy(**settings)
 

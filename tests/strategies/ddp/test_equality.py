@@ -30,11 +30,11 @@ class Routed(nn.Module):
         self.used: list[tuple[bool, ...]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        stem, choices = torch.tanh(self.stem(x)), (x[:, 0].abs() * 10).long() % 3
-        self.used.append(tuple((choices == choice).any().item() for choice in range(3)))
+        stem, branch_of_sample = torch.tanh(self.stem(x)), (x[:, 0].abs() * 10).long() % 3
+        self.used.append(tuple((branch_of_sample == choice).any().item() for choice in range(3)))
         outputs = torch.zeros(len(x), 1)
-        for choice, branch in enumerate(self.branches):
-            rows = (choices == choice).nonzero().squeeze(1)
+        for index, branch in enumerate(self.branches):
+            rows = (branch_of_sample == index).nonzero().squeeze(1)
             if len(rows):
                 outputs = outputs.index_copy(0, rows, branch(stem[rows]))
         return outputs
@@ -96,11 +96,11 @@ def distances_to_single(folder: str) -> tuple[dict[str, float], list[Any]]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_weights_are_those_of_one_device_however_gradients_arrive(num_ranks, tmp_path):
+def test_weights_are_those_of_one_device_in_any_order_of_gradients(num_ranks, tmp_path):
     # 53 samples in batches of 8 end with one of 5.
     outcomes = run_ranks(distances_to_single, num_ranks, str(tmp_path), timeout=100)
     for found, _ in outcomes:
         assert {name: distance for name, distance in found.items() if not distance < 1e-6} == {}
     histories = [tuple(used[0]) for _, used in outcomes]
-    assert len(set(histories)) == num_ranks, "ranks leave out different branches"
+    assert len(set(histories)) == num_ranks, "ranks use different branches"
     assert all(len(set(history)) > 1 for history in histories), "and so do steps"

@@ -111,7 +111,7 @@ def buckets_are_rebuilt_in_rank_0s_order_of_arrival() -> None:
     reducer.close()
 
 
-def ranks_with_different_unused_parameters_agree(find_unused: str) -> None:
+def ranks_may_have_different_unused_parameters(find_unused: str) -> None:
     model, reference, reducer = make(find_unused_parameters=find_unused)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     for step in range(4):
@@ -157,7 +157,7 @@ def a_rank_without_samples_adds_zeros() -> None:
 
 
 class Table(nn.Module):
-    """A table with sparse gradients, which not every rank looks into."""
+    """A table with sparse gradients, which not every rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ def all_facts() -> None:
     for average in (True, False):
         a_gradient_that_nobody_adds_to_stays_as_it_is(average)
     for find_unused in ("auto", "graph"):
-        ranks_with_different_unused_parameters_agree(find_unused)
+        ranks_may_have_different_unused_parameters(find_unused)
     for transport in ("auto", "process_group"):
         buckets_are_gone_on_with_while_backward_runs(transport)
         the_end_of_a_reduction_is_noted_though_nobody_waits_for_it_yet(transport)

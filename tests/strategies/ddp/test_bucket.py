@@ -1,4 +1,4 @@
-"""The order of launches and the first backward's lesson, drawn, without tensors travelling or processes."""
+"""Order of launches, and of arrival in the first backward, without processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def drawn(members: tuple[str, ...], arrivals: str) -> str:
         (("54", "32", "10"), "5432", "  0  1"),
     ],
 )
-def test_buckets_start_in_their_order_whatever_order_they_are_filled_in(members, arrivals, started):
+def test_buckets_start_in_their_order_if_filled_in_another(members, arrivals, started):
     assert drawn(members, arrivals) == started
 
 
@@ -91,7 +91,7 @@ SMALL = ReducerSettings(bucket_cap_mb=80 / MIB, first_bucket_cap_mb=40 / MIB)
         # two parameters in a bucket, one in the first
         ("43210", "[4] [3 2] [1 0]", "[4] [3 2] [1 0]"),
         ("20413", "[4] [3 2] [1 0]", "[2] [0 4] [1 3]"),
-        ("203", "[4] [3 2] [1 0]", "[2] [0 3] [4 1]"),  # never seen: last, in buckets of their own
+        ("203", "[4] [3 2] [1 0]", "[2] [0 3] [4 1]"),  # unused: last, in separate buckets
         ("33120", "[4] [3 2] [1 0]", "[3] [1 2] [0] [4]"),  # the last firing counts
     ],
 )
@@ -106,7 +106,7 @@ def test_buckets_are_rebuilt_in_the_order_of_arrival(arrivals, before, after):
 
 
 @pytest.mark.parametrize(("static_graph", "expected"), [(False, [1, 2, 1]), (True, [1, 2, 0])])
-def test_a_hook_is_expected_as_often_as_it_fired_and_never_only_in_a_static_graph(static_graph, expected):
+def test_a_hook_is_expected_as_often_as_it_fired_and_zero_times_only_in_a_static_graph(static_graph, expected):
     made = entries(3)
     first = FirstBackwardStats(made, settings=ReducerSettings(static_graph=static_graph))
     assert [first.record(made[index]) for index in (0, 1, 1)] == [1, 1, 2]
@@ -114,7 +114,7 @@ def test_a_hook_is_expected_as_often_as_it_fired_and_never_only_in_a_static_grap
     assert [entry.expected for entry in made] == expected
 
 
-def test_a_backward_that_did_not_end_is_forgotten():
+def test_a_backward_that_did_not_complete_is_discarded():
     made = entries(2)
     first = FirstBackwardStats(made, settings=SMALL)
     first.record(made[0])
