@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.distributed.failure_store import FailureStore, RankError, timed_out
+from trainkit.distributed.failure_store import FailureStore
 
 from ..ddp.transport import WatchedWork
 from .host_copy import HostCopier, HostCopy
@@ -189,12 +189,7 @@ class GlooExchange(ShardTransport):
 
     def check_peers(self, where: str, *, waited: float) -> None:
         """Raise if a rank has failed, or if `waited` seconds exceed the timeout."""
-        cause = self.failure_store.root_cause()
-        if cause is not None:
-            raise RankError(f"stopped while waiting in {where}, because {cause}")
-        self.failure_store.note_waiting(where)
-        if waited > self.timeout_seconds:
-            raise timed_out(self.failure_store, where=where, seconds=waited)
+        self.failure_store.check(where=where, waited=waited, timeout_seconds=self.timeout_seconds)
 
     def _launch(self) -> None:
         while self._queued and len(self._in_flight) < self.settings.max_in_flight:
