@@ -114,13 +114,13 @@ class Contender:
             from trainkit.strategies.ddp import DistributedDataParallel
 
             self.wrapped = DistributedDataParallel(
-                model, gradient_as_bucket_view=True, static_graph=True, transport="group"
+                model, gradient_as_bucket_view=True, static_graph=True, transport="process_group"
             )
         elif name.startswith("ours"):
             settings = ReducerSettings(
                 average=False,
-                transport="group" if "gloo" in name else "shared_memory",
-                first_bucket_mb=25.0 if name.endswith("no small") else 1.0,
+                transport="process_group" if "gloo" in name else "shared_memory",
+                first_bucket_cap_mb=25.0 if name.endswith("no small") else 1.0,
             )
             group = dist.group.WORLD
             assert group is not None
@@ -299,7 +299,7 @@ def bookkeeping() -> float:
     model = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(BOOKKEEPING_PARAMETERS))
     group = dist.group.WORLD
     assert group is not None
-    settings = ReducerSettings(average=False, transport="group")
+    settings = ReducerSettings(average=False, transport="process_group")
     reducer = Reducer(list(model.named_parameters()), group=group, settings=settings)
     hooks = [next(iter(p._post_accumulate_grad_hooks.values())) for p in model]
 
@@ -310,7 +310,7 @@ def bookkeeping() -> float:
         backward()
     best = float("inf")
     for _ in range(50):
-        reducer.begin()
+        reducer.start()
         begin = time.perf_counter()
         for hook, parameter in zip(hooks, model, strict=True):
             hook(parameter)

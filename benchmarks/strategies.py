@@ -41,19 +41,19 @@ STEPS_OF_A_TURN = 4
 WARM_UP_ROUNDS = 2
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "torch_ddp": lambda: TorchDDPStrategy(device="cpu"),
-    "ddp": lambda: DDPStrategy(device="cpu", timeline=True),
-    "ddp group": lambda: DDPStrategy(device="cpu", transport="group", timeline=True),
-    "fusion": lambda: FusionStrategy(device="cpu", timeline=True),
-    "fusion thread": lambda: FusionStrategy(device="cpu", communication_thread=True, timeline=True),
-    "fusion bf16": lambda: FusionStrategy(device="cpu", wire="bf16", timeline=True),
-    "fusion sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True, timeline=True),
+    "ddp": lambda: DDPStrategy(device="cpu", record_timeline=True),
+    "ddp group": lambda: DDPStrategy(device="cpu", transport="process_group", record_timeline=True),
+    "fusion": lambda: FusionStrategy(device="cpu", record_timeline=True),
+    "fusion thread": lambda: FusionStrategy(device="cpu", communication_thread=True, record_timeline=True),
+    "fusion bf16": lambda: FusionStrategy(device="cpu", reduce_dtype="bf16", record_timeline=True),
+    "fusion sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True, record_timeline=True),
     "fusion sharded thread": lambda: FusionStrategy(
-        device="cpu", shard_optimizer=True, communication_thread=True, timeline=True
+        device="cpu", shard_optimizer=True, communication_thread=True, record_timeline=True
     ),
     "fusion exchange thread": lambda: FusionStrategy(
-        device="cpu", transport="exchange", communication_thread=True, timeline=True
+        device="cpu", transport="exchange", communication_thread=True, record_timeline=True
     ),
-    "fusion exchange": lambda: FusionStrategy(device="cpu", transport="exchange", timeline=True),
+    "fusion exchange": lambda: FusionStrategy(device="cpu", transport="exchange", record_timeline=True),
 }
 ON_ONE_PROCESS: dict[str, Callable[[int], Strategy]] = {
     "single": lambda ranks: SingleStrategy(device="cpu", accumulate=ranks),

@@ -1,15 +1,12 @@
-"""One process for each device, which talk through a process group: the base of the strategies over torch.distributed.
+"""MultiProcessStrategy: one process per device over torch.distributed, and what `micro_batch_size=auto` adds to a step.
 
-A step with `micro_batch_size=auto`, in which a rank may run out of memory:
+    rank 0    forward  backward  forward  backward |  reduce  | gradients are NaN: any_rank | all raise OutOfMemoryError
+    rank 1    forward  out of memory   NaN as gradient        | gradients are NaN: any_rank | all raise OutOfMemoryError
 
-    rank 0    forward  backward  forward  backward |  reduce  | gradients are NaN: ask  | all raise OutOfMemoryError
-    rank 1    forward  out of memory   NaN as gradient        | gradients are NaN: ask  | all raise OutOfMemoryError
-
-Gradients are only added up until every micro-batch is done, and then reduced, so no rank is inside a reduction when
-another runs out of memory. That one takes part with gradients of NaN, which is how the others learn of it on the CPU,
-without a collective in any other step. A loss that is NaN by itself costs one question more. On GPUs reading a gradient
-would wait for the device: there ranks ask each other in every step through host memory once the reduction is under way,
-since each knows on the host whether it ran out of memory.
+With `micro_batch_size=auto` gradients are accumulated until every micro-batch is done, and then reduced, so no rank is
+inside a reduction when another one runs out of memory. That rank contributes gradients of NaN, which inform the others
+on the CPU, without a collective in other steps; a loss that is NaN by itself costs one more collective. On GPUs reading
+a gradient would be a device sync: there ranks exchange a flag through host memory in every step, during the reduction.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
 
@@ -42,32 +40,6 @@ from trainkit.run_dir.failure import phase_in
 from trainkit.strategy import Strategy, pick_device
 from trainkit.task import TaskModule
 
-
-class BroadcastBuffers:
-    """The buffers that a module had when ranks agreed on them, as they are now."""
-
-    def __init__(self, module: nn.Module, *, is_shared: Callable[[str], bool] = lambda name: True) -> None:
-        self._places: list[tuple[dict[str, Tensor | None], str]] = []
-        self._tensors: list[Tensor] = []  # one for each place, of the agreed shape
-        for prefix, owner in module.named_modules():
-            for name, tensor in owner._buffers.items():
-                if tensor is not None and is_shared(f"{prefix}.{name}" if prefix else name):
-                    self._places.append((owner._buffers, name))
-                    self._tensors.append(tensor)
-
-    def now(self) -> list[Tensor]:
-        """Return the tensors that lie in the buffers' places now."""
-        for index, (table, name) in enumerate(self._places):
-            tensor, before = table.get(name), self._tensors[index]
-            if tensor is not before and tensor is not None and _is_alike(tensor, before):
-                self._tensors[index] = tensor
-        return self._tensors
-
-
-def _is_alike(tensor: Tensor, before: Tensor) -> bool:
-    return tensor.shape == before.shape and tensor.dtype == before.dtype and tensor.device == before.device
-
-
 T = TypeVar("T")
 
 _LAUNCHERS = ("local", "ray")
@@ -76,20 +48,20 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class RankSettings:
-    """How many ranks there are, where they compute, and who starts them; raises UserError for what makes no sense."""
+    """Number, devices and launcher of the ranks; raises UserError for invalid values."""
 
     devices: int | str = "auto"
     """Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU."""
     device: str = "auto"
     """`auto`, `cpu` or `cuda`."""
     timeout_seconds: float = 1800.0
-    """How long to wait for another rank."""
+    """Seconds to wait for another rank."""
     backend: str = "auto"
     """`auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed."""
     launcher: str = "local"
-    """Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster)."""
+    """Starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster)."""
     process_group: dist.ProcessGroup | None = None
-    """The ranks that train together, where this process has joined others already; `None`: all ranks."""
+    """The ranks that train together if this process is a rank already; `None`: all ranks."""
 
     def __post_init__(self) -> None:
         devices, group, launcher = self.devices, self.process_group, self.launcher
@@ -99,8 +71,8 @@ class RankSettings:
             raise UserError(f"timeout_seconds must be above 0 seconds, got {self.timeout_seconds}.")
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise UserError(
-                f"process_group must be a process group that this process is a member of, got {group!r}; only "
-                "the ranks that torch.distributed.new_group was given can train in it."
+                f"process_group must be a process group of which this process is a member, got {group!r}; only "
+                "the ranks passed to torch.distributed.new_group can train in it."
             )
         if launcher not in _LAUNCHERS:
             raise UserError(f"launcher={launcher!r} is unknown.{nearest(launcher, _LAUNCHERS)} Choose local or ray.")
@@ -110,13 +82,13 @@ class MultiProcessStrategy(Strategy):
     """One process for each device, started here or by torchrun.
 
     Every rank trains a copy of the task on its own samples. After `forward_backward` every rank has the sum of the
-    ranks' gradients, each weighted by its part of the global batch; `reduce_gradients` says how they are summed.
+    ranks' gradients, each weighted by its fraction of the global batch; `reduce_gradients` sums them.
 
     Args:
-        ranks: How many ranks there are, where they compute, and who starts them.
+        ranks: Number, devices and launcher of the ranks.
         accumulate: Micro-batches of a step on each rank.
         micro_batch_size: Samples on one device at once, at most.
-        broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
+        broadcast_buffers: Make buffers (batch-norm statistics) equal to those of rank 0 after every step.
 
     """
 
@@ -134,17 +106,17 @@ class MultiProcessStrategy(Strategy):
         super().__init__(device=self.ranks.device, accumulate=accumulate, micro_batch_size=micro_batch_size)
         self.broadcast_buffers = broadcast_buffers
         self._environment: RankEnvironment | None = None  # of a rank that was started here
-        self._while_joined: ExitStack | None = None  # what ends with the run of ranks that were started by others
+        self._while_joined: ExitStack | None = None  # closed at the end of a run whose ranks torchrun started
         self._owns_group = False
-        self._buffers: BroadcastBuffers | None = None  # to be sent after every step
-        self._weighted_by: dict[str, bool] = {}  # whether a method of the task returns weights of its own
+        self._buffers: BroadcastBuffers | None = None  # broadcast after every step
+        self._weighted_by: dict[str, bool] = {}  # name of a step method -> it returns weights
         self._watchdog: RankWatchdog | None = None
-        self._steps = 0  # that this rank has begun
+        self._steps = 0  # started by this rank
 
     # ---- Ranks
 
     def validate(self) -> None:
-        """Raise UserError for more devices than there are."""
+        """Raise UserError for unavailable devices, backends or packages."""
         if self.ranks.launcher == "ray":
             return self._validate_on_ray()
         device = pick_device(self._requested_device)
@@ -165,15 +137,15 @@ class MultiProcessStrategy(Strategy):
         if find_spec("ray") is None:
             raise UserError("launcher=ray needs the package ray. Type: pip install 'trainkit[ray]'")
         if self.ranks.devices == "auto":
-            raise UserError("launcher=ray needs to know how many ranks to start in all; set strategy.devices=8.")
+            raise UserError("launcher=ray needs the total number of ranks; set strategy.devices=8.")
 
     @property
     def starts_ranks(self) -> bool:
-        """Whether `launch` would start processes, as this one is not one of the ranks."""
+        """True if `launch` starts processes because this one is not a rank."""
         return self._environment is None and not _is_joining()
 
     def num_ranks(self) -> int:
-        """Return the number of ranks that are started on this machine."""
+        """Return the number of ranks to start on this machine."""
         if isinstance(self.ranks.devices, int):
             return self.ranks.devices
         return torch.cuda.device_count() if pick_device(self._requested_device).type == "cuda" else 2
@@ -183,34 +155,36 @@ class MultiProcessStrategy(Strategy):
         return f"rank {process}"
 
     def launch(self, run: Callable[[], T]) -> T:
-        """Call `run` on every rank and return what it returned on rank 0 (under torchrun: on this rank)."""
+        """Call `run` on every rank and return its value on rank 0 (under torchrun: on this rank)."""
         if _is_joining():
             return self._run_joined(run)
-        started = _RankEntry(self, run)
-        value: T = self._launch_on_ray(started) if self.ranks.launcher == "ray" else self._launch_here(started)
+        run_or_publish = partial(self._run_or_publish, run)
+        value: T
+        if self.ranks.launcher == "ray":
+            from trainkit.distributed.ray_launcher import launch_on_ray
+
+            value = launch_on_ray(
+                run_or_publish,
+                num_ranks=self.num_ranks(),
+                enter=self._enter,
+                environment=environment_of_caller(self.log_dir),
+                signals=self.stop_signals,
+                on_gpus=pick_device(self._requested_device).type == "cuda",
+            )
+        else:
+            value = launch_ranks(
+                run_or_publish,
+                num_ranks=self.num_ranks(),
+                enter=self._enter,
+                log_dir=self.log_dir,
+                signals=self.stop_signals,
+                name_of=self.rank_name,
+            )
         return value
 
-    def _launch_here(self, started: _RankEntry) -> Any:
-        return launch_ranks(
-            started,
-            num_ranks=self.num_ranks(),
-            enter=started.enter,
-            log_dir=self.log_dir,
-            signals=self.stop_signals,
-            name_of=self.rank_name,
-        )
-
-    def _launch_on_ray(self, started: _RankEntry) -> Any:
-        from trainkit.distributed.ray_launcher import launch_on_ray
-
-        return launch_on_ray(
-            started,
-            num_ranks=self.num_ranks(),
-            enter=started.enter,
-            environment=environment_of_caller(self.log_dir),
-            signals=self.stop_signals,
-            on_gpus=pick_device(self._requested_device).type == "cuda",
-        )
+    def _enter(self, environment: RankEnvironment) -> None:
+        """Become the rank of the environment; called first in a started process."""
+        self._environment, self.attempt = environment, environment.attempt
 
     def _run_joined(self, run: Callable[[], T]) -> T:
         with ExitStack() as stack:
@@ -221,7 +195,7 @@ class MultiProcessStrategy(Strategy):
                 self._while_joined = None
 
     def _run_or_publish(self, run: Callable[[], T]) -> T:
-        """Run, and if that fails let ranks that wait for this one know why."""
+        """Run; publish an error for the ranks that wait for this one."""
         try:
             return run()
         except BaseException as error:
@@ -229,7 +203,7 @@ class MultiProcessStrategy(Strategy):
             raise
 
     def publish_failure(self, why: str) -> None:
-        """Let the other ranks know that this one stops."""
+        """Tell the other ranks that this one stops."""
         if isinstance(self.comm, ProcessGroupCollectives) and self.comm.failure_store is not None:
             self.comm.failure_store.publish(f"rank {self.comm.rank} failed in step {max(self._steps - 1, 0)}: {why}")
 
@@ -261,13 +235,13 @@ class MultiProcessStrategy(Strategy):
 
     @property
     def _all_ranks(self) -> dist.ProcessGroup:
-        """All ranks of the run."""
+        """The group of all ranks of the run."""
         group = self.ranks.process_group or dist.group.WORLD
         assert group is not None
         return group
 
     def _keep_log(self) -> None:
-        """Copy what a rank that was started by others prints to its log, in the folder that rank 0 has chosen."""
+        """Copy the output of a rank that torchrun started to its log in the folder of rank 0; collective."""
         self.log_dir = gather(self.log_dir, self._all_ranks)[0]
         if self.log_dir is not None and self._while_joined is not None:
             self._while_joined.enter_context(log_copied(self.log_dir, rank=self._all_ranks.rank()))
@@ -292,7 +266,7 @@ class MultiProcessStrategy(Strategy):
         """Leave the task on the device, with rank 0's parameters and buffers on every rank; collective."""
         super().prepare(task)
         with self.comm.waiting("the comparison of models"):
-            check_same_model(tensors_of(task), self.comm.group)  # or the broadcast that follows might crash or hang
+            check_same_model(tensors_of(task), self.comm.group)  # or the broadcast might crash or hang
         with self.comm.waiting("the broadcast of parameters and buffers"):
             broadcast([*task.parameters(), *task.buffers()], self.comm.group)
         self._buffers = BroadcastBuffers(task) if self.broadcast_buffers else None
@@ -313,8 +287,8 @@ class MultiProcessStrategy(Strategy):
             self.comm.consensus = None
         failing = sys.exc_info()[1]
         if failing is not None and self.comm.num_processes > 1:
-            # Others may wait for this rank: leaving now would give them a broken connection in place of the reason,
-            # and might wait for them. The process is about to end.
+            # If this rank left now, ranks that wait for it would report a broken connection instead of the reason, and
+            # destroying the group could block. The process is about to end.
             self.publish_failure(f"{type(failing).__name__}: {failing}")
             return
         if isinstance(self.comm, ProcessGroupCollectives):
@@ -332,8 +306,7 @@ class MultiProcessStrategy(Strategy):
             outputs = self._forward_backward_or_oom(task, batch)
         else:
             if not batch.micro_batches:
-                self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss
-                self._reduce_zeros()
+                self._join_without_samples()
             outputs = super().forward_backward(task, batch)
         if self._buffers is not None:
             with self.comm.waiting(self.comm.after("the broadcast of buffers")):
@@ -357,16 +330,20 @@ class MultiProcessStrategy(Strategy):
     def _synced(self) -> AbstractContextManager[Any]:
         return self._reduced()
 
+    def _join_without_samples(self) -> None:
+        """Join the reduction of the other ranks on a rank without samples; collective."""
+        self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss
+        self._reduce_zeros()
+
     def _reduce_zeros(self) -> None:
-        """Take part in the reduction of the ranks that have samples, without any; collective."""
+        """Contribute zeros to the reduction; collective."""
         with self._synced():
             pass
 
     def _forward_backward_or_oom(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
-        """Leave the reduced gradients of the batch; raises torch.OutOfMemoryError on all ranks if it does on one.
+        """Leave the reduced gradients of the batch, or raise torch.OutOfMemoryError on all ranks if one runs out of it.
 
-        Collective. Where ranks cannot ask each other through host memory, reading whether gradients are NaN waits for
-        the device.
+        Collective. A device sync unless the ranks share host memory.
         """
         outputs: list[StepOutput] = []
         reason: str | None = None
@@ -388,15 +365,14 @@ class MultiProcessStrategy(Strategy):
             with self._synced():
                 pass
         else:
-            self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss
-            self._reduce_zeros()
+            self._join_without_samples()
         if self._is_oom_anywhere(parameters, reason is not None):
             raise torch.OutOfMemoryError(reason or "on another rank")
         self._normalize_gradients(outputs, batch)
         return outputs
 
     def _is_oom_anywhere(self, parameters: Sequence[nn.Parameter], here: bool) -> bool:
-        """Return whether a rank is out of memory; `here` says whether this one is. Collective."""
+        """Return True if any rank is out of memory; `here` is this rank's state. Collective."""
         if self.comm.num_processes == 1:
             return here
         if self.comm.asks_on_host:
@@ -408,16 +384,16 @@ class MultiProcessStrategy(Strategy):
             parameter.grad = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        with self.no_sync():  # through backward, so that what listens to gradients sees them
+        with self.no_sync():  # by a backward, so that gradient hooks run
             torch.autograd.backward(parameters, [torch.full_like(parameter, torch.nan) for parameter in parameters])
 
     @property
     def _weighted(self) -> bool | None:
-        """Whether the step of this phase returns weights of its own; not known before the first."""
+        """True if the step of this phase returns weights; None before the first step."""
         return self._weighted_by.get(self._step_name)
 
     def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: StepBatch) -> None:
-        """Divide by the sum of weights over all ranks where the task gave weights of its own; collective."""
+        """Divide by the sum of weights over all ranks if the task returned weights; collective."""
         own = any(output.own_weight for output in outputs)
         if self._weighted is None:
             self._weighted_by[self._step_name] = self.comm.any_rank(own)
@@ -431,50 +407,60 @@ class MultiProcessStrategy(Strategy):
             self._scale_gradients(self._samples_over_weight(outputs, batch))
 
     def _samples_over_weight(self, outputs: Sequence[StepOutput], batch: StepBatch) -> Tensor:
-        """Return what makes gradients of sums weighted by samples those of the weighted mean; on the device."""
+        """Return the factor that divides gradients by the sum of weights instead of samples; a scalar on the device."""
         undivided = float(self._is_undivided(batch.micro_batches, batch))
         weights = [self._on_device(output.weight) for output in outputs]
         total = torch.stack(weights).sum() if weights else self._on_device(0.0)
         sums = torch.stack([total, self._on_device(undivided)])
         total, any_undivided = self.comm.reduce_in_place(sums, where="the sum of weights")
-        factor = torch.where(total > 0, batch.num_samples / total, 0.0)  # 0: a batch of padding only
+        factor = torch.where(total > 0, batch.num_samples / total, 0.0)  # 0 for a batch of padding only
         return torch.where(any_undivided > 0, 1.0, factor)
 
     def _on_device(self, value: float | Tensor) -> Tensor:
         if isinstance(value, Tensor):
             return value.detach().to(self.device, torch.float64)
-        return torch.full((), value, dtype=torch.float64, device=self.device)  # a copy would wait for the device
+        return torch.full((), value, dtype=torch.float64, device=self.device)  # a copy would be a device sync
 
     def _is_undivided(self, micro_batches: Sequence[MicroBatch], batch: StepBatch) -> bool:
-        """Whether one micro-batch is the whole global batch: its loss is not weighted at all."""
+        """Return True if one micro-batch is the whole global batch: its loss is not weighted."""
         return len(micro_batches) == 1 and micro_batches[0].num_samples == batch.num_samples
 
 
+class BroadcastBuffers:
+    """The buffers of a module that are broadcast: those that it had when this object was made, on every rank."""
+
+    def __init__(self, module: nn.Module, *, is_shared: Callable[[str], bool] = lambda name: True) -> None:
+        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._tensors: list[Tensor] = []  # one for each place; its shape is the same on every rank
+        for prefix, owner in module.named_modules():
+            for name, tensor in owner._buffers.items():
+                if tensor is not None and is_shared(f"{prefix}.{name}" if prefix else name):
+                    self._places.append((owner._buffers, name))
+                    self._tensors.append(tensor)
+
+    def now(self) -> list[Tensor]:
+        """Return the present tensors of the buffers; one that is gone or has another shape is the last that fitted."""
+        for index, (table, name) in enumerate(self._places):
+            tensor, before = table.get(name), self._tensors[index]
+            if tensor is not None and tensor is not before and _fits(tensor, before):
+                self._tensors[index] = tensor
+        return self._tensors
+
+
 def _has_nan_gradients(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether the reduced gradients are NaN; the same on every rank, since the gradients are."""
+    """Return True if the reduced gradients are NaN; the same on every rank, as the gradients are."""
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None and gradient.numel() and not gradient.is_sparse:
-            return bool(torch.isnan(gradient[(0,) * gradient.dim()]))  # the layout may be any
+            return bool(torch.isnan(gradient[(0,) * gradient.dim()]))  # in any memory format
     return False
 
 
-class _RankEntry:
-    """What a started rank runs: the strategy's copy of it, then the caller's `run`."""
-
-    def __init__(self, strategy: MultiProcessStrategy, run: Callable[[], Any]) -> None:
-        self.strategy, self.run = strategy, run
-
-    def enter(self, environment: RankEnvironment) -> None:
-        """Tell the strategy which rank it is."""
-        self.strategy._environment, self.strategy.attempt = environment, environment.attempt
-
-    def __call__(self) -> Any:
-        """Run, telling the others of a failure."""
-        return self.strategy._run_or_publish(self.run)
+def _fits(tensor: Tensor, before: Tensor) -> bool:
+    return tensor.shape == before.shape and tensor.dtype == before.dtype and tensor.device == before.device
 
 
 def _is_joining() -> bool:
-    """Whether this process is one of several ranks already: of torchrun, srun, or a group that was initialized."""
+    """Return True if this process is a rank already: of torchrun, srun, or an initialized process group."""
     os.environ.update(variables_of_task(os.environ))
     return dist.is_initialized() or all(name in os.environ for name in _TORCHRUN_VARIABLES)

@@ -1,4 +1,4 @@
-"""One process on one device, which takes the global batch in as many micro-batches as it needs."""
+"""The strategy `single`: one process on one device, which accumulates the gradients of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SingleStrategy(PhaseTraining):
     Args:
         device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
         accumulate: Micro-batches of a step; the global batch must divide by it.
-        micro_batch_size: Samples on the device at once, at most; another way to say how often to accumulate. `auto`
-            halves it whenever it does not fit into memory.
+        micro_batch_size: Samples on the device at once, at most; use this or `accumulate`. `auto` halves it whenever it
+            does not fit into memory.
 
     """
 

@@ -1,4 +1,4 @@
-"""The strategy `torch_ddp`: the same as `ddp` over PyTorch's own DistributedDataParallel, for comparison."""
+"""TorchDDPStrategy: the same as `ddp` over PyTorch's DistributedDataParallel, for comparison."""
 
 from __future__ import annotations
 
@@ -22,30 +22,28 @@ from .ddp.bucket_plan import ring_bytes
 from .multiprocess import MultiProcessStrategy, RankSettings
 
 _SAMPLE_RATE = 100  # PyTorch's default: one measured step of this many
-_ITS_ARGUMENTS = signature(DistributedDataParallel.__init__).parameters
-# Buffers are sent after each step, as under all strategies; what leaves them alone has a newer name.
-_WITHOUT_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in _ITS_ARGUMENTS else "broadcast_buffers": False
-}
+# The strategy broadcasts buffers after each step; the argument that keeps PyTorch from doing it has a newer name.
+_PARAMETERS = signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
 
 
 class TorchDDPStrategy(MultiProcessStrategy):
     """PyTorch's Reducer under the same sampling, weighting and launching as `ddp`.
 
     Args:
-        devices: Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU.
+        devices: Ranks to start on this machine; `auto`: one for each GPU, or two on the CPU.
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each rank.
-        micro_batch_size: Samples on one device at once, at most.
-        bucket_mb: Size of a bucket in MiB; `None`: PyTorch's own.
-        find_unused: Whether parameters may take no part in the loss.
-        static_graph: Whether every step uses the same parameters equally often.
-        gradient_as_bucket_view: Whether gradients are parts of the buckets.
-        broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
+        micro_batch_size: Most samples on one device at once.
+        bucket_cap_mb: Size of a bucket in MiB; `None`: PyTorch's default.
+        find_unused_parameters: Allow parameters that take no part in the loss.
+        static_graph: Every step uses the same parameters equally often.
+        gradient_as_bucket_view: Make gradients views of the buckets.
+        broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
         timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
-        launcher: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
-        process_group: The ranks that train together, where this process has joined others already; `None`: all ranks.
+        launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
+        process_group: The ranks that train together if this process is a rank already; `None`: all ranks.
 
     """
 
@@ -56,8 +54,8 @@ class TorchDDPStrategy(MultiProcessStrategy):
         device: str = "auto",
         accumulate: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
-        bucket_mb: float | None = None,
-        find_unused: bool = False,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = True,
@@ -79,29 +77,29 @@ class TorchDDPStrategy(MultiProcessStrategy):
             micro_batch_size=micro_batch_size,
             broadcast_buffers=broadcast_buffers,
         )
-        self.bucket_mb = bucket_mb
-        self.find_unused = find_unused
+        self.bucket_cap_mb = bucket_cap_mb
+        self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self._wrapped: DistributedDataParallel | None = None
-        self._through: _Through | None = None
+        self._wrapped_task: _WrappedTask | None = None
         self._times: ReducerTimes | None = None
-        self._last: Any = None  # the batch that this rank had last
+        self._last: Any = None  # this rank's most recent batch
         self._has_stepped = False
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
-        """Wrap the training step, beside the task, so that the task's own names do not change; collective."""
+        """Wrap the training step outside the task, so that the task's names do not change; collective."""
         self._wrapped = DistributedDataParallel(
             _TrainingStep(task),
             process_group=self.comm.group,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            **_WITHOUT_BUFFERS,
-            bucket_cap_mb=self.bucket_mb,
-            find_unused_parameters=self.find_unused,
+            **{_SYNC_BUFFERS: False},
+            bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
-        self._through = _Through(self._wrapped)
+        self._wrapped_task = _WrappedTask(self._wrapped)
         self._last, self._has_stepped = None, False
 
     def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
@@ -109,11 +107,11 @@ class TorchDDPStrategy(MultiProcessStrategy):
         if batch.micro_batches:
             self._last = batch.micro_batches[0].batch
         if not self._has_stepped and batch.num_samples < self.comm.world_size:
-            self._share_first_batch()
+            self._broadcast_first_batch()
         self._has_stepped = True
-        assert self._through is not None
+        assert self._wrapped_task is not None
         with self.comm.waiting(f"forward and backward of step {self._steps}"):
-            outputs = super().forward_backward(self._through, batch)
+            outputs = super().forward_backward(self._wrapped_task, batch)
         if self._times is not None:
             self._times.add_previous_step()
         return outputs
@@ -126,28 +124,28 @@ class TorchDDPStrategy(MultiProcessStrategy):
         assert loss is not None
         (loss * 0.0).backward()
 
-    def _share_first_batch(self) -> None:
-        """Give ranks that have had no samples yet a batch to stand in with: rank 0's; collective."""
+    def _broadcast_first_batch(self) -> None:
+        """Give ranks that have had no samples yet rank 0's batch for `_reduce_zeros`; collective."""
         batch = self.comm.broadcast_object(to_device(self._last, torch.device("cpu")) if self.comm.rank == 0 else None)
         if self._last is None:
             self._last = self._move(batch)
 
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
-        """Add this micro-batch's part to the gradients, such that PyTorch's mean over ranks is the sum."""
+        """Add the gradients of this micro-batch, scaled so that PyTorch's mean over ranks is the sum."""
         loss = output.loss
         assert loss is not None
         undivided = self._is_undivided(batch.micro_batches, batch)
-        share = 1.0 if undivided else output.weight / batch.num_samples
-        self.precision.scale(loss * (share * self.comm.world_size)).backward()
+        weight = 1.0 if undivided else output.weight / batch.num_samples
+        self.precision.scale(loss * (weight * self.comm.world_size)).backward()
         output.loss = loss.detach()
 
     def start_overlap_profile(self) -> None:
-        """Let PyTorch's Reducer measure every step from now on."""
+        """Start to measure every step with PyTorch's Reducer."""
         if self._wrapped is not None and self.comm.world_size > 1:
             self._times = ReducerTimes(self._wrapped)
 
     def stop_overlap_profile(self, steps: int) -> Overlap | None:
-        """Return what PyTorch's Reducer measured since `start_overlap_profile`, which ends."""
+        """Stop measuring and return the overlap since `start_overlap_profile`."""
         times, self._times = self._times, None
         if times is None:
             return NO_COMMUNICATION if self.comm.num_processes == 1 else None
@@ -155,11 +153,11 @@ class TorchDDPStrategy(MultiProcessStrategy):
 
     @property
     def waited_seconds(self) -> float | None:
-        """Not known: PyTorch's Reducer does not tell."""
+        """`None`: PyTorch's Reducer does not measure it."""
         return None
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context in which PyTorch's Reducer only accumulates."""
+        """Return a context in which gradients are only accumulated."""
         return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
 
     def _synced(self) -> AbstractContextManager[Any]:
@@ -172,12 +170,12 @@ class TorchDDPStrategy(MultiProcessStrategy):
 
     def teardown(self) -> None:
         """Drop the wrapper and leave the group; may be called twice."""
-        self._wrapped = self._through = self._times = self._last = None
+        self._wrapped = self._wrapped_task = self._times = self._last = None
         super().teardown()
 
 
 class _TrainingStep(nn.Module):
-    """A module whose forward is the task's training step: what PyTorch's wrapper needs."""
+    """A module whose forward is the task's training step, for PyTorch's wrapper."""
 
     def __init__(self, task: TaskModule) -> None:
         super().__init__()
@@ -187,8 +185,8 @@ class _TrainingStep(nn.Module):
         return self.task.training_step(batch)
 
 
-class _Through(TaskModule):
-    """Stands in for the task where its training step is called."""
+class _WrappedTask(TaskModule):
+    """A task whose training step runs through PyTorch's wrapper."""
 
     def __init__(self, wrapped: DistributedDataParallel) -> None:
         super().__init__()

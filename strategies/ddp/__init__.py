@@ -1,4 +1,4 @@
-"""One process a device: gradients are averaged by our own bucketed Reducer while backward runs."""
+"""DDP: one process per device, gradients averaged in buckets while backward runs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

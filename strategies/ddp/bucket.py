@@ -1,4 +1,4 @@
-"""One bucket while it is filled and reduced, and what a communication hook sees of it."""
+"""Bucket: gradients that are reduced together, the communication hook's view of it, and the order of launches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,34 @@ from torch import Tensor, nn
 from .bucket_plan import BucketLayout, BucketPlan
 from .transport import PendingHook, Transport, TransportName, Work
 
+Unused = Literal["auto", "error", "graph"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerSettings:
+    """Settings of a Reducer."""
+
+    average: bool = True
+    """Divide by the number of ranks; otherwise leave the sum."""
+    bucket_cap_mb: float | None = None
+    """Size of a bucket in MiB; `None`: 25, as in PyTorch's Reducer."""
+    first_bucket_cap_mb: float = 1.0
+    """Size of the first bucket in MiB, whose reduction should start early."""
+    gradient_as_bucket_view: bool = True
+    """Make `.grad` a view of the bucket: one set of gradients, and no copy back."""
+    find_unused_parameters: Unused = "auto"
+    """Parameters without a gradient: "auto" handles them, "error" names them, "graph" finds them before backward."""
+    static_graph: bool = False
+    """Every step uses the same parameters equally often; those unused in the first step never delay a bucket."""
+    transport: TransportName = "auto"
+    """Sum of the buckets: "shared_memory", "process_group" (gloo, nccl), or "auto": shared memory where it works."""
+    timeout_seconds: float = 1800.0
+    """Seconds to wait for another rank."""
+
 
 @dataclass(slots=True, eq=False)
 class GradientEntry:
-    """One parameter's place: its bucket, its view of the bucket, and how far its gradient has come."""
+    """One parameter: its bucket, its view of the bucket, and the progress of its gradient."""
 
     index: int
     name: str
@@ -25,11 +49,11 @@ class GradientEntry:
     view: Tensor | None = None  # None for sparse gradients, and before the buckets exist
     expected: int = 1  # firings of its hook in one backward
     remaining: int = 1
-    arrived: int = 0  # when its hook last fired while learning; 0: never
+    arrived: int = 0  # rank of its last firing in the first backward; 0: its hook has not fired
     sparse_dim: int = 0
-    touched: bool = False  # holds gradient that was accumulated without a reduction
-    carried: bool = False  # `.grad` is the sum of an earlier reduction
-    kept: Tensor | None = None  # the gradient to give back if no rank used the parameter
+    used_this_backward: bool = False  # has gradient that is not reduced yet, also from backwards in no_sync
+    accumulated: bool = False  # `.grad` holds the sum of an earlier reduction
+    saved_grad: Tensor | None = None  # restored if no rank used the parameter
 
 
 @dataclass(slots=True, eq=False)
@@ -38,43 +62,48 @@ class Bucket:
 
     index: int
     layout: BucketLayout
-    slots: list[GradientEntry]
+    entries: list[GradientEntry]
     contents: Tensor | None  # flat gradients, then one flag for each parameter; None for a sparse bucket
-    pending: int = 0
-    absent: list[int] = field(default_factory=list)  # positions without a gradient on this rank
+    pending: int = 0  # entries that are not filled
+    unused: list[int] = field(default_factory=list)  # positions without a gradient on this rank
     reduction: Work | None = None
     flags: Work | None = None
-    hook_run: PendingHook | None = None
+    pending_hook: PendingHook | None = None
     streams: set[torch.cuda.Stream] = field(default_factory=set)
     ready_at: float = 0.0  # seconds of time.perf_counter
     launched_at: float = 0.0
     finished_at: float = 0.0
 
     def is_done(self) -> bool:
-        """Whether the reduction, once started, needs no more waiting; one by a hook is waited for at the end."""
-        return self.hook_run is None and self.reduction is not None and self.reduction.is_done()
+        """Return True if the started reduction needs no more waiting; hooks are waited for after backward."""
+        return self.pending_hook is None and self.reduction is not None and self.reduction.is_done()
 
     @property
     def flat(self) -> Tensor:
-        """The gradients, one after the other."""
+        """The gradients, one after the other: (numel,)."""
         assert self.contents is not None
         return self.contents[: self.layout.numel]
 
     @property
     def used_flags(self) -> Tensor:
-        """For each parameter how many ranks had a gradient, once reduced."""
+        """For each parameter the number of ranks with a gradient, once reduced: (parameters,)."""
         assert self.contents is not None
         return self.contents[self.layout.numel :]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the gradients."""
+        return self.layout.numel * self.entries[0].parameter.element_size()
+
 
 class GradBucket:
-    """What a communication hook gets, with the methods of `torch.distributed.GradBucket`."""
+    """The argument of a communication hook, with the methods of `torch.distributed.GradBucket`."""
 
-    def __init__(self, bucket: Bucket, *, is_last: bool, buffer: Tensor) -> None:
-        self._bucket, self._is_last, self._buffer = bucket, is_last, buffer
+    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
+        self._bucket, self._is_last, self._buffer = bucket, is_last, bucket.flat
 
     def index(self) -> int:
-        """Return the place of the bucket in the order of reductions."""
+        """Return the position of the bucket in the order of reductions."""
         return self._bucket.index
 
     def buffer(self) -> Tensor:
@@ -82,7 +111,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Let `buffer` stand for the flat gradients."""
+        """Replace the flat gradients by `buffer`."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
@@ -91,68 +120,15 @@ class GradBucket:
 
     def gradients_in(self, buffer: Tensor) -> list[Tensor]:
         """Return the views of another buffer of the same layout."""
-        parameters = [slot.parameter for slot in self._bucket.slots]
-        pairs = zip(parameters, self._bucket.layout.offsets, strict=True)
-        return [shaped_like(buffer[offset : offset + p.numel()], p) for p, offset in pairs]
+        return _views(buffer, self._bucket.layout, [entry.parameter for entry in self._bucket.entries])
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters in the order of their gradients."""
-        return [slot.parameter for slot in self._bucket.slots]
+        return [entry.parameter for entry in self._bucket.entries]
 
     def is_last(self) -> bool:
-        """Return whether this is the last bucket of the step."""
+        """Return True for the last bucket of the step."""
         return self._is_last
-
-
-def shaped_like(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of the flat `part` with the parameter's sizes, and its strides where they fill the part."""
-    if _is_dense(parameter):
-        return part.as_strided(parameter.size(), parameter.stride())
-    return part.view(parameter.size())
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the strides cover each element of a block once: then gradients are laid out the same way."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def views_of(contents: Tensor, layout: BucketLayout, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return each parameter's view of a bucket's contents."""
-    return [
-        shaped_like(contents[offset : offset + parameters[index].numel()], parameters[index])
-        for index, offset in zip(layout.parameters, layout.offsets, strict=True)
-    ]
-
-
-def make_buckets(
-    plan: BucketPlan, slots: Sequence[GradientEntry], transport: Transport, *, flags: bool
-) -> list[Bucket]:
-    """Return the plan's buckets in memory of the transport, each slot knowing its place; collective.
-
-    With `flags` the gradients of a bucket are followed by one number for each of its parameters.
-    """
-    dtypes = [slots[layout.parameters[0]].parameter.dtype for layout in plan.buckets]
-    sizes = [
-        (0 if layout.sparse else layout.numel + flags * len(layout.parameters), dtype)
-        for layout, dtype in zip(plan.buckets, dtypes, strict=True)
-    ]
-    parameters = [slot.parameter for slot in slots]
-    buckets = []
-    for index, (layout, flat) in enumerate(zip(plan.buckets, transport.allocate(sizes), strict=True)):
-        members = [slots[i] for i in layout.parameters]
-        bucket = Bucket(index, layout, members, None if layout.sparse else flat, pending=len(members))
-        views = [None] if layout.sparse else views_of(flat, layout, parameters)
-        for slot, view in zip(members, views, strict=True):
-            slot.bucket, slot.view = bucket, view
-        buckets.append(bucket)
-    return buckets
 
 
 class LaunchQueue:
@@ -163,20 +139,20 @@ class LaunchQueue:
         self.next = 0  # bucket to start
         self._start = start
 
-    def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Wait anew for the gradients of all parameters in `buckets`."""
+    def reset(self, buckets: Sequence[Bucket]) -> None:
+        """Wait for the gradients of all parameters in `buckets`."""
         self.buckets, self.next = list(buckets), 0
         for bucket in self.buckets:
-            bucket.pending = len(bucket.slots)
-            bucket.absent.clear()
+            bucket.pending = len(bucket.entries)
+            bucket.unused.clear()
 
     @property
     def is_complete(self) -> bool:
-        """Whether every bucket has been started."""
+        """True once every bucket has been started."""
         return self.next == len(self.buckets)
 
     def count(self, bucket: Bucket) -> bool:
-        """Count one gradient that lies in its bucket; return whether that is filled now."""
+        """Count one gradient that is in its bucket; return True if the bucket is filled now."""
         bucket.pending -= 1
         if bucket.pending:
             return False
@@ -190,26 +166,49 @@ class LaunchQueue:
             self.next += 1
 
 
-Unused = Literal["auto", "error", "find"]
+def make_buckets(
+    plan: BucketPlan, entries: Sequence[GradientEntry], transport: Transport, *, flags: bool
+) -> list[Bucket]:
+    """Return the plan's buckets in memory of the transport, and set each entry's bucket and view. Collective.
+
+    With `flags` the gradients of a bucket are followed by one number for each of its parameters.
+    """
+    dtypes = [entries[layout.parameters[0]].parameter.dtype for layout in plan.buckets]
+    sizes = [
+        (0 if layout.sparse else layout.numel + flags * len(layout.parameters), dtype)
+        for layout, dtype in zip(plan.buckets, dtypes, strict=True)
+    ]
+    buckets = []
+    for index, (layout, flat) in enumerate(zip(plan.buckets, transport.allocate(sizes), strict=True)):
+        members = [entries[i] for i in layout.parameters]
+        bucket = Bucket(index, layout, members, None if layout.sparse else flat, pending=len(members))
+        views = [None] if layout.sparse else _views(flat, layout, [entry.parameter for entry in members])
+        for entry, view in zip(members, views, strict=True):
+            entry.bucket, entry.view = bucket, view
+        buckets.append(bucket)
+    return buckets
 
 
-@dataclass(frozen=True, slots=True)
-class ReducerSettings:
-    """How gradients are reduced."""
+def shaped_like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view of `flat` with the parameter's sizes, and its strides if they are dense."""
+    if _is_dense(parameter):
+        return flat.as_strided(parameter.size(), parameter.stride())
+    return flat.view(parameter.size())
 
-    average: bool = True
-    """Divide by the number of ranks; else the sum is left."""
-    bucket_mb: float | None = None
-    """Size of a bucket in MiB; by default 25, as in PyTorch's own Reducer."""
-    first_bucket_mb: float = 1.0
-    """Size of the first bucket, whose reduction should start early."""
-    gradient_as_bucket_view: bool = True
-    """Let `.grad` be the part of the bucket: nothing is copied back, and there is one set of gradients."""
-    unused: Unused = "auto"
-    """Parameters without a gradient: "auto" handles them, "error" names them, "find" looks for them beforehand."""
-    static_graph: bool = False
-    """Every step uses the same parameters equally often: those unused in the first hold up nobody later."""
-    transport: TransportName = "auto"
-    """How buckets travel: "shared_memory", "group" (gloo, nccl), or "auto": the first where it works."""
-    timeout_seconds: float = 1800.0
-    """How long to wait for another rank."""
+
+def _views(flat: Tensor, layout: BucketLayout, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the view of each of the bucket's parameters."""
+    pairs = zip(parameters, layout.offsets, strict=True)
+    return [shaped_like(flat[offset : offset + p.numel()], p) for p, offset in pairs]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return True if the strides cover each element of one block of memory once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,13 +1,13 @@
-"""Which parameter's gradient lies where: the pure arithmetic of buckets, without tensors or processes.
+"""Bucket plan: the bucket and offset of each parameter's gradient, computed without tensors or processes.
 
     parameters      0:w1   1:b1   2:w2   3:b2   4:emb(sparse)   5:w3      (order of `module.parameters()`)
 
     plan, reversed  [ 5 | 3 ]   [ 4 ]   [ 2 | 1 ]   [ 0 ]
                      small first  alone    up to the cap
 
-Gradients become ready in about the reverse order of the parameters, so the buckets are filled in that
-order and the first one is small: its reduction starts early. After the first step the plan is made again in
-the order in which gradients really arrived.
+Gradients become ready in about the reverse order of the parameters, so the buckets are filled in that order, and the
+first one is small: its reduction starts early. After the first backward the plan is made again in the order in which
+gradients arrived.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ DEFAULT_CAP_BYTES = 25 * MIB
 
 @dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """What the plan needs to know of one parameter."""
+    """Size and type of one parameter's gradient."""
 
     numel: int
     element_bytes: int
-    kind: str  # dtype and device; a bucket holds one kind
+    kind: str  # dtype and device; a bucket has one kind
     sparse: bool = False
 
 
@@ -41,19 +41,10 @@ class BucketLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketPosition:
-    """Where one parameter's gradient lies: the bucket, and the position in it."""
-
-    bucket: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """The buckets in the order of their reduction, and the place of each parameter."""
+    """The buckets in the order of their reduction."""
 
     buckets: tuple[BucketLayout, ...]
-    locators: tuple[BucketPosition, ...]
 
     def draw(self) -> str:
         """Return the plan as a picture: `[5 3] [4*] [2 1]`, a star marking a sparse bucket."""
@@ -72,10 +63,10 @@ def plan_buckets(
 ) -> BucketPlan:
     """Return buckets that hold every parameter exactly once, filled in `order` up to a cap.
 
-    A bucket is closed when it has reached its cap, so a parameter larger than the cap is never cut. Buckets
-    of different kinds fill side by side and are reduced in the order in which they were closed. `order`
-    defaults to the reverse of the parameters' own. Parameters in `apart` (never seen in a backward) come last
-    and share no bucket with the others, so that they hold up nobody.
+    A bucket is closed when it has reached its cap, so a parameter larger than the cap is never split. Buckets of
+    different kinds are filled side by side and reduced in the order in which they were closed. `order` defaults to the
+    reverse order of the parameters. Parameters in `apart` (unused in the first backward) come last and share no bucket
+    with the others, so that they delay none.
     """
     order = range(len(specs) - 1, -1, -1) if order is None else order
     if sorted(order) != list(range(len(specs))):
@@ -84,11 +75,11 @@ def plan_buckets(
     first_cap_bytes = min(first_cap_bytes, cap_bytes)
     layouts = _fill(specs, [i for i in order if i not in last], cap_bytes, first_cap_bytes)
     layouts += _fill(specs, [i for i in order if i in last], cap_bytes, cap_bytes)
-    return BucketPlan(tuple(layouts), _locate(layouts, len(specs)))
+    return BucketPlan(tuple(layouts))
 
 
 def ring_bytes(num_bytes: int, world_size: int) -> int:
-    """Return the bytes that each rank sends to add up `num_bytes` over all of them: to the owners, and back to all."""
+    """Return the bytes that each rank sends in a ring all-reduce of `num_bytes`: reduce-scatter, then all-gather."""
     return 2 * num_bytes * (world_size - 1) // world_size
 
 
@@ -119,14 +110,3 @@ def _lay_out(specs: Sequence[GradientSpec], members: list[int]) -> BucketLayout:
         end += specs[index].numel
     first = specs[members[0]]
     return BucketLayout(first.kind, tuple(members), tuple(offsets), end, first.sparse)
-
-
-def _locate(layouts: Sequence[BucketLayout], num_parameters: int) -> tuple[BucketPosition, ...]:
-    places: list[BucketPosition | None] = [None] * num_parameters
-    for number, layout in enumerate(layouts):
-        for position, parameter in enumerate(layout.parameters):
-            assert places[parameter] is None, f"parameter {parameter} lies in two buckets"
-            places[parameter] = BucketPosition(number, position)
-    located = tuple(place for place in places if place is not None)
-    assert len(located) == num_parameters, "a parameter lies in no bucket"
-    return located

@@ -1,4 +1,4 @@
-"""An optimizer that updates the parameters of one bucket at a time."""
+"""BucketwiseOptimizer: updates the parameters of one bucket at a time."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class BucketwiseOptimizer:
 
     def _split(self, bucket: Bucket) -> list[list[nn.Parameter]]:
         parts: list[list[nn.Parameter]] = [[] for _ in self._groups]
-        for slot in bucket.slots:
-            home = self._home.get(id(slot.parameter))
+        for entry in bucket.entries:
+            home = self._home.get(id(entry.parameter))
             if home is not None:
-                parts[home].append(slot.parameter)
+                parts[home].append(entry.parameter)
         return parts

@@ -1,7 +1,7 @@
-"""Ways to reduce a bucket with fewer bytes: half-precision, low rank, or not in every step.
+"""Communication hooks: gradients reduced with fewer bytes, in half precision, at low rank, or not in every step.
 
-Each hook is called as `hook(state, bucket)` and leaves the mean over ranks. These are generators: they yield what
-they wait for, and the Reducer lets them go on in the order of buckets (see `hook_run`). PyTorch's own hooks, which
+A hook is called as `hook(state, bucket)` and leaves the mean over ranks. These are generators: they yield the works
+that they wait for, and the Reducer resumes them in the order of buckets (see `PendingHook`). PyTorch's hooks, which
 return a future, can be registered as well.
 """
 
@@ -58,14 +58,14 @@ class PowerSGD:
 
     group: dist.ProcessGroup
     rank: int = 2
-    start_step: int = 10  # before it gradients are sent whole: they change most then
+    start_step: int = 10  # before it gradients are sent uncompressed: they change most then
     factors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (bucket, position) -> Q
-    errors: dict[int, Tensor] = field(default_factory=dict)  # bucket -> what was not sent yet
+    errors: dict[int, Tensor] = field(default_factory=dict)  # bucket -> difference that was not sent yet
     steps: dict[int, int] = field(default_factory=dict)
 
 
 def power_sgd_hook(state: PowerSGD, bucket: GradBucket) -> Steps:
-    """Leave a low-rank approximation of the mean; what it lacks is added to the next step's gradient."""
+    """Leave a low-rank approximation of the mean; its error is added to the next step's gradient."""
     index, buffer, world_size = bucket.index(), bucket.buffer(), state.group.size()
     step = state.steps[index] = state.steps.get(index, -1) + 1
     if step < state.start_step:
@@ -89,14 +89,14 @@ def power_sgd_hook(state: PowerSGD, bucket: GradBucket) -> Steps:
         matrix.copy_(left @ right.t())
         state.factors[index, position] = right
     state.errors[index] = whole.sub_(buffer)
-    _forget_errors_of_vectors(state.errors[index], bucket, vectors)
+    _zero_vector_errors(state.errors[index], bucket, vectors)
     return buffer
 
 
 def _split_by_shape(
     gradients: Sequence[Tensor], rank: int
 ) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
-    """Return (position, matrix) of gradients that low rank makes smaller, and the others."""
+    """Return (position, matrix) of gradients that low rank makes smaller, and (position, gradient) of the others."""
     matrices, vectors = [], []
     for position, gradient in enumerate(gradients):
         matrix = gradient.view(gradient.shape[0], -1) if _can_be_matrix(gradient) else gradient
@@ -112,7 +112,7 @@ def _can_be_matrix(gradient: Tensor) -> bool:
 
 
 def _factor(state: PowerSGD, index: int, position: int, matrix: Tensor) -> Tensor:
-    """Return Q of the last step, or at first the same random one on every rank."""
+    """Return Q of the last step; in the first step a random Q, the same on every rank."""
     known = state.factors.get((index, position))
     if known is not None:
         return known
@@ -136,8 +136,8 @@ def _split_into(tensors: Sequence[Tensor], flat: Tensor) -> None:
         tensor.copy_(part.view(tensor.shape))
 
 
-def _forget_errors_of_vectors(error: Tensor, bucket: GradBucket, vectors: Sequence[tuple[int, Tensor]]) -> None:
-    """Vectors are sent whole: what differs from the local ones is the other ranks' part, not an error."""
+def _zero_vector_errors(error: Tensor, bucket: GradBucket, vectors: Sequence[tuple[int, Tensor]]) -> None:
+    """Zero the errors of vectors: they are sent uncompressed, and differ only by the other ranks' gradients."""
     places = bucket.gradients_in(error)
     for position, _ in vectors:
         places[position].zero_()
@@ -145,7 +145,7 @@ def _forget_errors_of_vectors(error: Tensor, bucket: GradBucket, vectors: Sequen
 
 @dataclass(slots=True)
 class PeriodicAveraging:
-    """State of local SGD: every rank steps on its own gradients, and parameters are averaged now and then."""
+    """State of local SGD: every rank steps on its own gradients, and parameters are averaged every `period` steps."""
 
     group: dist.ProcessGroup
     start_step: int = 100  # before it gradients are averaged in every step
@@ -153,7 +153,7 @@ class PeriodicAveraging:
     step: int = 0
 
     def after_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the parameters if it is time; collective."""
+        """Average the parameters every `period` steps; collective."""
         self.step += 1
         if self.step <= self.start_step or self.step % self.period:
             return
@@ -165,7 +165,7 @@ class PeriodicAveraging:
 
 
 def local_sgd_hook(state: PeriodicAveraging, bucket: GradBucket) -> Steps:
-    """Leave the mean at first, later the rank's own gradient."""
+    """Leave the mean before `start_step`, then the rank's own gradient."""
     buffer = bucket.buffer()
     if state.step < state.start_step:
         buffer.div_(state.group.size())
@@ -181,18 +181,17 @@ HOOKS: dict[str, Callable[[Any, Any], Steps] | None] = {
     "local_sgd": local_sgd_hook,
 }
 
-
 _STATES: dict[str, type[PowerSGD | PeriodicAveraging]] = {"power_sgd": PowerSGD, "local_sgd": PeriodicAveraging}
-_INTERNAL = frozenset({"group", "factors", "errors", "steps", "step"})  # fields that are no settings
+_INTERNAL = frozenset({"group", "factors", "errors", "steps", "step"})  # fields that are not settings
 
 
 @dataclass(frozen=True, slots=True)
 class CommHook:
-    """A hook, and how its state is made once the process group is there."""
+    """A hook, and the function that makes its state once the process group exists."""
 
     hook: CommunicationHook
     make_state: Callable[..., Any] | None
-    """Called with the process group and the options; without it the state is the group."""
+    """Called with the process group and the options; `None`: the state is the group."""
     options: Mapping[str, Any]
 
     def state(self, group: dist.ProcessGroup) -> Any:
@@ -203,40 +202,42 @@ class CommHook:
 def make_comm_hook(
     hook: str | CommunicationHook, *, state: str | Callable[..., Any] | None, options: Mapping[str, Any] | None
 ) -> CommHook | None:
-    """Return what the settings `hook`, `hook_state` and `hook_options` name together, or None for no hook.
+    """Return the hook of the settings `comm_hook`, `comm_hook_state` and `comm_hook_options`; `None` for no hook.
 
-    Raises UserError for what does not exist, cannot be called or does not go together.
+    Raises UserError for names that cannot be imported or called, and for settings that exclude each other.
     """
     options = dict(options or {})
     if isinstance(hook, str) and "." not in hook:
-        return _own_hook(hook, state=state, options=options)
-    function = _imported("hook", hook)
-    make_state = None if state is None else _imported("hook_state", state)
+        return _builtin_hook(hook, state=state, options=options)
+    function = _import_function("comm_hook", hook)
+    make_state = None if state is None else _import_function("comm_hook_state", state)
     if make_state is None and options:
         raise UserError(
-            f"hook_options={options} belong to power_sgd, local_sgd, or to what strategy.hook_state makes; set "
-            "hook_state to the import path of a class that is called with the process group and these options."
+            f"comm_hook_options={options} belong to power_sgd, local_sgd, or strategy.comm_hook_state; set "
+            "comm_hook_state to the import path of a class that is called with the process group and these options."
         )
     if make_state is not None:
         _check_names(options, _arguments_of(make_state))
     return CommHook(function, make_state, options)
 
 
-def _own_hook(name: str, *, state: str | Callable[..., Any] | None, options: Mapping[str, Any]) -> CommHook | None:
+def _builtin_hook(name: str, *, state: str | Callable[..., Any] | None, options: Mapping[str, Any]) -> CommHook | None:
     if name not in HOOKS:
         raise UserError(
-            f"hook={name!r} is unknown.{nearest(name, HOOKS)} Choose {', '.join(HOOKS)}, or the import path of a "
+            f"comm_hook={name!r} is unknown.{nearest(name, HOOKS)} Choose {', '.join(HOOKS)}, or the import path of a "
             "function such as torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook."
         )
     if state is not None:
-        raise UserError(f"hook_state belongs to a hook of your own; hook={name} has its own. Leave hook_state out.")
+        raise UserError(
+            f"comm_hook_state belongs to a custom hook; comm_hook={name} is built in. Omit comm_hook_state."
+        )
     kind = _STATES.get(name)
     valid = [] if kind is None else [field.name for field in fields(kind) if field.name not in _INTERNAL]
     _check_names(options, valid)
     for option, value in options.items():
         least = 0 if option == "start_step" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise UserError(f"hook_options.{option} must be a whole number, at least {least}, got {value!r}.")
+            raise UserError(f"comm_hook_options.{option} must be a whole number, at least {least}, got {value!r}.")
     hook = HOOKS[name]
     return None if hook is None else CommHook(hook, kind, options)
 
@@ -244,12 +245,12 @@ def _own_hook(name: str, *, state: str | Callable[..., Any] | None, options: Map
 def _check_names(options: Mapping[str, Any], valid: list[str] | None) -> None:
     for option in options:
         if valid is not None and option not in valid:
-            known = f"There are: {', '.join(valid)}." if valid else "This hook has none."
-            raise UserError(f"hook_options has no {option!r}.{nearest(option, valid)} {known}")
+            known = f"Valid options: {', '.join(valid)}." if valid else "This hook has no options."
+            raise UserError(f"comm_hook_options has no {option!r}.{nearest(option, valid)} {known}")
 
 
 def _arguments_of(make_state: Callable[..., Any]) -> list[str] | None:
-    """Return the names that may be given after the process group; None where any may."""
+    """Return the names of the arguments after the process group; `None` if any name is accepted."""
     try:
         parameters = list(inspect.signature(make_state).parameters.values())
     except ValueError:  # written in C
@@ -259,7 +260,7 @@ def _arguments_of(make_state: Callable[..., Any]) -> list[str] | None:
     return [parameter.name for parameter in parameters[1:]]
 
 
-def _imported(setting: str, value: str | Callable[..., Any]) -> Callable[..., Any]:
+def _import_function(setting: str, value: str | Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(value, str):
         found: Any = value
     else:

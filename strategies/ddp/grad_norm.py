@@ -1,4 +1,4 @@
-"""The global norm of gradients, accurate for flat buffers of any size."""
+"""Global norm of gradients, accurate for flat buffers of any size."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def total_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def whole_gradients(buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return tensors that hold all gradients once: the flat bucket where all `.grad` lie in it, else each of them."""
+    """Return tensors that hold all gradients once: a flat bucket if all its `.grad` are views, else each `.grad`."""
     if not buckets:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
     whole: list[Tensor] = []
     for bucket in buckets:
-        gradients = [slot.parameter.grad for slot in bucket.slots]
+        gradients = [entry.parameter.grad for entry in bucket.entries]
         if bucket.contents is not None and all(
-            gradient is slot.view for gradient, slot in zip(gradients, bucket.slots, strict=True)
+            gradient is entry.view for gradient, entry in zip(gradients, bucket.entries, strict=True)
         ):
             whole.append(bucket.flat)
         else:
@@ -41,8 +41,8 @@ def whole_gradients(buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter
 def _sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of squares.
 
-    On the CPU a running fp32 sum over a flat buffer loses digits (a relative error of 4e-3 at 50 million elements),
-    so it is taken in chunks, whose sums are added in float64.
+    A float32 sum over a large flat buffer on the CPU is inaccurate (relative error 4e-3 at 50 million elements), so it
+    is taken in chunks, whose sums are added in float64.
     """
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()

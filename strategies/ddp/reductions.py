@@ -1,4 +1,4 @@
-"""Buckets on their way: started through a transport, a communication hook or as sparse tensors, and waited for."""
+"""Bucket reductions: started through a transport, a communication hook or as sparse tensors, and waited for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from trainkit.distributed.failure_store import FailureStore
 
 from .bucket import Bucket, GradBucket, ReducerSettings
+from .shared_memory import SharedMemoryTransport, why_no_shared_memory
 from .transport import CommunicationHook, PendingHook, ProcessGroupTransport, Transport, TransportName
 
 logger = logging.getLogger(__name__)
@@ -29,11 +30,12 @@ class BucketReductions:
         self.collective = ProcessGroupTransport(
             group, failure_store=failure_store, device=device, timeout_seconds=settings.timeout_seconds
         )
+        self._uses_flags = settings.find_unused_parameters != "error"
         self._hook: CommunicationHook | None = None
         self._hook_state: Any = None
 
     def register_hook(self, state: Any, hook: CommunicationHook) -> None:
-        """Let `hook(state, bucket)` reduce the buckets: it leaves the mean over ranks. Once, before training."""
+        """Reduce the buckets by `hook(state, bucket)`, which leaves the mean over ranks. Once, before training."""
         if self._hook is not None:
             raise RuntimeError("a communication hook is already registered; there can be only one")
         if not callable(hook):
@@ -42,43 +44,42 @@ class BucketReductions:
 
     @property
     def has_hook(self) -> bool:
-        """Whether a communication hook reduces the buckets."""
+        """True if a communication hook reduces the buckets."""
         return self._hook is not None
 
     def start(self, bucket: Bucket, transport: Transport, *, where: str, is_last: bool, timed: bool) -> None:
-        """Start to reduce a filled bucket; `where` names the place in messages."""
+        """Start to reduce a filled bucket; `where` names the place in errors."""
         bucket.launched_at = time.perf_counter()
         if bucket.streams:
             self._order_streams(bucket)
         if bucket.contents is None:
             self._start_sparse(bucket, where)
             return
-        if self.settings.unused != "error":
-            self._raise_flags(bucket)
+        if self._uses_flags:
+            _set_flags(bucket)
         if self._hook is None:
             bucket.reduction = transport.start(bucket.index, where=where, timed=timed)
             return
-        if self.settings.unused != "error":
+        if self._uses_flags:  # a hook reduces the gradients only
             bucket.flags = self.collective.start_tensor(bucket.used_flags, where=where)
-        view = GradBucket(bucket, is_last=is_last, buffer=bucket.flat)
-        bucket.hook_run = PendingHook(
-            self._hook(self._hook_state, view),
+        bucket.pending_hook = PendingHook(
+            self._hook(self._hook_state, GradBucket(bucket, is_last=is_last)),
             where=where,
             failure_store=self.failure_store,
             timeout_seconds=self.settings.timeout_seconds,
         )
 
     def run_hooks(self, buckets: Sequence[Bucket]) -> None:
-        """Let all hooks go on in turn, stage by stage, so that every rank has the same order of collectives."""
+        """Advance all hooks in turn until they have ended, so that every rank has the same order of collectives."""
         if self._hook is None:
             return
-        running = [bucket for bucket in buckets if bucket.hook_run is not None]
+        running = [bucket for bucket in buckets if bucket.pending_hook is not None]
         waiting = running
         while waiting:
-            waiting = [b for b in waiting if b.hook_run is not None and not b.hook_run.advance()]
+            waiting = [b for b in waiting if b.pending_hook is not None and not b.pending_hook.advance()]
         for bucket in running:
-            assert bucket.hook_run is not None and bucket.hook_run.result is not None
-            result = bucket.hook_run.result
+            assert bucket.pending_hook is not None and bucket.pending_hook.result is not None
+            result = bucket.pending_hook.result
             if result.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(result.view_as(bucket.flat))
             if not self.settings.average:
@@ -86,7 +87,7 @@ class BucketReductions:
             if bucket.flags is not None:
                 bucket.flags.wait()
                 bucket.flags = None
-            bucket.hook_run = None
+            bucket.pending_hook = None
             bucket.finished_at = time.perf_counter()
 
     def wait(self, bucket: Bucket) -> None:
@@ -97,39 +98,28 @@ class BucketReductions:
             bucket.reduction = None
         if not self.settings.gradient_as_bucket_view:
             _copy_back(bucket)
-        if bucket.absent:
+        if bucket.unused:
             self._restore_unused(bucket)
 
     def _start_sparse(self, bucket: Bucket, where: str) -> None:
-        (slot,) = bucket.slots
-        gradient = slot.parameter.grad
-        if gradient is None or bucket.absent:
-            size, dims = slot.parameter.size(), slot.sparse_dim
+        (entry,) = bucket.entries
+        gradient = entry.parameter.grad
+        if gradient is None or bucket.unused:
+            size, dims = entry.parameter.size(), entry.sparse_dim
             gradient = torch.sparse_coo_tensor(
                 torch.zeros((dims, 0), dtype=torch.int64, device=self.device),
-                torch.zeros((0, *size[dims:]), dtype=slot.parameter.dtype, device=self.device),
+                torch.zeros((0, *size[dims:]), dtype=entry.parameter.dtype, device=self.device),
                 size,
-                check_invariants=False,  # said aloud, since torch warns of a silent default
+                check_invariants=False,  # explicit, since torch warns of its default
             )
         gradient = gradient.coalesce()
-        if self._hook is not None and self.settings.average:  # no hook is asked, and none has divided
+        if self._hook is not None and self.settings.average:  # sparse gradients bypass the hook, which would divide
             gradient = gradient / self.world_size
-        slot.parameter.grad = gradient
+        entry.parameter.grad = gradient
         bucket.reduction = self.collective.start_tensor(gradient, where=where)
 
-    def _raise_flags(self, bucket: Bucket) -> None:
-        """Say behind the gradients which of them this rank has."""
-        flags = bucket.used_flags
-        if not bucket.absent:
-            flags.fill_(1)
-            return
-        # A pinned temporary, so that the copy waits for nobody; its memory is not used again before that has run.
-        used = torch.ones(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
-        used[bucket.absent] = 0
-        flags.copy_(used, non_blocking=True)
-
     def _order_streams(self, bucket: Bucket) -> None:
-        """Let the collective wait for gradients that other streams are still writing."""
+        """Order the collective after the writes of gradients on other streams."""
         current = torch.cuda.current_stream(self.device)
         for stream in bucket.streams:
             if stream != current:
@@ -137,32 +127,33 @@ class BucketReductions:
         bucket.streams.clear()
 
     def _restore_unused(self, bucket: Bucket) -> None:
-        """Give back what it had to each parameter that no rank used, and the result to the others."""
-        counts = self._used_counts(bucket)
-        for position in bucket.absent:
-            slot = bucket.slots[position]
-            gradient, view, kept = slot.parameter.grad, slot.view, slot.kept
-            slot.kept = None
+        """Restore the gradient of each parameter that no rank used, and set the result for the others."""
+        used = self._used(bucket)
+        for position in bucket.unused:
+            entry = bucket.entries[position]
+            gradient, view, saved_grad = entry.parameter.grad, entry.view, entry.saved_grad
+            entry.saved_grad = None
             if view is None:
-                if kept is not None and gradient is not None and counts[position]:
-                    slot.parameter.grad = kept + gradient
-                elif not counts[position]:
-                    slot.parameter.grad = kept
-            elif not counts[position]:
-                if gradient is view and kept is not None:
-                    view.copy_(kept)
+                if saved_grad is not None and gradient is not None and used[position]:
+                    entry.parameter.grad = saved_grad + gradient
+                elif not used[position]:
+                    entry.parameter.grad = saved_grad
+            elif not used[position]:
+                if gradient is view and saved_grad is not None:
+                    view.copy_(saved_grad)
             elif self.settings.gradient_as_bucket_view:
-                slot.parameter.grad = view
+                entry.parameter.grad = view
             elif gradient is None:
-                slot.parameter.grad = view.clone()
+                entry.parameter.grad = view.clone()
             else:
                 gradient.copy_(view)
 
-    def _used_counts(self, bucket: Bucket) -> Sequence[bool]:
-        if self.settings.unused == "error":
-            return [True] * len(bucket.slots)
+    def _used(self, bucket: Bucket) -> list[bool]:
+        """Return for each parameter of a reduced bucket True if any rank had a gradient."""
+        if not self._uses_flags:
+            return [True] * len(bucket.entries)
         if bucket.contents is None:
-            gradient = bucket.slots[0].parameter.grad
+            gradient = bucket.entries[0].parameter.grad
             return [gradient is not None and gradient._nnz() > 0]
         if bucket.flags is not None:
             bucket.flags.wait()
@@ -171,14 +162,26 @@ class BucketReductions:
         return [bool(count) for count in bucket.used_flags.tolist()]
 
 
+def _set_flags(bucket: Bucket) -> None:
+    """Set the flag of each parameter: 1 if this rank has a gradient, else 0."""
+    flags = bucket.used_flags
+    if not bucket.unused:
+        flags.fill_(1)
+        return
+    # Pinned, so that the copy does not wait for the device; torch keeps the memory until the copy has run.
+    used = torch.ones(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
+    used[bucket.unused] = 0
+    flags.copy_(used, non_blocking=True)
+
+
 def _copy_back(bucket: Bucket) -> None:
-    """Give parameters that keep a gradient of their own the bucket's result."""
+    """Copy the bucket's result to gradients that are not views of it."""
     gradients, views = [], []
-    for position, slot in enumerate(bucket.slots):
-        gradient = slot.parameter.grad
-        if gradient is not None and slot.view is not None and position not in bucket.absent:
+    for position, entry in enumerate(bucket.entries):
+        gradient = entry.parameter.grad
+        if gradient is not None and entry.view is not None and position not in bucket.unused:
             gradients.append(gradient)
-            views.append(slot.view)
+            views.append(entry.view)
     if gradients:
         with torch.no_grad():
             torch._foreach_copy_(gradients, views)
@@ -192,22 +195,20 @@ def open_transport(
     device: torch.device,
     timeout_seconds: float,
 ) -> Transport:
-    """Return the transport called `name`; "auto" is shared memory where it works, else the group. Collective."""
-    from .shared_memory import SharedMemoryTransport, why_no_shared_memory
-
-    through_group = ProcessGroupTransport(
+    """Return the transport called `name`; "auto": shared memory where it works, else the process group. Collective."""
+    process_group = ProcessGroupTransport(
         group, failure_store=failure_store, device=device, timeout_seconds=timeout_seconds
     )
-    if name == "group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
-        return through_group
+    if name == "process_group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
+        return process_group
     reason = why_no_shared_memory(group, device)
     if reason is None:
-        # Bucket by bucket, as gradients move in for the first time and let go of their own: two sets are never there.
+        # Pages are taken bucket by bucket, as gradients move in and free their own: there are never two full sets.
         return SharedMemoryTransport(
-            group, failure_store=failure_store, timeout_seconds=timeout_seconds, takes_all=False
+            group, failure_store=failure_store, timeout_seconds=timeout_seconds, preallocate=False
         )
     if name == "shared_memory":
         raise ValueError(f'transport="shared_memory" cannot work here: {reason}. Use transport="auto".')
     if group.rank() == 0:
         logger.info("gradients go through the process group, not through shared memory: %s", reason)
-    return through_group
+    return process_group

@@ -1,12 +1,12 @@
-"""Buckets summed through memory that all ranks of one host share, without sockets, threads or copies.
+"""Shared-memory transport: buckets summed in memory that all ranks of one host map, without sockets or copies.
 
     rank 0's bucket   [ shard 0 | shard 1 ]     rank r owns shard r: once every rank has filled its bucket, it adds
     rank 1's bucket   [ shard 0 | shard 1 ]     shard r of all buckets, in rank order, and writes the sum to all.
 
-Each bucket has two counters for each rank, with one writer each: `filled` (my gradients are in) and `summed` (my
-shard is done). A bucket is reduced when all ranks have raised `summed`; each also leaves the time at which it did, by
-the clock that the processes of a host share. The order of additions never depends on the size of buckets or on timing,
-so results are the same bit for bit from run to run.
+Each bucket has two counters for each rank, written by that rank only: `filled` (its gradients are in) and `summed` (its
+shard is done). A bucket is reduced when all ranks have raised `summed`, each with the time, by the clock that the
+processes of a host share. The order of additions does not depend on the size of buckets or on timing, so results are
+the same bit for bit from run to run.
 
 The counters rely on stores becoming visible in program order: true on x86, so other processors use the group.
 """
@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.distributed.failure_store import FailureStore, RankError, timed_out
+from trainkit.distributed.collectives import gather
+from trainkit.distributed.failure_store import FailureStore, stopped
 
 from .transport import Transport, Work
 
@@ -40,11 +40,9 @@ MESSAGE_BYTES = 4096
 CHUNK_ELEMENTS = 128 * 1024  # added at once, so that the sum is still in the cache when it is written to all
 SPINS = 2000  # polls before a waiting rank begins to sleep
 NAP_SECONDS = 50e-6
-LOOK_SECONDS = 0.01  # between two looks whether the others live
-BOARD_SECONDS = 0.5  # between two looks at the failure board
-MADV_POPULATE_WRITE = 23  # of Linux 5.14; no name in Python's mmap
-
-T = TypeVar("T")
+PEER_SECONDS = 0.01  # between two checks of the other processes
+STORE_SECONDS = 0.5  # between two checks of the failure store
+MADV_POPULATE_WRITE = 23  # of Linux 5.14; not in Python's mmap
 
 
 class SharedMemoryError(RuntimeError):
@@ -52,7 +50,7 @@ class SharedMemoryError(RuntimeError):
 
 
 def why_no_shared_memory(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return None after a page was really shared by all ranks, else the reason, equal on every rank. Collective."""
+    """Return `None` if the ranks could share a page, else the reason, equal on every rank. Collective."""
     if device.type != "cpu":
         return f"the parameters are on {device.type}"
     try:
@@ -68,12 +66,12 @@ class SharedMemoryTransport(Transport):
     name = "shared_memory"
 
     def __init__(
-        self, group: dist.ProcessGroup, *, failure_store: FailureStore, timeout_seconds: float, takes_all: bool = True
+        self, group: dist.ProcessGroup, *, failure_store: FailureStore, timeout_seconds: float, preallocate: bool = True
     ) -> None:
-        """Share nothing yet; with `takes_all` memory is taken when it is allocated, else by `reserve`."""
+        """Take memory in `allocate`, or with `preallocate=False` bucket by bucket in `reserve`."""
         self.group, self.failure_store, self.timeout_seconds = group, failure_store, timeout_seconds
-        self.takes_all = takes_all
-        self._extents: list[tuple[int, int]] = []  # of each bucket in the region, in bytes
+        self.preallocate = preallocate
+        self._extents: list[tuple[int, int]] = []  # (start, stop) of each bucket in the region, in bytes
         self.rank, self.world_size = group.rank(), group.size()
         self.peers: list[PeerMemory] = []
         self.buckets: list[SharedBucket] = []
@@ -87,7 +85,7 @@ class SharedMemoryTransport(Transport):
         for numel, dtype in sizes:
             start, end = end, end + _round_up(numel * dtype.itemsize, LINE_BYTES)
             self._extents.append((start, end))
-        regions = share_regions(self.group, end, takes_all=self.takes_all)
+        regions = share_regions(self.group, end, preallocate=self.preallocate)
         self.peers = [PeerMemory(rank, *shared) for rank, shared in enumerate(regions)]
         self.buckets = []
         for number, ((numel, dtype), (offset, _)) in enumerate(zip(sizes, self._extents, strict=True)):
@@ -96,10 +94,10 @@ class SharedMemoryTransport(Transport):
         return [bucket.flat for bucket in self.buckets]
 
     def reserve(self, bucket: int) -> None:
-        """Take the memory of this rank's part now: without any left this is an error, and later a SIGBUS."""
+        """Take the memory of this rank's bucket now: if none is left this is an error, but later a SIGBUS."""
         start, end = self._extents[bucket]
         start -= start % mmap.PAGESIZE
-        if self.takes_all or end == start:
+        if self.preallocate or end == start:
             return
         try:
             self.peers[self.rank].region.madvise(MADV_POPULATE_WRITE, start, end - start)
@@ -112,7 +110,7 @@ class SharedMemoryTransport(Transport):
         return SharedBucket(number, flats[self.rank], _shards(flats, self.rank))
 
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
-        """Let the others know that this rank's part is in, and add what is already complete."""
+        """Mark this rank's bucket as filled, and sum its shards of buckets that all ranks have filled."""
         shared = self.buckets[bucket]
         shared.round += 1
         self.raise_counter(2 * shared.number, shared.round)
@@ -121,33 +119,33 @@ class SharedMemoryTransport(Transport):
         return BucketWork(self, shared, where)
 
     def progress(self) -> None:
-        """Add this rank's shard of every bucket that all ranks have filled."""
+        """Sum this rank's shard of every bucket that all ranks have filled."""
         if self.under_way:
             self.under_way = [bucket for bucket in self.under_way if not self._sum_if_filled(bucket)]
 
     def summed_at(self, bucket: SharedBucket) -> float:
-        """Return when the last rank had summed its shard of a bucket that is done, in seconds of time.perf_counter."""
+        """Return when the last rank had summed its shard of a finished bucket, in seconds of time.perf_counter."""
         place = 2 * len(self.buckets) + bucket.number
         return max(peer.counters[place] for peer in self.peers) / 1e9
 
     def is_done(self, bucket: SharedBucket) -> bool:
-        """Whether every rank has summed its shard of the bucket's latest round."""
+        """Return True if every rank has summed its shard in the bucket's latest round."""
         counter = 2 * bucket.number + 1
         return all(peer.counters[counter] >= bucket.round for peer in self.peers)
 
     def fail(self, message: str) -> None:
-        """Leave the reason where ranks that wait here see it within milliseconds."""
+        """Leave the reason in shared memory, where waiting ranks read it within milliseconds."""
         if self.peers:
             self.peers[self.rank].write_message(message)
 
     def close(self) -> None:
-        """Let go of the memory; gradients that still point to it keep it alive."""
+        """Release the memory; gradients in it keep it alive."""
         for peer in self.peers:
             peer.close()
         self.peers, self.buckets, self.under_way = [], [], []
 
     def is_filled(self, bucket: SharedBucket) -> bool:
-        """Whether every rank has filled the bucket in its latest round."""
+        """Return True if every rank has filled the bucket in its latest round."""
         counter = 2 * bucket.number
         return all(peer.counters[counter] >= bucket.round for peer in self.peers)
 
@@ -159,18 +157,18 @@ class SharedMemoryTransport(Transport):
         return True
 
     def raise_summed(self, bucket: SharedBucket) -> None:
-        """Let the other ranks see that this rank's shard is done, and since when."""
+        """Publish that this rank's shard is summed, and the time."""
         self.peers[self.rank].counters[2 * len(self.buckets) + bucket.number] = time.perf_counter_ns()
         self.raise_counter(2 * bucket.number + 1, bucket.round)
 
     def raise_counter(self, counter: int, value: int) -> None:
-        """Let the other ranks see `value`, and all that was written before."""
+        """Publish `value`, and with it all earlier writes of this rank."""
         with self.fence:
             self.peers[self.rank].counters[counter] = value
 
 
 class SharedBucket:
-    """One bucket as every rank holds it, cut in chunks of this rank's shard."""
+    """One bucket on every rank, and the chunks of this rank's shard."""
 
     __slots__ = ("chunks", "flat", "number", "round")
 
@@ -189,7 +187,7 @@ class SharedBucket:
 
 
 class BucketWork:
-    """The reduction of one bucket; whoever waits for it helps with all of them."""
+    """The reduction of one bucket; a rank that waits for it makes progress on all of them."""
 
     __slots__ = ("bucket", "finished_at", "transport", "where")
 
@@ -198,13 +196,13 @@ class BucketWork:
         self.transport, self.bucket, self.where = transport, bucket, where
 
     def is_done(self) -> bool:
-        """Whether there is nothing to wait for any more."""
+        """Return True if there is nothing left to wait for."""
         return self.transport.is_done(self.bucket)
 
     def check_peers(self, *, waited: float) -> None:
-        """Raise if a rank has failed, has gone, or has been waited for too long; for one that waits in its own way."""
-        self._look_at_peers()
-        self._look_at_board(waited=waited)
+        """Raise RankError if a rank has failed, is gone, or has been waited for too long; `waited` in seconds."""
+        self._check_processes()
+        self._check_store(waited)
 
     def wait(self) -> None:
         """Return once every rank has summed its shard."""
@@ -215,48 +213,44 @@ class BucketWork:
                 break
             os.sched_yield()
         else:
-            self._wait_patiently()
+            self._sleep_until_done()
         self.finished_at = transport.summed_at(bucket)
 
-    def _wait_patiently(self) -> None:
+    def _sleep_until_done(self) -> None:
         transport = self.transport
         start = time.monotonic()
-        next_look, next_board, noted = start, start + BOARD_SECONDS, False
+        # The store is a network round trip, the state of a process a system call.
+        next_processes, next_store, noted = start, start + STORE_SECONDS, False
         while not transport.is_done(self.bucket):
             transport.progress()
             time.sleep(NAP_SECONDS)
             now = time.monotonic()
-            if now >= next_look:
-                next_look = now + LOOK_SECONDS
-                self._look_at_peers()
-            if now >= next_board:
-                next_board = now + BOARD_SECONDS
-                self._look_at_board(waited=now - start)
+            if now >= next_processes:
+                next_processes = now + PEER_SECONDS
+                self._check_processes()
+            if now >= next_store:
+                next_store = now + STORE_SECONDS
+                self._check_store(now - start)
                 noted = True
         if noted:
             transport.failure_store.note_waiting("")
 
-    def _look_at_peers(self) -> None:
+    def _check_processes(self) -> None:
         for peer in self.transport.peers:
             cause = peer.message()
             if not cause and peer.is_gone() and not self.transport.is_done(self.bucket):
-                time.sleep(BOARD_SECONDS)  # whoever watches that rank may know more
+                time.sleep(STORE_SECONDS)  # the process that started that rank may publish more
                 cause = self.transport.failure_store.root_cause() or f"rank {peer.rank} (pid {peer.pid}) is gone"
             if cause:
-                raise RankError(f"stopped while waiting in {self.where}, because {cause}")
+                raise stopped(self.where, cause)
 
-    def _look_at_board(self, *, waited: float) -> None:
-        failure_store = self.transport.failure_store
-        cause = failure_store.root_cause()
-        if cause is not None:
-            raise RankError(f"stopped while waiting in {self.where}, because {cause}")
-        failure_store.note_waiting(self.where)
-        if waited > self.transport.timeout_seconds:
-            raise timed_out(failure_store, where=self.where, seconds=waited)
+    def _check_store(self, waited: float) -> None:
+        transport = self.transport
+        transport.failure_store.check(where=self.where, waited=waited, timeout_seconds=transport.timeout_seconds)
 
 
 class PeerMemory:
-    """One rank's region of shared memory, with its counters, its last words and a handle on its life."""
+    """One rank's region of shared memory: its counters, its error message, and a handle on its process."""
 
     def __init__(self, rank: int, pid: int, region: mmap.mmap) -> None:
         self.rank, self.pid, self.region = rank, pid, region
@@ -289,7 +283,7 @@ class PeerMemory:
 
 @dataclass(frozen=True, slots=True)
 class SharedRegion:
-    """What a rank says of its region, so that the others can open it, or why it has none."""
+    """A rank's description of its region, with which the others open it, or the reason why it has none."""
 
     host: str = ""
     pid: int = 0
@@ -298,30 +292,30 @@ class SharedRegion:
     problem: str | None = None
 
 
-def share_regions(group: dist.ProcessGroup, num_bytes: int, *, takes_all: bool = True) -> list[tuple[int, mmap.mmap]]:
-    """Return (pid, memory) of every rank, each `num_bytes` of zeros but for a nonce at its start. Collective.
+def share_regions(group: dist.ProcessGroup, num_bytes: int, *, preallocate: bool = True) -> list[tuple[int, mmap.mmap]]:
+    """Return (pid, memory) of every rank, each `num_bytes` of zeros except for a nonce at its start. Collective.
 
-    With `takes_all` it is taken at once, else page by page where it is written. It has no name in any file system and
-    lives as long as its mappings, so nothing can be left behind.
-    Raises `SharedMemoryError` on every rank, with the first rank's reason, when one of them cannot.
+    With `preallocate` memory is taken at once, otherwise page by page when it is written. It has no name in any file
+    system and lives as long as its mappings, so a killed process leaves nothing behind.
+    Raises `SharedMemoryError` on every rank, with the first rank's reason, if one of them fails.
     """
     fd = -1
     try:
-        offer, fd = _make_offer(num_bytes, takes_all)
-        offers: list[SharedRegion] = _gather(group, offer)
-        _raise_first_problem([offer.problem for offer in offers])
-        regions, problem = _open_all(offers, num_bytes, takes_all)
-        # Also the barrier behind which every rank has mapped this one's memory, so the descriptor may go.
-        _raise_first_problem(_gather(group, problem))
+        own, fd = _make_region(num_bytes, preallocate)
+        regions = gather(own, group)
+        _raise_first_problem([region.problem for region in regions])
+        mappings, problem = _map_all(regions, num_bytes, preallocate)
+        # Also a barrier: every rank has mapped this one's memory before its descriptor is closed.
+        _raise_first_problem(gather(problem, group))
     finally:
         if fd >= 0:
             os.close(fd)
-    return [(offer.pid, region) for offer, region in zip(offers, regions, strict=True)]
+    return [(region.pid, mapping) for region, mapping in zip(regions, mappings, strict=True)]
 
 
-def _make_offer(num_bytes: int, takes_all: bool) -> tuple[SharedRegion, int]:
+def _make_region(num_bytes: int, preallocate: bool) -> tuple[SharedRegion, int]:
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return SharedRegion(problem=f"the order of stores is not known on {platform.machine()}"), -1
+        return SharedRegion(problem=f"the order of stores is unknown on {platform.machine()}"), -1
     if not hasattr(os, "memfd_create"):
         return SharedRegion(problem=f"{platform.system()} has no memfd_create"), -1
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -331,8 +325,8 @@ def _make_offer(num_bytes: int, takes_all: bool) -> tuple[SharedRegion, int]:
             host = file.read().strip()
         fd = os.memfd_create("trainkit-gradients", os.MFD_CLOEXEC)
         os.ftruncate(fd, num_bytes)
-        if takes_all:
-            os.posix_fallocate(fd, 0, num_bytes)  # now, with an error, rather than a SIGBUS later
+        if preallocate:
+            os.posix_fallocate(fd, 0, num_bytes)  # an error now rather than a SIGBUS later
         os.pwrite(fd, nonce, 0)
     except OSError as error:
         if fd >= 0:
@@ -341,31 +335,26 @@ def _make_offer(num_bytes: int, takes_all: bool) -> tuple[SharedRegion, int]:
     return SharedRegion(host, os.getpid(), fd, nonce), fd
 
 
-def _open_all(offers: list[SharedRegion], num_bytes: int, takes_all: bool) -> tuple[list[mmap.mmap], str | None]:
-    regions: list[mmap.mmap] = []
-    for rank, offer in enumerate(offers):
-        if offer.host != offers[0].host:
+def _map_all(regions: list[SharedRegion], num_bytes: int, preallocate: bool) -> tuple[list[mmap.mmap], str | None]:
+    """Return the memory of every rank, or [] and the reason why it cannot be mapped."""
+    mappings: list[mmap.mmap] = []
+    for rank, region in enumerate(regions):
+        if region.host != regions[0].host:
             return [], f"ranks 0 and {rank} are on different hosts"
         try:
-            fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(f"/proc/{region.pid}/fd/{region.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             return [], f"rank {rank}'s memory cannot be opened: {error}"
         try:
-            flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if takes_all else 0)
-            regions.append(mmap.mmap(fd, num_bytes, flags=flags))
+            flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if preallocate else 0)
+            mappings.append(mmap.mmap(fd, num_bytes, flags=flags))
         except (OSError, ValueError) as error:
             return [], f"rank {rank}'s memory cannot be mapped: {error}"
         finally:
             os.close(fd)
-        if regions[-1][:NONCE_BYTES] != offer.nonce:
+        if mappings[-1][:NONCE_BYTES] != region.nonce:  # the pid is another process in another container
             return [], f"rank {rank}'s memory is not the one that it offered (another container?)"
-    return regions, None
-
-
-def _gather(group: dist.ProcessGroup, value: T) -> list[T]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return mappings, None
 
 
 def _raise_first_problem(problems: list[str | None]) -> None:
@@ -385,7 +374,7 @@ def _tensor_in(region: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -
 
 
 def _shards(flats: list[Tensor], owner: int) -> list[list[Tensor]]:
-    """Return the chunks of the shard of `owner`: for each chunk its tensors in rank order."""
+    """Return the chunks of the owner's shard, each as its tensors in rank order."""
     numel = flats[0].numel()
     line = LINE_BYTES // flats[0].element_size()
     shard = _round_up(-(-numel // len(flats)), line)

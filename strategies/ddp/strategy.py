@@ -1,4 +1,4 @@
-"""The strategy `ddp`: one process a device, gradients summed by our own Reducer while backward runs."""
+"""DDPStrategy: one process per device, gradients summed in buckets while backward runs."""
 
 from __future__ import annotations
 
@@ -31,42 +31,43 @@ from .transport import CommunicationHook, TransportName
 
 logger = logging.getLogger(__name__)
 
-_UNUSED = ("auto", "error", "find")
-_TRANSPORTS = ("auto", "shared_memory", "group")
+_FIND_UNUSED = ("auto", "error", "graph")
+_TRANSPORTS = ("auto", "shared_memory", "process_group")
 _NO_CONTEXT = nullcontext()
 
 
 class DDPStrategy(PhaseTraining, MultiProcessStrategy):
-    """Every rank trains a copy of the task on its samples; gradients are added up in buckets during backward.
+    """Every rank trains a copy of the task on its samples; gradients are summed in buckets during backward.
 
-        rank 0   forward  backward  . . . . . . .  step        bucket 0 travels while the
+        rank 0   forward  backward  . . . . . . .  step        bucket 0 is reduced while the
         rank 1   forward  backward  . . . . . . .  step        gradients of bucket 1 are computed
         buckets             [0======] [1======]
 
     Args:
-        devices: Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU.
+        devices: Ranks to start on this machine; `auto`: one for each GPU, or two on the CPU.
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each rank.
-        micro_batch_size: Samples on one device at once, at most; `auto` halves it whenever it does not fit into memory.
-        bucket_mb: Size of a bucket in MiB; `None`: 25.
-        unused: Parameters without a gradient: `auto` handles them, `error` names them, `find` looks for them.
-        static_graph: Whether every step uses the same parameters equally often.
-        transport: How gradients travel: `auto`, `shared_memory` (ranks of one host) or `group` (gloo, nccl).
-        hook: How gradients are compressed: `none`, `fp16`, `bf16`, `power_sgd`, `local_sgd`; or a function
-            `hook(state, bucket)` such as PyTorch's own, or its import path.
-        hook_options: Settings of `power_sgd` (`rank`, `start_step`), of `local_sgd` (`start_step`, `period`), or of
-            what `hook_state` makes.
-        hook_state: What makes the state of a hook of your own, called with the process group and `hook_options`, or
-            its import path; `None`: the state is the process group.
-        overlap_optimizer: Whether the parameters of a bucket are updated as soon as it is reduced: on the CPU while
-            backward goes on, on CUDA after it.
-        broadcast_buffers: Whether buffers (batch-norm statistics) are those of rank 0 after every step.
-        timeline: Whether to record when each bucket was ready, started and done: every rank writes the last 200 steps
-            as timeline_rank_<k>.json, to be opened in ui.perfetto.dev; rank 0 logs a picture and what to change.
+        micro_batch_size: Most samples on one device at once; `auto`: halved on out-of-memory.
+        bucket_cap_mb: Size of a bucket in MiB; `None`: 25.
+        find_unused_parameters: Parameters without a gradient: `auto` (handled), `error` (named), `graph` (found before
+            backward, by a walk over the autograd graph).
+        static_graph: Every step uses the same parameters equally often.
+        transport: Sum of the buckets: `auto`, `shared_memory` (ranks of one host) or `process_group` (gloo, nccl).
+        comm_hook: Compression of gradients: `none`, `fp16`, `bf16`, `power_sgd`, `local_sgd`; or a function
+            `hook(state, bucket)`, such as PyTorch's, or its import path.
+        comm_hook_options: Settings of `power_sgd` (`rank`, `start_step`), of `local_sgd` (`start_step`, `period`), or
+            arguments of `comm_hook_state`.
+        comm_hook_state: Function that makes the state of a custom hook, called with the process group and
+            `comm_hook_options`, or its import path; `None`: the state is the process group.
+        optimizer_in_backward: Update the parameters of a bucket as soon as it is reduced: on the CPU during backward,
+            on CUDA after it.
+        broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
+        record_timeline: Record when each bucket was ready, started and done: every rank writes the last 200 steps to
+            timeline_rank_<k>.json, for ui.perfetto.dev; rank 0 logs a picture and advice.
         timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
-        launcher: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
-        process_group: The ranks that train together, where this process has joined others already; `None`: all ranks.
+        launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
+        process_group: The ranks that train together if this process is a rank already; `None`: all ranks.
 
     """
 
@@ -79,16 +80,16 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         device: str = "auto",
         accumulate: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
-        bucket_mb: float | None = None,
-        unused: Unused = "auto",
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: Unused = "auto",
         static_graph: bool = False,
         transport: TransportName = "auto",
-        hook: str | CommunicationHook = "none",
-        hook_options: Mapping[str, Any] | None = None,
-        hook_state: str | Callable[..., Any] | None = None,
-        overlap_optimizer: bool = False,
+        comm_hook: str | CommunicationHook = "none",
+        comm_hook_options: Mapping[str, Any] | None = None,
+        comm_hook_state: str | Callable[..., Any] | None = None,
+        optimizer_in_backward: bool = False,
         broadcast_buffers: bool = True,
-        timeline: bool = False,
+        record_timeline: bool = False,
         timeout_seconds: float = 1800.0,
         backend: str = "auto",
         launcher: str = "local",
@@ -107,42 +108,42 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             micro_batch_size=micro_batch_size,
             broadcast_buffers=broadcast_buffers,
         )
-        if bucket_mb is not None and not bucket_mb > 0:
-            raise UserError(f"bucket_mb must be above 0 MiB, got {bucket_mb}.")
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise UserError(f"bucket_cap_mb must be above 0 MiB, got {bucket_cap_mb}.")
         for name, value, valid in (
-            ("unused", unused, _UNUSED),
+            ("find_unused_parameters", find_unused_parameters, _FIND_UNUSED),
             ("transport", transport, _TRANSPORTS),
         ):
             if value not in valid:
                 raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
         self.settings = ReducerSettings(
             average=False,
-            bucket_mb=bucket_mb,
-            unused=unused,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             transport=transport,
             timeout_seconds=self.ranks.timeout_seconds,
         )
-        self.hook = make_comm_hook(hook, state=hook_state, options=hook_options)
-        self.overlap_optimizer = overlap_optimizer
-        if self._is_auto and (self.hook is not None or overlap_optimizer):
+        self.comm_hook = make_comm_hook(comm_hook, state=comm_hook_state, options=comm_hook_options)
+        self.optimizer_in_backward = optimizer_in_backward
+        if self._is_auto and (self.comm_hook is not None or optimizer_in_backward):
             raise UserError(
-                "micro_batch_size=auto gives up a step where a rank runs out of memory, which does not go with "
-                "overlap_optimizer=true nor with a hook; give strategy.micro_batch_size as a number."
+                "micro_batch_size=auto repeats a step that runs out of memory, which is not possible with "
+                "optimizer_in_backward=true or a comm_hook; set strategy.micro_batch_size to a number."
             )
-        self.record_timeline = timeline
+        self.record_timeline = record_timeline
         self.timeline: Timeline | None = None
         self._overlap_meter: OverlapMeter | None = None
         self.reducer: Reducer | None = None
-        self._period: PeriodicAveraging | None = None
+        self._averaging: PeriodicAveraging | None = None
         self._trains_all = False  # the optimizer has exactly the reduced parameters
-        self._overlapped: BucketwiseOptimizer | None = None
+        self._bucketwise: BucketwiseOptimizer | None = None
         self._reducers: dict[str, Reducer] = {}  # by phase
 
     # ---- Before and after training
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
-        """Listen to the gradients of all trained parameters, or of those of a phase; collective."""
+        """Make the Reducer of all trained parameters, or of those of a phase; collective."""
         named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
         if phase_optimizer.phase:
             own = {id(p) for p in phase_optimizer.parameters}
@@ -152,45 +153,45 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         )
         self._reducers[phase_optimizer.phase] = self.reducer
         self._trains_all = {id(p) for p in phase_optimizer.parameters} == {id(p) for _, p in named}
-        if self.hook is not None:
-            state = self.hook.state(self.comm.group)
-            self.reducer.register_hook(state, self.hook.hook)
-            self._period = state if isinstance(state, PeriodicAveraging) else None
-        if phase_optimizer.phase and (self._period is not None or self.overlap_optimizer):
+        if self.comm_hook is not None:
+            state = self.comm_hook.state(self.comm.group)
+            self.reducer.register_hook(state, self.comm_hook.hook)
+            self._averaging = state if isinstance(state, PeriodicAveraging) else None
+        if phase_optimizer.phase and (self._averaging is not None or self.optimizer_in_backward):
             raise UserError(
-                "overlap_optimizer=true and hook=local_sgd need a single optimizer, and this task has phases. Set "
-                "strategy.overlap_optimizer=false strategy.hook=none."
+                "optimizer_in_backward=true and comm_hook=local_sgd need a single optimizer, and this task has phases. "
+                "Set strategy.optimizer_in_backward=false strategy.comm_hook=none."
             )
-        if self.overlap_optimizer:
-            self._overlap(phase_optimizer)
+        if self.optimizer_in_backward:
+            self._step_in_backward(phase_optimizer)
         if self.record_timeline:
             self.timeline = self.timeline or self._new_timeline()
             self.reducer.after_step = self.timeline.record
 
-    def _overlap(self, phase_optimizer: PhaseOptimizer) -> None:
+    def _step_in_backward(self, phase_optimizer: PhaseOptimizer) -> None:
         assert self.reducer is not None
         if phase_optimizer.clip.limits or phase_optimizer.skip_nonfinite or self.precision.scaler:
             raise UserError(
-                "overlap_optimizer=true updates parameters before all gradients are known, but max_grad_norm, "
+                "optimizer_in_backward=true updates parameters before all gradients are known, but max_grad_norm, "
                 "max_grad_value, on_nonfinite=skip and fp16-mixed need all of them. Set "
-                "strategy.overlap_optimizer=false, or leave those out."
+                "strategy.optimizer_in_backward=false, or omit those."
             )
-        self._overlapped = BucketwiseOptimizer(phase_optimizer.optimizer)
-        self.reducer.after_bucket = self._overlapped.step
+        self._bucketwise = BucketwiseOptimizer(phase_optimizer.optimizer)
+        self.reducer.after_bucket = self._bucketwise.step
 
     def publish_failure(self, why: str) -> None:
-        """Let the other ranks know that this one stops."""
+        """Publish to the other ranks why this one stops."""
         if self.reducer is None:
             super().publish_failure(why)
         elif self.comm.world_size > 1:
-            self.reducer.fail(why)
+            self.reducer.publish_failure(why)
 
     def teardown(self) -> None:
-        """Stop listening to gradients and leave the group; may be called twice."""
+        """Remove the hooks on parameters and leave the group; may be called twice."""
         if self.timeline is not None:
             self._close_timeline(self.timeline)
         self.timeline = None
-        super().teardown()  # tells the others if this rank is failing, through the reducer
+        super().teardown()  # publishes a failure of this rank, through the Reducer
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers, self.reducer = {}, None
@@ -199,87 +200,88 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         return Timeline(rank=self.comm.rank)
 
     def _close_timeline(self, timeline: Timeline) -> None:
-        """Write the trace, and on rank 0 say what it shows."""
+        """Write the trace; on rank 0 also write the figure and log the summary."""
         if self.log_dir is not None:
             timeline.write(Path(self.log_dir) / f"timeline_rank_{self.comm.rank}.json")
         if self.comm.is_main:
-            drawn = timeline.drawn(strategy=type(self).__name__)
-            if drawn is not None and self.log_dir is not None:
-                drawn.write(Path(self.log_dir))
+            figure = timeline.figure(strategy=type(self).__name__)
+            if figure is not None and self.log_dir is not None:
+                figure.write(Path(self.log_dir))
             for line in timeline.summary():
                 logger.info("%s", line)
 
     # ---- A step
 
     def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
-        """Let the next `forward_backward` train a phase's parameters alone, by the task's method `step_name`."""
+        """Train only the phase's parameters in the next `forward_backward`, by the task's method `step_name`."""
         super().begin_phase(phase_optimizer, step_name=step_name)
         self.reducer = self._reducers[phase_optimizer.phase]
 
     @property
     def bytes_a_step(self) -> int | None:
-        """Bytes of gradients that this rank sends (in shared memory: reads and writes) in a step; not with a hook."""
+        """Bytes of gradients that this rank sends (in shared memory: reads and writes) a step; `None` with a hook."""
         whole = sum(parameter.nbytes for parameter in self._all_trained)
-        return None if self.hook is not None else ring_bytes(whole, self.comm.world_size)
+        return None if self.comm_hook is not None else ring_bytes(whole, self.comm.world_size)
 
     @property
     def waited_seconds(self) -> float | None:
-        """Seconds after backward in which this rank has waited for buckets; a CUDA device may wait unseen."""
+        """Seconds that this rank has waited for buckets after backward; without the waits of a CUDA device."""
         reducers = self._reducers.values()  # one for each phase
         return sum(reducer.waited_seconds for reducer in reducers) if reducers else None
 
     def start_overlap_profile(self) -> None:
-        """Measure from now on what of the reductions backward hides."""
+        """Start to measure how much of the reductions backward hides."""
         if self._reducers and self.comm.world_size > 1:
             self._overlap_meter = OverlapMeter(self._reducers.values(), self._new_timeline())
 
     def stop_overlap_profile(self, steps: int) -> Overlap | None:
-        """Stop measuring, and return what was found; `None` on a CUDA device."""
+        """Stop measuring and return the overlap; `None` on a CUDA device."""
         meter, self._overlap_meter = self._overlap_meter, None
         if meter is None:
             return NO_COMMUNICATION if self.comm.num_processes == 1 else None
         return meter.close(steps)
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context in which gradients are accumulated in their buckets, and not reduced."""
+        """Return a context in which gradients are accumulated in their buckets and not reduced."""
         return _NO_CONTEXT if self.reducer is None else self.reducer.session(sync=False)
 
     def _synced(self) -> AbstractContextManager[Any]:
         return _NO_CONTEXT if self.reducer is None else self.reducer.session(sync=True)
 
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
-        """Add this micro-batch's part to the gradients and free its graph."""
+        """Add the gradients of this micro-batch and free its graph."""
         reducer = self.reducer
-        if reducer is not None and reducer.is_open and self.settings.unused == "find" and output.loss is not None:
+        finds_unused = self.settings.find_unused_parameters == "graph"
+        if finds_unused and reducer is not None and reducer.is_open and output.loss is not None:
             reducer.mark_unused(unreached_parameters([output.loss], reducer.parameters))
         if self.timeline is not None:
             self.timeline.mark_backward()
         super()._backward(output, micro_batch, batch)
 
     def _reduce_zeros(self) -> None:
-        """Take part in the reduction of the ranks that have samples, without any; collective."""
+        """Take part in the reduction of the ranks that have samples, with zeros; collective."""
         assert self.reducer is not None
         self.reducer.reduce_zeros()
 
     def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: StepBatch) -> None:
-        """Divide by the sum of weights over all ranks where the task gave weights of its own; collective."""
+        """Divide by the sum of weights over all ranks if the task returned weights; collective."""
         super()._normalize_gradients(outputs, batch)
-        if self._weighted and self._overlapped is not None:
+        if self._weighted and self._bucketwise is not None:
             raise UserError(
-                "overlap_optimizer=true updates parameters before the sum of the weights that training_step returned "
-                "is known. Set strategy.overlap_optimizer=false."
+                "optimizer_in_backward=true updates parameters before the sum of the weights that training_step "
+                "returned is known. Set strategy.optimizer_in_backward=false."
             )
 
     def optimizer_step(self, phase_optimizer: PhaseOptimizer) -> Tensor | None:
-        """Unscale, clip, update, and drop the gradients; return their global norm where it was needed; collective."""
+        """Unscale, clip, update, and clear the gradients; return their global norm if it was needed; collective."""
         norm = None
-        if self._overlapped is not None:  # every bucket was stepped as soon as it was reduced
+        if self._bucketwise is not None:  # every bucket was updated as soon as it was reduced
             norm = None if phase_optimizer.clip.norm is None else self._grad_norm(phase_optimizer)
             phase_optimizer.zero_grad()
         else:
             norm = Strategy.optimizer_step(self, phase_optimizer)
-        if self._period is not None:
-            self._period.after_step(phase_optimizer.parameters)
+        if self._averaging is not None:
+            self._averaging.after_step(phase_optimizer.parameters)
         return norm
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:

@@ -16,10 +16,10 @@ from trainkit.profiling.timeline import Timeline as DrawnTimeline
 if TYPE_CHECKING:
     from .reducer import Reducer
 
-MAX_STEPS = 200  # kept
-SMALL_SECONDS = 0.0003  # a reduction this short costs more to start than to do
-WORTH_ADVICE = 0.03  # of a step; communication that costs less is left alone
-MOST_TRACKS = 60  # buckets in the picture
+MAX_STEPS = 200  # recorded
+MAX_TRACKS = 60  # buckets in the figure
+SMALL_SECONDS = 0.0003  # a shorter reduction costs more to start than to run
+MIN_ADVICE_FRACTION = 0.03  # of a step; exposed communication below it gets no advice
 MIB = 1024 * 1024
 
 
@@ -43,21 +43,21 @@ class StepTimes:
     end: float
     buckets: tuple[BucketTimes, ...]
     forward_end: float | None = None
-    """When backward began, where that is known: by default everything counts as backward."""
+    """Start of backward; `None`: not known, everything counts as backward."""
 
     @property
     def backward_begin(self) -> float:
-        """When backward began."""
+        """Start of backward."""
         return self.begin if self.forward_end is None else self.forward_end
 
     @property
     def communication(self) -> float:
-        """Seconds in which some bucket was under way."""
+        """Seconds in which any bucket was under way."""
         return covered_seconds(self._spans())
 
     @property
     def hidden(self) -> float:
-        """Seconds of communication during which backward went on."""
+        """Seconds of communication during backward."""
         return covered_seconds([(start, min(end, self.backward_end)) for start, end in self._spans()])
 
     def _spans(self) -> list[tuple[float, float]]:
@@ -65,32 +65,37 @@ class StepTimes:
 
 
 class Timeline:
-    """Keeps the times of the last steps of one rank.
+    """Records the times of the last steps of one rank.
 
     Args:
-        rank: Whose times they are.
-        word: What a strategy calls its buckets, in the picture and in its keys.
-        compressed: What to type for fewer bytes.
+        rank: This rank.
+        word: Name of a bucket in the picture.
+        size_key: Config key of the size of a bucket in MiB.
+        compressed: Setting that reduces the bytes, for the advice.
 
     """
 
-    def __init__(self, *, rank: int, word: str = "bucket", compressed: str = "strategy.hook=bf16") -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        word: str = "bucket",
+        size_key: str = "strategy.bucket_cap_mb",
+        compressed: str = "strategy.comm_hook=bf16",
+    ) -> None:
         self.rank = rank
-        self.word = word
+        self.word, self.size_key = word, size_key
         self.compressed = compressed
         self.steps: list[StepTimes] = []
         self._backward_began = 0.0
 
     def mark_backward(self) -> None:
-        """Note that a forward has ended and its backward begins."""
+        """Record the end of a forward and the start of its backward."""
         self._backward_began = time.perf_counter()
 
     def record(self, reducer: Reducer) -> None:
-        """Keep the step that the Reducer has just finished."""
-        buckets = tuple(
-            BucketTimes(b.ready_at, b.launched_at, b.finished_at, b.layout.numel * reducer.element_size(b))
-            for b in reducer.buckets
-        )
+        """Record the step that the Reducer has just finished."""
+        buckets = tuple(BucketTimes(b.ready_at, b.launched_at, b.finished_at, b.num_bytes) for b in reducer.buckets)
         marked = reducer.began_at < self._backward_began < reducer.backward_ended_at
         times = StepTimes(
             reducer.step - 1,
@@ -106,31 +111,31 @@ class Timeline:
 
     @property
     def hidden_share(self) -> float:
-        """Share of communication that ran behind backward, over all steps kept; 1.0 without communication."""
-        steps = self._steady()
+        """Fraction of communication that ran behind backward, over all recorded steps; 1.0 without communication."""
+        steps = self.steady_steps()
         total = sum(step.communication for step in steps)
         return sum(step.hidden for step in steps) / total if total else 1.0
 
     def advice(self) -> list[str]:
-        """Return what could be changed, in sentences; nothing if all is well."""
-        steps = self._steady()
+        """Return sentences that name settings to change; empty if none would help."""
+        steps = self.steady_steps()
         if not steps:
             return []
         last, advice = steps[-1], []
         sizes = [bucket.num_bytes for bucket in last.buckets]
         exposed = 1.0 - self.hidden_share
         waited = sum(step.communication - step.hidden for step in steps)
-        matters = waited > WORTH_ADVICE * sum(step.end - step.begin for step in steps)
+        matters = waited > MIN_ADVICE_FRACTION * sum(step.end - step.begin for step in steps)
         short = [b for b in last.buckets if b.finished - b.launched < SMALL_SECONDS]
         if len(sizes) == 1 and exposed > 0.5 and matters:
             advice.append(
                 f"All gradients are in one {self.word}, which can only start at the end of backward. "
-                f"Try strategy.{self.word}_mb={max(sizes[0] / MIB / 4, 0.1):.1f}."
+                f"Try {self.size_key}={max(sizes[0] / MIB / 4, 0.1):.1f}."
             )
         elif len(short) > 8 and len(short) > len(sizes) / 2:
             advice.append(
                 f"{len(short)} of {len(sizes)} {self.word}s take less than 0.3 ms each. "
-                f"Try strategy.{self.word}_mb={4 * sum(sizes) / len(sizes) / MIB:.1f}."
+                f"Try {self.size_key}={4 * sum(sizes) / len(sizes) / MIB:.1f}."
             )
         elif exposed > 0.5 and matters and last.communication > _backward(last):
             advice.append(
@@ -141,26 +146,26 @@ class Timeline:
         if blocked:
             advice.append(
                 f"{self.word.capitalize()} {blocked[0]} was ready long before it was started: an earlier one waited "
-                "for parameters that get no gradient in most steps. Try strategy.unused=find."
+                "for parameters that get no gradient in most steps. Try strategy.find_unused_parameters=graph."
             )
         return advice
 
     def summary(self) -> list[str]:
-        """Return the hidden share, a picture of the last step and the advice, to be logged; nothing without steps."""
-        steps = self._steady()
+        """Return the hidden share, a picture of the last step, and the advice, to be logged; empty without steps."""
+        steps = self.steady_steps()
         if not steps:
             return []
         milliseconds = 1e3 * sum(step.communication for step in steps) / len(steps)
-        share = f"{self.hidden_share:.0%} of communication ({milliseconds:.1f} ms a step) ran behind backward"
-        return [f"{share}; one step:\n{self.draw()}", *self.advice()]
+        hidden = f"{self.hidden_share:.0%} of communication ({milliseconds:.1f} ms a step) ran behind backward"
+        return [f"{hidden}; one step:\n{self.draw()}", *self.advice()]
 
-    def drawn(self, *, strategy: str) -> DrawnTimeline | None:
+    def figure(self, *, strategy: str) -> DrawnTimeline | None:
         """Return the step of median length for the report; `None` without steps."""
-        steps = self._steady()
+        steps = self.steady_steps()
         if not steps:
             return None
         step = sorted(steps, key=lambda one: one.end - one.begin)[len(steps) // 2]
-        shown = step.buckets[:MOST_TRACKS]
+        shown = step.buckets[:MAX_TRACKS]
         tracks = [Track("compute", _compute_spans(step))]
         tracks += [Track(f"{self.word} {number}", _bucket_spans(bucket)) for number, bucket in enumerate(shown)]
         return DrawnTimeline(
@@ -219,8 +224,8 @@ class Timeline:
             lines.append(f"{self.word} {number:<3}{bar}")
         return "\n".join(lines)
 
-    def _steady(self) -> list[StepTimes]:
-        """Return the steps but the first, which is reduced at its end only."""
+    def steady_steps(self) -> list[StepTimes]:
+        """Return the steps without the first, which is reduced at its end only."""
         return [step for step in self.steps if step.step > 0]
 
     def _event(self, name: str, row: str, start: float, end: float) -> dict[str, Any]:
@@ -229,28 +234,25 @@ class Timeline:
 
 
 class OverlapMeter:
-    """Measures how much of the reductions backward hides, until it is closed; other listeners of the Reducers stay.
+    """Measures how much of the reductions backward hides, until it is closed; `after_step` hooks stay in place.
 
     Args:
         reducers: One for each phase of a task.
-        timeline: An empty one, for the steps that are measured.
+        timeline: An empty timeline for the measured steps.
 
     """
 
     def __init__(self, reducers: Collection[Reducer], timeline: Timeline) -> None:
         self._timeline = timeline
         self._before = [(reducer, reducer.after_step) for reducer in reducers]
-        for reducer, listener in self._before:
-            reducer.after_step = timeline.record if listener is None else partial(_both, listener, timeline.record)
+        for reducer, hook in self._before:
+            reducer.after_step = timeline.record if hook is None else partial(_call_both, hook, timeline.record)
 
     def close(self, steps: int) -> Overlap | None:
-        """Stop listening and return the means over `steps`; `None` if nothing is known.
-
-        Work on a CUDA device is not seen by the clock of the CPU.
-        """
-        for reducer, listener in self._before:
-            reducer.after_step = listener
-        measured = [step for step in self._timeline.steps if step.step > 0]  # the first step reduces at its end only
+        """Stop measuring and return the means over `steps`; `None` without measured steps, or on a CUDA device."""
+        for reducer, hook in self._before:
+            reducer.after_step = hook
+        measured = self._timeline.steady_steps()
         if not steps or not measured or self._before[0][0].device.type != "cpu":
             return None
         communication = sum(step.communication for step in measured) / steps
@@ -289,6 +291,6 @@ def _figures(steps: list[StepTimes], hidden_share: float, *, word: str) -> list[
     ]
 
 
-def _both(first: Callable[[Reducer], None], second: Callable[[Reducer], None], reducer: Reducer) -> None:
+def _call_both(first: Callable[[Reducer], None], second: Callable[[Reducer], None], reducer: Reducer) -> None:
     first(reducer)
     second(reducer)

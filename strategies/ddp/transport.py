@@ -1,41 +1,39 @@
-"""The way in which flat buckets are summed over the ranks: the interface, and the choice of one."""
+"""Transport: sums flat buckets over the ranks; its interface, the process group's, and pending hooks."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.distributed.failure_store import FailureStore, RankError, timed_out
+from trainkit.distributed.failure_store import FailureStore, stopped
 
-if TYPE_CHECKING:
-    from trainkit.distributed.failure_store import FailureStore
+TransportName = Literal["auto", "process_group", "shared_memory"]
+HookFuture = torch.futures.Future[Tensor]
+HookSteps = Generator[Any, Any, Tensor]
+CommunicationHook = Callable[[Any, Any], HookFuture | HookSteps]
 
-
-TransportName = Literal["auto", "group", "shared_memory"]
-
-logger = logging.getLogger(__name__)
+SLICE_SECONDS = 0.5  # of a wait, between two checks of the failure store
 
 
 class Work(Protocol):
     """A sum over the ranks that is under way."""
 
     finished_at: float | None
-    """When it was done, in seconds of time.perf_counter, where that is known; else None."""
+    """End in seconds of time.perf_counter; `None` if it is not known."""
 
     def is_done(self) -> bool:
-        """Whether there is nothing to wait for any more."""
+        """Return True if there is nothing left to wait for."""
 
     def wait(self) -> object:
-        """Return once the tensor holds the sum over all ranks; raise when a rank failed or did not come in time."""
+        """Return once the tensor holds the sum over all ranks; raise RankError if a rank failed or timed out."""
 
 
 class Transport(ABC):
@@ -45,36 +43,33 @@ class Transport(ABC):
 
     @abstractmethod
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Return a flat tensor of any content for each (elements, dtype); earlier ones stay readable. Collective."""
+        """Return a flat tensor for each (elements, dtype), not initialized; earlier ones stay readable. Collective."""
 
     def reserve(self, bucket: int) -> None:
-        """Take the memory of a bucket, which is about to be filled for the first time, where it is not taken yet."""
+        """Take the memory of a bucket that is about to be filled for the first time."""
 
     @abstractmethod
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
-        """Start to sum the allocated tensor number `bucket`; `where` names the place in messages.
+        """Start to sum the allocated tensor number `bucket`; `where` names the place in errors.
 
-        With `timed` the reduction notes when it is done, also if nobody waits for it then.
+        With `timed` the work notes its end even if nobody is waiting for it then.
         """
 
     def progress(self) -> None:
-        """Do what can be done now for the reductions under way, without waiting."""
+        """Advance the sums under way as far as possible without waiting."""
 
     def fail(self, message: str) -> None:
-        """Let ranks that wait in this transport know at once why this one stops."""
+        """Report to ranks that wait in this transport why this rank stops."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the transport holds; may be called twice."""
-
-
-SLICE = timedelta(seconds=0.5)  # between two looks at the board
+        """Release the transport's resources; may be called twice."""
 
 
 class ProcessGroupTransport(Transport):
     """One asynchronous all_reduce for each bucket."""
 
-    name = "group"
+    name = "process_group"
 
     def __init__(
         self, group: dist.ProcessGroup, *, failure_store: FailureStore, device: torch.device, timeout_seconds: float
@@ -85,37 +80,32 @@ class ProcessGroupTransport(Transport):
         self.flats: list[Tensor] = []
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Return one flat tensor for each (elements, dtype).
-
-        Nothing is written yet: memory is taken as gradients move in, while those that have moved let go of theirs.
-        """
+        # Pages are taken as gradients move in, while moved ones free their own: there are never two full sets.
         self.flats = [torch.empty(numel, dtype=dtype, device=self.device) for numel, dtype in sizes]
         return self.flats
 
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
-        """Start to sum the allocated tensor number `bucket`."""
         return self.start_tensor(self.flats[bucket], where=where, timed=timed)
 
     def start_tensor(self, tensor: Tensor, *, where: str, timed: bool = False) -> Work:
-        """Start to sum any tensor, a sparse one included."""
+        """Start to sum any tensor, sparse ones included."""
         if self.group.size() == 1:
-            return _Done()
+            return _CompletedWork()
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         if self.on_stream:
             return StreamWork(work)
-        patient = WatchedWork(work, where=where, failure_store=self.failure_store, timeout_seconds=self.timeout_seconds)
+        watched = WatchedWork(work, where=where, failure_store=self.failure_store, timeout_seconds=self.timeout_seconds)
         if timed:
-            work.get_future().add_done_callback(patient.note_time)
-        return patient
+            work.get_future().add_done_callback(watched.note_time)
+        return watched
 
     def close(self) -> None:
-        """Release the tensors; may be called twice."""
         self.flats = []
 
 
 class WatchedWork:
-    """A collective's work whose wait looks at the failure board, so that no rank waits for one that has failed."""
+    """A collective's work whose wait checks the failure store, so that no rank waits for one that has failed."""
 
     def __init__(self, work: dist.Work, *, where: str, failure_store: FailureStore, timeout_seconds: float) -> None:
         self.work, self.where, self.failure_store, self.timeout_seconds = work, where, failure_store, timeout_seconds
@@ -126,40 +116,38 @@ class WatchedWork:
         self.finished_at = time.perf_counter()
 
     def is_done(self) -> bool:
-        """Whether the collective has ended, well or not."""
+        """Return True if the collective has ended, successfully or not."""
         return self.work.is_completed()
 
     def wait(self) -> None:
-        """Return once the collective is done; raise with the root cause when a rank failed or did not come."""
+        """Return once the collective is done; raise RankError with the root cause if a rank failed or timed out."""
         start, slices = time.monotonic(), 0
         while True:
             try:
-                self.work.wait(SLICE)
+                self.work.wait(timedelta(seconds=SLICE_SECONDS))
             except RuntimeError as error:
                 slices += 1
-                self._look_around(error, waited=time.monotonic() - start, slices=slices)
+                self._check(error, waited=time.monotonic() - start, slices=slices)
             else:
                 if slices > 1:
                     self.failure_store.note_waiting("")
                 return
 
-    def _look_around(self, error: RuntimeError, *, waited: float, slices: int) -> None:
+    def _check(self, error: RuntimeError, *, waited: float, slices: int) -> None:
         cause = self.failure_store.root_cause()
         if cause is not None:
-            raise RankError(f"stopped while waiting in {self.where}, because {cause}") from None
+            raise stopped(self.where, cause) from None
         if self.work.is_completed():  # the connection broke, or the collective ended just after the slice did
             try:
-                self.work.wait(SLICE)
+                self.work.wait(timedelta(seconds=SLICE_SECONDS))
                 return
             except RuntimeError as broken:
                 error = broken
-            time.sleep(SLICE.total_seconds())  # a peer that is just failing gets the time to say why
+            time.sleep(SLICE_SECONDS)  # a peer that is just failing gets the time to publish why
             cause = self.failure_store.root_cause() or f"a rank is gone ({str(error).splitlines()[0]})"
-            raise RankError(f"stopped while waiting in {self.where}, because {cause}") from None
+            raise stopped(self.where, cause) from None
         if slices > 1:
-            self.failure_store.note_waiting(self.where)
-        if waited > self.timeout_seconds:
-            raise timed_out(self.failure_store, where=self.where, seconds=waited) from None
+            self.failure_store.check(where=self.where, waited=waited, timeout_seconds=self.timeout_seconds)
 
 
 class StreamWork:
@@ -170,38 +158,32 @@ class StreamWork:
         self.finished_at: float | None = None
 
     def is_done(self) -> bool:
-        """Whether the device has done the collective."""
+        """Return True if the device has done the collective."""
         return self.work.is_completed()
 
     def wait(self) -> None:
-        """Let later kernels of the current stream run after the collective."""
+        """Order later kernels of the current stream after the collective."""
         self.work.wait()
 
 
-class _Done:
+class _CompletedWork:
+    """The sum of a single rank."""
+
     finished_at: float | None = None
 
     def is_done(self) -> bool:
-        """Return true."""
         return True
 
     def wait(self) -> None:
-        """Return at once: a single rank's sum is its own."""
-
-
-HookFuture = torch.futures.Future[Tensor]
-HookSteps = Generator[Any, Any, Tensor]
-CommunicationHook = Callable[[Any, Any], HookFuture | HookSteps]
-
-SLICE_SECONDS = 0.5
+        pass
 
 
 class PendingHook:
-    """A hook that returned a future, or one that is a generator and yields what it waits for.
+    """A communication hook that returned a future, or a generator that yields works and futures.
 
-    A generator yields works or futures and returns the reduced tensor. It goes on only when the Reducer says so,
-    in the order of buckets: so a hook may use several collectives in a row, which callbacks on futures may not,
-    since they run on the backend's threads in an order that differs between ranks.
+    A generator goes on only when the Reducer advances it, in the order of buckets, and returns the reduced tensor. So
+    it may use several collectives in a row. Callbacks on futures may not: they run on the backend's threads, in an
+    order that differs between ranks.
     """
 
     def __init__(self, returned: Any, *, where: str, failure_store: FailureStore, timeout_seconds: float) -> None:
@@ -212,7 +194,7 @@ class PendingHook:
         if isinstance(returned, Generator):
             self.steps = returned
             self._step(None)
-        elif isinstance(returned, torch._C.Future):  # what works give is not yet a torch.futures.Future
+        elif isinstance(returned, torch._C.Future):  # the futures of works are not torch.futures.Future
             self.waiting = returned
         else:
             raise RuntimeError(
@@ -221,7 +203,7 @@ class PendingHook:
             )
 
     def advance(self) -> bool:
-        """Wait for what the hook waits for and let it go on; return whether it has ended."""
+        """Wait for what the hook waits for, and resume it; return True if it has ended."""
         if self.result is not None:
             return True
         if self.steps is None:
@@ -242,27 +224,22 @@ class PendingHook:
         if isinstance(waiting, list | tuple):
             return [self._wait(item) for item in waiting]
         if not isinstance(waiting, dist.Work):
-            self._wait_patiently(waiting)
-            return waiting.wait()
-        if not waiting.is_completed():
-            self._wait_patiently(waiting.get_future())
+            self._wait_for_future(waiting)
+        elif not waiting.is_completed():
+            self._wait_for_future(waiting.get_future())
         return waiting.wait()
 
-    def _wait_patiently(self, future: Any) -> None:
+    def _wait_for_future(self, future: Any) -> None:
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         start = time.monotonic()
         while not done.wait(SLICE_SECONDS):
-            cause = self.failure_store.root_cause()
-            if cause is not None:
-                raise RankError(f"stopped while waiting in {self.where}, because {cause}")
-            self.failure_store.note_waiting(self.where)
-            if time.monotonic() - start > self.timeout_seconds:
-                raise timed_out(self.failure_store, where=self.where, seconds=self.timeout_seconds)
+            waited = time.monotonic() - start
+            self.failure_store.check(where=self.where, waited=waited, timeout_seconds=self.timeout_seconds)
 
 
 def _as_tensor(value: Any) -> Tensor:
-    """Return the tensor that a hook means: some futures hold a list of one."""
+    """Return the tensor of a hook's result; some futures hold a list of one."""
     while isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What a rank adds for parameters that get no gradient in a backward, so that their buckets can go."""
+"""Parameters without a gradient: zeros in their place, and what the first backward shows of the use of each."""
 
 from __future__ import annotations
 
@@ -14,49 +14,51 @@ from .bucket_plan import DEFAULT_CAP_BYTES, MIB, BucketPlan, GradientSpec, plan_
 
 
 class BucketFiller:
-    """Puts the gradients of one rank into its buckets."""
+    """Puts the gradients of one rank into its buckets, multiplied by `scale`."""
 
     def __init__(self, *, scale: float, as_view: bool) -> None:
-        self.scale = scale  # by which each gradient is multiplied on its way
+        self.scale = scale
         self.as_view = as_view
 
-    def fill(self, slot: GradientEntry) -> None:
-        """Leave the parameter's gradient in its bucket, scaled; where there is none, add nothing."""
-        gradient, view = slot.parameter.grad, slot.view
+    def fill(self, entry: GradientEntry) -> None:
+        """Leave the parameter's gradient in its bucket, scaled; zeros if it has none."""
+        gradient, view = entry.parameter.grad, entry.view
         if gradient is None:  # its hook fired with an undefined gradient
-            assert slot.bucket is not None
-            self.add_zeros(slot, slot.bucket, kept=None)
+            assert entry.bucket is not None
+            self.add_zeros(entry, entry.bucket)
             return
         gradient = gradient.detach()
         with torch.no_grad():
             if view is None:
-                slot.sparse_dim = gradient.sparse_dim()
+                entry.sparse_dim = gradient.sparse_dim()
                 if self.scale != 1.0:
-                    slot.parameter.grad = gradient * self.scale
+                    entry.parameter.grad = gradient * self.scale
                 return
             torch.mul(gradient, self.scale, out=view) if self.scale != 1.0 else view.copy_(gradient)
         if self.as_view:
-            slot.parameter.grad = view
+            entry.parameter.grad = view
 
-    def move(self, slot: GradientEntry) -> None:
-        """Let a gradient that was only added up lie in its bucket, unscaled."""
-        gradient, view = slot.parameter.grad, slot.view
+    def move_into_bucket(self, entry: GradientEntry) -> None:
+        """Make a gradient that is only accumulated a view of its bucket, unscaled."""
+        gradient, view = entry.parameter.grad, entry.view
         if not self.as_view or gradient is None or view is None or gradient is view or gradient.requires_grad:
             return
         view.copy_(gradient)
-        slot.parameter.grad = view
+        entry.parameter.grad = view
 
-    def add_zeros(self, slot: GradientEntry, bucket: Bucket, *, kept: torch.Tensor | None, zeros: bool = False) -> None:
-        """Let this rank use the parameter not at all: a gradient from before is added again, and given back as `kept`.
+    def add_zeros(
+        self, entry: GradientEntry, bucket: Bucket, *, saved_grad: Tensor | None = None, is_shadow: bool = False
+    ) -> None:
+        """Mark the parameter as unused by this rank; `saved_grad` is restored if no rank uses it.
 
-        With `zeros` it is not even added: this rank only stands in for the others' backward.
+        A gradient from before is added to the reduction again, unless this rank is a shadow of the others' backward.
         """
-        gradient, view = slot.parameter.grad, slot.view
-        bucket.absent.append(bucket.slots.index(slot))
-        slot.kept = kept
+        gradient, view = entry.parameter.grad, entry.view
+        bucket.unused.append(bucket.entries.index(entry))
+        entry.saved_grad = saved_grad
         if view is None:
             return
-        if gradient is None or zeros:
+        if gradient is None or is_shadow:
             view.zero_()
         elif gradient is not view:
             torch.mul(gradient, self.scale, out=view)
@@ -65,159 +67,151 @@ class BucketFiller:
 
 
 class UnusedParameters:
-    """Fills the places of parameters whose hooks will not fire, or not as often as expected.
+    """Fills the entries of parameters whose hooks do not fire, or less often than expected.
 
     Args:
-        slots: All parameters.
-        filling: Puts gradients into buckets.
-        queue: Counts the places that are filled.
-        divide_carried_by: Ranks that will add up again what is left of an earlier sum; 1 where they take means, as the
-            mean of equal gradients is that gradient.
+        entries: All parameters.
+        filler: Puts gradients into buckets.
+        queue: Counts the entries that are filled.
+        accumulated_divisor: Number of ranks that add up the sum of an earlier reduction again; 1 if ranks take means,
+            since the mean of equal gradients is that gradient.
 
     """
 
     def __init__(
-        self, slots: Sequence[GradientEntry], *, filling: BucketFiller, queue: LaunchQueue, divide_carried_by: int
+        self, entries: Sequence[GradientEntry], *, filler: BucketFiller, queue: LaunchQueue, accumulated_divisor: int
     ) -> None:
-        self.slots, self.filling, self.queue = slots, filling, queue
-        self.divide_carried_by = divide_carried_by
-        self.never: list[int] = []  # parameters that a static graph does not use on this rank
+        self.entries, self.filler, self.queue = entries, filler, queue
+        self.accumulated_divisor = accumulated_divisor
+        self.statically_unused: list[int] = []  # by this rank, in a static graph
         self.is_shadow = False  # this rank only takes part in the backward of the others
-        self._marked: set[int] = set()  # known not to take part, and not filled yet
-        self._undivided: dict[int, Tensor] = {}  # earlier sums of parameters by index, see `pre_divide_accumulated`
+        self.marked_unused: set[int] = set()  # in the backward under way, and not filled yet
+        self._undivided: dict[int, Tensor] = {}  # earlier sums by index of the parameter
 
-    def begin(self) -> None:
-        """Expect a backward into buckets that are there."""
-        self._marked = set(self.never)
-        for index in self.never:
-            self.slots[index].remaining = 1  # until its place is filled with nothing
+    def start(self) -> None:
+        """Prepare for a backward; the buckets exist."""
+        self.marked_unused = set(self.statically_unused)
+        for index in self.statically_unused:
+            self.entries[index].remaining = 1  # until it is filled with zeros
         self.pre_divide_accumulated()
 
-    def mark(self, unused: Iterable[int]) -> None:
-        """Know of parameters that will take no part."""
-        self._marked.update(unused)
-
-    def end(self) -> None:
-        """Forget what was known of one backward."""
-        self._marked.clear()
+    def finish(self) -> None:
+        """Clear the state of one backward."""
+        self.marked_unused.clear()
         self._undivided.clear()
 
     def pre_divide_accumulated(self) -> None:
-        """Divide sums of an earlier reduction that are still in `.grad`: they will be added up over ranks again."""
-        if self.divide_carried_by == 1:
+        """Divide sums of an earlier reduction that are still in `.grad`: ranks will add them up again."""
+        if self.accumulated_divisor == 1:
             return
-        for slot in self.slots:
-            if slot.carried:
-                slot.carried = False
-                gradient = slot.parameter.grad
+        for entry in self.entries:
+            if entry.accumulated:
+                entry.accumulated = False
+                gradient = entry.parameter.grad
                 if gradient is not None:
-                    self._undivided[slot.index] = gradient.clone()
-                    gradient.mul_(1.0 / self.divide_carried_by)
+                    self._undivided[entry.index] = gradient.clone()
+                    gradient.mul_(1.0 / self.accumulated_divisor)
 
     def fill_unused(self) -> None:
-        """Fill the places of parameters that are known to take no part."""
-        for index in sorted(self._marked):
-            slot = self.slots[index]
-            if slot.remaining:
-                self.fill(slot)
-        self._marked.clear()
+        """Fill the entries that are marked as unused."""
+        for index in sorted(self.marked_unused):
+            entry = self.entries[index]
+            if entry.remaining:
+                self.fill(entry)
+        self.marked_unused.clear()
 
-    def fill(self, slot: GradientEntry) -> None:
-        """Add what a parameter has whose hook will not fire: what was accumulated before, or nothing."""
-        bucket = slot.bucket
+    def fill(self, entry: GradientEntry) -> None:
+        """Fill an entry whose hook will not fire again, with its accumulated gradient or with zeros."""
+        bucket = entry.bucket
         assert bucket is not None
-        slot.remaining = 0
-        if slot.touched:
-            self.filling.fill(slot)
+        entry.remaining = 0
+        if entry.used_this_backward:
+            self.filler.fill(entry)
         else:
-            self._fill_with_nothing(slot, bucket)
+            gradient, saved_grad = entry.parameter.grad, None
+            if gradient is not None:
+                undivided = self._undivided.get(entry.index)
+                saved_grad = gradient.clone() if undivided is None else undivided
+            self.filler.add_zeros(entry, bucket, saved_grad=saved_grad, is_shadow=self.is_shadow)
         self.queue.count(bucket)
-
-    def _fill_with_nothing(self, slot: GradientEntry, bucket: Bucket) -> None:
-        """Let this rank add nothing to the gradient of a parameter; a gradient from before is kept."""
-        gradient, kept = slot.parameter.grad, None
-        if gradient is not None:
-            undivided = self._undivided.get(slot.index)
-            kept = gradient.clone() if undivided is None else undivided
-        self.filling.add_zeros(slot, bucket, kept=kept, zeros=self.is_shadow)
 
 
 @dataclass(frozen=True, slots=True)
 class GradientOrder:
-    """The order of arrival in the first backward, known to all ranks."""
+    """The order of arrival in the first backward, the same on all ranks."""
 
     order: list[int]
-    """Rank 0's order of arrival; parameters that it has not seen come last, in the reverse order of their own."""
-    unseen_by_first: set[int]
-    """Parameters that rank 0 has not seen."""
-    unseen_by_all: set[int]
-    """Parameters that no rank has seen."""
+    """Rank 0's order of arrival; parameters unused by rank 0 come last, in reverse order."""
+    unused_by_first: set[int]
+    """Parameters without a gradient on rank 0."""
+    unused_by_all: set[int]
+    """Parameters without a gradient on any rank."""
     sparse_dims: list[int]
     """For each parameter its gradient's sparse dimensions on any rank, 0 if it is dense."""
 
 
 class FirstBackwardStats:
-    """Notes the arrival of gradients until the ranks agree on rank 0's order."""
+    """Records the arrival of gradients until the ranks take rank 0's order."""
 
-    def __init__(self, slots: Sequence[GradientEntry], *, settings: ReducerSettings) -> None:
-        self.slots, self.settings = slots, settings
-        self.moments = 0  # firings so far
-        self.fires = [0] * len(slots)
-        self.unused_here: list[int] = []  # in a static graph: by this rank, while others use them
+    def __init__(self, entries: Sequence[GradientEntry], *, settings: ReducerSettings) -> None:
+        self.entries, self.settings = entries, settings
+        self.num_fired = 0  # hooks, over all parameters
+        self.fires = [0] * len(entries)
+        self.statically_unused: list[int] = []  # by this rank, in a static graph, while others use them
 
-    def restart(self) -> None:
-        """Forget a backward that did not reach its end."""
-        self.moments, self.fires = 0, [0] * len(self.slots)
-        for slot in self.slots:
-            slot.arrived = 0
+    def reset(self) -> None:
+        """Discard a backward that did not complete."""
+        self.num_fired, self.fires = 0, [0] * len(self.entries)
+        for entry in self.entries:
+            entry.arrived = 0
 
-    def note(self, slot: GradientEntry) -> int:
-        """Note that the hook of a parameter fired; return how often it has."""
-        self.moments += 1
-        self.fires[slot.index] += 1
-        slot.arrived = self.moments
-        return self.fires[slot.index]
+    def record(self, entry: GradientEntry) -> int:
+        """Record that the hook of a parameter fired; return its number of firings."""
+        self.num_fired += 1
+        self.fires[entry.index] += 1
+        entry.arrived = self.num_fired
+        return self.fires[entry.index]
 
-    def absent(self) -> list[GradientEntry]:
+    def unused(self) -> list[GradientEntry]:
         """Return the parameters without a gradient."""
-        return [slot for slot in self.slots if not slot.arrived and not slot.touched]
+        return [entry for entry in self.entries if not entry.arrived and not entry.used_this_backward]
 
-    def agree(self, group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
-        """Return the plan in rank 0's order of arrival, and leave in each slot what to expect. Collective."""
-        for slot in self.slots:
-            gradient = slot.parameter.grad
+    def make_plan(self, group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
+        """Return the plan in rank 0's order of arrival, and set the expected firings of each entry. Collective."""
+        for entry in self.entries:
+            gradient = entry.parameter.grad
             if gradient is not None and gradient.is_sparse:
-                slot.sparse_dim = gradient.sparse_dim()
-        moments, sparse_dims = [slot.arrived for slot in self.slots], [slot.sparse_dim for slot in self.slots]
-        arrivals = exchange_arrivals(moments, sparse_dims, group, device)
-        for slot, sparse_dim, fires in zip(self.slots, arrivals.sparse_dims, self.fires, strict=True):
-            slot.sparse_dim = sparse_dim
-            slot.expected = fires if self.settings.static_graph and self.moments else max(1, fires)
-        unseen = arrivals.unseen_by_first
+                entry.sparse_dim = gradient.sparse_dim()
+        arrived, sparse_dims = [entry.arrived for entry in self.entries], [entry.sparse_dim for entry in self.entries]
+        found = exchange_arrivals(arrived, sparse_dims, group, device)
+        for entry, sparse_dim, fires in zip(self.entries, found.sparse_dims, self.fires, strict=True):
+            entry.sparse_dim = sparse_dim
+            entry.expected = fires if self.settings.static_graph and self.num_fired else max(1, fires)
+        unused = found.unused_by_first
         if self.settings.static_graph:
-            unseen = arrivals.unseen_by_all
-            for index in unseen:
-                self.slots[index].expected = 0
-            self.unused_here = [s.index for s in self.slots if s.expected == 0 and s.index not in unseen]
-        return plan_of(self.slots, settings=self.settings, order=arrivals.order, apart=unseen)
+            unused = found.unused_by_all
+            for index in unused:
+                self.entries[index].expected = 0
+            self.statically_unused = [e.index for e in self.entries if e.expected == 0 and e.index not in unused]
+        return make_plan(self.entries, settings=self.settings, order=found.order, apart=unused)
 
 
-def plan_of(
-    slots: Sequence[GradientEntry],
+def make_plan(
+    entries: Sequence[GradientEntry],
     *,
     settings: ReducerSettings,
     order: Sequence[int] | None = None,
     apart: Iterable[int] = (),
 ) -> BucketPlan:
-    """Return the buckets of the slots' parameters; `order` and `apart` as in `plan_buckets`."""
+    """Return the plan for the entries' parameters; `order` and `apart` as in `plan_buckets`."""
     specs = [
-        GradientSpec(p.numel(), p.element_size(), f"{p.dtype} {p.device}", bool(slot.sparse_dim))
-        for slot, p in ((slot, slot.parameter) for slot in slots)
+        GradientSpec(p.numel(), p.element_size(), f"{p.dtype} {p.device}", bool(entry.sparse_dim))
+        for entry, p in ((entry, entry.parameter) for entry in entries)
     ]
     return plan_buckets(
         specs,
-        cap_bytes=DEFAULT_CAP_BYTES if settings.bucket_mb is None else int(settings.bucket_mb * MIB),
-        first_cap_bytes=int(settings.first_bucket_mb * MIB),
+        cap_bytes=DEFAULT_CAP_BYTES if settings.bucket_cap_mb is None else int(settings.bucket_cap_mb * MIB),
+        first_cap_bytes=int(settings.first_bucket_cap_mb * MIB),
         order=order,
         apart=apart,
     )
@@ -226,21 +220,21 @@ def plan_of(
 def exchange_arrivals(
     arrived: Sequence[int], sparse_dims: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> GradientOrder:
-    """Return what the ranks have seen together. Collective.
+    """Return rank 0's order of arrival and the use of each parameter by any rank. Collective.
 
-    `arrived` holds for each parameter the moment at which its gradient was ready, 0 if it never was; the sparse
-    dimensions are 0 for dense gradients.
+    `arrived` holds for each parameter the position of its gradient in this rank's order, from 1 on, 0 if there was
+    none; the sparse dimensions are 0 for dense gradients.
     """
     of_first = torch.tensor(list(arrived), dtype=torch.int64, device=device)
     of_any = torch.tensor([list(arrived), list(sparse_dims)], dtype=torch.int64, device=device)
     if group.size() > 1:
         dist.broadcast(of_first, dist.get_global_rank(group, 0), group=group)
         dist.all_reduce(of_any, dist.ReduceOp.MAX, group=group)
-    known, (known_to_any, sparse) = of_first.tolist(), of_any.tolist()
-    count = len(known)
+    first, (any_rank, sparse) = of_first.tolist(), of_any.tolist()
+    count = len(first)
     return GradientOrder(
-        order=sorted(range(count), key=lambda i: (known[i] == 0, known[i], -i)),
-        unseen_by_first={i for i in range(count) if known[i] == 0},
-        unseen_by_all={i for i in range(count) if known_to_any[i] == 0},
+        order=sorted(range(count), key=lambda i: (first[i] == 0, first[i], -i)),
+        unused_by_first={i for i in range(count) if first[i] == 0},
+        unused_by_all={i for i in range(count) if any_rank[i] == 0},
         sparse_dims=sparse,
     )

@@ -1,12 +1,12 @@
-"""Replicas of a task: other modules that compute with the parameters of the one on the master device.
+"""Replicas of a task on several devices, and the scatter of a batch to them.
 
-    parameters of the task (master)        w ---+-- copies --+---> w on device 1 ---> loss 1
+    parameters of the task (master)       w ----+-- copies --+---> w on device 1 ---> loss 1
                                            |    |            +---> w on device 2 ---> loss 2
                                            +--> loss 0
     backward                              grad 0 + (grad 1 + grad 2), summed on the master in this order
 
-A replica on the master's own device shares the parameters' memory. Buffers are always copied, as a forward may write
-to them: only what replica 0, which is the task itself, writes to its buffers is kept.
+A replica on the master's device shares the parameters' memory. Buffers are always copied, because a forward may write
+to them; only replica 0, which is the task itself, keeps its writes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 def replicate(
     task: TaskModule, devices: Sequence[torch.device], *, phase: Phase, kept: Sequence[Mapping[int, Any]] = ()
 ) -> list[TaskModule]:
-    """Return the task itself, which is on the first device, and a replica for each further device.
+    """Return the task, which is on the first device, and a replica for each further device.
 
-    Gradients of all replicas arrive in the task's parameters. Attributes that a step assigns to a replica are lost
-    with it, but for those of modules in `kept`: for each further device, what stands for a module, by its id.
-    `phase` is entered as "sum" while gradients are copied to the master and added up.
+    Gradients of all replicas are added to the task's parameters. A replica's own attributes are lost with it, except
+    those of modules in `kept`: for each further device, the replacements of modules, by id. `phase` is entered as
+    "sum" while gradients are copied to the master and summed.
     """
     others = list(devices[1:])
     if not others:
@@ -60,7 +60,7 @@ def replicate(
 
 
 class Broadcast(torch.autograd.Function):
-    """The parameters as they are on each further device; backward adds up their gradients on the master."""
+    """Copies parameters to each further device; backward sums their gradients on the master."""
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], phase: Phase, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -79,7 +79,7 @@ class Broadcast(torch.autograd.Function):
 
 
 def _add(sums: list[Tensor | None], gradients: Sequence[Tensor | None], master: torch.device) -> None:
-    """Add one replica's gradients to the sums, in place where a sum is this function's own."""
+    """Add one replica's gradients to the sums."""
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
     moved = _moved([gradient for gradient in gradients if gradient is not None], master)
     for index, gradient in zip(present, moved, strict=True):
@@ -88,12 +88,12 @@ def _add(sums: list[Tensor | None], gradients: Sequence[Tensor | None], master: 
 
 
 def _copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors on `device`: new ones, or on the same device others that share their memory."""
+    """Return the tensors on `device`: copies, or on the same device tensors that share their memory."""
     return [tensor.detach() for tensor in _moved(tensors, device)]
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors on `device`, those of one dtype moved there with one copy."""
+    """Return the tensors on `device`; those of one dtype are moved with one copy."""
     moved = list(tensors)
     away: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -105,20 +105,20 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
             moved[index] = tensor.to(device)
     for indices in away.values():
         flat = torch.cat([tensors[index].reshape(-1) for index in indices]).to(device, non_blocking=True)
-        parts = flat.split([tensors[index].numel() for index in indices])
-        for index, part in zip(indices, parts, strict=True):
-            moved[index] = part.view(tensors[index].shape)
+        pieces = flat.split([tensors[index].numel() for index in indices])
+        for index, piece in zip(indices, pieces, strict=True):
+            moved[index] = piece.view(tensors[index].shape)
     return moved
 
 
 def _replica(task: TaskModule, known: dict[int, Any]) -> TaskModule:
-    """Return a module of the same structure in which what is in `known`, by its id, stands for the original."""
+    """Return a copy of the task's structure in which `known` maps the ids of objects to their replacements."""
     modules = [module for module in task.modules() if id(module) not in known]
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             raise UserError(
-                "the task holds a TorchScript module, which cannot be replicated; set strategy=ddp, which needs no "
-                "replicas, or use the module before it was scripted."
+                "the task has a TorchScript module, which cannot be replicated; set strategy=ddp, which does not "
+                "replicate, or use the module without scripting."
             )
         known[id(module)] = object.__new__(type(module))
     for module in modules:
@@ -126,7 +126,7 @@ def _replica(task: TaskModule, known: dict[int, Any]) -> TaskModule:
         replica = known[id(module)]
         replica.__dict__.update({name: _mapped(value, known) for name, value in state.items()})
         for table in _TABLES:
-            # Not by `_mapped`: the first entry may be None, for example a bias that is not there.
+            # Not by `_mapped`: the first entry may be None, such as an absent bias.
             replica.__dict__[table] = {name: known.get(id(value), value) for name, value in state[table].items()}
         replica.__dict__["_compiled_call_impl"] = None  # it would call the original
     copied: TaskModule = known[id(task)]
@@ -134,44 +134,43 @@ def _replica(task: TaskModule, known: dict[int, Any]) -> TaskModule:
 
 
 def _mapped(value: Any, known: dict[int, Any]) -> Any:
-    """Return what stands for an attribute: also for a bound method, and for a container of tensors or modules."""
+    """Return the replacement of an attribute, including bound methods and containers of tensors or modules."""
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, MethodType):
         return MethodType(value.__func__, known.get(id(value.__self__), value.__self__))
     kind = type(value)
-    if kind in (list, tuple) and value and _may_stand_in(value[0]):
+    if kind in (list, tuple) and value and _may_be_replaced(value[0]):
         return kind(_mapped(item, known) for item in value)
-    if kind in (dict, OrderedDict) and value and _may_stand_in(next(iter(value.values()))):
+    if kind in (dict, OrderedDict) and value and _may_be_replaced(next(iter(value.values()))):
         return kind((key, _mapped(item, known)) for key, item in value.items())
     return value
 
 
-def _may_stand_in(value: Any) -> bool:
-    """Whether a container that begins with `value` is worth a search; a vocabulary of 50 000 words is not."""
+def _may_be_replaced(value: Any) -> bool:
+    """Return True if a container that begins with `value` is searched; a vocabulary of 50 000 words is not."""
     return isinstance(value, (Tensor, nn.Module, MethodType))
 
 
-def scatter(batch: Any, count: int, *, parts: int) -> list[tuple[Any, int]]:
-    """Return consecutive parts of a batch with `count` samples and their numbers of samples, as even as they can be.
+def scatter(batch: Any, count: int, *, num_shards: int) -> list[tuple[Any, int]]:
+    """Return consecutive shards of a batch of `count` samples with their numbers of samples, which differ by at most 1.
 
-    A batch that holds anything but tensors with a row for each sample is left whole: cutting it might count
-    something twice.
+    A batch with anything but tensors of one row per sample is not split: a value of the whole batch would count twice.
     """
-    parts = min(parts, count)
-    if parts < 2 or not _is_rows(batch, count):
+    num_shards = min(num_shards, count)
+    if num_shards < 2 or not _is_rows(batch, count):
         return [(batch, count)]
-    small, larger = divmod(count, parts)
-    cuts, start = [], 0
-    for part in range(parts):
-        size = small + (part < larger)
-        cuts.append((rows(batch, slice(start, start + size), of=count), size))
+    small, larger = divmod(count, num_shards)
+    shards, start = [], 0
+    for index in range(num_shards):
+        size = small + (index < larger)
+        shards.append((rows(batch, slice(start, start + size), of=count), size))
         start += size
-    return cuts
+    return shards
 
 
 def _is_rows(batch: Any, count: int) -> bool:
-    """Whether every leaf is a tensor with `count` rows, or says nothing about samples (None)."""
+    """Return True if every leaf is a tensor with `count` rows, or None."""
     return all(
         leaf.dim() > 0 and leaf.shape[0] == count if isinstance(leaf, Tensor) else leaf is None
         for leaf in tree_leaves(batch)

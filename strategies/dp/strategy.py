@@ -1,4 +1,4 @@
-"""The strategy `dp`: one process drives several devices, of which the first is the master."""
+"""The strategy `dp`: one process drives several devices; the first is the master."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplicaBatchPlan(BatchPlan):
-    """A global batch cut in micro-batches, of which `num_devices` at a time are computed side by side."""
+    """A global batch split into micro-batches, of which `num_devices` are computed at once."""
 
     num_devices: int = 1
 
@@ -49,11 +49,11 @@ class DataParallelStrategy(PhaseTraining):
         master     scatter  replicate  forward 0           gather  loss  backward 0   sum  step
         device 1                       forward 1                         backward 1
 
-    Each micro-batch goes to one replica, which runs the task's training_step on it. The master adds up the weighted
-    losses and runs one backward, which sums the gradients on it. There is one rank: it reads all samples.
+    Each micro-batch goes to one replica, which runs the task's training_step on it. The master sums the weighted losses
+    and runs one backward, which sums the gradients on the master. There is one rank, which reads all samples.
 
-    Replicas share the process's random generators; those that draw from the same one take turns, so that a run can
-    be repeated. Of buffers and other attributes that a step changes, those of replica 0 are kept.
+    Replicas share the process's random generators; those that draw from the same one take turns, so that a run is
+    reproducible. Of buffers and other attributes that a step changes, those of replica 0 are kept.
 
     Args:
         devices: A list such as [cuda:0, cuda:1] or [cpu, cpu], a number of devices, or "auto": all GPUs, or two
@@ -80,11 +80,11 @@ class DataParallelStrategy(PhaseTraining):
         self._measures_overlap = False
         self._metrics: list[dict[int, nn.Module]] | None = None  # of each replica but the first
 
-    # ---- Where the devices are
+    # ---- Devices
 
     @cached_property
     def devices(self) -> list[torch.device]:
-        """The replicas' devices, the master first; raises UserError for one that is not there."""
+        """The replicas' devices, the master first; raises UserError for a missing one."""
         requested = self._requested_devices
         if requested is None:
             requested = torch.cuda.device_count() if torch.cuda.is_available() else 2
@@ -92,17 +92,17 @@ class DataParallelStrategy(PhaseTraining):
         devices = [_indexed(pick_device(name)) for name in names]
         if len({device.type for device in devices}) > 1:
             raise UserError(
-                f"devices={[str(device) for device in devices]} are of several kinds; name devices of one kind, such "
-                "as strategy.devices=[cuda:0,cuda:1] or strategy.devices=[cpu,cpu]."
+                f"devices={[str(device) for device in devices]} are of different kinds; name devices of one kind, "
+                "such as strategy.devices=[cuda:0,cuda:1] or strategy.devices=[cpu,cpu]."
             )
         return devices
 
     def validate(self) -> None:
-        """Raise UserError for devices that are not there."""
+        """Raise UserError for missing devices."""
         assert self.devices
 
     def setup(self, precision: Precision) -> None:
-        """Make the first device the master and start the threads of the others."""
+        """Make the first device the master and prepare a thread for each of the others."""
         self.device = self.devices[0]
         self.precision = precision
         precision.setup(self.device)
@@ -119,10 +119,10 @@ class DataParallelStrategy(PhaseTraining):
             self._threads.close()
             self._threads = None
 
-    # ---- Who reads what
+    # ---- Data
 
     def plan(self, batch_size: int, *, even: bool = True) -> ReplicaBatchPlan:
-        """Return how a global batch is cut; raises UserError where it should be `even` and cannot be."""
+        """Return the split of a global batch; raises UserError if it should be `even` and cannot be."""
         count = len(self.devices)
         round_size = super().plan(batch_size, even=even).micro_batch_size if self.accumulate else batch_size
         size = -(-round_size // count)
@@ -131,7 +131,7 @@ class DataParallelStrategy(PhaseTraining):
         return ReplicaBatchPlan(batch_size, self.comm.world_size, -(-batch_size // size), size, count)
 
     def step_batches(self, batches: Iterator[StepBatch], *, pin_memory: bool) -> Iterator[StepBatch]:
-        """Return the batches; micro-batches of several devices are moved when they are scattered."""
+        """Return the batches; with several devices micro-batches are moved when they are scattered."""
         return super().step_batches(batches, pin_memory=pin_memory) if len(set(self.devices)) == 1 else batches
 
     # ---- A step
@@ -145,14 +145,15 @@ class DataParallelStrategy(PhaseTraining):
             outputs += self._forward_backward_round(task, shards, batch)
         self._normalize_gradients(outputs, batch)
         if self._timer.end_step():
-            self._tell_shares()
+            self._warn_of_transfers()
         return outputs
 
     def _forward_backward_round(
         self, task: TaskModule, shards: Sequence[MicroBatch], batch: StepBatch
     ) -> list[StepOutput]:
-        """Add to the gradients what the shards, one for each device, contribute."""
-        outputs = self._on_replicas(task, shards, partial(_training_step, self._step_name), kind=self._step_name)
+        """Add the gradients of the shards, one for each device."""
+        step = partial(_run_step, self._step_name, read_training_output)
+        outputs = self._on_replicas(task, shards, step, kind=self._step_name)
         with self._timer.phase("gather"):
             outputs = [self._gathered(output) for output in outputs]
             total = self._combined(outputs, shards, batch)
@@ -163,7 +164,7 @@ class DataParallelStrategy(PhaseTraining):
         return outputs
 
     def _on_replicas(self, task: TaskModule, shards: Sequence[MicroBatch], step: Any, *, kind: str) -> list[Any]:
-        """Return what `step(replica, shard, precision)` returns on each device."""
+        """Return the results of `step(replica, shard, precision)` on each device."""
         assert self._threads is not None
         devices = self.devices[: len(shards)]
         with self._timer.phase("scatter"):
@@ -181,16 +182,16 @@ class DataParallelStrategy(PhaseTraining):
         return MicroBatch(to_device(shard.batch, device, dtype=self.precision.batch_type), shard.num_samples)
 
     def _gathered(self, output: StepOutput) -> StepOutput:
-        """Return the output with its loss and weight on the master; metrics are moved when they are logged."""
+        """Return the output with its loss and weight on the master; metrics are moved when logged."""
         loss = None if output.loss is None else output.loss.to(self.device)
         weight = output.weight
         if isinstance(weight, Tensor):
-            # A number of tokens divided by an integer would be rounded to float32, whatever the precision.
+            # An integer weight divided by an integer would be rounded to float32 in every precision.
             weight = weight.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
         return StepOutput(loss, weight, output.metrics, output.own_weight, output.objects)
 
     def _combined(self, outputs: Sequence[StepOutput], shards: Sequence[MicroBatch], batch: StepBatch) -> Tensor:
-        """Return the shards' losses, each at its part of the global batch, added up."""
+        """Return the sum of the shards' losses, each weighted by its fraction of the global batch."""
         terms = []
         for output, shard in zip(outputs, shards, strict=True):
             assert output.loss is not None
@@ -200,7 +201,7 @@ class DataParallelStrategy(PhaseTraining):
 
     @property
     def bytes_a_step(self) -> int:
-        """Bytes of parameters and gradients that are copied between devices in a round."""
+        """Bytes of parameters and gradients that are copied between devices in one round."""
         away = sum(device != self.devices[0] for device in self.devices)
         return 2 * away * sum(parameter.nbytes for parameter in self._all_trained)
 
@@ -211,7 +212,7 @@ class DataParallelStrategy(PhaseTraining):
             self._timer.start_overlap()
 
     def stop_overlap_profile(self, steps: int) -> Overlap | None:
-        """Stop measuring, and return the seconds of copies between devices, of which nothing is hidden."""
+        """Stop measuring, and return the seconds of copies between devices, none of them hidden."""
         if not self._measures_overlap:
             return NO_COMMUNICATION if len(self.devices) == 1 else None
         self._measures_overlap = False
@@ -219,30 +220,30 @@ class DataParallelStrategy(PhaseTraining):
 
     @property
     def waited_seconds(self) -> float | None:
-        """Not known: one process drives all devices."""
+        """None: one process drives all devices."""
         return None
 
-    def _tell_shares(self) -> None:
-        shares = self._timer.shares()
+    def _warn_of_transfers(self) -> None:
+        percentages = self._timer.percentages()
         logger.warning(
-            "dp spent %.0f %% of steps %d to %d on moving things through the master (%s), and all replicas share one "
+            "dp spent %.0f %% of steps %d to %d on transfers through the master (%s), and all replicas share one "
             "Python process. strategy=ddp trains to the same weights with a process for each device: it moves only "
-            "gradients, while backward runs, and is usually quicker.",
-            sum(shares.values()),
+            "gradients, while backward runs, and is usually faster.",
+            sum(percentages.values()),
             WARM_UP_STEPS + 1,
             WARM_UP_STEPS + MEASURED_STEPS,
-            ", ".join(f"{name} {share:.0f} %" for name, share in shares.items()),
+            ", ".join(f"{name} {percentage:.0f} %" for name, percentage in percentages.items()),
         )
 
     # ---- Evaluation
 
     def metric_modules(self, task: TaskModule) -> list[nn.Module]:
-        """Return what holds states of metrics in the task and its replicas."""
+        """Return the modules with metric states in the task and in its replicas."""
         copies = [copy for of_replica in self._metrics_of_replicas(task) for copy in of_replica.values()]
         return [*metrics_in(task), *(holder for copy in copies for holder in metrics_in(copy))]
 
     def _metrics_of_replicas(self, task: TaskModule) -> list[dict[int, nn.Module]]:
-        """Return for each further device the metric objects of its replica, which count until they are reset."""
+        """Return for each further device the metric objects of its replica, which accumulate until they are reset."""
         if self._metrics is None:
             self._metrics = [
                 {id(metric): fresh_copy(metric).to(device) for metric in outermost_metrics(task)}
@@ -254,26 +255,26 @@ class DataParallelStrategy(PhaseTraining):
         self, task: TaskModule, micro_batch: MicroBatch, step_name: Literal["validation_step", "test_step"]
     ) -> StepOutput:
         """Return the metrics of one batch, each a weighted mean over its shards."""
-        step = partial(_evaluation_step, step_name)
-        outputs = self._on_replicas(task, self._cut(micro_batch), step, kind=step_name)
+        step = partial(_run_step, step_name, read_evaluation_output)
+        outputs = self._on_replicas(task, self._split(micro_batch), step, kind=step_name)
         return outputs[0] if len(outputs) == 1 else self._mean([self._gathered(output) for output in outputs])
 
     def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
         """Return the predictions for one batch, gathered on the master."""
-        outputs = self._on_replicas(task, self._cut(micro_batch), _predict_step, kind="predict_step")
+        outputs = self._on_replicas(task, self._split(micro_batch), _predict_step, kind="predict_step")
         return concatenate([to_device(output, self.device) for output in outputs])
 
-    def _cut(self, micro_batch: MicroBatch) -> list[MicroBatch]:
-        parts = scatter(micro_batch.batch, micro_batch.num_samples, parts=len(self.devices))
-        return [MicroBatch(batch, num_samples) for batch, num_samples in parts]
+    def _split(self, micro_batch: MicroBatch) -> list[MicroBatch]:
+        shards = scatter(micro_batch.batch, micro_batch.num_samples, num_shards=len(self.devices))
+        return [MicroBatch(batch, num_samples) for batch, num_samples in shards]
 
     def _mean(self, outputs: Sequence[StepOutput]) -> StepOutput:
         total = sum(output.weight for output in outputs)
         named: dict[str, Tensor | float] = {}
-        for name in dict.fromkeys(name for output in outputs for name in _named(output)):
-            having = [output for output in outputs if name in _named(output)]
+        for name in dict.fromkeys(name for output in outputs for name in _values(output)):
+            having = [output for output in outputs if name in _values(output)]
             weight = sum(output.weight for output in having)
-            products = [self._on_master(_named(output)[name]) * output.weight for output in having]
+            products = [self._on_master(_values(output)[name]) * output.weight for output in having]
             named[name] = sum(products) / _not_zero(weight)
         loss = named.pop("loss", None)
         assert loss is None or isinstance(loss, Tensor)
@@ -284,18 +285,16 @@ class DataParallelStrategy(PhaseTraining):
         return value.to(self.device) if isinstance(value, Tensor) else value
 
 
-def _training_step(step_name: str, replica: TaskModule, shard: MicroBatch, precision: Precision) -> StepOutput:
-    with precision.forward():
-        returned = getattr(replica, step_name)(shard.batch)
-    return read_training_output(returned, shard.num_samples, replica, step_name)
-
-
-def _evaluation_step(
-    step_name: Literal["validation_step", "test_step"], replica: TaskModule, shard: MicroBatch, precision: Precision
+def _run_step(
+    step_name: str,
+    read_output: Callable[[Any, int, TaskModule, str], StepOutput],
+    replica: TaskModule,
+    shard: MicroBatch,
+    precision: Precision,
 ) -> StepOutput:
     with precision.forward():
         returned = getattr(replica, step_name)(shard.batch)
-    return read_evaluation_output(returned, shard.num_samples, replica, step_name)
+    return read_output(returned, shard.num_samples, replica, step_name)
 
 
 def _predict_step(replica: TaskModule, shard: MicroBatch, precision: Precision) -> Any:
@@ -303,12 +302,12 @@ def _predict_step(replica: TaskModule, shard: MicroBatch, precision: Precision) 
         return replica.predict_step(shard.batch)
 
 
-def _named(output: StepOutput) -> dict[str, Tensor | float]:
+def _values(output: StepOutput) -> dict[str, Tensor | float]:
     return output.metrics if output.loss is None else {"loss": output.loss, **output.metrics}
 
 
 def _not_zero(weight: float | Tensor) -> float | Tensor:
-    """Return a divisor for a sum that is zero as well when the weight is."""
+    """Return the weight, or 1 if it is zero: the sum that it divides is then zero as well."""
     return torch.where(weight == 0, 1.0, weight) if isinstance(weight, Tensor) else weight or 1.0
 
 
@@ -327,20 +326,21 @@ def _checked(devices: Any) -> int | tuple[str, ...] | None:
 
 
 def _counted(count: int) -> list[str]:
-    """Return the first `count` GPUs, or as many replicas on the CPU where there is no GPU."""
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if there == 0:
+    """Return the names of the first `count` GPUs, or of as many replicas on the CPU on a machine without GPU."""
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if available == 0:
         return ["cpu"] * count
-    if count > there:
+    if count > available:
         raise UserError(
-            f"devices={count}, but torch sees {there} CUDA device{'s' * (there != 1)}; set strategy.devices={there}, "
-            f"or name a device more than once: strategy.devices=[{','.join(['cuda:0'] * count)}]."
+            f"devices={count}, but torch sees {available} CUDA device{'s' * (available != 1)}; set "
+            f"strategy.devices={available}, or name a device more than once: "
+            f"strategy.devices=[{','.join(['cuda:0'] * count)}]."
         )
     return [f"cuda:{index}" for index in range(count)]
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """Return the device as tensors on it name it."""
+    """Return the device with the index that tensors on it have."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,4 +1,4 @@
-"""TransferTimer: seconds of a step spent on copies between devices."""
+"""TransferTimer: seconds of a step spent on transfers between devices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TransferTimer:
         self._overlap_since: tuple[int, float] | None = None  # measured steps, seconds of phases
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context whose seconds count for `name` in a measured step."""
+        """Return a context whose seconds are added to `name` in a measured step."""
         return self._measured(name) if self._in_step else _NOTHING
 
     def start_step(self) -> None:
@@ -52,8 +52,8 @@ class TransferTimer:
         self._step += 1
         return self._step == WARM_UP_STEPS + MEASURED_STEPS
 
-    def shares(self) -> dict[str, float]:
-        """Return each phase's share of the measured time, in percent."""
+    def percentages(self) -> dict[str, float]:
+        """Return the percentage of measured time that each phase took."""
         total = max(self._total_seconds, 1e-9)
         return {name: 100 * seconds / total for name, seconds in self._seconds.items()}
 
@@ -62,7 +62,7 @@ class TransferTimer:
         self._overlap_since = self._measured_steps, sum(self._seconds.values())
 
     def stop_overlap(self) -> Overlap | None:
-        """Return the seconds of all phases, of which nothing is hidden; `None` if no step was measured."""
+        """Return the seconds of all phases, none of them hidden; `None` if no step was measured."""
         assert self._overlap_since is not None
         (first_step, before), self._overlap_since = self._overlap_since, None
         steps = self._measured_steps - first_step

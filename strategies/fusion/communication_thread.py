@@ -1,11 +1,11 @@
-"""A thread that moves buffers while backward goes on, whatever the thread of backward is busy with.
+"""A thread that moves buffers while backward runs.
 
     backward   |--- w3 --- b3 --- w2 --- b2 --- w1 --- b1 --| wait
                         v              v              v
-    thread         [buffer 0: start, sum, land]  [buffer 1 ...]
+    thread         [buffer 0: start, sum, complete]  [buffer 1 ...]
 
-All that the transport does happens on the thread, so that it needs no locks. It sleeps while there is nothing to move,
-and ends with `close`, with its first error, or with the process.
+The transport does all its work on this thread and needs no locks. The thread sleeps while there is nothing to move. It
+ends with `close`, with its first error, or with the process.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from trainkit.distributed.failure_store import FailureStore, RankError
 
 from .transport import ShardTransport, ShardWork
 
-NAP_SECONDS = 100e-6  # between two looks at what is under way
-LOOK_SECONDS = 0.25  # between two looks whether the others live
-END_SECONDS = 10.0  # that closing waits for the thread
+POLL_SECONDS = 100e-6  # between polls of the work in progress
+CHECK_SECONDS = 0.25  # between checks for failed ranks
+JOIN_SECONDS = 10.0  # that `close` waits for the thread
 
 
 class CommunicationThread(ShardTransport):
-    """A transport that lets another one work on a thread of its own."""
+    """A transport that runs another one on a separate thread."""
 
     def __init__(self, inner: ShardTransport, *, failure_store: FailureStore, rank: int, device: torch.device) -> None:
         self.inner, self.failure_store, self.rank, self.device = inner, failure_store, rank, device
         self.name = inner.name
         self.settings, self.num_gradients = inner.settings, inner.num_gradients
         self._changed = threading.Condition()
-        self._new: deque[_QueuedTransfer] = deque()
-        self._under_way: deque[_QueuedTransfer] = deque()  # of the thread alone
+        self._queued: deque[_QueuedTransfer] = deque()
+        self._started: deque[_QueuedTransfer] = deque()  # used by the thread alone
         self._error: BaseException | None = None
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
-    # ---- Called by the thread that trains
+    # ---- Called by the training thread
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Return one flat tensor of zeros for each (elements, dtype). Collective."""
@@ -51,23 +51,22 @@ class CommunicationThread(ShardTransport):
         return flats
 
     def start(self, bucket: int, *, where: str, timed: bool = False) -> ShardWork:
-        """Hand a buffer over to the thread."""
+        """Queue the reduction of a buffer."""
         self.inner.mark_ready(bucket)
-        self.inner.on_summed, self.inner.live = self.on_summed, self.live
+        self.inner.on_summed = self.on_summed
         return self._enqueue(bucket, partial(self.inner.start, bucket, where=where, timed=timed), where)
 
-    def share(self, buffer: int, *, where: str) -> ShardWork:
-        """Let the thread share weights."""
-        self.inner.live = self.live
-        return self._enqueue(buffer, partial(self.inner.share, buffer, where=where), where)
+    def gather_weights(self, buffer: int, *, where: str) -> ShardWork:
+        """Queue the exchange of the next weights of a buffer."""
+        return self._enqueue(buffer, partial(self.inner.gather_weights, buffer, where=where), where)
 
-    def own_parts(self, buffer: int) -> list[tuple[int, int]]:
+    def own_ranges(self, buffer: int) -> list[tuple[int, int]]:
         """Return (start, stop) of the gradient elements of a buffer that this rank sums."""
-        return self.inner.own_parts(buffer)
+        return self.inner.own_ranges(buffer)
 
-    def used(self, buffer: int) -> Tensor:
-        """Return for each parameter of a summed buffer a number above 0 if any rank had a gradient."""
-        return self.inner.used(buffer)
+    def used_flags(self, buffer: int) -> Tensor:
+        """Return one number for each parameter of a summed buffer, above 0 if any rank had a gradient."""
+        return self.inner.used_flags(buffer)
 
     @property
     def bytes_a_step(self) -> int:
@@ -75,49 +74,50 @@ class CommunicationThread(ShardTransport):
         return self.inner.bytes_a_step
 
     def fail(self, message: str) -> None:
-        """Let ranks that wait in this transport know at once why this one stops."""
+        """Send ranks that wait in this transport the reason why this one stops."""
         self.inner.fail(message)
 
     def close(self) -> None:
-        """End the thread, whatever it waits for, and release what the transport holds; may be called twice."""
+        """End the thread, even if it waits, and release the transport; may be called twice."""
         thread, self._thread = self._thread, None
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(END_SECONDS)
+            thread.join(JOIN_SECONDS)
         self.inner.close()
         self.weight_sets = []
 
-    def _enqueue(self, buffer: int, begin: Callable[[], ShardWork], where: str) -> ShardWork:
-        handed = _QueuedTransfer(self, buffer, begin, where)
+    def wait_for(self, transfer: _QueuedTransfer) -> None:
+        """Return once a transfer is complete; raises the thread's error."""
         with self._changed:
-            self.raise_error()
-            self._new.append(handed)
+            while not transfer.is_complete:
+                self._raise_error()
+                if self._is_closing:
+                    raise RankError(f"the communication of rank {self.rank} was closed in {transfer.where}")
+                self._changed.wait()
+        self.inner.order_current_stream(transfer.buffer)
+
+    def _enqueue(self, buffer: int, start: Callable[[], ShardWork], where: str) -> ShardWork:
+        self.inner.active_set = self.active_set
+        transfer = _QueuedTransfer(self, buffer, start, where)
+        with self._changed:
+            self._raise_error()
+            self._queued.append(transfer)
             self._changed.notify_all()
         if self._thread is None and not self._is_closing:
             self._thread = threading.Thread(target=self._run, name="fusion communication", daemon=True)
             self._thread.start()
-        return handed
+        return transfer
 
-    def wait_for(self, handed: _QueuedTransfer) -> None:
-        """Return once a buffer has landed; raises the thread's error."""
-        with self._changed:
-            while not handed.has_landed:
-                self.raise_error()
-                if self._is_closing:
-                    raise RankError(f"the communication of rank {self.rank} was closed in {handed.where}")
-                self._changed.wait()
-        self.inner.order_current_stream(handed.buffer)
-
-    def raise_error(self) -> None:
-        """Raise what has ended the thread, with the place at which it did."""
+    def _raise_error(self) -> None:
+        """Raise the error that ended the thread, with the operation in which it occurred."""
         error = self._error
         if error is None:
             return
-        busy_with = f", {self._under_way[0].where}" if self._under_way else ""
+        operation = f", {self._started[0].where}" if self._started else ""
         raise RankError(
-            f"the communication thread of rank {self.rank} ended{busy_with}: {type(error).__name__}: {error}"
+            f"the communication thread of rank {self.rank} ended{operation}: {type(error).__name__}: {error}"
         ) from error
 
     # ---- On the thread
@@ -128,84 +128,89 @@ class CommunicationThread(ShardTransport):
                 torch.cuda.set_device(self.device)
             while self._start_queued():
                 self.inner.progress()
-                self._land()
-        except BaseException as error:  # whatever it is, the thread that trains must hear of it
+                self._complete_done()
+        except BaseException as error:  # any error must reach the training thread, which otherwise waits forever
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
     def _start_queued(self) -> bool:
-        """Sleep until there is something to do, start what is new, and return whether to go on."""
+        """Sleep until there is work, start the queued transfers, and return False if the thread should end."""
         with self._changed:
-            while not (self._new or self._under_way or self._is_closing):
+            while not (self._queued or self._started or self._is_closing):
                 self._changed.wait()
-            if not self._new and not self._is_closing:
-                self._changed.wait(NAP_SECONDS)  # also lets the thread that trains have the interpreter
+            if not self._queued and not self._is_closing:
+                self._changed.wait(POLL_SECONDS)  # also gives the interpreter to the training thread
             if self._is_closing:
                 return False
-            new = list(self._new)
-            self._new.clear()
-        for handed in new:
-            self._under_way.append(handed)
-            handed.begin()
+            queued = list(self._queued)
+            self._queued.clear()
+        for transfer in queued:
+            self._started.append(transfer)
+            transfer.start()
         return True
 
-    def _land(self) -> None:
-        landed = []
-        while self._under_way and self._under_way[0].is_done():
-            self._under_way[0].land()
-            landed.append(self._under_way.popleft())
-        if landed:
+    def _complete_done(self) -> None:
+        done = []
+        while self._started and self._started[0].is_done():
+            self._started[0].complete()
+            done.append(self._started.popleft())
+        if done:
             with self._changed:
-                for handed in landed:
-                    handed.has_landed = True
+                for transfer in done:
+                    transfer.is_complete = True
                 self._changed.notify_all()
-        elif self._under_way:
-            self._under_way[0].check_peers()
+        elif self._started:
+            self._started[0].check_if_due()
 
 
 class _QueuedTransfer:
-    """A buffer on the thread, as both threads see it."""
+    """A transfer as both threads see it."""
 
     def __init__(self, thread: CommunicationThread, buffer: int, start: Callable[[], ShardWork], where: str) -> None:
         self.thread, self.buffer, self.where = thread, buffer, where
-        self.has_landed = False
+        self.is_complete = False
         self.finished_at: float | None = None
         self._start = start
-        self._landing: ShardWork | None = None
-        self._began = self._next_look = 0.0
-        self._has_looked = False
+        self._work: ShardWork | None = None
+        self._started_at = self._next_check = 0.0
+        self._has_checked = False
 
-    # ---- Called by the thread that trains
+    # ---- Called by the training thread
 
     def wait(self) -> None:
-        """Return once the buffer has landed."""
+        """Return once the transfer is complete."""
         self.thread.wait_for(self)
 
     def is_done(self) -> bool:
-        """Whether there is nothing to wait for any more."""
-        return self.has_landed or (self._landing is not None and self._landing.is_done())
+        """Return True if there is nothing left to wait for."""
+        return self.is_complete or (self._work is not None and self._work.is_done())
+
+    def check_peers(self, *, waited: float) -> None:
+        """Raise if a rank has failed or exited, or if `waited` seconds exceed the timeout."""
+        if self._work is not None:
+            self._work.check_peers(waited=waited)
 
     # ---- On the thread
 
-    def begin(self) -> None:
-        """Start."""
-        self._landing = self._start()
-        self._began = time.monotonic()
-        self._next_look = self._began + LOOK_SECONDS
+    def start(self) -> None:
+        """Start the transfer."""
+        self._work = self._start()
+        self._started_at = time.monotonic()
+        self._next_check = self._started_at + CHECK_SECONDS
 
-    def land(self) -> None:
-        """Leave the result in the gradients, now that it is there."""
-        assert self._landing is not None
-        self._landing.wait()
-        self.finished_at = self._landing.finished_at or time.perf_counter()
-        if self._has_looked:
+    def complete(self) -> None:
+        """Leave the result of the finished transfer in the gradients."""
+        assert self._work is not None
+        self._work.wait()
+        self.finished_at = self._work.finished_at or time.perf_counter()
+        if self._has_checked:
             self.thread.failure_store.note_waiting("")
 
-    def check_peers(self, *, waited: float | None = None) -> None:
-        """Raise if a rank has failed or gone, or has been waited for too long; from time to time."""
+    def check_if_due(self) -> None:
+        """Check for failed ranks if the last check was `CHECK_SECONDS` ago."""
         now = time.monotonic()
-        if self._landing is not None and now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
-            self._has_looked = True
-            self._landing.check_peers(waited=now - self._began if waited is None else waited)
+        if now >= self._next_check:
+            self._next_check = now + CHECK_SECONDS
+            self._has_checked = True
+            self.check_peers(waited=now - self._started_at)

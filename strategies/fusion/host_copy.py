@@ -1,4 +1,4 @@
-"""Copies between the device, where gradients are, and the host's memory, in which they travel."""
+"""Copies between the device, where gradients are, and the host memory from which they are sent."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from torch import Tensor
 
 
 class HostCopy(Protocol):
-    """A copy that may be under way."""
+    """A copy that may be in progress."""
 
     def is_done(self) -> bool:
-        """Whether the target may be read on the host; does not wait."""
+        """Return True if the target may be read on the host; does not wait."""
 
     def wait(self) -> None:
         """Return once the target may be read on the host."""
 
     def order_current_stream(self) -> None:
-        """Let what is put on the current stream from now on run after the copy; does not wait."""
+        """Order later work on the current stream after the copy; does not wait."""
 
 
 class HostCopier:
-    """Copies on the CPU, which are done at once."""
+    """Synchronous copies on the CPU."""
 
     def mark(self) -> Any:
-        """Return a mark of the present moment on the device, behind which a buffer is filled."""
+        """Return a mark of the work queued on the device so far."""
         return None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory that can be copied to and from."""
         return torch.empty(numel, dtype=dtype)
 
-    def adopt(self, tensor: Tensor) -> None:
-        """Prepare host memory that is already there for copies; undone by `close`."""
+    def pin(self, tensor: Tensor) -> None:
+        """Pin existing host memory for asynchronous copies; `close` unpins it."""
 
     def to_host(self, source: Tensor, target: Tensor, *, after: Any) -> HostCopy:
-        """Copy to host memory what is on the device at a mark, in the number format of the target."""
+        """Copy to host memory after the work before the mark `after`, in the dtype of the target."""
         target.copy_(source)
-        return DONE
+        return _DONE
 
     def to_device(self, source: Tensor, target: Tensor) -> HostCopy:
         """Copy from host memory to the device."""
         target.copy_(source)
-        return DONE
+        return _DONE
 
     def close(self) -> None:
-        """Undo what `adopt` did; may be called twice."""
+        """Finish copies and unpin memory; may be called twice."""
 
 
 class CudaHostCopier(HostCopier):
-    """Copies on a stream of their own between a CUDA device and pinned memory, so that backward goes on meanwhile."""
+    """Copies between a CUDA device and pinned memory on a separate stream, concurrent with backward."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self._adopted: list[Tensor] = []
+        self._pinned: list[Tensor] = []
 
     def mark(self) -> Any:
         """Return an event on the current stream."""
@@ -64,20 +64,20 @@ class CudaHostCopier(HostCopier):
         return event
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return pinned memory, which torch keeps for the next time."""
+        """Return pinned memory, which torch caches."""
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
-    def adopt(self, tensor: Tensor) -> None:
-        """Pin memory that is already there: copies from pageable memory would wait for the device."""
+    def pin(self, tensor: Tensor) -> None:
+        """Pin existing memory: copies from pageable memory would wait for the device."""
         if tensor.nbytes:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-            self._adopted.append(tensor)
+            self._pinned.append(tensor)
 
     def to_host(self, source: Tensor, target: Tensor, *, after: Any) -> HostCopy:
-        """Start to copy to host memory what is on the device at a mark."""
+        """Start to copy to host memory after the work before the mark `after`."""
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(after)
-            # A change of format is made on the device: fewer bytes are copied.
+            # The dtype is changed on the device: fewer bytes are copied.
             target.copy_(source.to(target.dtype), non_blocking=True)
             return _StreamCopy(self.stream)
 
@@ -88,11 +88,16 @@ class CudaHostCopier(HostCopier):
             return _StreamCopy(self.stream)
 
     def close(self) -> None:
-        """Wait for copies under way and unpin what was pinned; may be called twice."""
+        """Wait for the stream and unpin memory; may be called twice."""
         self.stream.synchronize()
-        for tensor in self._adopted:
+        for tensor in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
-        self._adopted = []
+        self._pinned = []
+
+
+def open_host_copier(device: torch.device) -> HostCopier:
+    """Return the copier for a device."""
+    return CudaHostCopier(device) if device.type == "cuda" else HostCopier()
 
 
 class _Done:
@@ -100,17 +105,17 @@ class _Done:
         return True
 
     def wait(self) -> None:
-        """Return at once."""
+        pass
 
     def order_current_stream(self) -> None:
-        """Nothing is on a stream."""
+        pass
 
 
-DONE: HostCopy = _Done()
+_DONE: HostCopy = _Done()
 
 
 class _StreamCopy:
-    """What is on a stream so far."""
+    """The work queued on a stream so far."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event()
@@ -124,8 +129,3 @@ class _StreamCopy:
 
     def order_current_stream(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
-
-
-def open_host_copier(device: torch.device) -> HostCopier:
-    """Return the way of copying that fits a device."""
-    return CudaHostCopier(device) if device.type == "cuda" else HostCopier()

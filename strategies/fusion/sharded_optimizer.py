@@ -1,4 +1,4 @@
-"""An optimizer of which every rank keeps the state of its parts only, and updates only these."""
+"""ShardedOptimizer: an optimizer whose state and updates are divided over the ranks by shards of buffers (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import (
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-)
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
 
 from trainkit.checkpoint.shard_files import ShardedState, TensorShard, shard_placeholder
 from trainkit.errors import UserError
@@ -29,115 +18,111 @@ from trainkit.errors import UserError
 from ..ddp.bucket import Bucket, shaped_like
 from .transport import ShardTransport
 
-ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop)
-"""Optimizers that update each element by its own history, so that a part is updated as in the whole."""
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+)
+"""Optimizers that update each element independently, so that a shard is updated as within the full parameter."""
 ALIGNMENT_BYTES = 64  # of memory from torch's allocator
-_WHOLE = ("step", "mu_product")  # of a whole parameter, also where that is a single number
+_NEVER_SHARDED = ("step", "mu_product")  # one value per parameter, even if the parameter has a single element
 AllReduce = Callable[[Tensor], Tensor]
 AllGather = Callable[[Any], list[Any]]
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise UserError for an optimizer that must see whole parameters."""
+    """Raise UserError for an optimizer that needs full parameters."""
     if type(optimizer) not in ELEMENTWISE:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise UserError(
-            f"shard_optimizer=true updates parts of parameters, and {type(optimizer).__name__} may need them whole; "
-            f"use one of {names}, or set strategy.shard_optimizer=false."
+            f"shard_optimizer=true updates shards of parameters, but {type(optimizer).__name__} may need full "
+            f"parameters; use one of {names}, or set strategy.shard_optimizer=false."
         )
 
 
-@dataclass(eq=False)
-class _BufferShard:
-    """A part of one parameter that this rank updates."""
-
-    owner: nn.Parameter
-    buffer: int
-    position: int  # of the owner in its buffer
-    group: int
-    start: int  # in the owner's elements, in the order in which they lie in memory
-    stop: int
-    gradient: Tensor
-    places: list[Tensor]  # in each set of weights
-    parameter: nn.Parameter
-    is_copied: bool = False  # the owner is not in the flat weights
-
-
-@dataclass(eq=False)
-class _ShardOwner:
-    """Where one parameter lies in each set of flat weights."""
-
-    owner: nn.Parameter
-    views: list[Tensor]
+def state_dict_without_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's `state_dict` without its per-parameter state, which belongs to shards."""
+    state, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        return optimizer.state_dict()
+    finally:
+        optimizer.state = state
 
 
 class ShardedOptimizer:
-    """Drives an optimizer over this rank's pieces of the parameters.
+    """Runs an optimizer on this rank's shards of the parameters.
 
-    The pieces are views of the transport's flat weights. Parameters are moved there where they lie as memory from an
-    allocator does; others are copied back, since matrix products round differently at odd addresses, and a resumed run
-    would not be bit-equal.
+    The shards are views of the transport's flat weights. Parameters are moved there if their place is aligned as memory
+    from an allocator is; others are copied back, since matrix products round differently at odd addresses, and a
+    resumed run would not be bit-equal.
 
-    With two sets of weights a step reads the live one and writes the next, which takes its place after `adopt`: until
-    then forwards and backwards, this rank's and others', go on with the weights that they began with.
+    With two sets of weights a step reads the active set and writes the next one, which becomes active in
+    `use_next_weights`: until then all forwards and backwards use the weights with which they began.
     """
 
     def __init__(
         self, optimizer: Optimizer, buckets: Sequence[Bucket], transport: ShardTransport, saved: dict[int, Any]
     ) -> None:
         self.optimizer, self.transport = optimizer, transport
-        self._pieces: list[_BufferShard] = []
+        self._shards: list[_ParameterShard] = []
         self._moved: list[_ShardOwner] = []
         self._copied: list[_ShardOwner] = []
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._home = {id(p): number for number, params in enumerate(self._groups) for p in params}
-        self._indices = {id(p): i for i, p in enumerate(p for params in self._groups for p in params)}
+        self._group_of = {id(p): number for number, params in enumerate(self._groups) for p in params}
+        self._parameters = [p for params in self._groups for p in params]
+        self._indices = {id(p): index for index, p in enumerate(self._parameters)}
         for bucket in buckets:
-            self._take(bucket)
-        self._of_buffer = {b.index: [piece for piece in self._pieces if piece.buffer == b.index] for b in buckets}
-        for piece in self._pieces:
-            state = saved.get(self._indices[id(piece.owner)]) or optimizer.state.get(piece.owner)
+            self._add_bucket(bucket)
+        self._of_buffer = {b.index: [shard for shard in self._shards if shard.buffer == b.index] for b in buckets}
+        for shard in self._shards:
+            state = saved.get(self._indices[id(shard.owner)]) or optimizer.state.get(shard.owner)
             if state is not None:
-                optimizer.state[piece.parameter] = {name: _cut(name, value, piece) for name, value in state.items()}
+                optimizer.state[shard.parameter] = {n: _shard_of(n, value, shard) for n, value in state.items()}
         for bucket in buckets:
-            for slot in bucket.slots:
-                optimizer.state.pop(slot.parameter, None)
+            for entry in bucket.entries:
+                optimizer.state.pop(entry.parameter, None)
 
-    def _take(self, bucket: Bucket) -> None:
+    def _add_bucket(self, bucket: Bucket) -> None:
         if bucket.contents is None:
             raise UserError(
-                f"{bucket.slots[0].name} has sparse gradients, which cannot be cut into parts; set "
+                f"{bucket.entries[0].name} has sparse gradients, which cannot be sharded; set "
                 "strategy.shard_optimizer=false."
             )
         transport = self.transport
-        flats, own = [weights[bucket.index] for weights in transport.weight_sets], transport.own_parts(bucket.index)
-        for position, (slot, offset) in enumerate(zip(bucket.slots, bucket.layout.offsets, strict=True)):
-            owner = slot.parameter
-            end = offset + owner.numel()
-            home = _ShardOwner(owner, [shaped_like(flat[offset:end], owner) for flat in flats])
+        flats, own = [weights[bucket.index] for weights in transport.weight_sets], transport.own_ranges(bucket.index)
+        for position, (entry, offset) in enumerate(zip(bucket.entries, bucket.layout.offsets, strict=True)):
+            parameter = entry.parameter
+            end = offset + parameter.numel()
+            owner = _ShardOwner(parameter, [shaped_like(flat[offset:end], parameter) for flat in flats])
             with torch.no_grad():
-                home.views[transport.live].copy_(owner)
-            is_copied = any(view.data_ptr() % ALIGNMENT_BYTES for view in home.views)
+                owner.views[transport.active_set].copy_(parameter)
+            is_copied = any(view.data_ptr() % ALIGNMENT_BYTES for view in owner.views)
             if is_copied:
-                self._copied.append(home)
+                self._copied.append(owner)
             else:
-                owner.data = home.views[transport.live]
-                self._moved.append(home)
+                parameter.data = owner.views[transport.active_set]
+                self._moved.append(owner)
             for start, stop in own:
                 first, last = max(start, offset), min(stop, end)
-                if first < last and id(owner) in self._home:
-                    places = [flat[first:last] for flat in flats]
-                    self._pieces.append(
-                        _BufferShard(
-                            owner,
+                if first < last and id(parameter) in self._group_of:
+                    views = [flat[first:last] for flat in flats]
+                    self._shards.append(
+                        _ParameterShard(
+                            parameter,
                             bucket.index,
                             position,
-                            self._home[id(owner)],
+                            self._group_of[id(parameter)],
                             first - offset,
                             last - offset,
                             bucket.contents[first:last],
-                            places,
-                            nn.Parameter(places[transport.live]),
+                            views,
+                            nn.Parameter(views[transport.active_set]),
                             is_copied,
                         )
                     )
@@ -146,17 +131,17 @@ class ShardedOptimizer:
 
     @contextmanager
     def on_shards(self) -> Iterator[None]:
-        """Let the optimizer see this rank's pieces, with their gradients, in place of the parameters."""
+        """Replace the optimizer's parameters by this rank's shards, with their gradients, inside the context."""
         for buffer in self._of_buffer:
-            self._load_shard(buffer)
+            self._load_shards(buffer)
         # A parameter that no rank used has no gradient, and is not updated.
-        with self._with_shard_params([piece for piece in self._pieces if piece.owner.grad is not None]):
+        with self._with_shard_params([shard for shard in self._shards if shard.owner.grad is not None]):
             yield
 
     def unscale(self, unscale: Callable[[], None], *, overflow: Tensor) -> None:
-        """Call a scaler's `unscale` on the pieces, and let it find an overflow that happened on any rank.
+        """Call a scaler's `unscale` on the shards, so that it finds an `overflow` that happened on any rank.
 
-        It must also see a gradient on a rank that has no pieces.
+        It must also see a gradient on a rank without shards.
         """
         witness, params = nn.Parameter(torch.zeros(1)), self.optimizer.param_groups[0]["params"]
         witness.grad = torch.where(overflow, torch.inf, 0.0).reshape(1).float()
@@ -167,158 +152,175 @@ class ShardedOptimizer:
             params.pop()
 
     def step_buffer(self, buffer: int, used: Sequence[bool], step: Callable[[], None]) -> None:
-        """Call `step` with the optimizer seeing this rank's pieces of one buffer, of which all gradients are summed."""
-        self._load_shard(buffer)
-        pieces = [piece for piece in self._of_buffer[buffer] if not used or used[piece.position]]
-        if pieces:
-            with self._with_shard_params(pieces):
+        """Call `step` on this rank's shards of one buffer, whose gradients are all summed."""
+        self._load_shards(buffer)
+        shards = [shard for shard in self._of_buffer[buffer] if not used or used[shard.position]]
+        if shards:
+            with self._with_shard_params(shards):
                 step()
 
-    def adopt(self) -> None:
-        """Let the parameters be what the next set of weights holds, once all ranks' parts of it are there."""
-        number = self.transport.next
-        if number != self.transport.live:
-            for home in self._moved:
-                home.owner.data = home.views[number]
-            self.transport.live = number
+    def use_next_weights(self) -> None:
+        """Make the next set of weights the parameters' values; all ranks' shards of it must have arrived."""
+        number = self.transport.next_set
+        if number != self.transport.active_set:
+            for owner in self._moved:
+                owner.parameter.data = owner.views[number]
+            self.transport.active_set = number
         if self._copied:
             with torch.no_grad():
-                owners: list[Tensor] = [home.owner for home in self._copied]
-                torch._foreach_copy_(owners, [home.views[number] for home in self._copied])
+                parameters: list[Tensor] = [owner.parameter for owner in self._copied]
+                torch._foreach_copy_(parameters, [owner.views[number] for owner in self._copied])
 
-    def _load_shard(self, buffer: int) -> None:
-        """Leave in this rank's parts of the next weights what the parameters are now, whoever has changed them."""
-        sets, live, following = self.transport.weight_sets, self.transport.live, self.transport.next
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of this rank's shards."""
+        return [shard.gradient for shard in self._shards if shard.owner.grad is not None]
+
+    def release(self) -> None:
+        """Move the parameters out of the flat weights."""
+        for owner in self._moved:
+            owner.parameter.data = owner.parameter.data.clone()
+        self._moved, self._copied, self._shards, self._of_buffer = [], [], [], {}
+
+    def _load_shards(self, buffer: int) -> None:
+        """Copy the parameters' present values to this rank's shards of the next weights: callbacks may change them."""
+        transport = self.transport
+        sets, active, following = transport.weight_sets, transport.active_set, transport.next_set
         with torch.no_grad():
-            if following != live:
-                for start, stop in self.transport.own_parts(buffer):
-                    sets[following][buffer][start:stop].copy_(sets[live][buffer][start:stop])
-            for piece in self._of_buffer[buffer]:
-                if piece.is_copied:
-                    piece.places[following].copy_(_in_memory_order(piece.owner)[piece.start : piece.stop])
-                if piece.parameter.data_ptr() != piece.places[following].data_ptr():
-                    piece.parameter.data = piece.places[following]
+            if following != active:
+                for start, stop in transport.own_ranges(buffer):
+                    sets[following][buffer][start:stop].copy_(sets[active][buffer][start:stop])
+            for shard in self._of_buffer[buffer]:
+                if shard.is_copied:
+                    shard.views[following].copy_(_in_memory_order(shard.owner)[shard.start : shard.stop])
+                if shard.parameter.data_ptr() != shard.views[following].data_ptr():
+                    shard.parameter.data = shard.views[following]
 
     @contextmanager
-    def _with_shard_params(self, pieces: Sequence[_BufferShard]) -> Iterator[None]:
+    def _with_shard_params(self, shards: Sequence[_ParameterShard]) -> Iterator[None]:
         groups = self.optimizer.param_groups
-        for piece in pieces:
-            piece.parameter.grad = piece.gradient
+        for shard in shards:
+            shard.parameter.grad = shard.gradient
         try:
             for number, group in enumerate(groups):
-                group["params"] = [piece.parameter for piece in pieces if piece.group == number]
+                group["params"] = [shard.parameter for shard in shards if shard.group == number]
             yield
         finally:
             for group, params in zip(groups, self._groups, strict=True):
                 group["params"] = params
-            for piece in pieces:
-                piece.parameter.grad = None
+            for shard in shards:
+                shard.parameter.grad = None
 
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients of this rank's pieces."""
-        return [piece.gradient for piece in self._pieces if piece.owner.grad is not None]
+    # ---- State
 
-    def state_bytes(self) -> int:
-        """Return the size of this rank's optimizer state."""
-        states = self.optimizer.state.values()
-        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
-
-    def whole_state(self, all_reduce: AllReduce, all_gather: AllGather) -> dict[int, dict[str, Any]]:
-        """Return the state of every whole parameter, by its index in the optimizer. Collective."""
-        mine: dict[int, dict[str, Any]] = {}
-        for piece in self._pieces:
-            state = self.optimizer.state.get(piece.parameter, {})
-            told = {n: value.dtype if _is_cut(n, value, piece) else value for n, value in state.items()}
-            mine.setdefault(self._indices[id(piece.owner)], {}).update(told)
-        known: dict[int, dict[str, Any]] = {}
-        for told_by_rank in all_gather(mine):
-            for index, told in told_by_rank.items():
-                known.setdefault(index, {}).update(told)
-        parameters = [p for params in self._groups for p in params]
+    def full_state(self, all_reduce: AllReduce, all_gather: AllGather) -> dict[int, dict[str, Any]]:
+        """Return the state of every full parameter, by its index in the optimizer. Collective."""
+        own: dict[int, dict[str, Any]] = {}
+        for shard, state in self._states():
+            described = {n: value.dtype if _is_sharded(n, value, shard) else value for n, value in state.items()}
+            own.setdefault(self._indices[id(shard.owner)], {}).update(described)
         return {
             index: {
-                name: self._whole(parameters[index], name, value, all_reduce)
+                name: self._full_tensor(self._parameters[index], name, value, all_reduce)
                 if isinstance(value, torch.dtype)
                 else value
-                for name, value in known[index].items()
+                for name, value in state.items()
             }
-            for index in sorted(known)
+            for index, state in _merge_states(all_gather(own)).items()
         }
 
-    def shards(self, task: nn.Module, all_gather: AllGather) -> ShardedState:
-        """Return the state of the task and of this optimizer, with this rank's pieces of both. Collective."""
+    def sharded_state(self, task: nn.Module, all_gather: AllGather) -> ShardedState:
+        """Return the state of the task and of this optimizer, with this rank's shards of both. Collective."""
         names = {id(parameter): name for name, parameter in task.named_parameters()}
-        shards = ShardedState(task.state_dict(), [{**state_dict_without_state(self.optimizer), "state": {}}])
-        owners = {id(home.owner) for home in (*self._moved, *self._copied)} & set(self._home)
+        sharded = ShardedState(task.state_dict(), [{**state_dict_without_state(self.optimizer), "state": {}}])
+        owners = {id(owner.parameter) for owner in (*self._moved, *self._copied)} & set(self._group_of)
         for key, parameter in task.state_dict(keep_vars=True).items():
             if id(parameter) in owners:
-                shards.task[key] = shard_placeholder(
+                sharded.task[key] = shard_placeholder(
                     f"task.{names[id(parameter)]}", _flat_layout(parameter, parameter.dtype)
                 )
-        state = shards.optimizers[0]["state"]
-        for piece in self._pieces:
-            index, name = self._indices[id(piece.owner)], names[id(piece.owner)]
-            weights = _in_memory_order(piece.owner)[piece.start : piece.stop]
-            shards.pieces.append(TensorShard(f"task.{name}", weights, piece.start, piece.owner.numel()))
-            for key, value in self.optimizer.state.get(piece.parameter, {}).items():
-                told = value
-                if _is_cut(key, value, piece):
+        own: dict[int, dict[str, Any]] = {}
+        for shard, state in self._states():
+            owner, index = shard.owner, self._indices[id(shard.owner)]
+            weights = _in_memory_order(owner)[shard.start : shard.stop]
+            sharded.pieces.append(TensorShard(f"task.{names[id(owner)]}", weights, shard.start, owner.numel()))
+            for key, value in state.items():
+                entry = value
+                if _is_sharded(key, value, shard):
                     place = f"optimizer.{index}.{key}"
-                    shards.pieces.append(TensorShard(place, value, piece.start, piece.owner.numel()))
-                    told = shard_placeholder(place, _flat_layout(piece.owner, value.dtype))
-                state.setdefault(index, {})[key] = told
-        for told_by_rank in all_gather(state):
-            for index, told in told_by_rank.items():
-                state.setdefault(index, {}).update(told)
-        shards.optimizers[0]["state"] = dict(sorted(state.items()))
-        return shards
+                    sharded.pieces.append(TensorShard(place, value, shard.start, owner.numel()))
+                    entry = shard_placeholder(place, _flat_layout(owner, value.dtype))
+                own.setdefault(index, {})[key] = entry
+        sharded.optimizers[0]["state"] = _merge_states(all_gather(own))
+        return sharded
 
-    def _whole(self, owner: nn.Parameter, name: str, dtype: torch.dtype, all_reduce: AllReduce) -> Tensor:
+    def _states(self) -> Iterator[tuple[_ParameterShard, dict[str, Any]]]:
+        for shard in self._shards:
+            yield shard, self.optimizer.state.get(shard.parameter, {})
+
+    def _full_tensor(self, owner: nn.Parameter, name: str, dtype: torch.dtype, all_reduce: AllReduce) -> Tensor:
         flat = torch.zeros(owner.numel(), dtype=dtype, device=owner.device)
-        for piece in self._pieces:
-            if piece.owner is owner and name in self.optimizer.state.get(piece.parameter, {}):
-                flat[piece.start : piece.stop] = self.optimizer.state[piece.parameter][name]
+        for shard, state in self._states():
+            if shard.owner is owner and name in state:
+                flat[shard.start : shard.stop] = state[name]
         return shaped_like(all_reduce(flat), owner).clone()
 
-    def release(self) -> None:
-        """Give the parameters memory of their own again."""
-        for home in self._moved:
-            home.owner.data = home.owner.data.clone()
-        self._moved, self._copied, self._pieces, self._of_buffer = [], [], [], {}
+
+@dataclass(eq=False)
+class _ParameterShard:
+    """A range of one parameter that this rank updates."""
+
+    owner: nn.Parameter
+    buffer: int
+    position: int  # of the owner in its buffer
+    group: int
+    start: int  # in the owner's elements, in the order in which they lie in memory
+    stop: int
+    gradient: Tensor
+    views: list[Tensor]  # of each set of weights
+    parameter: nn.Parameter
+    is_copied: bool  # the owner is not in the flat weights
 
 
-def state_dict_without_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the settings of the parameter groups: state that belongs to pieces has no place in them."""
-    state, optimizer.state = optimizer.state, defaultdict(dict)
-    try:
-        return optimizer.state_dict()
-    finally:
-        optimizer.state = state
+@dataclass(eq=False)
+class _ShardOwner:
+    """A parameter and its views of each set of flat weights."""
+
+    parameter: nn.Parameter
+    views: list[Tensor]
+
+
+def _merge_states(states: Sequence[dict[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """Return the union of the ranks' states, in the order of parameters."""
+    merged: dict[int, dict[str, Any]] = {}
+    for state in states:
+        for index, values in state.items():
+            merged.setdefault(index, {}).update(values)
+    return dict(sorted(merged.items()))
 
 
 def _flat_layout(owner: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor as a parameter's elements in flat weights make one."""
+    """Return an empty tensor with the strides that a parameter has as a view of flat weights."""
     return shaped_like(torch.empty(owner.numel(), dtype=dtype, device="meta"), owner)
 
 
 def _in_memory_order(parameter: Tensor) -> Tensor:
-    """Return the elements of a parameter as they lie in flat weights."""
+    """Return the elements of a parameter in the order that they have in flat weights."""
     shaped = shaped_like(parameter.new_empty(parameter.numel()), parameter)
     if shaped.stride() == parameter.stride():
         return parameter.as_strided((parameter.numel(),), (1,))
     return parameter.reshape(-1)
 
 
-def _is_cut(name: str, value: Any, piece: _BufferShard) -> bool:
-    """Whether a value of a piece's state has an element for each of the piece."""
-    return isinstance(value, Tensor) and name not in _WHOLE and value.shape == piece.parameter.shape
+def _is_sharded(name: str, value: Any, shard: _ParameterShard) -> bool:
+    """Return True if a value of the shard's state has one element for each element of the shard."""
+    return isinstance(value, Tensor) and name not in _NEVER_SHARDED and value.shape == shard.parameter.shape
 
 
-def _cut(name: str, value: Any, piece: _BufferShard) -> Any:
-    """Return the piece's part of a value of its parameter's state."""
-    owner = piece.owner
-    if not isinstance(value, Tensor) or name in _WHOLE or value.shape != owner.shape:
+def _shard_of(name: str, value: Any, shard: _ParameterShard) -> Any:
+    """Return the shard of a value in the state of the full parameter."""
+    owner = shard.owner
+    if not isinstance(value, Tensor) or name in _NEVER_SHARDED or value.shape != owner.shape:
         return value.clone() if isinstance(value, Tensor) else value
     flat = torch.empty(owner.numel(), dtype=value.dtype, device=owner.device)
     shaped_like(flat, owner).copy_(value)
-    return flat[piece.start : piece.stop].clone()
+    return flat[shard.start : shard.stop].clone()

@@ -53,7 +53,7 @@ def test_the_end_of_a_key_is_enough_where_there_is_one(capsys):
 
 def test_a_section_lists_its_choices_and_keys(capsys):
     shown = _explained(capsys, "strategy", "strategy=ddp")
-    for part in ("choose with strategy=NAME", "pipeline ", "strategy.bucket_mb ", "DDPStrategy"):
+    for part in ("choose with strategy=NAME", "pipeline ", "strategy.bucket_cap_mb ", "DDPStrategy"):
         assert part in shown
 
 

@@ -1,4 +1,4 @@
-"""A rank that hangs is found by the others: its step, its phase and its line."""
+"""Failure store and watchdog: the step, phase and line of a rank that hangs."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ def fit_until_rank_1_hangs(strategy: str, where: str, folder: str) -> str:
     ("strategy", "where", "waits", "hangs"),
     [
         ("ddp", "training", "backward of step 2, bucket 0 of 1", "step 2, Hanging.training_step"),
-        ("ddp", "validation", " after step 3; who is where", "step 2, Hanging.validation_step"),
+        ("ddp", "validation", " after step 3. Position of each rank:", "step 2, Hanging.validation_step"),
         pytest.param(
             "torch_ddp",
             "training",
-            "forward and backward of step 2; who",
+            "forward and backward of step 2. Position",
             "step 2, Hanging.training_step",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_time_out_says_where_the_rank_is_that_hangs(strategy, where, waits, hangs, tmp_path):
+def test_a_timeout_reports_the_position_of_the_rank_that_hangs(strategy, where, waits, hangs, tmp_path):
     message = rank_outcomes(fit_until_rank_1_hangs, 2, strategy, where, str(tmp_path), timeout=30)[0].value
-    assert message.startswith("rank 0 waited 1 s in ")
+    assert message.startswith("rank 0 timed out after 1 s in ")
     assert waits in message
     assert "rank 0: waits" in message
     assert f"rank 1: has not come; it is in {hangs}" in message, message
@@ -96,28 +96,28 @@ def answers_to_two_questions() -> list[str]:
     failure_store.POLL_SECONDS = 0.01
     there = RankWatchdog(failure_store, step=lambda: 7 + dist.get_rank(), describe=phase_in)
     dist.barrier()
-    said = [failure_store.who_waits() for _ in range(2)] if dist.get_rank() == 0 else []
+    positions = [failure_store.who_waits() for _ in range(2)] if dist.get_rank() == 0 else []
     dist.barrier()
     there.close()
     there.close()
     assert not any(thread.name == "trainkit-watchdog" for thread in threading.enumerate())
-    return said
+    return positions
 
 
-def test_every_question_is_answered_and_no_thread_is_left():
-    for said in run_ranks(answers_to_two_questions, 2)[0]:
-        assert said.splitlines()[0] == "  rank 0: waits"
-        assert "rank 1: has not come; it is in step 8, " in said
+def test_every_question_is_answered_and_no_thread_remains():
+    for positions in run_ranks(answers_to_two_questions, 2)[0]:
+        assert positions.splitlines()[0] == "  rank 0: waits"
+        assert "rank 1: has not come; it is in step 8, " in positions
 
 
-def test_a_place_is_the_innermost_line_of_the_users_own():
+def test_a_position_is_the_innermost_line_of_the_users_code():
     def here() -> Any:
         return sys._getframe()
 
     assert place_of(here(), phase_in) == f"{__file__}:{here().f_lineno}"
 
 
-def test_only_broken_collectives_are_taken_for_a_lost_rank():
+def test_only_errors_of_broken_collectives_mean_a_lost_rank():
     assert is_lost(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"))
     assert not is_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_lost(ValueError("Connection closed by peer"))

@@ -1,4 +1,4 @@
-"""Ranks that this process has started, and what is left of them when one hangs."""
+"""Local launcher: ranks started by this process, and their end when one fails or hangs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stopped_while_starting():
     launch_ranks(partial(time.sleep, 120), num_ranks=4, enter=id, log_dir=None)
 
 
-def test_a_signal_while_ranks_are_started_leaves_none_that_is_waited_for():
+def test_a_signal_during_the_launch_ends_it_without_waiting():
     code = "from tests.distributed.test_launcher import stopped_while_starting; stopped_while_starting()"
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 143, ended.stderr
@@ -55,7 +55,7 @@ _run_rank(pickle.dumps((id, run)), RankEnvironment(0, 2, 0, os.getppid(), folder
 """
 
 
-def test_a_rank_begins_once_all_are_started_and_ends_if_they_will_not_be(tmp_path):
+def test_a_rank_begins_once_all_are_started_and_exits_if_the_launch_is_aborted(tmp_path):
     folder, up, ran = (tmp_path / name for name in ("launch", "launch.up", "launch.ran"))
     folder.mkdir()
     rank = subprocess.Popen([sys.executable, "-c", BEGINNING, str(folder)])
@@ -73,7 +73,7 @@ def test_a_rank_begins_once_all_are_started_and_ends_if_they_will_not_be(tmp_pat
         rank.wait()
 
 
-def test_the_first_failure_is_raised_whatever_rank_it_was_of_and_whatever_followed(tmp_path):
+def test_the_first_failure_of_any_rank_is_raised_and_not_its_consequences(tmp_path):
     for rank, error in ((2, RankError("rank 1 is gone")), (1, KeyError("first")), (0, ValueError("second"))):
         (tmp_path / f"failure_{rank}.pickle").write_bytes(_describe(rank, error))
         time.sleep(0.01)
@@ -106,7 +106,7 @@ class Hanging(TaskModule):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_with_its_line_and_all_are_ended(tmp_path):
+def test_a_rank_that_hangs_is_named_with_its_line_and_all_ranks_end(tmp_path):
     strategy = DDPStrategy(devices=2, device="cpu", timeout_seconds=5.0)
     trainer = Trainer(strategy, max_duration="10step", callbacks=[], loggers=[], run_dir=tmp_path / "run")
     data = Data(train=TensorDataset(torch.randn(64, 4)), batch_size=4)
@@ -115,7 +115,7 @@ def test_a_rank_that_hangs_is_named_with_its_line_and_all_are_ended(tmp_path):
         trainer.fit(Hanging(tmp_path), data)
     assert time.monotonic() - start < 60
     message = str(raised.value)
-    assert "rank 0 waited 5 s in backward of step 2, bucket 0 of 1; who is where:" in message
+    assert "rank 0 timed out after 5 s in backward of step 2, bucket 0 of 1. Position of each rank:" in message
     assert "rank 1: has not come; it is in step 2, Hanging.training_step, " in message
     assert "test_launcher.py:" in message
     pids = [int((tmp_path / f"rank_{rank}.pid").read_text()) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""What a rank's log holds of what is drawn on a terminal."""
+"""Logs of ranks: plain output, progress displays and tracebacks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainkit.testing import run_ranks
         (["".join(f"{i}\n" for i in range(50)) + "tail"], [*map(str, range(50)), "tail"]),
     ],
 )
-def test_a_page_holds_what_stays_on_a_terminal(tmp_path, written, lines):
+def test_a_page_has_the_lines_that_a_terminal_shows_in_the_end(tmp_path, written, lines):
     page = LogPage(tmp_path / "log")
     for text in written:
         page.write(text)
@@ -57,7 +57,7 @@ def printed_and_raised(folder: str) -> tuple[str, bool]:
             raise ArithmeticError("of rank 1")
 
     strategy = DDPStrategy(device="cpu")
-    strategy.log_dir = Path(folder if rank == 0 else "/elsewhere")  # each rank has looked at the clock
+    strategy.log_dir = Path(folder if rank == 0 else "/elsewhere")  # each rank has its own time stamp
     try:
         strategy.launch(run)
     except ArithmeticError:
@@ -69,7 +69,7 @@ def printed_and_raised(folder: str) -> tuple[str, bool]:
     return terminal.getvalue(), is_as_before
 
 
-def test_ranks_that_others_have_started_have_logs_and_their_terminals(tmp_path):
+def test_ranks_started_by_others_write_to_their_logs_and_terminals(tmp_path):
     for rank, (shown, is_as_before) in enumerate(run_ranks(printed_and_raised, 2, str(tmp_path / "run"))):
         log = (tmp_path / "run" / f"rank_{rank}.log").read_text()
         assert shown == "printed\nlogged\n"
@@ -78,7 +78,7 @@ def test_ranks_that_others_have_started_have_logs_and_their_terminals(tmp_path):
         assert is_as_before
 
 
-def test_ended_lines_are_in_the_file_at_once(tmp_path):
+def test_complete_lines_are_written_immediately(tmp_path):
     page = LogPage(tmp_path / "log")
     page.write("one\n")
     assert (tmp_path / "log").read_text() == "one\n"
@@ -94,7 +94,7 @@ class Screen(io.StringIO):
         return len(text)
 
 
-def test_a_live_display_leaves_what_was_printed_above_it(tmp_path):
+def test_a_live_display_keeps_the_lines_printed_above_it(tmp_path):
     page = LogPage(tmp_path / "log")
     console = Console(file=Screen(page), force_terminal=True, width=80)
     with Live("first\nsecond", console=console, auto_refresh=False, transient=True) as live:
@@ -119,7 +119,7 @@ page.write("a traceback\\n")
 
 
 @pytest.mark.parametrize(("rank", "shown"), [(0, ("printed\n", "an error\n")), (2, ("", ""))])
-def test_rank_0_prints_as_well_as_logs_and_the_others_only_log(tmp_path, rank, shown):
+def test_rank_0_prints_and_logs_and_the_others_only_log(tmp_path, rank, shown):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(rank)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == shown

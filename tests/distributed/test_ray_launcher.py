@@ -1,4 +1,4 @@
-"""Ranks as Ray actors on a cluster of two nodes: spread, stopped by signals, and going on when a node is lost."""
+"""Ray launcher on a cluster of two nodes: ranks are spread, stop on signals, and continue when a node is lost."""
 
 import json
 import os
@@ -128,14 +128,14 @@ def test_a_signal_to_the_caller_stops_all_ranks_with_a_checkpoint(head, tmp_path
     assert load_from(tmp_path).entry.step == summary["steps"]  # of an interval, if that ended there too
 
 
-def test_a_cluster_without_room_is_told(head, tmp_path, monkeypatch):
+def test_a_cluster_without_room_is_reported(head, tmp_path, monkeypatch):
     monkeypatch.setattr("trainkit.distributed.ray_launcher.PLACING_SECONDS", 0.1)
     strategy = DDPStrategy(devices=5, device="cpu", launcher="ray")
     with pytest.raises(UserError, match=r"needs 5 times 1 CPU, and the Ray cluster has room for 2; set .*devices=2"):
         trainer(tmp_path, strategy, 5).fit(Regression(), data())
 
 
-def test_a_lost_node_leads_to_a_run_on_what_is_left_with_the_weights_of_an_uninterrupted_one(head, tmp_path):
+def test_a_run_that_loses_a_node_continues_to_the_weights_of_an_uninterrupted_run(head, tmp_path):
     run = trainer(tmp_path / "run", on_ray(), 12, NoteStart(), LoseNode(kept=head))
     task, whole = Regression(), Regression()
     result = run.fit(task, data())

@@ -1,4 +1,4 @@
-"""Ranks that SLURM starts: by submitit's local executor, and through an `sbatch` that is a few lines long."""
+"""Ranks started by SLURM: with submitit's local executor, and through an `sbatch` of a few lines."""
 
 import os
 import re
@@ -22,7 +22,7 @@ STEP = {
 ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def test_a_task_of_srun_is_a_rank_that_meets_the_others_on_the_first_node():
+def test_a_task_of_srun_is_a_rank_with_its_rendezvous_on_the_first_node():
     assert variables_of_task(STEP) == {
         "RANK": "3",
         "LOCAL_RANK": "1",
@@ -39,7 +39,7 @@ def test_a_task_of_srun_is_a_rank_that_meets_the_others_on_the_first_node():
     [{"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}],
     ids=["under torchrun", "alone"],
 )
-def test_nothing_is_made_of_what_is_no_task_of_several(changed):
+def test_only_one_of_several_tasks_becomes_a_rank(changed):
     assert variables_of_task({**STEP, **changed}) == {}
     in_batch_script = {key: value for key, value in STEP.items() if key != "SLURM_STEP_NUM_TASKS"}
     assert variables_of_task({**in_batch_script, "SLURM_NTASKS": "4"}) == {}
@@ -55,11 +55,11 @@ def test_nothing_is_made_of_what_is_no_task_of_several(changed):
         ("10.0.0.1", "10.0.0.1"),
     ],
 )
-def test_the_first_host_of_a_list_is_read_as_slurm_writes_it(hosts, first):
+def test_the_first_host_is_read_from_a_list_in_slurms_format(hosts, first):
     assert first_host(hosts) == first
 
 
-def test_jobs_side_by_side_have_ports_of_their_own():
+def test_neighbouring_jobs_have_different_ports():
     assert port_of("12") != port_of("13")
     assert all(1024 < port_of(str(job)) < 65536 for job in (0, 19_999, 20_000, 10**9))
 
@@ -109,7 +109,7 @@ def test_two_tasks_of_submitit_on_this_machine_train_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_job_for_slurm_says_what_it_needs_and_its_tasks_train_together(tmp_path):
+def test_a_job_for_slurm_requests_its_resources_and_its_tasks_train_together(tmp_path):
     pytest.importorskip("submitit")
     tools = tmp_path / "tools"
     tools.mkdir()

@@ -71,7 +71,7 @@ def test_every_strategy_starts_from_the_same_weights_even_if_tasks_are_made_at_r
 
 
 def compared_on_this_rank():
-    strategies = [DDPStrategy(device="cpu", overlap_optimizer=True), FusionStrategy(device="cpu", shard_optimizer=True)]
+    strategies = [DDPStrategy(device="cpu", optimizer_in_backward=True), FusionStrategy(device="cpu", shard_optimizer=True)]
     rows = compare_strategies(Perceptron(), perceptron_data(), strategies, steps=4).rows
     return [(row.verdict, row.error) for row in rows], [strategy._steps_inside for strategy in strategies[1:]]
 
@@ -437,7 +437,7 @@ def test_two_strategies_of_one_kind_have_a_row_each():
         ("stepz=3", "stepz: unknown key. Did you mean 'steps'"),
         ("strategy=ddp", r"strategy=ddp: .* write strategies=\[single,ddp\]"),
         ("strategy.devices=3", "strategy.devices: .* write devices="),
-        ("strategy.hook=fp16", "strategy.hook: unknown key; none of dp has it"),
+        ("strategy.comm_hook=fp16", "strategy.comm_hook: unknown key; none of dp has it"),
         ("strategy.acumulate=2", "Did you mean 'accumulate'"),
         ("strategy.accumulate=many", "strategy.accumulate: 'many' is text"),
     ],

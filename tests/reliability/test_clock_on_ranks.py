@@ -1,4 +1,4 @@
-"""Durations in minutes end on all ranks after the same step, and cost no collective of their own."""
+"""Durations in minutes end on all ranks after the same step, without an extra collective."""
 
 import time
 from collections import Counter
@@ -9,19 +9,20 @@ from trainkit.strategies.ddp import DDPStrategy
 
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
-from trainkit.distributed.collectives import MAX_STOP_INTERVAL, StopConsensus
+from trainkit.distributed.collectives import MAX_STOP_INTERVAL, ProcessGroupCollectives, StopConsensus
 from trainkit.testing import run_ranks
 
 
 class Calls(Callback):
-    """Notes how long the run has lasted for this rank, and which collectives it takes part in; rank 1 began late."""
+    """Counts the collectives of this rank, and records the steps of log points; the clock of rank 1 is late."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self) -> None:
         self.logged: list[int] = []
         self.counts: Counter[str] = Counter()
-        for name in ("broadcast_object", "all_gather_object", "agree", "all_reduce"):
-            setattr(strategy, name, self._counting(name, getattr(strategy, name)))
-        StopConsensus._ask = self._counting("question", StopConsensus._ask)
+        for name in ("broadcast_object", "all_gather_object", "any_rank", "reduce_in_place"):
+            method = self._counting(name, getattr(ProcessGroupCollectives, name))
+            setattr(ProcessGroupCollectives, name, method)
+        StopConsensus._check = self._counting("check", StopConsensus._check)
 
     def _counting(self, name: str, method: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -50,16 +51,17 @@ class Stop(Callback):
 
 
 def steps_until_stopped() -> int:
-    """Return the steps of a run of quick steps in which one rank is asked to stop after 300."""
+    """Return the number of quick steps of a run in which one rank requests a stop after 300."""
     strategy = DDPStrategy(device="cpu")
     trainer = Trainer(strategy, max_duration="4000step", callbacks=[Stop()], loggers=[], run_dir="stopped")
     return trainer.fit(Regression(), Data(train=regression_data(400), batch_size=4)).steps
 
 
 def on_two_ranks() -> tuple[int, list[int], dict[str, int], str, int]:
-    strategy = DDPStrategy(device="cpu")
-    calls = Calls(strategy)
-    trainer = Trainer(strategy, max_duration="1.5s", log_every="0.4s", callbacks=[calls], loggers=[], run_dir="run")
+    calls = Calls()
+    trainer = Trainer(
+        DDPStrategy(device="cpu"), max_duration="1.5s", log_every="0.4s", callbacks=[calls], loggers=[], run_dir="run"
+    )
     began = time.monotonic()
     result = trainer.fit(Regression(), Data(train=regression_data(8), batch_size=4))
     assert time.monotonic() - began < 30
@@ -67,12 +69,12 @@ def on_two_ranks() -> tuple[int, list[int], dict[str, int], str, int]:
     return result.steps, calls.logged, calls.during, result.exit_reason, steps_until_stopped()
 
 
-def test_ranks_with_different_clocks_stop_and_log_together_without_asking_in_every_step(tmp_path, monkeypatch):
+def test_ranks_with_different_clocks_stop_and_log_together_without_a_check_in_every_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = run_ranks(on_two_ranks, 2)
     assert first[:2] == second[:2]
     steps, logged, during, reason, stopped = first
-    assert stopped == second[-1] and 300 <= stopped <= 300 + 2 * MAX_STOP_INTERVAL  # though they ask now and then only
+    assert stopped == second[-1] and 300 <= stopped <= 300 + 2 * MAX_STOP_INTERVAL  # with a check every few steps only
     assert len(logged) >= 3 and steps > 50
     assert reason == "reached max_duration=1.5second"
-    assert sum(during.values()) < steps / 4  # those of log points, of which there are few
+    assert sum(during.values()) < steps / 4  # the few log points

@@ -1,4 +1,4 @@
-"""Two machines under torchrun: they train together, and one goes on by itself when the other is lost."""
+"""Two machines under torchrun train together, and one continues alone when the other is lost."""
 
 import json
 import os
@@ -119,7 +119,7 @@ def assert_trained_as_one_process(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_machines_train_together_and_the_one_that_is_left_goes_on_to_the_weights_of_an_uninterrupted_run(tmp_path):
+def test_a_run_on_two_machines_that_loses_one_continues_to_the_weights_of_an_uninterrupted_run(tmp_path):
     codes = exit_codes(tmp_path, "lost", "kept")
     assert codes == {"lost": -signal.SIGKILL, "kept": 0}, (tmp_path / "kept.log").read_text()
     assert starts(tmp_path) == [{"step": 0, "ranks": 2, "batch": 8}, {"step": 6, "ranks": 1, "batch": 8}]

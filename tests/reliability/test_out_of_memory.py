@@ -1,4 +1,4 @@
-"""A micro-batch that does not fit into memory is halved on all ranks, and the weights are what they would have been."""
+"""micro_batch_size=auto: a micro-batch that does not fit into memory is halved on all ranks, with the same weights."""
 
 import logging
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.strategies import multiprocess as process_group
+from trainkit.strategies import multiprocess
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -38,7 +38,7 @@ class Counter(Metric):
 
 
 class Large(TaskModule):
-    """Has no memory for more than `limit` samples; `in_backward` says when it is noticed."""
+    """Runs out of memory for more than `limit` samples, in forward or `in_backward`."""
 
     def __init__(self, limit: int = 10**9, *, rank: int | None = None, in_backward: bool = False, norm: bool = True):
         super().__init__()
@@ -69,19 +69,19 @@ def _out_of_memory(gradient: torch.Tensor) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def data(num_samples: int = 44, *, ready: bool = False) -> Data:
+def data(num_samples: int = 44, *, pre_batched: bool = False) -> Data:
     generator = torch.Generator().manual_seed(1)
     dataset = TensorDataset(*(torch.randn(num_samples, size, generator=generator) for size in (4, 1)))
-    if not ready:
+    if not pre_batched:
         return Data(train=dataset, batch_size=16)
     batches = [list(rows) for rows in zip(*(t.split(16) for t in dataset.tensors), strict=True)]
     return Data(train=batches, shuffle=False)
 
 
-def fit(strategy: Any, task: Large, *, ready: bool = False, **settings: Any) -> list[dict[str, float]]:
+def fit(strategy: Any, task: Large, *, pre_batched: bool = False, **settings: Any) -> list[dict[str, float]]:
     recorder = Recorder()
     defaults = {"callbacks": [recorder], "loggers": [], "log_every": "2step", "run_dir": "run"}
-    Trainer(strategy, **{**defaults, **settings}).fit(task, data(ready=ready))
+    Trainer(strategy, **{**defaults, **settings}).fit(task, data(pre_batched=pre_batched))
     return recorder.logged
 
 
@@ -90,15 +90,15 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("pre_batched", [False, True])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_one_device_ends_as_if_it_had_begun_with_the_size_that_fits(caplog, in_backward, ready):
+def test_one_device_has_the_weights_of_a_run_that_started_with_the_size_that_fits(caplog, in_backward, pre_batched):
     found, given = Large(5, in_backward=in_backward), Large()
     with caplog.at_level(logging.WARNING):
-        logged = fit(SingleStrategy(device="cpu", micro_batch_size="auto"), found, ready=ready)
-    expected = fit(SingleStrategy(device="cpu", micro_batch_size=4), given, ready=ready)
+        logged = fit(SingleStrategy(device="cpu", micro_batch_size="auto"), found, pre_batched=pre_batched)
+    expected = fit(SingleStrategy(device="cpu", micro_batch_size=4), given, pre_batched=pre_batched)
     assert_same_bits(found, given)  # with the buffers of batch norm
-    assert logged == expected  # with what the metric has counted
+    assert logged == expected  # with the metric's count
     assert found.sizes[:6] == [16, 8, 4, 4, 4, 4]
     assert "16 samples at once do not fit into memory (CUDA out of memory. Tried to allocate 2 GiB)" in caplog.text or (
         in_backward
@@ -107,14 +107,14 @@ def test_one_device_ends_as_if_it_had_begun_with_the_size_that_fits(caplog, in_b
 
 
 class Late(Large):
-    """Runs out of memory in the second micro-batch of a size, when the gradients of the first are there."""
+    """Runs out of memory in the second micro-batch of a size, after the first one left gradients."""
 
     def training_step(self, batch: Any) -> Any:
         self.limit = 4 if len(batch[0]) in self.sizes else 10**9
         return super().training_step(batch)
 
 
-def test_gradients_of_a_window_that_is_given_up_do_not_count():
+def test_gradients_of_an_aborted_step_are_dropped():
     found, given = Late(norm=False), Large(norm=False)
     for task in (found, given):
         task.network[2].p = 0.0
@@ -124,7 +124,7 @@ def test_gradients_of_a_window_that_is_given_up_do_not_count():
     assert_close(found, given)
 
 
-def test_replicas_of_dp_end_alike():
+def test_replicas_of_dp_have_the_weights_of_one_device():
     found, given = Large(5, norm=False), Large(norm=False)
     for dropout in (found.network[2], given.network[2]):
         dropout.p = 0.0
@@ -148,7 +148,7 @@ def on_two_ranks() -> Any:
 
 
 class AskOnHost(Callback):
-    """Lets ranks ask as they do on GPUs, where no gradient is to be read."""
+    """Makes ranks exchange the flag through host memory, as on GPUs."""
 
     def on_fit_start(self, run: Any) -> None:
         run.strategy.comm.asks_on_host = True
@@ -156,10 +156,10 @@ class AskOnHost(Callback):
 
 def on_two_ranks_as_on_gpus() -> Any:
     def read(parameters: Any) -> bool:
-        raise AssertionError("reading a gradient waits for the device")
+        raise AssertionError("reading a gradient is a device sync")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(process_group, "_has_nan_gradients", read)
+        monkeypatch.setattr(multiprocess, "_has_nan_gradients", read)
         found, given = Large(3, rank=1), Large()
         fit(DDPStrategy(device="cpu", micro_batch_size="auto"), found, callbacks=[AskOnHost()])
         fit(DDPStrategy(device="cpu", micro_batch_size=2), given)
@@ -167,17 +167,17 @@ def on_two_ranks_as_on_gpus() -> Any:
         return {name: tensor.tolist() for name, tensor in found.named_parameters()}
 
 
-def test_ranks_on_gpus_ask_through_host_memory():
+def test_ranks_on_gpus_exchange_a_flag_through_host_memory():
     first, second = run_ranks(on_two_ranks_as_on_gpus, 2)
     assert first == second
 
 
-def test_ranks_give_up_a_window_together_though_one_alone_runs_out_of_memory():
+def test_all_ranks_repeat_a_step_if_one_runs_out_of_memory():
     first, second = run_ranks(on_two_ranks, 2, timeout=120.0)
     assert first == second
 
 
-def test_a_resumed_run_begins_with_the_size_that_was_found():
+def test_a_resumed_run_starts_with_the_size_that_fits():
     first = Large(5)
     settings = {"callbacks": [Checkpoint()], "max_duration": "2step"}
     fit(SingleStrategy(device="cpu", micro_batch_size="auto"), first, **settings)
@@ -191,12 +191,12 @@ def test_a_resumed_run_begins_with_the_size_that_was_found():
     assert_same_bits(again, whole)
 
 
-def test_what_does_not_fit_one_by_one_is_an_error():
+def test_a_single_sample_that_does_not_fit_raises_an_error():
     with pytest.raises(UserError, match="does not fit into memory with one sample at a time"):
         fit(SingleStrategy(device="cpu", micro_batch_size="auto"), Large(0, norm=False))
 
 
-def test_without_auto_the_error_is_torchs_own():
+def test_without_auto_the_error_is_that_of_torch():
     with pytest.raises(torch.OutOfMemoryError):
         fit(SingleStrategy(device="cpu"), Large(5))
 
@@ -207,22 +207,22 @@ def test_without_auto_the_error_is_torchs_own():
         lambda: TorchDDPStrategy(micro_batch_size="auto"),
         lambda: PipelineStrategy(micro_batch_size="auto"),
         lambda: SingleStrategy(micro_batch_size="auto", accumulate=2),
-        lambda: DDPStrategy(micro_batch_size="auto", hook="fp16"),
-        lambda: DDPStrategy(micro_batch_size="auto", overlap_optimizer=True),
+        lambda: DDPStrategy(micro_batch_size="auto", comm_hook="fp16"),
+        lambda: DDPStrategy(micro_batch_size="auto", optimizer_in_backward=True),
         lambda: FusionStrategy(micro_batch_size="auto", shard_optimizer=True),
         lambda: SingleStrategy(micro_batch_size="some"),
     ],
 )
-def test_what_cannot_give_up_a_window_says_so(make):
+def test_settings_that_cannot_repeat_a_step_reject_auto(make):
     with pytest.raises(UserError, match="micro_batch_size"):
         make()
 
 
-def test_a_window_is_cut_again_by_rows_and_never_wrongly():
+def test_a_step_batch_is_split_again_by_rows_or_not_at_all():
     batch = {"rows": torch.arange(10), "scale": torch.tensor(2.0), "pair": (torch.ones(10, 2), 3)}
     step_batch = resplit(StepBatch([MicroBatch(batch, 10)], 10, 10, False), 4)
-    assert [part.num_samples for part in step_batch.micro_batches] == [4, 4, 2]
-    assert torch.cat([part.batch["rows"] for part in step_batch.micro_batches]).tolist() == list(range(10))
+    assert [micro_batch.num_samples for micro_batch in step_batch.micro_batches] == [4, 4, 2]
+    assert torch.cat([each.batch["rows"] for each in step_batch.micro_batches]).tolist() == list(range(10))
     assert step_batch.micro_batches[2].batch["pair"][0].shape == (2, 2)
     for wrong in ({"words": ["a"] * 10}, [torch.ones(10), torch.ones(7)]):
         with pytest.raises(UserError, match="cannot split a batch of 10 samples that holds"):

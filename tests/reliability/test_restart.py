@@ -1,4 +1,4 @@
-"""Under torchrun a killed rank leads to a restart that goes on by itself, to the weights of an uninterrupted run."""
+"""Under torchrun a killed rank leads to a restart that continues to the weights of an uninterrupted run."""
 
 import os
 import signal
@@ -69,7 +69,7 @@ def train(run_dir: Path, *callbacks: Callback) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_leads_to_a_restart_that_ends_with_the_weights_of_an_uninterrupted_run(tmp_path, rank):
+def test_a_restart_after_a_killed_rank_ends_with_the_weights_of_an_uninterrupted_run(tmp_path, rank):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     environment = {key: value for key, value in os.environ.items() if key not in ELASTIC}
     process = subprocess.Popen(

@@ -198,7 +198,7 @@ def saved(folder: Path, name: str) -> list[tuple[int, str]]:
     return [(entry.step, entry.reason) for entry in CheckpointStore(folder / name / "checkpoints").entries()]
 
 
-def test_a_signal_to_one_rank_stops_all_after_one_agreed_step_with_one_save(ranks, folder):
+def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_one_save(ranks, folder):
     first, second = ranks[0]["step"], ranks[1]["step"]
     assert first == second
     code, name, step = first
@@ -213,42 +213,42 @@ def test_a_signal_in_an_evaluation_stops_all_ranks_before_another_step(ranks, fo
     assert saved(folder, name)[0] == (outcome[2], outcome[1])
 
 
-def test_an_evaluation_that_a_signal_broke_off_is_made_up_to_the_same_weights(ranks):
+def test_an_evaluation_interrupted_by_a_signal_is_repeated_with_the_same_weights(ranks):
     for rank in ranks:
         assert torch.equal(rank["weights"]["evaluation"], rank["weights"]["whole"])
 
 
 @pytest.mark.parametrize("stage", ["predict", "test"])
-def test_an_evaluation_by_itself_that_a_signal_broke_off_is_returned_by_no_rank(ranks, stage):
+def test_no_rank_returns_a_standalone_evaluation_interrupted_by_a_signal(ranks, stage):
     assert [rank[stage] for rank in ranks] == [(143, "SIGTERM")] * 2
 
 
-def test_a_signal_in_a_compilation_stops_all_ranks_once_it_is_done(ranks, folder):
+def test_a_signal_during_a_compilation_stops_all_ranks_after_it(ranks, folder):
     code, name, step = ranks[0]["compilation"]
     assert ranks[1]["compilation"] == (code, name, step) == (143, "SIGTERM", step)
     assert 1 <= step < 10
     assert saved(folder, "compilation") == [(step, "SIGTERM")]
 
 
-def test_a_signal_in_a_save_lets_it_end_and_then_stops_all_ranks(ranks, folder):
+def test_a_signal_during_a_save_stops_all_ranks_after_it(ranks, folder):
     code, name, step = ranks[0]["save"]
     assert ranks[1]["save"] == (code, name, step) == (143, "SIGTERM", step)
     assert 5 <= step < NUM_STEPS
     assert saved(folder, "save")[-1][0] == step
 
 
-def test_an_announced_end_saves_and_has_the_main_rank_queue_the_job_again_once(ranks, folder):
+def test_a_preemption_signal_saves_and_the_main_rank_requeues_the_job_once(ranks, folder):
     code, name, step = ranks[0]["preempted"]
     assert ranks[1]["preempted"] == (code, name, step) == (128 + signal.SIGUSR1, "SIGUSR1", step)
     assert saved(folder, "preempted")[0] == (step, "SIGUSR1")
     assert (folder / "scontrol.txt").read_text() == "requeue 4711\n"
 
 
-def test_a_job_that_is_cancelled_is_not_queued_again(ranks):
+def test_a_cancelled_job_is_not_requeued(ranks):
     assert ranks[0]["terminated"][:2] == ranks[1]["terminated"][:2] == (143, "SIGTERM")
 
 
-def test_a_job_that_was_queued_again_ends_with_the_weights_of_an_uninterrupted_run(ranks):
+def test_a_requeued_job_ends_with_the_weights_of_an_uninterrupted_run(ranks):
     for rank in ranks:
         assert torch.equal(rank["weights"]["preempted"], rank["weights"]["whole"])
 

@@ -1,4 +1,4 @@
-"""What is refused, and what is only told, when a SLURM job is to be queued again."""
+"""Requeueing of a SLURM job: rejected settings, and what is only logged."""
 
 import pytest
 
@@ -7,30 +7,30 @@ from trainkit import Data, UserError
 from trainkit.signals import requeue_job
 
 
-def test_a_job_that_would_begin_anew_is_not_queued_again(make_trainer):
+def test_a_job_that_would_start_from_scratch_is_not_requeued(make_trainer):
     trainer = make_trainer(preemption_signal="SIGUSR1", requeue=True)
     with pytest.raises(UserError, match="add resume=auto"):
         trainer.fit(Regression(), Data(train=regression_data(8), batch_size=4))
 
 
-def test_queueing_again_needs_a_signal(make_trainer):
+def test_requeueing_needs_a_preemption_signal(make_trainer):
     with pytest.raises(UserError, match=r"trainer\.preemption_signal=SIGUSR1, and #SBATCH --signal=USR1@120"):
         make_trainer(requeue=True)
 
 
-def test_a_signal_that_no_scheduler_sends_is_refused(make_trainer):
+def test_a_signal_that_no_scheduler_sends_is_rejected(make_trainer):
     with pytest.raises(UserError, match=r"preemption_signal='SIGUSR' is unknown\. Did you mean 'SIGUSR"):
         make_trainer(preemption_signal="SIGUSR")
 
 
-def test_outside_of_slurm_nothing_is_queued(monkeypatch, caplog):
+def test_nothing_is_requeued_outside_of_slurm(monkeypatch, caplog):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     requeue_job()
     assert "this is no SLURM job" in caplog.text
 
 
 @pytest.mark.parametrize("answer", ["echo 'Job is pending' >&2; exit 1", None])
-def test_a_refusal_is_logged_with_what_to_type(tmp_path, monkeypatch, caplog, answer):
+def test_a_failed_requeue_is_logged_with_the_command_to_type(tmp_path, monkeypatch, caplog, answer):
     if answer is not None:
         (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{answer}\n")
         (tmp_path / "scontrol").chmod(0o755)

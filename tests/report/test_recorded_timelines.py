@@ -58,8 +58,8 @@ class SlowLayers(TaskModule):
 
 
 STRATEGIES = {
-    "shared_memory": partial(DDPStrategy, bucket_mb=0.015, transport="shared_memory"),
-    "group": partial(DDPStrategy, bucket_mb=0.015, transport="group"),
+    "shared_memory": partial(DDPStrategy, bucket_cap_mb=0.015, transport="shared_memory"),
+    "group": partial(DDPStrategy, bucket_cap_mb=0.015, transport="process_group"),
     "fusion": partial(FusionStrategy, buffer_mb=0.015),
 }
 
@@ -89,7 +89,7 @@ def train_under_each(folder):
     settings = {"max_duration": "4step", "loggers": []}
     for name, strategy in STRATEGIES.items():
         trainer = Trainer(
-            strategy(device="cpu", timeline=True),
+            strategy(device="cpu", record_timeline=True),
             run_dir=folder / name,
             callbacks=[Profiler(start_step=6, end_step=6)],  # looks at overlap in steps 3 and 4
             **settings,
@@ -98,7 +98,7 @@ def train_under_each(folder):
     hook = HookOfTheUser()
     for name, callbacks in (("torch_ddp", []), ("torch_ddp_with_a_hook", [hook])):
         trainer = Trainer(
-            TorchDDPStrategy(device="cpu", bucket_mb=0.015),
+            TorchDDPStrategy(device="cpu", bucket_cap_mb=0.015),
             run_dir=folder / name,
             callbacks=[Profiler(start_step=6, end_step=6), *callbacks],
             **settings,

@@ -139,11 +139,11 @@ def test_a_timeline_is_drawn_to_scale_with_its_advice(tmp_path):
     (tmp_path / "config.yaml").write_text("recipe: null\n")
     bars = [TimelineSpan("forward", 10.0, 10.25, label="0"), TimelineSpan("backward", 10.5, 11.0, "<b>", "1")]
     figures = [TimelineFigure("hidden", 0.825, note="of all"), TimelineFigure("size", 2.5 * 2**20, "bytes")]
-    Timeline("ddp", "a step", [Track("rank 0", bars)], 7, figures, ["Try strategy.bucket_mb=2."]).write(tmp_path)
+    Timeline("ddp", "a step", [Track("rank 0", bars)], 7, figures, ["Try strategy.bucket_cap_mb=2."]).write(tmp_path)
     page = Page.of(write_report(tmp_path))
     drawn = [(a["x"], a["width"]) for a in page.attributes("rect")]
     assert drawn == [("0.000%", "25.000%"), ("50.000%", "50.000%")]
-    assert "a step, step 7" in page.text and "Try strategy.bucket_mb=2." in page.text
+    assert "a step, step 7" in page.text and "Try strategy.bucket_cap_mb=2." in page.text
     assert "82.5 %" in page.text and "2.5 MiB" in page.text and "<b>: 500 ms, from 500 ms" in page.text
 
 

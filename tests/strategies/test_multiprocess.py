@@ -1,4 +1,4 @@
-"""What all strategies over a process group do before training and between steps."""
+"""Strategies over a process group: the comparison of models, the broadcast of buffers, fitting memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion import FusionStrategy
+from trainkit.strategies.multiprocess import BroadcastBuffers
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
@@ -19,11 +20,11 @@ from trainkit import Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 
 STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDPStrategy, "fusion": FusionStrategy}
-ALSO_STAGES = {**STRATEGIES, "pipeline": PipelineStrategy}
+WITH_PIPELINE = {**STRATEGIES, "pipeline": PipelineStrategy}
 
 
 class Tracking(TaskModule):
-    """Puts a new tensor in a buffer's place in every step, and lets another buffer grow on one rank."""
+    """Replaces a buffer by a new tensor in every step, and enlarges another buffer on one rank."""
 
     def __init__(self, *, outputs: int = 4, freezes: bool = False, tracked: int = 1) -> None:
         super().__init__()
@@ -52,9 +53,9 @@ def fit(strategy: Any, task: TaskModule, run_dir: str, **settings: Any) -> None:
     trainer.fit(task, Data(train=inputs(), batch_size=8))
 
 
-def complaints(folder: str) -> list[str]:
+def errors(folder: str) -> list[str]:
     rank, found = dist.get_rank(), []
-    for name, make in ALSO_STAGES.items():
+    for name, make in WITH_PIPELINE.items():
         for number, arguments in enumerate(({"outputs": 4 + rank}, {"freezes": rank == 1}, {"tracked": 1 + rank})):
             with pytest.raises(RuntimeError) as raised:
                 fit(make(device="cpu"), Tracking(**arguments), f"{folder}/{name}/{number}")
@@ -62,14 +63,14 @@ def complaints(folder: str) -> list[str]:
     return found
 
 
-def test_models_that_differ_are_named_before_anything_is_sent(tmp_path):
-    again = ". Build the same model on every rank."
+def test_different_models_raise_an_error_that_names_the_first_difference(tmp_path):
+    remedy = ". Build the same model on every rank."
     expected = [
-        f"parameter 0 is net.weight (4, 8) on rank 0, but net.weight (5, 8) on rank 1{again}",
-        f"parameter 1 is net.bias (4,) on rank 0, but net.bias (4,), frozen on rank 1{again}",
-        f"buffer 0 is mean (1,) on rank 0, but mean (2,) on rank 1{again}",
+        f"parameter 0 is net.weight (4, 8) on rank 0, but net.weight (5, 8) on rank 1{remedy}",
+        f"parameter 1 is net.bias (4,) on rank 0, but net.bias (4,), frozen on rank 1{remedy}",
+        f"buffer 0 is mean (1,) on rank 0, but mean (2,) on rank 1{remedy}",
     ]
-    assert run_ranks(complaints, 2, str(tmp_path)) == [expected * len(ALSO_STAGES)] * 2
+    assert run_ranks(errors, 2, str(tmp_path)) == [expected * len(WITH_PIPELINE)] * 2
 
 
 def buffers_after_training(folder: str) -> list[tuple[float, int]]:
@@ -81,7 +82,7 @@ def buffers_after_training(folder: str) -> list[tuple[float, int]]:
     return found
 
 
-def test_a_buffer_is_rank_0s_though_a_new_tensor_took_its_place(tmp_path):
+def test_a_replaced_buffer_is_that_of_rank_0(tmp_path):
     first, second = run_ranks(buffers_after_training, 2, str(tmp_path))
     assert [mean for mean, _ in first] == [mean for mean, _ in second]
     assert [length for _, length in first] == [2] * len(STRATEGIES)
@@ -101,7 +102,7 @@ class Images(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def weights_where_memory_is_fitted(folder: str) -> list[list[float]]:
+def weights_by_micro_batch_size(folder: str) -> list[list[float]]:
     found = []
     for size in ("auto", None):
         task = Images()
@@ -110,6 +111,36 @@ def weights_where_memory_is_fitted(folder: str) -> list[list[float]]:
     return found
 
 
-def test_micro_batches_are_fitted_into_memory_in_any_memory_format(tmp_path):
-    for fitted, plain in run_ranks(weights_where_memory_is_fitted, 2, str(tmp_path)):
+def test_auto_micro_batches_work_with_channels_last(tmp_path):
+    for fitted, plain in run_ranks(weights_by_micro_batch_size, 2, str(tmp_path)):
         assert fitted == pytest.approx(plain, abs=1e-6)
+
+
+def module_with_buffers() -> nn.Module:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].register_buffer("mean", torch.zeros(3))
+    net[0].register_buffer("later", None)
+    net[1].register_buffer("cache", torch.zeros(4))
+    return net
+
+
+def test_the_tensor_that_replaced_a_buffer_is_broadcast():
+    net = module_with_buffers()
+    shared = BroadcastBuffers(net)
+    net[0].mean = net[0].mean + 1.0
+    assert [tensor is buffer for tensor, buffer in zip(shared.now(), net.buffers(), strict=True)] == [True, True]
+
+
+def test_shapes_stay_when_a_buffer_grows_is_removed_or_is_added():
+    net = module_with_buffers()
+    mean, cache = net.buffers()
+    shared = BroadcastBuffers(net)
+    net[0].mean, net[0].later, net[1].cache = None, torch.zeros(1), torch.zeros(9)
+    assert [tensor is before for tensor, before in zip(shared.now(), (mean, cache), strict=True)] == [True, True]
+    net[1].cache = torch.ones(4)
+    assert shared.now()[1] is net[1].cache
+
+
+def test_only_shared_buffers_are_broadcast():
+    net = module_with_buffers()
+    assert BroadcastBuffers(net, is_shared=lambda name: name == "1.cache").now() == [net[1].cache]

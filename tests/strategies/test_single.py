@@ -1,4 +1,4 @@
-"""The `single` strategy: however a global batch is cut into micro-batches, the weights are those of one big batch."""
+"""The strategy `single`: any split into micro-batches gives the weights of one big batch."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ class TutorialSum(Tutorial):
 
 
 class EpochWeights(Callback):
-    """Keeps the weights of every epoch's end, as the tutorial prints them."""
+    """Records the weights at the end of every epoch, as the tutorial prints them."""
 
     def __init__(self):
         self.weights = []
@@ -76,8 +76,8 @@ def by_hand(num_samples, *, batch_size, epochs, loss_of):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-@pytest.mark.parametrize("num_samples", [32, 34, 33], ids=["whole windows", "last window of two", "last window of one"])
-def test_the_tutorial_has_the_same_weights_after_every_epoch_however_often_it_accumulates(
+@pytest.mark.parametrize("num_samples", [32, 34, 33], ids=["full batches", "last batch of two", "last batch of one"])
+def test_the_tutorial_has_the_same_weights_after_every_epoch_with_any_accumulation(
     make_trainer, accumulate, num_samples
 ):
     seen = EpochWeights()
@@ -97,8 +97,8 @@ def accumulated_by_hand(num_samples, *, num_micro_batches, epochs):
     printed = []
     for epoch in range(epochs):
         order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(epoch))
-        shares = [order[rank::num_micro_batches].split(4) for rank in range(num_micro_batches)]
-        for micro_batches in zip(*shares, strict=True):
+        shards = [order[rank::num_micro_batches].split(4) for rank in range(num_micro_batches)]
+        for micro_batches in zip(*shards, strict=True):
             for indices in micro_batches:
                 (task.line(inputs[indices]).sum() / num_micro_batches).backward()
             optimizer.step()
@@ -108,7 +108,7 @@ def accumulated_by_hand(num_samples, *, num_micro_batches, epochs):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_the_tutorials_own_loop_prints_the_same_weights(make_trainer, accumulate):
+def test_the_loop_of_the_tutorial_prints_the_same_weights(make_trainer, accumulate):
     seen = EpochWeights()
     trainer = make_trainer(SingleStrategy(device="cpu", accumulate=accumulate), max_duration="2epoch", callbacks=[seen])
     trainer.fit(TutorialSum(), Data(train=tutorial_data(32), batch_size=4 * accumulate))
@@ -118,7 +118,7 @@ def test_the_tutorials_own_loop_prints_the_same_weights(make_trainer, accumulate
 
 
 @pytest.mark.parametrize("settings", [{"accumulate": 2}, {"accumulate": 4}, {"accumulate": 8}, {"micro_batch_size": 3}])
-@pytest.mark.parametrize("num_samples", [24, 21, 17], ids=["whole windows", "short last window", "last window of one"])
+@pytest.mark.parametrize("num_samples", [24, 21, 17], ids=["full batches", "short last batch", "last batch of one"])
 def test_accumulation_gives_the_weights_of_one_big_batch(make_trainer, settings, num_samples):
     task, expected = Regression(hidden=8), Regression(hidden=8)
     data = Data(train=regression_data(num_samples), batch_size=8)
@@ -128,7 +128,7 @@ def test_accumulation_gives_the_weights_of_one_big_batch(make_trainer, settings,
 
 
 @pytest.mark.parametrize("settings", [{"accumulate": 2}, {"accumulate": 8}, {"micro_batch_size": 3}])
-@pytest.mark.parametrize("num_samples", [24, 21], ids=["whole windows", "short last window"])
+@pytest.mark.parametrize("num_samples", [24, 21], ids=["full batches", "short last batch"])
 def test_micro_batches_with_token_weights_give_the_weights_of_one_big_batch(make_trainer, settings, num_samples):
     task, expected = WeightedRegression(hidden=8), WeightedRegression(hidden=8)
     data = Data(train=weighted_data(num_samples), batch_size=8)
@@ -137,7 +137,7 @@ def test_micro_batches_with_token_weights_give_the_weights_of_one_big_batch(make
     assert_close(task, expected)
 
 
-def test_token_weights_that_are_python_numbers_count_like_tensors(make_trainer):
+def test_token_weights_may_be_python_numbers(make_trainer):
     class Numbers(WeightedRegression):
         def training_step(self, batch):
             output = super().training_step(batch)
@@ -169,7 +169,7 @@ def test_a_micro_batch_of_weight_zero_changes_nothing(make_trainer):
 
 @pytest.mark.parametrize("weight", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_a_window_whose_weights_are_all_zero_changes_nothing(make_trainer, weight, accumulate):
+def test_a_batch_of_weight_zero_changes_nothing(make_trainer, weight, accumulate):
     class Padding(Regression):
         def training_step(self, batch):
             return {"loss": super().training_step(batch), "weight": weight}
@@ -186,7 +186,7 @@ def test_a_window_whose_weights_are_all_zero_changes_nothing(make_trainer, weigh
     token_weights=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_the_gradient_of_any_window_is_that_of_the_weighted_mean_over_all_its_samples(sizes, token_weights, seed):
+def test_the_gradient_of_any_step_batch_is_that_of_the_weighted_mean_over_its_samples(sizes, token_weights, seed):
     from trainkit.data.batch import MicroBatch, StepBatch
     from trainkit.optim.precision import Precision
 
@@ -198,8 +198,8 @@ def test_the_gradient_of_any_window_is_that_of_the_weighted_mean_over_all_its_sa
     task = (WeightedRegression if token_weights else Regression)().double()
     if token_weights:
         batch.append(tokens)
-    parts = zip(*(tensor.split(sizes) for tensor in batch), strict=True)
-    step_batch = StepBatch([MicroBatch(list(part), len(part[0])) for part in parts], total, total, False)
+    splits = zip(*(tensor.split(sizes) for tensor in batch), strict=True)
+    step_batch = StepBatch([MicroBatch(list(split), len(split[0])) for split in splits], total, total, False)
     strategy = SingleStrategy(device="cpu")
     strategy.setup(Precision())
     strategy.prepare(task)
@@ -213,7 +213,7 @@ def test_the_gradient_of_any_window_is_that_of_the_weighted_mean_over_all_its_sa
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
 
 
-def test_the_logged_loss_is_the_mean_over_samples_also_over_a_short_window(make_trainer):
+def test_the_logged_loss_is_the_mean_over_samples_with_a_short_last_batch(make_trainer):
     recorder = Recorder()
     task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=0.0))
     data = regression_data(21)
@@ -225,7 +225,7 @@ def test_the_logged_loss_is_the_mean_over_samples_also_over_a_short_window(make_
     assert recorder.logged[0]["train/loss"] == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_the_loss_that_is_logged_is_never_the_scaled_one(make_trainer):
+def test_the_logged_loss_is_not_scaled_by_accumulation(make_trainer):
     class Constant(Regression):
         def training_step(self, batch):
             return {"loss": super().training_step(batch) * 0 + 3.0, "one": 1.0}
@@ -247,7 +247,7 @@ def test_the_loss_that_is_logged_is_never_the_scaled_one(make_trainer):
         ({"accumulate": 8}, [[1] * 8, [1] * 8, [1] * 5]),
     ],
 )
-def test_a_global_batch_is_cut_into_the_micro_batches_that_the_plan_says(make_trainer, settings, sizes):
+def test_a_global_batch_is_split_into_the_planned_micro_batches(make_trainer, settings, sizes):
     class Sizes(Regression):
         def __init__(self):
             super().__init__()
@@ -257,25 +257,25 @@ def test_a_global_batch_is_cut_into_the_micro_batches_that_the_plan_says(make_tr
             self.seen[-1].append(len(batch[0]))
             return super().training_step(batch)
 
-    class NewWindow(Callback):
+    class NewStep(Callback):
         def on_fit_start(self, run):
             run.task.seen.append([])
 
         on_step_end = on_fit_start
 
     task = Sizes()
-    trainer = make_trainer(SingleStrategy(device="cpu", **settings), callbacks=[NewWindow()])
+    trainer = make_trainer(SingleStrategy(device="cpu", **settings), callbacks=[NewStep()])
     trainer.fit(task, Data(train=regression_data(21), batch_size=8))
     assert task.seen == [*sizes, []]
 
 
-def test_the_plan_in_words_multiplies_to_the_global_batch():
+def test_the_printed_plan_multiplies_to_the_global_batch():
     assert str(SingleStrategy(accumulate=4).plan(32)) == "global batch 32 = 1 rank x 4 micro-batches x 8 samples"
     assert str(SingleStrategy().plan(32)) == "global batch 32 = 1 rank x 1 micro-batch x 32 samples"
 
 
 @pytest.mark.parametrize("accumulate", [3, 5, 16])
-def test_accumulate_that_does_not_cut_the_batch_evenly_is_refused_with_one_that_does(make_trainer, accumulate):
+def test_accumulate_that_does_not_divide_the_batch_raises_an_error_with_one_that_does(make_trainer, accumulate):
     trainer = make_trainer(SingleStrategy(device="cpu", accumulate=accumulate))
     task = Regression()
     before = weights(task)
@@ -298,7 +298,7 @@ def test_accumulate_and_micro_batch_size_exclude_each_other():
         SingleStrategy(accumulate=2, micro_batch_size=3)
 
 
-def test_accumulation_does_not_concern_the_size_of_validation_batches(make_trainer):
+def test_accumulation_does_not_split_validation_batches(make_trainer):
     trainer = make_trainer(SingleStrategy(device="cpu", accumulate=4))
     data = Data(train=regression_data(16), validation=regression_data(10), batch_size=8, evaluation_batch_size=10)
     result = trainer.fit(Regression(), data)
@@ -306,7 +306,7 @@ def test_accumulation_does_not_concern_the_size_of_validation_batches(make_train
     assert "validation/loss" in result.metrics
 
 
-def test_ready_made_batches_with_a_short_last_one_accumulate_exactly(make_trainer):
+def test_pre_batched_data_with_a_short_last_batch_accumulates_exactly(make_trainer):
     inputs, targets = regression_data(22).tensors
     batches = [list(rows) for rows in zip(inputs.split(8), targets.split(8), strict=True)]  # 8, 8 and 6 rows
     task, expected = Regression(hidden=8), Regression(hidden=8)
@@ -316,7 +316,7 @@ def test_ready_made_batches_with_a_short_last_one_accumulate_exactly(make_traine
     assert_close(task, expected)
 
 
-def test_a_gradient_that_was_there_before_training_does_not_count(make_trainer):
+def test_gradients_from_before_training_are_dropped(make_trainer):
     task, expected = Regression(), Regression()
     task(torch.ones(1, 4)).sum().backward()
     for each in (task, expected):

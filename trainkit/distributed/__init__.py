@@ -1,1 +1,1 @@
-"""What ranks say to each other: collectives, and the store of failures."""
+"""Distributed runs: launchers, collectives, rendezvous, the failure store and the logs of ranks."""

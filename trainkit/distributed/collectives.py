@@ -1,7 +1,7 @@
-"""Collectives of the ranks of a run: those of one process alone, and those over a process group.
+"""Collectives of the ranks of a run, for one process and over a process group.
 
-A collective must be called by every rank at the same point. One that breaks or times out over a process group raises
-RankError, which names the step, the reason that another rank has published, and where every rank is.
+A collective must be called by every rank at the same point. If it breaks or times out over a process group it raises
+RankError, which names the step, the root cause that another rank has published, and the position of every rank.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.distributed.failure_store import FailureStore, RankError, is_lost, timed_out
+from trainkit.distributed.failure_store import FailureStore, RankError, is_lost, stopped, timed_out
 from trainkit.tree import concatenate
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "min", "max"]
 
-BROADCAST_BYTES = 64 * 1024 * 1024  # joined into one message
-STOP_INTERVAL_SECONDS = 0.1  # between two questions whether to stop
+BROADCAST_BYTES = 64 * 1024 * 1024  # most that are joined into one message
+STOP_INTERVAL_SECONDS = 0.1  # between two stop checks
 MAX_STOP_INTERVAL = 256  # steps
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 class Collectives:
-    """The collectives of one process alone, and what every process knows of its place among the ranks.
+    """The collectives of a single process, and the rank and number of processes.
 
     Args:
-        rank: Which shard of each global batch this process reads.
-        world_size: Shards of a global batch.
-        process: Index of this process among all; by default its rank. Several processes may share a rank's samples.
-        num_processes: All processes; by default as many as ranks.
-        num_devices: Different devices over all processes; by default one for each process.
+        rank: Index of the shard of each global batch that this process reads.
+        world_size: Number of shards of a global batch.
+        process: Index of this process; by default its rank. Several processes may read the same shard.
+        num_processes: Number of processes; by default `world_size`.
+        num_devices: Number of different devices over all processes; by default one for each process.
 
     """
 
@@ -59,7 +59,7 @@ class Collectives:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and reports to the user."""
+        """True on the process that writes files and reports to the user."""
         return self.process == 0
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
@@ -67,7 +67,7 @@ class Collectives:
         return tensor
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return the value of each process, in their order; collective."""
+        """Return the values of all processes, in their order; collective."""
         return [value]
 
     def broadcast_object(self, value: T) -> T:
@@ -78,34 +78,34 @@ class Collectives:
         """Return when every process has reached this call; collective."""
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any process; collective, and waits for the device."""
+        """Return True if `flag` is true on any process; collective, and waits for the device."""
         return flag
 
     def should_stop(self, requested: bool, *, seconds: float = 0.0) -> bool:
-        """Return on every process after the same step whether any was asked to stop; call it after every step.
+        """Return True on every process after the same step if any was asked to stop; called after every step.
 
-        The answer may come some steps late and never waits for the device. `seconds` is this process's training time.
+        The answer may come some steps late and does not wait for the device. `seconds` is this process's training time.
         """
         return requested
 
     def synced_seconds(self, seconds: float) -> float:
-        """Return the longest training time of any process at the last answer of `should_stop`; `seconds` if alone."""
+        """Return the longest training time of any process at the last answer of `should_stop`."""
         return seconds
 
     def should_stop_evaluation(self, requested: bool) -> bool:
-        """Return whether to leave an evaluation after this batch; collective over processes that share a batch."""
+        """Return True if an evaluation ends after this batch; collective over processes that read the same shard."""
         return requested
 
     def all_reduce_metrics(
         self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
     ) -> tuple[list[str], Tensor]:
-        """Return the names known to any rank, and their `(names, 2)` sums over ranks; one packed collective."""
+        """Return the names of any rank and their sums over ranks, shape (names, 2); one packed collective."""
         names = list(sums)
         packed = torch.stack([sums[name] for name in names]) if names else torch.zeros(0, 2, dtype=dtype, device=device)
         return names, packed
 
     def gather_predictions(self, outputs: list[Any]) -> list[Any]:
-        """Return on rank 0 the predictions of all ranks in the order of the dataset, elsewhere `[]`; collective."""
+        """Return all ranks' predictions in the order of the dataset on rank 0, `[]` on the others; collective."""
         return outputs
 
 
@@ -114,11 +114,11 @@ class ProcessGroupCollectives(Collectives):
 
     Args:
         group: The ranks.
-        device: Where flags are reduced.
-        timeout_seconds: Named in the error of a collective that timed out.
-        step: Returns how many steps this rank has begun, for messages.
-        failure_store: Where ranks publish why they fail; `None` for one rank alone.
-        consensus: Answers `should_stop`; `None` for one rank alone.
+        device: The device on which flags are reduced.
+        timeout_seconds: The timeout of the group, named in errors.
+        step: Returns the number of steps that this rank has begun, for errors.
+        failure_store: The store in which ranks publish why they fail; `None` for a single rank.
+        consensus: Answers `should_stop`; `None` for a single rank.
         process: As for `Collectives`.
         num_processes: As for `Collectives`.
 
@@ -143,7 +143,7 @@ class ProcessGroupCollectives(Collectives):
         self.failure_store = failure_store
         self.consensus = consensus
         self.asks_on_host = device.type != "cpu" and has_host_backend(group)
-        """Whether `any_rank_on_host` is available while the ranks compute on GPUs."""
+        """True if `any_rank_on_host` avoids a wait for a GPU."""
         self._step = step
         self._names: list[str] = []  # of metrics, known to all ranks in this order
 
@@ -151,7 +151,7 @@ class ProcessGroupCollectives(Collectives):
     def join(
         cls, group: dist.ProcessGroup, *, device: torch.device, timeout_seconds: float, step: Callable[[], int]
     ) -> ProcessGroupCollectives:
-        """Return the collectives of `group` with a failure store and a consensus of its own; collective."""
+        """Return the collectives of `group` with a new failure store and consensus; collective."""
         store = consensus = None
         if group.size() > 1:
             consensus = StopConsensus(group, device=torch.device("cpu") if has_host_backend(group) else device)
@@ -166,14 +166,14 @@ class ProcessGroupCollectives(Collectives):
         )
 
     def close(self) -> None:
-        """Ask no longer whether to stop; may be called twice."""
+        """End the stop checks; may be called twice."""
         self.consensus = None
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         return self.reduce_in_place(tensor.detach().clone(), op, where="an all_reduce")
 
     def reduce_in_place(self, tensor: Tensor, op: ReduceOp = "sum", *, where: str) -> Tensor:
-        """Leave in `tensor` its reduction over ranks, and return it; `where` names it in an error. Collective."""
+        """Reduce `tensor` over ranks in place, and return it; `where` names the collective in errors. Collective."""
         with self.waiting(self.after(where)):
             dist.all_reduce(tensor, _OPS[op], group=self.group)
         return tensor
@@ -197,9 +197,9 @@ class ProcessGroupCollectives(Collectives):
         return bool(self.all_reduce(torch.tensor([int(flag)], device=self.device), "max").item())
 
     def any_rank_on_host(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any rank, without waiting for a device; collective."""
+        """Return True if `flag` is true on any rank, without waiting for a device; collective."""
         found = torch.tensor([int(flag)])
-        return bool(self.reduce_in_place(found, "max", where="the check whether a rank is out of memory").item())
+        return bool(self.reduce_in_place(found, "max", where="the out-of-memory check").item())
 
     def synced_seconds(self, seconds: float) -> float:
         return seconds if self.consensus is None else self.consensus.seconds
@@ -207,17 +207,17 @@ class ProcessGroupCollectives(Collectives):
     def should_stop(self, requested: bool, *, seconds: float = 0.0) -> bool:
         if self.consensus is None:
             return requested
-        try:  # in every step: a context manager would cost as much as the question
+        try:  # in every step: a context manager would cost as much as the check
             return self.consensus.after_step(requested, seconds=seconds)
         except RuntimeError as error:
-            self._explain(error, self.after("the check whether to stop"))
+            self._explain(error, self.after("the stop check"))
             raise
 
     def all_reduce_metrics(
         self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
     ) -> tuple[list[str], Tensor]:
         packed = self.reduce_in_place(self._packed(sums, device, dtype), where="the sum of metrics")
-        if packed[-1, 0].item():  # a rank has a name that not all know: exchange names and add up again
+        if packed[-1, 0].item():  # a rank has a new name: exchange names and reduce again
             known = set(self._names)
             for names in self.all_gather_object(sorted(sums)):
                 self._names += [name for name in names if name not in known]
@@ -242,11 +242,11 @@ class ProcessGroupCollectives(Collectives):
         parts = [part for part in gathered or [] if part is not None]
         return [interleave(parts)] if parts else []
 
-    # ---- Collectives that break
+    # ---- Errors
 
     @contextmanager
     def waiting(self, where: str) -> Iterator[None]:
-        """Raise RankError for a collective in this block that breaks or times out: `where`, why, and who is where."""
+        """Raise RankError if a collective in this block breaks or times out; it names `where` and the root cause."""
         try:
             yield
         except RuntimeError as error:
@@ -254,88 +254,92 @@ class ProcessGroupCollectives(Collectives):
             raise
 
     def after(self, what: str) -> str:
-        """Return `what` with the step after which it is called, for messages."""
+        """Return `what` with the current step, for errors."""
         return f"{what} after step {self._step()}"
 
     def _explain(self, error: RuntimeError, where: str) -> None:
-        """Raise RankError in place of an error that says only that a collective broke."""
+        """Raise RankError instead of an error that does not name the root cause."""
         if self.failure_store is None or isinstance(error, RankError) or not is_lost(error):
             return
         cause = self.failure_store.root_cause()
         if cause is None and "imed out" in str(error):
             raise timed_out(self.failure_store, where=where, seconds=self.timeout_seconds) from None
         cause = cause or f"a rank is gone ({str(error).splitlines()[0]})"
-        raise RankError(f"stopped while waiting in {where}, because {cause}") from None
+        raise stopped(where, cause) from None
 
 
 class StopConsensus:
-    """Asks all ranks now and then whether one wants to stop; the answer is read some steps later.
+    """Checks every few steps if any rank wants to stop; the result is read some steps later.
 
-        step       0     1 ... n      n+1 ... 2n
-        question   ask         ask            ask
-        answer                 read           read      the same on every rank, since n is agreed as well
+        step       0       1 ... n      n+1 ... 2n
+        start      check         check          check
+        read                     result         result     the same on every rank, since n is reduced as well
 
-    The number of steps between questions follows the length of a step, so that asking costs next to nothing. The time
-    of training goes along with the question, for durations in minutes.
+    The number of steps between checks follows the duration of a step, so that they cost next to nothing. The training
+    time is reduced with the check, for durations in minutes.
+
+    Args:
+        group: The ranks.
+        device: The device of the collective; the CPU if the group supports it: no step waits for a GPU.
+
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
-        """Ask on `device`: the host, where the group can talk between hosts' memories; no step waits for a GPU then."""
         self.group, self.device = group, device
         self.seconds = 0.0
-        """The longest time of any rank when it was last asked; the same on every rank."""
+        """The longest training time of any rank at the last check; the same on every rank."""
         self._step = 0
-        self._next = 0  # step after which to read and to ask
+        self._next = 0  # step of the next check
         self._last_time = time.monotonic()
         self._interval = 1
-        self._answer: torch.Tensor | None = None
+        self._result: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
     def after_step(self, requested: bool, *, seconds: float = 0.0) -> bool:
-        """Return whether any rank had requested to stop when it was last asked; the same on every rank."""
+        """Return True if any rank had requested to stop at the last check; the same on every rank."""
         step, self._step = self._step, self._step + 1
         if step < self._next:
             return False
         stop = False
-        if self._work is not None and self._answer is not None:
+        if self._work is not None and self._result is not None:
             self._work.wait()
-            flag, interval, milliseconds = self._answer.tolist()
+            flag, interval, milliseconds = self._result.tolist()
             stop, self._interval, self.seconds = bool(flag), interval, milliseconds / 1000
-        self._ask(requested, seconds)
+        self._check(requested, seconds)
         self._next = step + self._interval
         return stop
 
-    def _ask(self, requested: bool, training_seconds: float) -> None:
+    def _check(self, requested: bool, training_seconds: float) -> None:
         now = time.monotonic()
         seconds = max(now - self._last_time, 1e-9) / self._interval  # of one step
         self._last_time = now
         wanted = min(max(int(STOP_INTERVAL_SECONDS / seconds), 1), MAX_STOP_INTERVAL, 2 * self._interval)
-        self._answer = torch.tensor([int(requested), wanted, int(1000 * training_seconds)], device=self.device)
-        self._work = dist.all_reduce(self._answer, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._result = torch.tensor([int(requested), wanted, int(1000 * training_seconds)], device=self.device)
+        self._work = dist.all_reduce(self._result, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
 
 def has_host_backend(group: dist.ProcessGroup) -> bool:
-    """Return whether the group has a backend for tensors in host memory."""
+    """Return True if the group has a backend for tensors in host memory."""
     return "cpu" in dist.get_backend_config(group)
 
 
 def check_same_model(tensors: Mapping[str, Iterable[tuple[str, Tensor]]], group: dist.ProcessGroup) -> str:
-    """Return a token that names this agreement, equal on every rank and never used before. Collective.
+    """Return a new random token, equal on every rank, if all ranks have the same tensors. Collective.
 
-    `tensors` are named, in order, under what to call them: "parameter", "buffer". Raises RuntimeError on every rank,
-    naming the first difference in names, shapes, dtypes, in which are trained, or in their number.
+    `tensors` holds (name, tensor) in order by kind: "parameter", "buffer". Raises RuntimeError on every rank that names
+    the first difference in number, names, shapes, dtypes, or in which are trained.
     """
-    rows = {kind: [_described(name, tensor) for name, tensor in named] for kind, named in tensors.items()}
+    rows = {kind: [_describe(name, tensor) for name, tensor in named] for kind, named in tensors.items()}
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
-    answers = gather((secrets.token_hex(8), digest), group)
-    if any(other != answers[0][1] for _, other in answers):
+    gathered = gather((secrets.token_hex(8), digest), group)
+    if any(other != gathered[0][1] for _, other in gathered):
         difference = first_difference(gather(rows, group))
         raise RuntimeError(f"the ranks do not have the same model: {difference}. Build the same model on every rank.")
-    return answers[0][0]
+    return gathered[0][0]
 
 
 def only_device(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """Return the device of all parameters; raises where there is none, or more than one."""
+    """Return the device of all parameters; raise if there are no parameters, or several devices."""
     devices = {parameter.device for parameter in parameters}
     if not devices:
         raise RuntimeError("there is nothing to reduce: no parameter requires a gradient")
@@ -346,12 +350,12 @@ def only_device(parameters: Sequence[nn.Parameter]) -> torch.device:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Iterable[tuple[str, Tensor]]]:
-    """Return what must be the same on every rank: all parameters and buffers of a module."""
+    """Return the tensors that must be the same on every rank: all parameters and buffers of a module."""
     return {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
 
 
 def first_difference(rows_of_ranks: Sequence[Mapping[str, Sequence[str]]]) -> str | None:
-    """Return the first row in which a rank differs from rank 0, in words."""
+    """Return a description of the first row in which a rank differs from rank 0; `None` if all are equal."""
     first = rows_of_ranks[0]
     for rank, theirs in enumerate(rows_of_ranks):
         for kind, rows in first.items():
@@ -370,13 +374,13 @@ def gather(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, source: int = 0) -> None:
-    """Leave in every tensor the values of the group's rank `source`. Collective."""
+    """Copy the values of the group's rank `source` to every tensor. Collective."""
     if group.size() == 1:
         return
     origin = dist.get_global_rank(group, source)
     is_source = group.rank() == source
     with torch.no_grad():
-        for joined in _join_by_kind(tensors):
+        for joined in _join_by_type(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in joined])
             dist.broadcast(flat, origin, group=group)
             if not is_source:
@@ -385,7 +389,7 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, source: in
 
 
 def interleave(parts: Sequence[Any]) -> Any:
-    """Return rows in their original order, of which rank r took every W-th from the r-th on.
+    """Return the rows of all ranks in their original order, where rank r has every W-th row from row r on.
 
     rank 0: a c e    rank 1: b d    ->    a b c d e
     """
@@ -405,12 +409,12 @@ def interleave(parts: Sequence[Any]) -> Any:
     return items
 
 
-def _described(name: str, tensor: Tensor) -> str:
+def _describe(name: str, tensor: Tensor) -> str:
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     return f"{name} {tuple(tensor.shape)} {tensor.dtype}{', frozen' * frozen}"
 
 
-def _join_by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def _join_by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     joined: list[list[Tensor]] = []
     open_lists: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:

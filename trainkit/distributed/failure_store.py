@@ -1,4 +1,4 @@
-"""The store in which ranks publish why they fail and where they are; it works while collectives hang.
+"""Failure store: the root cause of a failure and the position of every rank; it works while collectives hang.
 
 rank 0   waits ... times out: asks              reads "step 12, Task.training_step, train.py:17"
 rank 1   hangs in a read              its watchdog thread inspects the main thread's stack and answers
@@ -22,29 +22,34 @@ from trainkit.errors import FailedElsewhere
 FAILURE_KEY = "failure"
 WAITING_KEY = "waiting"
 QUESTION_KEY = "where are you"
-ANSWER_SECONDS = 3.0  # for which the answers to a question are waited for
+ANSWER_SECONDS = 3.0  # to wait for the answers to a question
+POLL_SECONDS = 1.0  # between two checks for a question
 
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
-"""What errors say of a rank that is gone."""
+"""Parts of the messages of errors that are raised when a rank is gone."""
 _LOST = (*GONE, "Timed out waiting", "wait timeout")
 
-POLL_SECONDS = 1.0  # between two checks whether a rank has asked
 _NOT_THE_USERS = frozenset({"torch", "trainkit", *sys.stdlib_module_names})
 
 
 class RankError(FailedElsewhere):
-    """Another rank failed, died or did not come; the message names it."""
+    """Another rank failed, died or timed out; the message names it."""
+
+
+def stopped(where: str, cause: str) -> RankError:
+    """Return the error of a rank that stops waiting in `where` because of another rank's failure."""
+    return RankError(f"stopped while waiting in {where}, because {cause}")
 
 
 def timed_out(store: FailureStore, *, where: str, seconds: float) -> RankError:
-    """Return the error of a rank that has waited for too long: where, and where every rank is."""
-    rank, who = store.rank, store.who_waits()
-    return RankError(f"rank {rank} waited {seconds:.0f} s in {where}; who is where:\n{who}")
+    """Return the error of a rank that waited too long in `where`; it names the position of each rank."""
+    rank, positions = store.rank, store.who_waits()
+    return RankError(f"rank {rank} timed out after {seconds:.0f} s in {where}. Position of each rank:\n{positions}")
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a collective broke because another rank is gone or did not come in time."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
+    """Return True if a collective broke because another rank is gone or timed out."""
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST)
 
 
 class FailureStore:
@@ -52,34 +57,46 @@ class FailureStore:
 
     Args:
         group: The ranks that share the store.
-        token: The same on all of them, and used for no other store.
+        token: Name of this store, equal on all ranks and unique among stores.
 
     """
 
     def __init__(self, group: dist.ProcessGroup, *, token: str) -> None:
         self.rank, self.world_size = group.rank(), group.size()
-        self.is_answered = False  # whether a RankWatchdog of each rank answers questions
+        self.is_answered = False  # True while a RankWatchdog of each rank answers questions
         self.store = PrefixStore(f"trainkit/{group.group_name}/{token}", _store_of(group))
 
     def publish(self, message: str) -> None:
         """Store `message` as the root cause unless another rank was first."""
-        with suppress(dist.DistNetworkError):  # then nobody can be told
+        with suppress(dist.DistNetworkError):  # no rank can read it then
             if self.store.add(f"{FAILURE_KEY}/count", 1) == 1:
                 self.store.set(FAILURE_KEY, message)
 
     def root_cause(self) -> str | None:
-        """Return what the first failing rank published, or None while all is well."""
+        """Return the message of the rank that failed first; `None` if no rank has failed."""
         try:
             return self._read(FAILURE_KEY)
         except dist.DistNetworkError:
             return "the process that kept the ranks' store, rank 0 or the one that started them, is gone"
 
     def note_waiting(self, where: str) -> None:
-        """Store that this rank has been waiting in `where` for a while; "" when it no longer is."""
+        """Store that this rank has been waiting in `where` for a while; "": it waits no more."""
         self.store.set(f"{WAITING_KEY}/{self.rank}", where)
 
+    def check(self, *, where: str, waited: float, timeout_seconds: float) -> None:
+        """Store that this rank waits in `where`; raise RankError if a rank has failed, or after the timeout.
+
+        `waited` is in seconds.
+        """
+        cause = self.root_cause()
+        if cause is not None:
+            raise stopped(where, cause)
+        self.note_waiting(where)
+        if waited > timeout_seconds:
+            raise timed_out(self, where=where, seconds=waited)
+
     def who_waits(self) -> str:
-        """Return one line for each rank: where it waits, or what it does, or that it was not seen waiting."""
+        """Return one line for each rank: the place where it waits, or its position if it is not waiting."""
         places = self._ask() if self.is_answered else {}
         lines = []
         for rank in range(self.world_size):
@@ -91,22 +108,22 @@ class FailureStore:
         return "\n".join(lines)
 
     def num_questions(self) -> int:
-        """Return how often a rank has asked where the others are."""
+        """Return the number of questions that ranks have asked for the positions of all."""
         return self.store.add(QUESTION_KEY, 0)
 
     def answer(self, question: int, place: str) -> None:
-        """Store where this rank is."""
+        """Store the position of this rank."""
         self.store.set(f"{QUESTION_KEY}/{question}/{self.rank}", place)
 
     def _ask(self) -> dict[int, str]:
-        """Return the positions of the ranks that answer in time."""
+        """Ask for the position of every rank; return those that answer in time."""
         question = self.store.add(QUESTION_KEY, 1)
         places: dict[int, str] = {}
         deadline = time.monotonic() + ANSWER_SECONDS
         while len(places) < self.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
             for rank in set(range(self.world_size)) - set(places):
-                # Another rank may have asked since: the answer to that is as good.
+                # A watchdog answers only the newest question, which another rank may have asked meanwhile.
                 for later in (question, question + 1):
                     place = self._read(f"{QUESTION_KEY}/{later}/{rank}")
                     if place is not None:
@@ -120,12 +137,12 @@ class FailureStore:
 
 
 class RankWatchdog:
-    """A thread that answers in a failure store where the thread is that made it, until it is closed.
+    """A thread that answers questions for the position of the thread that made it, until it is closed.
 
     Args:
-        store: Where other ranks ask.
-        step: Returns the step that the rank is in.
-        describe: Returns what a stack of calls is doing, the outermost first, or "".
+        store: The failure store in which other ranks ask.
+        step: Returns the current step of the rank.
+        describe: Returns a description of a call stack, given with the outermost frame first, or "".
 
     """
 
@@ -147,7 +164,7 @@ class RankWatchdog:
 
     def _answer_all(self) -> None:
         answered = 0
-        with suppress(RuntimeError):  # the store is gone, and with it whoever could ask
+        with suppress(RuntimeError):  # the store is gone, so nobody can ask
             while not self._closing.wait(POLL_SECONDS):
                 asked = self.store.num_questions()
                 if asked > answered:
@@ -158,7 +175,7 @@ class RankWatchdog:
 
 
 def place_of(innermost: FrameType, describe: Callable[[Sequence[FrameType]], str]) -> str:
-    """Return what the stack below a frame is doing, and the innermost line of the user's own code."""
+    """Return the description of the stack that ends in a frame, and the innermost line of the user's code."""
     frames: list[FrameType] = []
     frame: FrameType | None = innermost
     while frame is not None:
@@ -173,7 +190,7 @@ def _store_of(group: dist.ProcessGroup) -> Store:
     read = getattr(group, "get_group_store", None)  # torch >= 2.9
     store = read() if read is not None else dist.distributed_c10d._get_default_store()
     assert isinstance(store, Store)
-    # A store of its own connection: reading must not wait behind a collective that blocks the shared one.
+    # A second connection: reading must not wait behind a collective that blocks the shared one.
     clone = getattr(store, "clone", None)
     store = clone() if clone is not None else store
     assert isinstance(store, Store)

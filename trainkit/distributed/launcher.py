@@ -1,11 +1,11 @@
-"""Starting ranks on this machine, and ending them together.
+"""Local launcher: starts ranks as processes of this machine, and ends them together.
 
     caller ── start_processes ──┬── rank 0   its value comes back through a file
       │  watches, forwards      ├── rank 1
       │  SIGINT and SIGTERM     └── rank 2   raises: its traceback comes back, the others are stopped
 
-Ranks are started by torch.distributed.elastic as fresh processes that import what they need; the command line is
-not run again. Each asks the kernel to be killed when the caller dies, so that none is left behind.
+Ranks are started by torch.distributed.elastic as new processes that import what they need; the command line is not run
+again. Each asks the kernel to kill it when the caller dies, so that no rank outlives its caller.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
 
 from trainkit.distributed.failure_store import GONE, RankError
-from trainkit.distributed.rank_log import keep_log, last_words
+from trainkit.distributed.rank_log import final_message, keep_log
 from trainkit.errors import Stopped, UserError
 from trainkit.signals import ALWAYS
 
@@ -44,17 +44,17 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0  # for the other ranks to end by themselves after the first failure
 PR_SET_PDEATHSIG = 1
 VALUE_FILE = "value.pickle"
-STARTED_FILE = "started"  # there once all ranks are
+STARTED_FILE = "started"  # exists once all ranks have been started
 
 logger = logging.getLogger(__name__)
 
 
 class RankFailure(RuntimeError):
-    """A rank died, or raised what cannot be raised again here; the message says which and how."""
+    """A rank died, or raised an exception that cannot be pickled; the message names the rank and the cause."""
 
 
 class RankTraceback(Exception):
-    """Carries the text of another process's traceback, so that it is shown first."""
+    """The text of another process's traceback, as the cause of its exception."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -62,7 +62,7 @@ class RankTraceback(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """Where a started rank finds itself and the others."""
+    """Rank, store and settings of a started process."""
 
     rank: int
     world_size: int
@@ -70,10 +70,10 @@ class RankEnvironment:
     caller_pid: int
     folder: str  # private to this launch: failures and the value
     log_dir: str | None
-    num_threads: int | None  # None: as the environment says
-    log_level: int | None  # of trainkit's loggers in the caller; None: the caller logs nowhere
+    num_threads: int | None  # None: set by OMP_NUM_THREADS
+    log_level: int | None  # of trainkit's loggers in the caller; None: the caller has no log handler
     store_host: str = "127.0.0.1"
-    attempt: int = 0  # how often the ranks have been started before
+    attempt: int = 0  # number of earlier starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,11 @@ def launch_ranks(
     signals: Sequence[int] = ALWAYS,
     name_of: Callable[[int], str] = "rank {}".format,
 ) -> T:
-    """Return what `run` returned on rank 0 of `num_ranks` new processes, each of which calls `enter` first.
+    """Return the value of `run` on rank 0 of `num_ranks` new processes, each of which calls `enter` first.
 
-    Raises the error of the rank that failed first, with that rank's traceback; `name_of` says what to call one that
-    is gone without a word. The `signals` that this process
-    receives meanwhile are sent on to every rank. Ranks other than 0 write to
-    `rank_<k>.log` in `log_dir` what they would print. Rank 0 has the caller's terminal: its progress display is made
-    for one, and whatever is worth keeping of its output is in the loggers' files.
+    Raises the error of the rank that failed first, with that rank's traceback; `name_of` names a rank that died without
+    one. The `signals` that this process receives meanwhile are forwarded to every rank. Every rank writes its output to
+    `rank_<k>.log` in `log_dir`; rank 0 also writes it to the caller's terminal.
     """
     payload = _pickle((enter, run))
     store = _store_of_this_machine()
@@ -110,7 +108,7 @@ def launch_ranks(
             replace(common, rank=rank, world_size=num_ranks, store_port=store.port, folder=folder)
             for rank in range(num_ranks)
         ]
-        with _signals_kept(signals) as received, _quiet_elastic():
+        with _restore_handlers(signals) as received, _quiet_elastic():
             try:
                 context = start_processes(
                     name="trainkit",
@@ -122,14 +120,14 @@ def launch_ranks(
                 )
                 (Path(folder) / STARTED_FILE).touch()
                 _watch(context, Path(folder), received, signals, name_of)
-            except SignalException as caught:  # of elastic, while it starts ranks; those that are there find no folder
+            except SignalException as caught:  # by elastic, while it starts ranks; these exit without the folder
                 raise Stopped(signal.Signals(caught.sigval).name, 128 + caught.sigval) from None
         value: T = pickle.loads((Path(folder) / VALUE_FILE).read_bytes())
     return value
 
 
 def environment_of_caller(log_dir: Path | None) -> RankEnvironment:
-    """Return what ranks need to know of the process that starts them."""
+    """Return the environment of ranks as far as it is that of this process."""
     return RankEnvironment(
         rank=0,
         world_size=1,
@@ -143,7 +141,7 @@ def environment_of_caller(log_dir: Path | None) -> RankEnvironment:
 
 
 def _store_of_this_machine() -> TCPStore:
-    """Return a store that no other machine can reach: by itself it would listen on every network."""
+    """Return a store that listens on 127.0.0.1 only; TCPStore's own socket would listen on every network."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(socket.SOMAXCONN)
@@ -162,17 +160,17 @@ def _pickle(call: object) -> bytes:
             'if __name__ == "__main__": so that importing the script does not train.'
         )
     try:
-        # As bytes, because multiprocessing would share the memory of tensors: all ranks would train the same weights.
+        # As bytes: multiprocessing would share the memory of tensors, and all ranks would train the same weights.
         return pickle.dumps(call)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise unpicklable(error) from error
 
 
 def unpicklable(error: Exception) -> UserError:
-    """Return the error of a run that holds what cannot be sent to other processes."""
+    """Return the error of a run that cannot be pickled."""
     return UserError(
-        f"the run cannot be sent to other processes: {error}. Define the task, the dataset and what they hold "
-        "at the top level of a module (no lambdas or local classes), or start the program with torchrun."
+        f"the run cannot be sent to other processes: {error}. Define the classes and functions of the task and the "
+        "dataset at the top level of a module (no lambdas or local classes), or start the program with torchrun."
     )
 
 
@@ -184,15 +182,17 @@ def _variables(environment: RankEnvironment) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(environment.world_size),
     }
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        variables["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are here, whatever the host's name resolves to
+        variables["GLOO_SOCKET_IFNAME"] = (
+            "lo"  # all ranks are local, and the host's name may resolve to another network
+        )
     return variables
 
 
-# ---- In the rank
+# ---- In a rank
 
 
 def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
-    """Run one rank and leave its value, or its failure, in the launch's folder."""
+    """Run one rank and write its value, or its failure, to the folder of the launch."""
     _die_with(environment.caller_pid)
     os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
     _wait_for_start(Path(environment.folder))
@@ -213,14 +213,14 @@ def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         if log is not None:
-            log.write(last_words(error))
+            log.write(final_message(error))
             log.close()
-        # At once: with a peer gone, taking down the process group may wait or abort.
+        # Exit at once: with a peer gone, the end of the process group may wait or abort.
         os._exit(1)
 
 
 def _wait_for_start(folder: Path) -> None:
-    """Return once the caller has started all ranks; end if it has given up, or it would wait for this one."""
+    """Return once the caller has started all ranks; exit if it has aborted the launch and removed the folder."""
     while not (folder / STARTED_FILE).exists():
         if not folder.exists():
             os._exit(1)
@@ -228,7 +228,7 @@ def _wait_for_start(folder: Path) -> None:
 
 
 def prepare_rank(environment: RankEnvironment) -> None:
-    """Have this process log and compute as a rank of its caller."""
+    """Set the log level and the number of threads of this process."""
     if environment.log_level is not None:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         logging.getLogger("trainkit").setLevel(environment.log_level)
@@ -239,7 +239,7 @@ def prepare_rank(environment: RankEnvironment) -> None:
 def _die_with(caller_pid: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != caller_pid:  # it died before it could be asked for
+        if os.getppid() != caller_pid:  # it died before the request
             os._exit(1)
         return
     watcher = threading.Thread(target=_exit_without, args=(caller_pid,), daemon=True)
@@ -257,18 +257,18 @@ def _describe(rank: int, error: BaseException) -> bytes:
     failure = _Failure(rank, time.time(), error, text, is_consequence(error))
     try:
         described = pickle.dumps(failure)
-        pickle.loads(described)  # some exceptions can be pickled, but not made again
+        pickle.loads(described)  # some exceptions can be pickled, but not unpickled
     except Exception:
         described = pickle.dumps(_Failure(rank, failure.when, None, text, failure.consequence))
     return described
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether the error only says that another rank is gone."""
+    """Return True if the error is a consequence of another rank's failure."""
     if isinstance(error, RankError):
         return True
     lost = (*GONE, "recvValue failed")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in lost)
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in lost)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -281,8 +281,8 @@ def _write(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def _signals_kept(signals: Sequence[int]) -> Iterator[list[int]]:
-    """Leave the handlers as they were: starting processes through elastic replaces some."""
+def _restore_handlers(signals: Sequence[int]) -> Iterator[list[int]]:
+    """Restore the signal handlers on exit: elastic replaces some when it starts processes."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -298,7 +298,7 @@ def _signals_kept(signals: Sequence[int]) -> Iterator[list[int]]:
 
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Keep elastic from logging a failure, with a traceback of its own: it is raised here."""
+    """Keep elastic from logging a failure and its traceback a second time."""
     elastic = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = elastic.level
     elastic.setLevel(logging.CRITICAL)
@@ -311,7 +311,7 @@ def _quiet_elastic() -> Iterator[None]:
 def _watch(
     context: PContext, folder: Path, received: list[int], signals: Sequence[int], name_of: Callable[[int], str]
 ) -> None:
-    """Return when all ranks have ended well; otherwise end them all and raise the first failure."""
+    """Return when all ranks have succeeded; otherwise end them all and raise the first failure."""
     pids = context.pids()
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -326,75 +326,56 @@ def _watch(
     ended: dict[int, int] = {}  # rank -> exit code, in the order of dying
     try:
         while True:
-            for rank, pid in pids.items():
-                if rank not in ended:
-                    code = _exit_code(pid)
-                    if code is not None:
-                        ended[rank] = code
+            _add_exit_codes(ended, pids)
             if any(ended.values()):
                 break
             result = context.wait(0)
             if result is not None and not result.is_failed():
                 return
-            if result is not None:  # it was seen here first
+            if result is not None:  # elastic has reaped it first
                 ended.update({rank: failure.exitcode for rank, failure in result.failures.items()})
                 break
             time.sleep(POLL_SECONDS)
-        _let_end(pids, ended)
+        deadline = time.monotonic() + GRACE_SECONDS  # for the others to notice the failure and to publish theirs
+        while len(ended) < len(pids) and time.monotonic() < deadline:
+            _add_exit_codes(ended, pids)
+            time.sleep(POLL_SECONDS)
     finally:
         context.close(signal.SIGKILL)
     _raise_failure(folder, {rank: f"{name_of(rank)} (pid {pid})" for rank, pid in pids.items()}, ended, received)
 
 
-def _let_end(pids: dict[int, int], ended: dict[int, int]) -> None:
-    """Give the other ranks a while to notice the failure and to say what they saw."""
-    deadline = time.monotonic() + GRACE_SECONDS
-    while len(ended) < len(pids) and time.monotonic() < deadline:
-        for rank, pid in pids.items():
-            if rank not in ended:
-                code = _exit_code(pid)
-                if code is not None:
-                    ended[rank] = code
-        time.sleep(POLL_SECONDS)
-
-
-def _exit_code(pid: int) -> int | None:
-    """Return the exit code of a child that has ended (negative: the signal), leaving it to be reaped."""
-    try:
-        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return 0  # reaped by elastic, which then has its result
-    if result is None:
-        return None
-    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+def _add_exit_codes(ended: dict[int, int], pids: dict[int, int]) -> None:
+    """Add the exit codes of the ranks that have ended (negative: the signal), without reaping them."""
+    for rank, pid in pids.items():
+        if rank in ended:
+            continue
+        try:
+            result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            ended[rank] = 0  # reaped by elastic, which has its result
+            continue
+        if result is not None:
+            ended[rank] = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
 def _raise_failure(folder: Path, names: dict[int, str], ended: dict[int, int], received: list[int]) -> None:
-    failures = [_read(path) for path in folder.glob("failure_*.pickle")]
+    failures: list[_Failure] = [pickle.loads(path.read_bytes()) for path in folder.glob("failure_*.pickle")]
     causes = sorted((f for f in failures if not f.consequence), key=lambda f: f.when)
     killed = [rank for rank, code in ended.items() if code < 0]
     if killed and not causes:
         rank = killed[0]
         name = signal.Signals(-ended[rank]).name
-        if received and -ended[rank] == received[0]:  # before it could listen to signals
+        if received and -ended[rank] == received[0]:  # before it had signal handlers
             raise Stopped(name, 128 + received[0])
-        raise RankFailure(f"{names[rank]} was killed by {name}{_reason(name)}.")
+        hint = "; if nobody killed it, the machine ran out of memory" if name == "SIGKILL" else ""
+        raise RankFailure(f"{names[rank]} was killed by {name}{hint}.")
     if not failures:
         rank, code = next((rank, code) for rank, code in ended.items() if code)
-        raise RankFailure(f"{names[rank]} ended with exit code {code} and left no word.")
+        raise RankFailure(f"{names[rank]} ended with exit code {code} and no error message.")
     first = (causes or sorted(failures, key=lambda f: f.when))[0]
     if isinstance(first.error, UserError | Stopped | KeyboardInterrupt):
         raise first.error
     if first.error is None:
         raise RankFailure(f"rank {first.rank} failed") from RankTraceback(first.text)
     raise first.error from RankTraceback(first.text)
-
-
-def _read(path: Path) -> _Failure:
-    failure = pickle.loads(path.read_bytes())
-    assert isinstance(failure, _Failure)
-    return failure
-
-
-def _reason(name: str) -> str:
-    return "; if nobody did that on purpose, the machine ran out of memory" if name == "SIGKILL" else ""

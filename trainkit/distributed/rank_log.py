@@ -1,11 +1,11 @@
-"""`rank_<k>.log` in the run's folder: what each rank prints, and the traceback that it ends with.
+"""Logs of ranks: the output of each rank, and its final traceback, in `rank_<k>.log` of the run folder.
 
-    rank 0     terminal <── what it prints ──> rank_0.log     the caller's terminal is its own; the log gets a copy
-    rank k                  what it prints ──> rank_k.log
+    rank 0     terminal <── output ──> rank_0.log
+    rank k                  output ──> rank_k.log
 
-    torchrun   terminal <── what it prints ──> rank_k.log     who has started the ranks expects their output
+    torchrun   terminal <── output ──> rank_k.log     any rank that was started by others
 
-A display that is drawn again and again on the terminal is in the log once, as it was when other text came.
+A progress display that is redrawn on the terminal is in the log once, in its last state before other text.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import TextIO
 
 from trainkit.errors import Stopped, UserError
 
-MAX_OPEN_ROWS = 12  # which a display may still change; earlier ones are written
+MAX_OPEN_ROWS = 12  # that a display may still change; earlier ones are written
 _TOKENS = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\n)|(\r)|([^\x1b\n\r]+)|\x1b")
 
 
 def keep_log(folder: Path, *, rank: int) -> LogPage:
-    """Write to the rank's log what it prints from now on, on rank 0 as well as to the terminal; return the log."""
+    """Redirect this process's output to the rank's log, on rank 0 in addition to the terminal; return the log."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{rank}.log"
     sys.stdout.flush()
@@ -37,7 +37,7 @@ def keep_log(folder: Path, *, rank: int) -> LogPage:
         sys.stdout, sys.stderr = _TeeStream(sys.stdout, page), _TeeStream(sys.stderr, page)
         return page
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(fd, 1)  # also what is printed by libraries written in C
+    os.dup2(fd, 1)  # includes the output of libraries written in C
     os.dup2(fd, 2)
     os.close(fd)
     return LogPage(path)
@@ -45,9 +45,9 @@ def keep_log(folder: Path, *, rank: int) -> LogPage:
 
 @contextmanager
 def log_copied(folder: Path, *, rank: int) -> Iterator[None]:
-    """Enter with a log that gets a copy of what this process prints, and the traceback that ends it.
+    """Copy this process's output in the context, and a traceback that ends it, to the rank's log.
 
-    Without a log where the folder cannot be written to: whoever needs it says so.
+    Without effect if the folder is not writable: the writers of other files report that.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,28 +60,28 @@ def log_copied(folder: Path, *, rank: int) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            page.write(last_words(error))
+            page.write(final_message(error))
             raise
         finally:
             page.close()
 
 
-def last_words(error: BaseException) -> str:
-    """Return what a log ends with: the traceback, or of an error that explains itself the message."""
-    explains_itself = isinstance(error, UserError | Stopped)
-    return "".join((traceback.format_exception_only if explains_itself else traceback.format_exception)(error))
+def final_message(error: BaseException) -> str:
+    """Return the end of a log: the traceback, or only the message of a UserError or Stopped."""
+    is_expected = isinstance(error, UserError | Stopped)
+    return "".join((traceback.format_exception_only if is_expected else traceback.format_exception)(error))
 
 
 class LogPage:
-    """A file that holds the lines which a terminal would show in the end."""
+    """A file with the lines that a terminal would show in the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._rows, self._row, self._column = [""], 0, 0
-        self._is_drawn_on = False  # by a display, which hides the cursor meanwhile
+        self._has_display = False  # which hides the cursor while it is drawn
 
     def write(self, text: str) -> None:
-        """Do with the rows what a terminal does with `text`, and write those that stay as they are."""
+        """Apply `text` to the rows as a terminal does, and write the rows that can no longer change."""
         for arguments, command, newline, carriage_return, plain in _TOKENS.findall(text):
             if plain:
                 self._put(plain)
@@ -94,16 +94,16 @@ class LogPage:
             elif command == "A":
                 self._row = max(0, self._row - int(arguments or 1))
             elif command in ("h", "l") and arguments == "?25":
-                self._is_drawn_on = command == "l"
+                self._has_display = command == "l"
             elif command == "K":
                 self._rows[self._row] = "" if arguments == "2" else self._rows[self._row][: self._column]
         while len(self._rows) > self._row + 1 and not self._rows[-1]:
             self._rows.pop()
-        is_ended = self._row == len(self._rows) - 1 and not self._rows[-1] and not self._is_drawn_on
+        is_ended = self._row == len(self._rows) - 1 and not self._rows[-1] and not self._has_display
         self._write_rows(len(self._rows) - 1 if is_ended else len(self._rows) - MAX_OPEN_ROWS)
 
     def close(self) -> None:
-        """Write the rows that are still open; may be called twice."""
+        """Write the remaining rows; may be called twice."""
         if self._rows[-1]:
             self._rows.append("")
         self._write_rows(len(self._rows) - 1)
@@ -124,7 +124,7 @@ class LogPage:
 
 @contextmanager
 def _copied_to(page: LogPage) -> Iterator[None]:
-    """Enter with streams, those of loggers included, whose text also goes to the page."""
+    """Copy the text of standard output, standard error and log handlers to the page in the context."""
     streams = sys.stdout, sys.stderr
     copies = {id(stream): _TeeStream(stream, page) for stream in streams}
     handlers = [*logging.getLogger().handlers, *logging.getLogger("trainkit").handlers]
@@ -140,7 +140,7 @@ def _copied_to(page: LogPage) -> Iterator[None]:
 
 
 class _TeeStream:
-    """A stream whose text also goes to a page."""
+    """A stream that copies its text to a page."""
 
     def __init__(self, stream: TextIO, page: LogPage) -> None:
         self._stream, self._page = stream, page

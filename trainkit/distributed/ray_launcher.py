@@ -1,11 +1,11 @@
-"""Starting ranks as Ray actors, spread over the machines of a cluster.
+"""Ray launcher: starts ranks as Ray actors, spread over the nodes of a cluster.
 
-    caller (driver) ── placement group, one bundle a rank, spread ──┬── actor: rank 0   opens the store where all meet
-      │  watches, sends signals on                                  ├── actor: rank 1
-      │  starts again on what is left when a machine is lost        └── actor: rank 2
+    caller (driver) ── placement group, one bundle per rank, spread ──┬── actor: rank 0   opens the store of all ranks
+      │  watches, forwards signals                                    ├── actor: rank 1
+      │  restarts on the remaining nodes when a node is lost          └── actor: rank 2
 
-What a rank raises is raised by the caller. Ranks that die with their machine are started again, on as many machines as
-there are then; the run goes on from its last complete checkpoint, as long as each start has come further than the last.
+The caller raises the exception of the first rank that fails. Ranks that are lost with their node are restarted on the
+remaining nodes; the run resumes from its last complete checkpoint, as long as each start has reached a later one.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from trainkit.run_dir.resume_auto import latest_complete
 
 T = TypeVar("T")
 
-PLACING_SECONDS = 60.0  # for a cluster that may be growing, or noticing that a machine is gone
+PLACING_SECONDS = 60.0  # for a cluster that may be growing, or detecting a lost node
 _POLL_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)
 
 
 class RayRanksLost(RankFailure):
-    """Ranks died with their machine, or were killed."""
+    """Ranks were lost with their node, or were killed."""
 
 
 class RayWorker:
-    """One rank; Ray runs its methods in the main thread of a process of its own."""
+    """One rank; Ray runs its methods in the main thread of a separate process."""
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
 
-    def where(self) -> tuple[int, str]:
-        """Return this process's number and its machine in the cluster."""
+    def location(self) -> tuple[int, str]:
+        """Return the pid of this process and the id of its node."""
         import ray
 
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
     def open_store(self) -> tuple[str, int]:
-        """Have a store that the ranks of all machines can reach, and return its address."""
+        """Open a store that the ranks of all nodes can reach, and return its address."""
         import ray
 
         self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
@@ -70,7 +70,7 @@ class RayWorker:
         return host, self._store.port
 
     def run(self, payload: bytes, environment: RankEnvironment, variables: dict[str, str]) -> Any:
-        """Run this rank and return its value if it is the main one."""
+        """Run this rank; return its value on rank 0."""
         from ray import cloudpickle
 
         os.environ.update(variables)
@@ -92,7 +92,7 @@ def launch_on_ray(
     signals: Sequence[int],
     on_gpus: bool,
 ) -> T:
-    """Return what `run` returned on rank 0 of `num_ranks` actors, or of fewer after a machine was lost."""
+    """Return the value of `run` on rank 0 of `num_ranks` actors, or of fewer after a node was lost."""
     from ray import cloudpickle
 
     try:
@@ -100,7 +100,7 @@ def launch_on_ray(
     except (TypeError, AttributeError, ValueError) as error:
         raise unpicklable(error) from error
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if on_gpus else {})}
-    with _cluster(), _noted(signals) as received:
+    with _connected(), _recorded(signals) as received:
         attempt, reached = 0, -1
         while True:
             with _placed(bundle, num_ranks, at_least=1 if attempt else num_ranks) as ranks:
@@ -114,21 +114,21 @@ def launch_on_ray(
                     if step <= reached or received:
                         raise
                     attempt, reached = attempt + 1, step
-                    logger.warning("%s Going on from step %d on what is left.", lost, step)
+                    logger.warning("%s Resuming from step %d on the remaining nodes.", lost, step)
 
 
 class _Ranks(NamedTuple):
-    """The actors of one start, and where each of them is."""
+    """The actors of one start, with their pids and nodes."""
 
     actors: list[Any]
     pids: list[int]
     nodes: list[str]
 
     def run(self, payload: bytes, environment: RankEnvironment, received: list[int]) -> Any:
-        """Return rank 0's value; raise what the first rank to fail raised."""
+        """Return rank 0's value; raise the exception of the first rank that fails."""
         import ray
 
-        host, port = _got(self.actors[0].open_store.remote())
+        host, port = _get(self.actors[0].open_store.remote())
         environment = replace(environment, store_host=host, store_port=port)
         job = ray.get_runtime_context().get_job_id()
         futures = [
@@ -154,12 +154,14 @@ class _Ranks(NamedTuple):
         return ray.get(futures[0])
 
     def _send(self, number: int) -> None:
-        """Send every rank a signal, by a task on its machine: the rank itself is busy."""
+        """Send every rank a signal, by a task on its node: the actor itself is busy."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        def kill(pid: int) -> None:  # here, so that its code is sent: the task's process need not import this module
-            with suppress(ProcessLookupError):  # it has ended meanwhile
+        def kill(
+            pid: int,
+        ) -> None:  # local, so that Ray pickles its code: the task's process need not import this module
+            with suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, number)
 
         task = ray.remote(num_cpus=0)(kill)
@@ -174,9 +176,9 @@ class _Ranks(NamedTuple):
         lost = [rank for rank in failures if rank not in raised]
         causes = {rank: error for rank, error in raised.items() if not is_consequence(error.cause)}
         if not causes and lost:
-            if received:  # before it could listen to signals
+            if received:  # before it had signal handlers
                 raise Stopped(signal.Signals(received[0]).name, 128 + received[0])
-            raise RayRanksLost(f"rank {lost[0]} is gone with its process or its machine.") from failures[lost[0]]
+            raise RayRanksLost(f"rank {lost[0]} is gone with its process or its node.") from failures[lost[0]]
         rank, error = next(iter((causes or raised).items()))
         if isinstance(error.cause, UserError | Stopped | KeyboardInterrupt):
             raise error.cause
@@ -184,8 +186,8 @@ class _Ranks(NamedTuple):
 
 
 @contextmanager
-def _cluster() -> Iterator[None]:
-    """Be connected to a Ray cluster: the caller's, that of RAY_ADDRESS, or one of this machine alone."""
+def _connected() -> Iterator[None]:
+    """Connect to the Ray cluster of the caller or of RAY_ADDRESS, or start one on this machine for the context."""
     import ray
 
     if ray.is_initialized():
@@ -200,19 +202,19 @@ def _cluster() -> Iterator[None]:
 
 @contextmanager
 def _placed(bundle: dict[str, float], num_ranks: int, *, at_least: int) -> Iterator[_Ranks]:
-    """Have an actor for each rank, on as many machines as possible; none is left behind."""
+    """Start an actor for each rank, spread over the nodes, and kill them on exit."""
     import ray
     from ray.util.placement_group import remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group, count = _reserved(bundle, num_ranks, at_least)
+    group, count = _reserve(bundle, num_ranks, at_least)
     actors: list[Any] = []
     try:
         for index in range(count):
             place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
             options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
             actors.append(ray.remote(RayWorker).options(**options).remote())
-        pids, nodes = zip(*(_got(actor.where.remote()) for actor in actors), strict=True)
+        pids, nodes = zip(*(_get(actor.location.remote()) for actor in actors), strict=True)
         yield _Ranks(actors, list(pids), list(nodes))
     finally:
         for actor in actors:
@@ -220,8 +222,8 @@ def _placed(bundle: dict[str, float], num_ranks: int, *, at_least: int) -> Itera
         remove_placement_group(group)
 
 
-def _reserved(bundle: dict[str, float], num_ranks: int, at_least: int) -> tuple[Any, int]:
-    """Return a placement group, and its size: as many bundles as the cluster has room for."""
+def _reserve(bundle: dict[str, float], num_ranks: int, at_least: int) -> tuple[Any, int]:
+    """Return a placement group and its size: `num_ranks`, or as many bundles as the cluster has room for."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     deadline = time.monotonic() + PLACING_SECONDS
@@ -235,26 +237,22 @@ def _reserved(bundle: dict[str, float], num_ranks: int, at_least: int) -> tuple[
             needed = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
             raise UserError(
                 f"strategy.devices={num_ranks} needs {num_ranks} times {needed}, and the Ray cluster has room for "
-                f"{_room(bundle)}; set strategy.devices={max(_room(bundle), 1)}, or add machines to the cluster."
+                f"{_room(bundle)}; set strategy.devices={max(_room(bundle), 1)}, or add nodes to the cluster."
             )
 
 
 def _room(bundle: dict[str, float]) -> int:
-    """Return how many bundles the machines that are alive have room for, if nobody else uses them."""
-    machines = [node["Resources"] for node in _machines() if node["Alive"]]
-    return sum(int(min(has.get(name, 0.0) // amount for name, amount in bundle.items())) for has in machines)
-
-
-def _machines() -> list[dict[str, Any]]:
+    """Return the number of bundles that fit on the live nodes while nothing else uses them."""
     import ray
 
-    machines: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call] # as above
-    return machines
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call] # as above
+    resources = [node["Resources"] for node in nodes if node["Alive"]]
+    return sum(int(min(has.get(name, 0.0) // amount for name, amount in bundle.items())) for has in resources)
 
 
 @contextmanager
-def _noted(signals: Sequence[int]) -> Iterator[list[int]]:
-    """Note the signals that the caller receives."""
+def _recorded(signals: Sequence[int]) -> Iterator[list[int]]:
+    """Record the signals that the caller receives."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -272,19 +270,19 @@ def _noted(signals: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _variables(rank: int, world_size: int, job: str) -> dict[str, str]:
-    # One GPU is visible to each actor, so each is the first rank of its own.
+    # Ray shows one GPU to each actor, so every local rank is 0.
     numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     return {"RAY_JOB_ID": job, **{name: str(number) for name, number in numbers.items()}}
 
 
-def _got(future: Any) -> Any:
+def _get(future: Any) -> Any:
     import ray
     from ray.exceptions import RayError
 
     try:
         return ray.get(future)
     except RayError as error:
-        raise RayRanksLost("a rank is gone before it began.") from error
+        raise RayRanksLost("a rank was lost before it started.") from error
 
 
 def _error_of(future: Any) -> Exception | None:

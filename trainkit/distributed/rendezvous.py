@@ -1,11 +1,11 @@
-"""Meeting in a store in which the ranks of an earlier attempt have left their addresses.
+"""Rendezvous of ranks: a fresh view of a store that outlives its ranks, and the variables of SLURM.
 
 Under torchrun a store outlives its ranks: after a restart new ranks would find the addresses of dead ones.
 
-    rank r    writes who it is            reads the answer to it        acknowledges
-    rank 0    reads who is there, answers the name of the attempt, again and again, until all have acknowledged
+    rank r    writes a random name          reads the reply to that name        acknowledges
+    rank 0    reads the names and replies with the name of the attempt, until all ranks have acknowledged
 
-What a dead rank wrote is answered too, but nobody reads that answer.
+Names of dead ranks get a reply too, which nobody reads.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] #
 from trainkit.distributed.failure_store import RankError
 
 POLL_SECONDS = 0.02
+_FIRST_PORT, _NUM_PORTS = 20_000, 20_000
+_FIRST_HOST = re.compile(r"(?P<name>[^,\[]+)(?:\[(?P<number>\d+)[^\]]*\](?P<rest>[^,\[]*))?")
 
 
 def fresh_store(store: Store, *, rank: int, world_size: int, limit: timedelta) -> Store:
-    """Return a view of the store that holds nothing of earlier attempts; collective."""
+    """Return a view of the store without the keys of earlier attempts; collective."""
     meeting = PrefixStore("trainkit/meeting", store)
     deadline = time.monotonic() + limit.total_seconds()
     name = secrets.token_hex(8)
@@ -37,41 +39,37 @@ def fresh_store(store: Store, *, rank: int, world_size: int, limit: timedelta) -
 
 def _gather(meeting: Store, attempt: str, world_size: int, deadline: float) -> None:
     missing = set(range(1, world_size))
-    answered: set[bytes] = set()
+    replied: set[bytes] = set()
     while missing:
         for rank in sorted(missing):
             if meeting.check([f"{attempt}/{rank}"]):
                 missing.discard(rank)
             elif meeting.check([f"rank_{rank}"]):
                 who = meeting.get(f"rank_{rank}")
-                if who not in answered:
-                    answered.add(who)
+                if who not in replied:
+                    replied.add(who)
                     meeting.set(who.decode(), attempt)
-        _wait(deadline, bool(missing), f"ranks {sorted(missing)} did not come")
+        if missing:
+            _sleep(deadline, f"ranks {sorted(missing)} did not arrive")
 
 
 def _join(meeting: Store, who: str, rank: int, deadline: float) -> str:
     meeting.set(f"rank_{rank}", who)
     while not meeting.check([who]):
-        _wait(deadline, True, "rank 0 did not come")
+        _sleep(deadline, "rank 0 did not arrive")
     attempt = meeting.get(who).decode()
     meeting.set(f"{attempt}/{rank}", "here")
     return attempt
 
 
-def _wait(deadline: float, waiting: bool, why: str) -> None:
-    if waiting and time.monotonic() > deadline:
-        raise RankError(f"the ranks could not meet: {why} in time.")
-    if waiting:
-        time.sleep(POLL_SECONDS)
-
-
-_FIRST_PORT, _NUM_PORTS = 20_000, 20_000
-_FIRST_HOST = re.compile(r"(?P<name>[^,\[]+)(?:\[(?P<number>\d+)[^\]]*\](?P<rest>[^,\[]*))?")
+def _sleep(deadline: float, why: str) -> None:
+    if time.monotonic() > deadline:
+        raise RankError(f"the rendezvous timed out: {why} in time.")
+    time.sleep(POLL_SECONDS)
 
 
 def variables_of_task(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make this process a rank of its SLURM step; none where it is no task of several."""
+    """Return the variables that make this process a rank of its SLURM step; empty unless the step has several tasks."""
     if "RANK" in environment:
         return {}
     for tasks, rank, local_rank, hosts, job in (
@@ -90,7 +88,7 @@ def variables_of_task(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first name of a list as SLURM writes it: `node[003-005,9],gpu1` begins with `node003`."""
+    """Return the first name of a list of hosts in SLURM's format: `node003` of `node[003-005,9],gpu1`."""
     found = _FIRST_HOST.match(hosts)
     if found is None:
         return hosts
@@ -98,5 +96,5 @@ def first_host(hosts: str) -> str:
 
 
 def port_of(job: str) -> int:
-    """Return a port that all tasks of a job know, and that is another one for jobs beside it."""
+    """Return a port that is the same for all tasks of a job, and differs between neighbouring jobs."""
     return _FIRST_PORT + int(re.sub(r"\D", "", job) or 0) % _NUM_PORTS

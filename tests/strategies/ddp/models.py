@@ -24,7 +24,7 @@ class Checkpointed(nn.Module):
 
 
 class SparseEmbedding(nn.Module):
-    """A table with sparse gradients, of which each sample looks into few rows."""
+    """A table with sparse gradients, of which each sample uses a few rows."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()

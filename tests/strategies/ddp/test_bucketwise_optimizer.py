@@ -15,7 +15,7 @@ def test_a_bucket_is_stepped_alone_and_by_the_settings_of_its_groups():
     optimizer = torch.optim.SGD(groups)
     for parameter in parameters:
         parameter.grad = torch.ones(1)
-    slots = [SimpleNamespace(parameter=parameter) for parameter in (*parameters[1:3], nn.Parameter(torch.zeros(1)))]
-    BucketwiseOptimizer(optimizer).step(SimpleNamespace(index=0, slots=slots))
+    entries = [SimpleNamespace(parameter=parameter) for parameter in (*parameters[1:3], nn.Parameter(torch.zeros(1)))]
+    BucketwiseOptimizer(optimizer).step(SimpleNamespace(index=0, entries=entries))
     assert [parameter.item() for parameter in parameters] == [0.0, -1.0, -10.0, 0.0]
     assert [group["params"] for group in optimizer.param_groups] == [parameters[:2], parameters[2:]]

@@ -1,4 +1,4 @@
-"""Which hook the strategy's settings name: ours with options, PyTorch's by import path, and what is refused."""
+"""Communication hooks by name: built-in hooks with options, PyTorch's by import path, and rejected settings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ UPSTREAM = "torch.distributed.algorithms.ddp_comm_hooks"
 
 def chosen(**settings: Any) -> Any:
     strategy = DDPStrategy(device="cpu", **settings)
-    return None if strategy.hook is None else strategy.hook.state(None)
+    return None if strategy.comm_hook is None else strategy.comm_hook.state(None)
 
 
 def test_options_reach_the_state_of_our_hooks():
     assert chosen() is None
-    power, period = chosen(hook="power_sgd", hook_options={"rank": 4, "start_step": 0}), chosen(hook="local_sgd")
+    power, period = (
+        chosen(comm_hook="power_sgd", comm_hook_options={"rank": 4, "start_step": 0}),
+        chosen(comm_hook="local_sgd"),
+    )
     assert isinstance(power, PowerSGD) and (power.rank, power.start_step) == (4, 0)
     assert isinstance(period, PeriodicAveraging) and (period.start_step, period.period) == (100, 8)
 
@@ -46,30 +49,39 @@ def test_a_hook_may_be_an_import_path_with_a_state_or_a_function():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hook": "fp61"}, r"hook='fp61' is unknown\. Did you mean 'fp16'\?.*or the import path"),
-        ({"hook": "torch.nowhere.hook"}, "hook=torch.nowhere.hook cannot be imported: No module named 'torch.nowhere'"),
-        ({"hook": f"{UPSTREAM}.default_hooks.allredcue_hook"}, "Did you mean 'allreduce_hook'"),
-        ({"hook": "torch.pi"}, "must be a function or its import path"),
+        ({"comm_hook": "fp61"}, r"comm_hook='fp61' is unknown\. Did you mean 'fp16'\?.*or the import path"),
         (
-            {"hook": "power_sgd", "hook_options": {"rnak": 2}},
-            r"no 'rnak'\. Did you mean 'rank'\? There are: rank, start",
+            {"comm_hook": "torch.nowhere.hook"},
+            "comm_hook=torch.nowhere.hook cannot be imported: No module named 'torch.nowhere'",
         ),
-        ({"hook": "bf16", "hook_options": {"rank": 2}}, "This hook has none"),
-        ({"hook": "power_sgd", "hook_options": {"rank": 0}}, "rank must be a whole number, at least 1, got 0"),
-        ({"hook": "local_sgd", "hook_options": {"period": 2.5}}, "period must be a whole number"),
-        ({"hook": "fp16", "hook_state": "torch.nn.Linear"}, "Leave hook_state out"),
-        ({"hook": f"{UPSTREAM}.default_hooks.fp16_compress_hook", "hook_options": {"a": 1}}, "belong to power_sgd"),
+        ({"comm_hook": f"{UPSTREAM}.default_hooks.allredcue_hook"}, "Did you mean 'allreduce_hook'"),
+        ({"comm_hook": "torch.pi"}, "must be a function or its import path"),
+        (
+            {"comm_hook": "power_sgd", "comm_hook_options": {"rnak": 2}},
+            r"no 'rnak'\. Did you mean 'rank'\? Valid options: rank, start",
+        ),
+        ({"comm_hook": "bf16", "comm_hook_options": {"rank": 2}}, "This hook has no options"),
+        (
+            {"comm_hook": "power_sgd", "comm_hook_options": {"rank": 0}},
+            "rank must be a whole number, at least 1, got 0",
+        ),
+        ({"comm_hook": "local_sgd", "comm_hook_options": {"period": 2.5}}, "period must be a whole number"),
+        ({"comm_hook": "fp16", "comm_hook_state": "torch.nn.Linear"}, "Omit comm_hook_state"),
+        (
+            {"comm_hook": f"{UPSTREAM}.default_hooks.fp16_compress_hook", "comm_hook_options": {"a": 1}},
+            "belong to power_sgd",
+        ),
         (
             {
-                "hook": f"{UPSTREAM}.powerSGD_hook.powerSGD_hook",
-                "hook_state": f"{UPSTREAM}.powerSGD_hook.PowerSGDState",
-                "hook_options": {"matrix_approximation_rnak": 3},
+                "comm_hook": f"{UPSTREAM}.powerSGD_hook.powerSGD_hook",
+                "comm_hook_state": f"{UPSTREAM}.powerSGD_hook.PowerSGDState",
+                "comm_hook_options": {"matrix_approximation_rnak": 3},
             },
             "Did you mean 'matrix_approximation_rank'",
         ),
     ],
 )
-def test_wrong_hook_settings_are_refused_with_what_to_type(settings, message):
+def test_wrong_hook_settings_are_rejected_with_the_valid_ones(settings, message):
     with pytest.raises(UserError, match=message):
         DDPStrategy(**settings)
 
@@ -89,12 +101,12 @@ class Regression(TaskModule):
 
 HOOKS: dict[str, dict[str, Any]] = {
     "none": {},
-    "theirs, mean": {"hook": f"{UPSTREAM}.default_hooks.allreduce_hook"},
-    "theirs, fp16": {"hook": f"{UPSTREAM}.default_hooks.fp16_compress_hook"},
-    "ours, fp16": {"hook": "fp16"},
-    "ours, bf16": {"hook": "bf16"},
-    "ours, power": {"hook": "power_sgd", "hook_options": {"rank": 1, "start_step": 2}},
-    "ours, local": {"hook": "local_sgd", "hook_options": {"start_step": 2, "period": 5}},
+    "theirs, mean": {"comm_hook": f"{UPSTREAM}.default_hooks.allreduce_hook"},
+    "theirs, fp16": {"comm_hook": f"{UPSTREAM}.default_hooks.fp16_compress_hook"},
+    "ours, fp16": {"comm_hook": "fp16"},
+    "ours, bf16": {"comm_hook": "bf16"},
+    "ours, power": {"comm_hook": "power_sgd", "comm_hook_options": {"rank": 1, "start_step": 2}},
+    "ours, local": {"comm_hook": "local_sgd", "comm_hook_options": {"start_step": 2, "period": 5}},
 }
 STEPS = 15  # a multiple of the period, when local SGD has just averaged
 
@@ -105,7 +117,7 @@ def weights_with_hooks(folder: str) -> dict[str, Tensor]:
     found = {}
     for name, settings in HOOKS.items():
         task = Regression()
-        strategy = DDPStrategy(device="cpu", bucket_mb=0.002, **settings)
+        strategy = DDPStrategy(device="cpu", bucket_cap_mb=0.002, **settings)
         trainer = Trainer(strategy, max_duration=f"{STEPS}step", callbacks=[], loggers=[], run_dir=f"{folder}/{name}")
         trainer.fit(task, Data(train=TensorDataset(x), batch_size=16))
         found[name] = torch.cat([p.detach().reshape(-1) for p in task.parameters()])

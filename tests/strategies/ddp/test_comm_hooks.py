@@ -29,7 +29,7 @@ def batch(seed: int) -> Tensor:
 def make(average: bool = True) -> tuple[nn.Module, Reducer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    settings = ReducerSettings(average=average, bucket_mb=2000 / MIB, first_bucket_mb=2000 / MIB)
+    settings = ReducerSettings(average=average, bucket_cap_mb=2000 / MIB, first_bucket_cap_mb=2000 / MIB)
     return model, Reducer(list(model.named_parameters()), group=dist.group.WORLD, settings=settings)
 
 
@@ -71,7 +71,7 @@ def test_hooks_leave_nearly_the_mean_or_the_sum(average):
 
 
 class Branches(nn.Module):
-    """Each rank uses a branch of its own, and nobody the last."""
+    """A branch for each rank, and one that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def gradients_of_branches() -> list[list[float] | None]:
     return [None if branch.bias.grad is None else branch.bias.grad.tolist() for branch in model.branches]
 
 
-def test_a_hook_leaves_what_other_ranks_use_and_nothing_that_nobody_does():
+def test_a_hook_reduces_gradients_of_other_ranks_and_leaves_unused_parameters_without_one():
     assert run_ranks(gradients_of_branches, 2) == [[[0.5] * 4, [0.5] * 4, None]] * 2
 
 
@@ -112,7 +112,7 @@ def power_sgd_steps() -> tuple[float, float, float]:
     return ((gradients[0] - exact).norm() / exact.norm()).item(), ((mean - exact).norm() / exact.norm()).item(), between
 
 
-def test_power_sgd_makes_up_for_its_errors_in_later_steps():
+def test_power_sgd_corrects_its_errors_in_later_steps():
     for once, in_sum, between in run_ranks(power_sgd_steps, 2):
         assert 0.02 < once < 1.0, "rank 2 of 32 loses something"
         assert in_sum < once / 4
@@ -137,7 +137,7 @@ def local_sgd_steps() -> list[float]:
     return distances
 
 
-def test_local_sgd_averages_parameters_now_and_then():
+def test_local_sgd_averages_parameters_every_period():
     for distances in run_ranks(local_sgd_steps, 2):
         assert [distance == 0.0 for distance in distances] == [True, True, True, False, False, True]
 
@@ -155,7 +155,7 @@ def wrong_hooks() -> list[str]:
     return messages
 
 
-def test_a_hook_that_returns_no_future_is_refused():
+def test_a_hook_that_does_not_return_a_future_is_rejected():
     for messages in run_ranks(wrong_hooks, 2):
         assert "returned Tensor" in messages[0]
         assert "returned NoneType" in messages[1]

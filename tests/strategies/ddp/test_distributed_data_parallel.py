@@ -63,7 +63,7 @@ class TiedGpt(nn.Module):
 
 
 class Branches(nn.Module):
-    """Which branch is used depends on the first element of the input; one is never used."""
+    """Branches of which the first element of the input selects one; the last is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def distance_between_ranks(module: nn.Module) -> float:
     return max((other - flat).abs().max().item() for other in others)
 
 
-@pytest.mark.parametrize("transport", ["group", "shared_memory"])
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 def test_weights_after_50_steps_are_those_of_stock_ddp_bit_for_bit_on_two_ranks(transport):
     for rank in run_ranks(differences, 2, list(CASES), transport, STEPS, timeout=120):
         assert rank == dict.fromkeys(CASES, (0.0, 0.0))
@@ -305,7 +305,7 @@ def a_backward_in_no_sync_is_not_reduced_though_its_forward_came_before(views: b
 
 def gradients_of_inputs_alone_are_not_reduced(views: bool) -> float:
     torch.manual_seed(0)
-    # One bucket for each parameter: the first is complete before any gradient, where its branch is left out.
+    # One bucket for each parameter: the first is complete before any gradient, where its branch is unused.
     wrapped = DistributedDataParallel(
         Branches(), find_unused_parameters=True, gradient_as_bucket_view=views, bucket_cap_mb=0.0001
     )
@@ -459,7 +459,7 @@ def with_hooks(name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["sparse", "join"])
-def test_gradients_are_divided_once_where_a_hook_is_registered(name):
+def test_gradients_are_divided_once_with_a_hook(name):
     for without, with_hook in run_ranks(with_hooks, 2, name):
         assert without < 1e-6
         assert with_hook < 1e-6
@@ -490,12 +490,12 @@ def errors_of_hooks_and_time_limits() -> tuple[list[tuple[str, str]], list[float
     return kinds, limits
 
 
-def test_wrong_hooks_are_refused_as_by_stock_ddp_and_the_groups_time_limit_holds():
+def test_wrong_hooks_are_rejected_as_by_stock_ddp_and_the_groups_timeout_is_used():
     ((wrong, result, bare, own), limits) = run_ranks(errors_of_hooks_and_time_limits, 1, timeout=50)[0]
     assert wrong[0].startswith("ValueError: Communication hook: bucket annotation") and wrong[0] == wrong[1]
     assert result[0].startswith("ValueError: Communication hook: return annotation") and result[0] == result[1]
     assert bare == ("accepted", "accepted")
-    assert own[0] == "accepted", "our own hooks are generators over a bucket of our own"
+    assert own[0] == "accepted", "built-in hooks are generators over our GradBucket"
     assert limits == [50, 33]
 
 
@@ -517,7 +517,7 @@ def buffers_in_each_forward(forwards: str) -> list[list[float]]:
     return found
 
 
-def test_buffers_are_shared_in_the_forwards_in_which_stock_ddp_shares_them():
+def test_buffers_are_broadcast_in_the_same_forwards_as_by_stock_ddp():
     for ours, stock in run_ranks(buffers_in_each_forward, 2, "tteetnnteet"):
         assert ours == stock
 
@@ -534,7 +534,7 @@ def untrained_differences() -> list[str]:
     return messages
 
 
-def test_frozen_parameters_and_buffers_are_compared_before_they_are_sent():
+def test_frozen_parameters_and_buffers_are_compared_before_the_broadcast():
     for frozen, buffer in run_ranks(untrained_differences, 2):
         assert "frozen parameter 0 is 1.weight (4, 4) torch.float32, frozen on rank 0, but 1.weight (5, 4)" in frozen
         assert "buffer 0 is scale (1,) torch.float32 on rank 0, but scale (2,)" in buffer
@@ -568,7 +568,7 @@ def interface() -> None:
         "find_unused_parameters": True,
         "gradient_as_bucket_view": True,
         "bucket_cap_mb": 3,
-        "transport": "group",
+        "transport": "process_group",
     }
     for arguments in (settings, {"static_graph": True, "forward_sync_buffers": False}):
         unusual = DistributedDataParallel(Mlp(), **arguments)
@@ -648,7 +648,7 @@ def refusals() -> list[str]:
     return found
 
 
-def test_arguments_without_a_meaning_here_are_refused_with_advice():
+def test_unsupported_arguments_are_rejected_with_advice():
     (found,) = run_ranks(refusals, 1)
     assert "torch.autocast" in found[0]
 
@@ -673,5 +673,5 @@ def buffers_of_ranks(arguments: dict[str, Any]) -> list[float]:
         ({"broadcast_buffers": False, "forward_sync_buffers": True}, [0, 10]),
     ],
 )
-def test_buffers_are_shared_at_construction_and_in_forwards_as_asked(arguments, rank_1_has):
+def test_buffers_are_broadcast_at_construction_and_in_forwards_as_configured(arguments, rank_1_has):
     assert run_ranks(buffers_of_ranks, 2, arguments)[1] == rank_1_has

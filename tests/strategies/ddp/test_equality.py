@@ -30,11 +30,11 @@ class Routed(nn.Module):
         self.used: list[tuple[bool, ...]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        stem, choices = torch.tanh(self.stem(x)), (x[:, 0].abs() * 10).long() % 3
-        self.used.append(tuple((choices == choice).any().item() for choice in range(3)))
+        stem, branch_of_sample = torch.tanh(self.stem(x)), (x[:, 0].abs() * 10).long() % 3
+        self.used.append(tuple((branch_of_sample == choice).any().item() for choice in range(3)))
         outputs = torch.zeros(len(x), 1)
-        for choice, branch in enumerate(self.branches):
-            rows = (choices == choice).nonzero().squeeze(1)
+        for index, branch in enumerate(self.branches):
+            rows = (branch_of_sample == index).nonzero().squeeze(1)
             if len(rows):
                 outputs = outputs.index_copy(0, rows, branch(stem[rows]))
         return outputs
@@ -42,13 +42,13 @@ class Routed(nn.Module):
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "unused": (Routed, {}),
-    "unused, found": (Routed, {"unused": "find"}),
-    "unused, overlapped": (Routed, {"overlap_optimizer": True}),
+    "unused, found": (Routed, {"find_unused_parameters": "graph"}),
+    "unused, overlapped": (Routed, {"optimizer_in_backward": True}),
     "unused, accumulated": (Routed, {"accumulate": 2}),
     "sparse": (lambda: SparseEmbedding(1), {}),
     "sparse, accumulated": (lambda: SparseEmbedding(1), {"accumulate": 2}),
     "checkpointed": (lambda: Checkpointed(1, reentrant=False, repeats=2), {}),
-    "checkpointed, overlapped": (lambda: Checkpointed(1, reentrant=False, repeats=2), {"overlap_optimizer": True}),
+    "checkpointed, overlapped": (lambda: Checkpointed(1, reentrant=False, repeats=2), {"optimizer_in_backward": True}),
     "checkpointed, reentrant": (lambda: Checkpointed(1, reentrant=True), {}),
     "checkpointed twice, reentrant": (lambda: Checkpointed(1, reentrant=True, repeats=2), {"static_graph": True}),
 }
@@ -89,18 +89,18 @@ def distances_to_single(folder: str) -> tuple[dict[str, float], list[Any]]:
             alone = fit(SingleStrategy(device="cpu", accumulate=accumulate), copy.deepcopy(start), f"{folder}/1 {name}")
         dist.broadcast(alone, 0)
         task = copy.deepcopy(start)
-        ours = fit(DDPStrategy(device="cpu", bucket_mb=SMALL_BUCKET_MB, **arguments), task, f"{folder}/ddp {name}")
+        ours = fit(DDPStrategy(device="cpu", bucket_cap_mb=SMALL_BUCKET_MB, **arguments), task, f"{folder}/ddp {name}")
         found[name] = (ours - alone).abs().max().item()
         used += [task.net.used] if name == "unused" else []
     return found, used
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_weights_are_those_of_one_device_however_gradients_arrive(num_ranks, tmp_path):
+def test_weights_are_those_of_one_device_in_any_order_of_gradients(num_ranks, tmp_path):
     # 53 samples in batches of 8 end with one of 5.
     outcomes = run_ranks(distances_to_single, num_ranks, str(tmp_path), timeout=100)
     for found, _ in outcomes:
         assert {name: distance for name, distance in found.items() if not distance < 1e-6} == {}
     histories = [tuple(used[0]) for _, used in outcomes]
-    assert len(set(histories)) == num_ranks, "ranks leave out different branches"
+    assert len(set(histories)) == num_ranks, "ranks use different branches"
     assert all(len(set(history)) > 1 for history in histories), "and so do steps"

@@ -1,4 +1,4 @@
-"""What the healthy ranks learn, and how fast, when another fails."""
+"""Failures of a rank: the error of the healthy ranks, and how soon they raise it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainkit.cli import main as cli
 from trainkit.distributed.failure_store import FailureStore, RankError
 from trainkit.testing import RankFailure, rank_outcomes, run_ranks
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["group", "shared_memory"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 
 
 def fail_in_step_2(transport: str, fault: str) -> tuple[str, float]:
-    """Train; in step 2 rank 1 fails. Return what the others learn, and the seconds until they did."""
+    """Train with a failure of rank 1 in step 2. Return the error of the others, and the seconds until it was raised."""
     model = nn.Linear(8, 8)
     settings = ReducerSettings(transport=transport, timeout_seconds=2.0 if fault == "hang" else 60.0)
     reducer = Reducer(list(model.named_parameters()), group=dist.group.WORLD, settings=settings)
@@ -42,18 +42,18 @@ def fail_in_step_2(transport: str, fault: str) -> tuple[str, float]:
     except RankError as error:
         seconds = time.monotonic() - start
         with pytest.raises(RuntimeError, match="cannot be reduced any more: "):
-            reducer.begin()
+            reducer.start()
         return str(error), seconds
     except ValueError:
-        time.sleep(2.5)  # alive, but absent
+        time.sleep(2.5)  # alive, but it takes no part
         os._exit(0)
     return "no error", time.monotonic() - start
 
 
 def _fail(reducer: Reducer, fault: str) -> None:
     if fault == "raise":
-        reducer.fail("ValueError: bad batch in shard 17")
-        time.sleep(2.5)  # alive, but absent
+        reducer.publish_failure("ValueError: bad batch in shard 17")
+        time.sleep(2.5)  # alive, but it takes no part
         os._exit(0)
     elif fault == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -66,11 +66,11 @@ def _fail(reducer: Reducer, fault: str) -> None:
 
 @pytest.mark.parametrize(
     ("transport", "fault", "waits"),
-    [("group", "raise", "2"), ("shared_memory", "raise", "2"), ("shared_memory", "leave", "[23]")],
+    [("process_group", "raise", "2"), ("shared_memory", "raise", "2"), ("shared_memory", "leave", "[23]")],
 )
 def test_the_root_cause_reaches_ranks_that_wait(transport, fault, waits):
-    # A session that is left after its bucket has been started: the others wait for its share of that bucket, or,
-    # where it had summed this already, in the step after that.
+    # A session that fails after its bucket has been started: the others wait for its shard of that bucket, or, if that
+    # is summed already, in the next step.
     outcomes = rank_outcomes(fail_in_step_2, 2, transport, fault, timeout=10)
     message, seconds = outcomes[0].value
     assert "rank 1 failed in step 2: ValueError: bad batch in shard 17" in message
@@ -89,11 +89,13 @@ def test_a_killed_rank_is_noticed(transport):
 
 @pytest.mark.slow
 @TRANSPORTS
-def test_a_time_out_says_who_waits_where(transport):
+def test_a_timeout_reports_the_position_of_each_rank(transport):
     outcomes = rank_outcomes(fail_in_step_2, 3, transport, "hang", timeout=12)
     for rank in (0, 2):
         message, seconds = outcomes[rank].value
-        assert "waited 2 s in backward of step 2, bucket 0 of 1" in message or "stopped while waiting" in message
+        assert (
+            "timed out after 2 s in backward of step 2, bucket 0 of 1" in message or "stopped while waiting" in message
+        )
         assert seconds > 1.5
     messages = outcomes[0].value[0] + outcomes[2].value[0]
     assert "rank 1: has not come" in messages
@@ -121,7 +123,7 @@ def sleep_for_long() -> None:
     time.sleep(60)
 
 
-def test_run_ranks_keeps_its_time_limit():
+def test_run_ranks_ends_at_its_timeout():
     start = time.monotonic()
     with pytest.raises(RankFailure, match="had not ended"):
         run_ranks(sleep_for_long, 2, timeout=1.5)
@@ -162,14 +164,14 @@ class NothingKnown:
         pass
 
 
-def test_a_collective_that_ends_just_after_a_slice_is_no_failure():
+def test_a_collective_that_ends_just_after_a_slice_has_not_failed():
     work = WatchedWork(EndsBetween(), where="the test", failure_store=NothingKnown(), timeout_seconds=5.0)
     work.wait()
     assert work.work.waits > 1
 
 
 class _Group:
-    """What a board asks of a process group."""
+    """The parts of a process group that a failure store uses."""
 
     group_name = "ranks"
 
@@ -186,7 +188,7 @@ class _Group:
         return dist.TCPStore("127.0.0.1", self._port, is_master=False)
 
 
-def test_a_board_keeps_the_first_cause_until_its_store_is_gone_and_says_so_then(monkeypatch):
+def test_a_failure_store_keeps_the_first_cause_and_reports_when_its_process_is_gone(monkeypatch):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = _Group(server.port)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", group.get_group_store)  # before torch 2.9

@@ -81,12 +81,12 @@ CASES: dict[str, tuple[bool, dict[str, object], dict[str, object]]] = {
     # weighted, arguments of the strategy, of the Trainer
     "plain": (False, {}, {}),
     "weighted, accumulated": (True, {"accumulate": 2}, {}),
-    "clipped": (False, {"bucket_mb": 0.0002}, {"max_grad_norm": 0.5}),
+    "clipped": (False, {"bucket_cap_mb": 0.0002}, {"max_grad_norm": 0.5}),
     "clipped in fp64": (False, {}, {"max_grad_norm": 0.5, "precision": "fp64"}),
-    "found": (False, {"unused": "find"}, {}),
-    "overlapped": (False, {"overlap_optimizer": True, "bucket_mb": 0.0002}, {}),
+    "found": (False, {"find_unused_parameters": "graph"}, {}),
+    "overlapped": (False, {"optimizer_in_backward": True, "bucket_cap_mb": 0.0002}, {}),
     "static": (False, {"static_graph": True}, {}),
-    "bf16 hook": (False, {"hook": "bf16"}, {}),
+    "bf16 hook": (False, {"comm_hook": "bf16"}, {}),
 }
 
 
@@ -120,7 +120,7 @@ def test_weights_of_the_strategy_are_those_of_one_gpu(backend, num_ranks, tmp_pa
 def steps_that_may_not_wait() -> None:
     """With nccl a step only gives the GPU work: `error` raises at the first call that waits for it."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda()
-    settings = ReducerSettings(average=False, bucket_mb=0.01, unused="auto")
+    settings = ReducerSettings(average=False, bucket_cap_mb=0.01, find_unused_parameters="auto")
     reducer = Reducer(list(model.named_parameters()), group=dist.new_group(backend="nccl"), settings=settings)
     x = torch.randn(8, 64, device="cuda")
     for step in range(6):

@@ -13,7 +13,7 @@ def test_the_norm_of_a_large_flat_buffer_is_accurate_where_torchs_own_is_not():
     assert abs(total_norm([flat], CPU).item() / exact - 1) < 1e-6
 
 
-def test_norms_of_several_tensors_are_joined():
+def test_several_tensors_have_one_norm():
     tensors = [torch.full((3, 3), 2.0), torch.tensor([]), torch.tensor([1.0]).bfloat16()]
     assert total_norm(tensors, CPU).item() == pytest.approx(37**0.5)
 
@@ -23,5 +23,5 @@ def test_sparse_and_complex_tensors_count_as_their_elements():
     assert total_norm([sparse, torch.tensor([3 + 0j])], CPU).item() == pytest.approx(5.0)
 
 
-def test_no_gradient_at_all_has_norm_zero():
+def test_the_norm_of_no_gradients_is_zero():
     assert total_norm([], CPU).item() == 0.0

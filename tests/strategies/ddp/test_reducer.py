@@ -36,7 +36,7 @@ def make(**settings: object) -> tuple[nn.Module, nn.Module, Reducer]:
     torch.manual_seed(0)
     model = Branches()
     options = ReducerSettings(
-        **{"average": False, "bucket_mb": SMALL_BUCKET, "first_bucket_mb": SMALL_BUCKET, **settings}
+        **{"average": False, "bucket_cap_mb": SMALL_BUCKET, "first_bucket_cap_mb": SMALL_BUCKET, **settings}
     )
     return (
         model,
@@ -59,12 +59,12 @@ def sums_are_left_in_views_of_the_buckets() -> None:
     for rank in range(dist.get_world_size()):
         reference(batch(rank), 0).sum().backward()
     assert gap(model, reference) < 1e-5
-    used = [slot for slot in reducer.slots if slot.parameter.grad is not None]
+    used = [entry for entry in reducer.entries if entry.parameter.grad is not None]
     assert len(used) == 4, "parameters that no rank used have no gradient"
-    for slot in used:
-        flat = slot.bucket.flat
-        assert slot.parameter.grad is slot.view
-        assert flat.data_ptr() <= slot.view.data_ptr() < flat.data_ptr() + flat.nbytes, "one set of gradients"
+    for entry in used:
+        flat = entry.bucket.flat
+        assert entry.parameter.grad is entry.view
+        assert flat.data_ptr() <= entry.view.data_ptr() < flat.data_ptr() + flat.nbytes, "one set of gradients"
     reducer.close()
 
 
@@ -111,14 +111,14 @@ def buckets_are_rebuilt_in_rank_0s_order_of_arrival() -> None:
     reducer.close()
 
 
-def ranks_with_different_unused_parameters_agree(unused: str) -> None:
-    model, reference, reducer = make(unused=unused)
+def ranks_may_have_different_unused_parameters(find_unused: str) -> None:
+    model, reference, reducer = make(find_unused_parameters=find_unused)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     for step in range(4):
         model.zero_grad()
         with reducer.session():
             loss = model(batch(rank), (step + rank) % 2).sum()
-            if unused == "find":
+            if find_unused == "graph":
                 reducer.mark_unused(unreached_parameters([loss], reducer.parameters))
             loss.backward()
     for other in range(world_size):
@@ -126,7 +126,7 @@ def ranks_with_different_unused_parameters_agree(unused: str) -> None:
     assert gap(model, reference) < 1e-5
     assert model.branches[2].weight.grad is None
     all_in_backward = all(bucket.launched_at < reducer.backward_ended_at for bucket in reducer.buckets)
-    assert all_in_backward == (unused == "find"), "what is found beforehand holds up no bucket"
+    assert all_in_backward == (find_unused == "graph"), "what is found beforehand holds up no bucket"
     reducer.close()
 
 
@@ -157,7 +157,7 @@ def a_rank_without_samples_adds_zeros() -> None:
 
 
 class Table(nn.Module):
-    """A table with sparse gradients, which not every rank looks into."""
+    """A table with sparse gradients, which not every rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def a_static_graph_learns_what_is_used() -> None:
         model.zero_grad()
         with reducer.session():
             model(batch(dist.get_rank()), 1).sum().backward()
-    assert [slot.expected for slot in reducer.slots] == [1, 1, 0, 0, 1, 1, 0, 0]
+    assert [entry.expected for entry in reducer.entries] == [1, 1, 0, 0, 1, 1, 0, 0]
     for rank in range(dist.get_world_size()):
         reference(batch(rank), 1).sum().backward()
     assert gap(model, reference) < 1e-5
@@ -210,14 +210,14 @@ def a_static_graph_may_differ_by_rank() -> None:
     assert model.branches[2].weight.grad is None
     used = ("stem", *(f"branches.{other % 2}" for other in range(world_size)))
     sent = [bucket.launched_at > reducer.began_at for bucket in reducer.buckets]
-    assert sent == [bucket.slots[0].name.startswith(used) for bucket in reducer.buckets], "nothing else is sent"
+    assert sent == [bucket.entries[0].name.startswith(used) for bucket in reducer.buckets], "nothing else is sent"
     reducer.close()
 
 
 def buckets_are_gone_on_with_while_backward_runs(transport: str) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    settings = ReducerSettings(average=False, bucket_mb=200 / MIB, transport=transport)  # one for each layer
+    settings = ReducerSettings(average=False, bucket_cap_mb=200 / MIB, transport=transport)  # one for each layer
     reducer = Reducer(list(layers.named_parameters()), group=dist.group.WORLD, settings=settings)
     completed: list[int] = []
     in_backward: list[int] = []
@@ -265,7 +265,7 @@ def the_end_of_a_reduction_is_noted_though_nobody_waits_for_it_yet(transport: st
     if dist.get_world_size() == 1:
         return
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    settings = ReducerSettings(average=False, bucket_mb=200 / MIB, transport=transport)  # one for each layer
+    settings = ReducerSettings(average=False, bucket_cap_mb=200 / MIB, transport=transport)  # one for each layer
     reducer = Reducer(list(layers.named_parameters()), group=dist.group.WORLD, settings=settings)
     reducer.after_step = lambda _: None  # somebody wants to know the times
     moments: list[float] = []
@@ -289,7 +289,7 @@ def the_end_of_a_reduction_is_noted_though_nobody_waits_for_it_yet(transport: st
 
 
 def the_norm_is_that_of_all_gradients() -> None:
-    model, _, reducer = make(bucket_mb=100 / MIB)
+    model, _, reducer = make(bucket_cap_mb=100 / MIB)
     for _ in range(2):
         model.zero_grad()
         with reducer.session():
@@ -297,7 +297,7 @@ def the_norm_is_that_of_all_gradients() -> None:
     gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
     expected = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm().item()
     assert reducer.gradient_norm().item() == pytest.approx(expected, rel=1e-6)
-    assert len({id(slot.bucket) for slot in reducer.slots if slot.parameter.grad is not None}) > 1
+    assert len({id(entry.bucket) for entry in reducer.entries if entry.parameter.grad is not None}) > 1
     reducer.close()
 
 
@@ -335,9 +335,9 @@ def all_facts() -> None:
         fact()
     for average in (True, False):
         a_gradient_that_nobody_adds_to_stays_as_it_is(average)
-    for unused in ("auto", "find"):
-        ranks_with_different_unused_parameters_agree(unused)
-    for transport in ("auto", "group"):
+    for find_unused in ("auto", "graph"):
+        ranks_may_have_different_unused_parameters(find_unused)
+    for transport in ("auto", "process_group"):
         buckets_are_gone_on_with_while_backward_runs(transport)
         the_end_of_a_reduction_is_noted_though_nobody_waits_for_it_yet(transport)
 

@@ -1,4 +1,4 @@
-"""Sums through shared memory: right for every type and size, and nothing is left behind."""
+"""Sums in shared memory: exact for every type and size, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def memory_taken_by_each_bucket() -> list[float]:
     return taken
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not say what memory is taken")
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not report resident memory")
 def test_memory_is_taken_bucket_by_bucket():
     for allocated, first, second in run_ranks(memory_taken_by_each_bucket, 2):
         assert allocated < 0.1
@@ -139,7 +139,7 @@ def leftovers() -> tuple[list[str], list[str], str]:
     return memory, sorted(set(os.listdir("/dev/shm")) - before), transport.name
 
 
-def test_shared_memory_is_the_choice_and_has_no_name_and_no_open_file():
+def test_auto_uses_shared_memory_without_a_name_or_an_open_file():
     assert run_ranks(leftovers, 2) == [([], [], "shared_memory")] * 2
 
 
@@ -156,21 +156,21 @@ def _no_memory(name: str, flags: int) -> int:
     raise OSError(12, "no memory")
 
 
-def test_all_ranks_use_the_group_if_one_cannot_share_memory():
+def test_all_ranks_use_the_process_group_if_one_cannot_share_memory():
     for reason, name in run_ranks(falls_back, 2, 1):
         assert "no memory" in reason
-        assert name == "group"
+        assert name == "process_group"
 
 
-def with_another_offer(of_rank_1: dict[str, Any]) -> str | None:
-    """Return why no memory is shared if rank 1 offers something else than it has."""
-    make = shared_memory._make_offer
+def with_another_region(of_rank_1: dict[str, Any]) -> str | None:
+    """Return why no memory is shared if rank 1 describes another region than its own."""
+    make = shared_memory._make_region
 
-    def pretended(num_bytes: int, takes_all: bool) -> object:
-        offer, fd = make(num_bytes, takes_all)
-        return (replace(offer, **of_rank_1) if dist.get_rank() == 1 else offer), fd
+    def pretended(num_bytes: int, preallocate: bool) -> object:
+        region, fd = make(num_bytes, preallocate)
+        return (replace(region, **of_rank_1) if dist.get_rank() == 1 else region), fd
 
-    shared_memory._make_offer = pretended
+    shared_memory._make_region = pretended
     return why_no_shared_memory(dist.group.WORLD, torch.device("cpu"))
 
 
@@ -181,8 +181,8 @@ def with_another_offer(of_rank_1: dict[str, Any]) -> str | None:
         ({"nonce": bytes(16)}, "rank 1's memory is not the one that it offered (another container?)"),
     ],
 )
-def test_ranks_that_cannot_see_each_others_memory_share_none(offer, reason):
-    assert run_ranks(with_another_offer, 2, offer) == [reason] * 2
+def test_ranks_that_cannot_map_each_others_memory_share_none(offer, reason):
+    assert run_ranks(with_another_region, 2, offer) == [reason] * 2
 
 
 def processes_of_a_group_of_its_own() -> list[int]:
@@ -214,7 +214,7 @@ def test_shards_cover_each_element_once(numel, world_size):
     assert end == numel
 
 
-def test_no_process_of_a_test_is_left():
+def test_tests_leave_no_process_behind():
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
     assert all("forkserver" in name or "resource_tracker" in name for name in names), names

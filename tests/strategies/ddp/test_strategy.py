@@ -90,11 +90,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "clipped": ({}, {}, {"max_grad_norm": 0.5}),
     "skipping": ({}, {}, {"on_nonfinite": "skip"}),
     "bfloat16": ({}, {}, {"precision": "bf16-mixed"}),
-    "through gloo": ({}, {"transport": "group"}, {}),
-    "overlapped": ({}, {"overlap_optimizer": True, "bucket_mb": 0.0001}, {}),
+    "through gloo": ({}, {"transport": "process_group"}, {}),
+    "overlapped": ({}, {"optimizer_in_backward": True, "bucket_cap_mb": 0.0001}, {}),
     "static": ({}, {"static_graph": True}, {}),
-    "found": ({}, {"unused": "find"}, {}),
-    "timed": ({}, {"timeline": True}, {}),
+    "found": ({}, {"find_unused_parameters": "graph"}, {}),
+    "timed": ({}, {"record_timeline": True}, {}),
 }
 TOLERANCES = {"bfloat16": 2e-2}
 
@@ -124,7 +124,7 @@ def distances_to_single(names: list[str], folder: str) -> dict[str, float]:
     "num_ranks", [2, 3, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_weights_are_those_of_one_device(num_ranks, tmp_path):
-    # 53 samples in batches of 12 end with one of 5, which leaves ranks with unequal shares.
+    # 53 samples in batches of 12 end with one of 5, which leaves ranks with unequal shards.
     for rank in run_ranks(distances_to_single, num_ranks, list(CASES), str(tmp_path), timeout=150):
         for name, distance in rank.items():
             assert distance < TOLERANCES.get(name.split(" ", 1)[1], 2e-5), name
@@ -144,13 +144,13 @@ def short_batches(folder: str) -> tuple[float, float]:
     return distances[0], distances[1]
 
 
-def test_ranks_without_samples_in_the_last_batch_add_nothing(tmp_path):
+def test_ranks_without_samples_in_the_last_batch_add_zeros(tmp_path):
     for distances in run_ranks(short_batches, 3, str(tmp_path)):
         assert max(distances) < 2e-5
 
 
 class Sizes(Dataset[Any]):
-    """Ready-made batches, of which the first two are smaller than the number of ranks."""
+    """A pre-batched dataset, whose first two batches are smaller than the number of ranks."""
 
     sizes = (1, 2, 9, 1, 6)
 
@@ -161,7 +161,7 @@ class Sizes(Dataset[Any]):
         return samples()[10 * index : 10 * index + self.sizes[index]]
 
 
-def empty_shares_at_first(folder: str) -> list[float]:
+def empty_shards_at_first(folder: str) -> list[float]:
     tasks: list[Regression] = []
     for strategy in (SingleStrategy(device="cpu"), DDPStrategy(device="cpu"), TorchDDPStrategy(device="cpu")):
         if dist.get_rank() and isinstance(strategy, SingleStrategy):
@@ -176,7 +176,7 @@ def empty_shares_at_first(folder: str) -> list[float]:
 
 
 def test_ranks_may_have_no_samples_in_the_first_batch(tmp_path):
-    for distances in run_ranks(empty_shares_at_first, 3, str(tmp_path)):
+    for distances in run_ranks(empty_shards_at_first, 3, str(tmp_path)):
         assert max(distances) < 2e-5
 
 
@@ -206,11 +206,11 @@ def logged_with_a_timeline(folder: str) -> list[str]:
     handler, logger = Lines(), logging.getLogger("trainkit.strategies.ddp.strategy")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    fit(DDPStrategy(device="cpu", timeline=True), Regression(), run_dir=folder)
+    fit(DDPStrategy(device="cpu", record_timeline=True), Regression(), run_dir=folder)
     return handler.lines
 
 
-def test_a_timeline_is_written_by_every_rank_and_told_by_the_first(tmp_path):
+def test_a_timeline_is_written_by_every_rank_and_logged_by_the_first(tmp_path):
     first, second = run_ranks(logged_with_a_timeline, 2, str(tmp_path))
     assert "of communication" in first[0]
     assert "bucket 0" in first[0]
@@ -223,8 +223,8 @@ class Stream(IterableDataset[Any]):
         return (tuple(row) for row in samples())
 
 
-class ReadyBatches(Dataset[Any]):
-    """Ready-made batches of unequal sizes."""
+class PreBatched(Dataset[Any]):
+    """A pre-batched dataset with unequal batch sizes."""
 
     sizes = (7, 1, 10, 5)
 
@@ -243,20 +243,20 @@ def predicted(arguments: dict[str, Any]) -> list[Any]:
         for data in (
             Data(predict=samples(), batch_size=5),
             Data(predict=Stream(), batch_size=5),
-            Data(predict=ReadyBatches(), batch_size=None),
+            Data(predict=PreBatched(), batch_size=None),
         )
     ]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_predictions_come_in_order_whatever_sizes_batches_have(num_ranks):
-    # No batch is a multiple of the ranks, and one of the ready-made ones is smaller than their number.
+def test_predictions_are_in_order_for_any_batch_sizes(num_ranks):
+    # No batch is a multiple of the ranks, and one pre-batched one is smaller than their number.
     targets = samples().tensors[1]
     for arguments in ({}, {"micro_batch_size": 2}):
-        by_sample, by_stream, ready_made = run_ranks(predicted, num_ranks, arguments)[0]
+        by_sample, by_stream, pre_batched = run_ranks(predicted, num_ranks, arguments)[0]
         assert torch.equal(by_sample, targets)
         assert torch.equal(by_stream, targets)
-        assert torch.equal(ready_made, targets[: sum(ReadyBatches.sizes)])
+        assert torch.equal(pre_batched, targets[: sum(PreBatched.sizes)])
 
 
 class Forgetful(Regression):
@@ -272,12 +272,12 @@ class Forgetful(Regression):
 
 
 def waits_and_refusals(folder: str) -> tuple[list[str], list[str]]:
-    """Return how the host waited for values of the device after the first step, and what is said of weights."""
+    """Return the calls in which the host waited for the device after the first step, and the errors about weights."""
     task, waits = Regression(weighted=True), []
 
     def watched(name: str, original: Any) -> Any:
         def method(tensor: Tensor, *args: Any) -> Any:
-            if 1 < task.calls < 4 and tensor.dtype != torch.int64:  # the agreement to stop is on the host
+            if 1 < task.calls < 4 and tensor.dtype != torch.int64:  # the stop check is on the host
                 waits.append(name)
             return original(tensor, *args)
 
@@ -306,14 +306,14 @@ def waits_and_refusals(folder: str) -> tuple[list[str], list[str]]:
     return waits, refusals
 
 
-def test_weights_of_a_tasks_own_are_added_up_on_the_device(tmp_path):
+def test_weights_returned_by_a_task_are_summed_on_the_device(tmp_path):
     for waits, (dropped, came) in run_ranks(waits_and_refusals, 2, str(tmp_path)):
         assert waits == []
         assert "returned no weight, but did in the first step" in dropped
         assert "returned a weight, but did not in the first step" in came
 
 
-def trained_in_a_group_of_its_own(folder: str) -> tuple[str, list[float]]:
+def trained_in_a_custom_group(folder: str) -> tuple[str, list[float]]:
     """Ranks 0 and 2 train together; rank 1 is not one of them."""
     rank = dist.get_rank()
     group = dist.new_group([0, 2])
@@ -325,10 +325,10 @@ def trained_in_a_group_of_its_own(folder: str) -> tuple[str, list[float]]:
     return "", flat(task).tolist()
 
 
-def test_a_process_group_of_the_users_own_trains_by_itself(tmp_path):
+def test_a_custom_process_group_trains_by_itself(tmp_path):
     alone = Regression()
     fit(SingleStrategy(device="cpu"), alone, run_dir=tmp_path / "single")
-    (_, first), (refused, _), (_, last) = run_ranks(trained_in_a_group_of_its_own, 3, str(tmp_path))
+    (_, first), (refused, _), (_, last) = run_ranks(trained_in_a_custom_group, 3, str(tmp_path))
     assert first == last
     assert (torch.tensor(first) - flat(alone)).abs().max() < 2e-5
     assert "only the ranks that torch.distributed.new_group was given" in refused
@@ -338,7 +338,7 @@ def test_a_process_group_of_the_users_own_trains_by_itself(tmp_path):
 
 
 @pytest.mark.slow
-def test_started_ranks_bring_weights_metrics_and_predictions_back(tmp_path):
+def test_started_ranks_return_weights_metrics_and_predictions(tmp_path):
     alone, task = Regression(), Regression()
     fit(SingleStrategy(device="cpu"), alone, run_dir=tmp_path / "single")
     strategy = DDPStrategy(devices=2, device="cpu")
@@ -358,7 +358,7 @@ class Failing(Regression):
 
 
 @pytest.mark.slow
-def test_the_error_of_a_started_rank_comes_back_with_its_traceback(tmp_path, capfd):
+def test_the_error_of_a_started_rank_is_raised_with_its_traceback(tmp_path, capfd):
     start = time.monotonic()
     with pytest.raises(ArithmeticError, match="rank 1 cannot go on") as raised:
         strategy = DDPStrategy(devices=2, device="cpu")
@@ -377,7 +377,7 @@ def test_the_error_of_a_started_rank_comes_back_with_its_traceback(tmp_path, cap
     assert "Traceback" not in shown.err, "it is shown once, by whoever handles the exception"
 
 
-def test_a_task_that_cannot_be_pickled_is_refused_with_advice(tmp_path):
+def test_a_task_that_cannot_be_pickled_is_rejected_with_advice(tmp_path):
     task = Regression()
     task.transform = lambda x: x
     with pytest.raises(UserError, match="top level of a module"):
@@ -388,19 +388,19 @@ def test_a_task_that_cannot_be_pickled_is_refused_with_advice(tmp_path):
     ("arguments", "message"),
     [
         ({"devices": 0}, "at least 1"),
-        ({"unused": "atuo"}, "Did you mean 'auto'"),
+        ({"find_unused_parameters": "atuo"}, "Did you mean 'auto'"),
         ({"transport": "nccl"}, "transport='nccl' is unknown"),
-        ({"bucket_mb": 0}, "above 0 MiB"),
+        ({"bucket_cap_mb": 0}, "above 0 MiB"),
         ({"timeout_seconds": 0}, "above 0 seconds"),
     ],
 )
-def test_wrong_settings_are_refused(arguments, message):
+def test_wrong_settings_are_rejected(arguments, message):
     with pytest.raises(UserError, match=message):
         DDPStrategy(**arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_devices_that_are_not_there_are_refused_before_a_process_starts():
+def test_missing_devices_are_rejected_before_a_process_starts():
     with pytest.raises(UserError, match="torch sees 0 CUDA devices"):
         DDPStrategy(devices=2, device="cuda").validate()
 
@@ -497,7 +497,7 @@ def test_a_signal_ends_all_ranks_after_the_same_step(training, number, code):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_ranks_as_well(tmp_path):
+def test_torchrun_starts_the_ranks(tmp_path):
     script = tmp_path / "train.py"
     text = textwrap.dedent(SCRIPT).replace("100000step", "3step").replace("devices=2, ", "")
     script.write_text(text)

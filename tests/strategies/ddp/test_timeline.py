@@ -34,13 +34,13 @@ def test_a_step_is_drawn_with_a_bar_for_each_bucket():
 @pytest.mark.parametrize(
     ("made", "advice"),
     [
-        (timeline((10, 10, 15)), "Try strategy.bucket_mb=0.2"),
+        (timeline((10, 10, 15)), "Try strategy.bucket_cap_mb=0.2"),
         (timeline(*[(1, 1, 1.0001)] * 10, size=1024), "take less than 0.3 ms"),
         (timeline((1, 1, 20), (2, 2, 30)), "cannot be hidden"),
         (timeline((9, 9, 9.5), (1, 9, 9.9)), "Bucket 1 was ready long before"),
     ],
 )
-def test_advice_names_what_to_type(made, advice):
+def test_advice_names_a_setting(made, advice):
     assert advice in made.advice()[0]
 
 
@@ -52,7 +52,7 @@ def test_a_step_whose_communication_is_hidden_needs_no_advice():
     assert timeline((1, 1, 5), (5, 5, 9.9)).advice() == []
 
 
-def test_the_summary_says_how_much_is_hidden_and_draws_a_step():
+def test_the_summary_has_the_hidden_share_and_a_picture_of_a_step():
     share, advice = timeline((1, 1, 20), (2, 2, 30)).summary()
     assert share.startswith("31% of communication (29000.0 ms a step) ran behind backward; one step:\nbackward  ####")
     assert "cannot be hidden" in advice

@@ -1,7 +1,7 @@
 """PyTorch's own tests of DistributedDataParallel, as installed with torch, run on the drop-in.
 
 Most of them ask for two GPUs though nothing in them needs one. Here they run on gloo: in the processes of a test
-the checks for GPUs are taken away, and whatever is put on a GPU stays on the CPU.
+the checks for GPUs are taken away, and tensors for a GPU stay on the CPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _is_gpu(value: object) -> bool:
 
 
 class DropIn(DistributedDataParallel):
-    """Our drop-in, told of no GPU."""
+    """Our drop-in, without arguments for GPUs."""
 
     def __init__(self, module: Any, device_ids: Any = None, output_device: Any = None, **arguments: Any) -> None:
         super().__init__(module, **arguments)

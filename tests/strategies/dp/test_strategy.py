@@ -35,7 +35,7 @@ def dp(count: int, **settings) -> DataParallelStrategy:
 
 
 def nothing(name):
-    return torch.no_grad()  # a context without an effect on what is tested
+    return torch.no_grad()  # a context without effect on the test
 
 
 @pytest.fixture
@@ -51,14 +51,14 @@ def trained(make_trainer):
     return train
 
 
-# ---- The same weights
+# ---- Weights
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("num_devices", [2, 3])
 @pytest.mark.parametrize("accumulate", [None, 2])
 @pytest.mark.parametrize("name", ["perceptron", "plain_conv_net", "gpt"])
-def test_replicas_train_step_by_step_to_the_weights_of_one_device(trained, name, accumulate, num_devices, precision):
+def test_weights_equal_those_of_one_device_at_every_step(trained, name, accumulate, num_devices, precision):
     dtype = torch.float64 if precision == "fp64" else torch.float32
     num_samples = 8 * 3 + 5  # the last batch is short
     single = trained(SingleStrategy(device="cpu"), *make(name, num_samples, dtype=dtype), precision=precision)
@@ -68,14 +68,14 @@ def test_replicas_train_step_by_step_to_the_weights_of_one_device(trained, name,
 
 
 @pytest.mark.parametrize("num_devices", [2, 3])
-def test_batch_norm_sees_the_shard_and_keeps_the_statistics_of_replica_0(trained, num_devices):
+def test_batch_norm_normalizes_by_shard_and_keeps_the_statistics_of_replica_0(trained, num_devices):
     data = Data(train=images(24), batch_size=12)
     task, ours = trained(dp(num_devices), ConvNet(), data)
     reference, single = trained(SingleStrategy(device="cpu", accumulate=num_devices), ConvNet(), data)
     parameters = [name for name, _ in reference.named_parameters()]
     assert largest_difference(ours, single, names=parameters) < 1e-6
 
-    mean = torch.zeros(4)  # of what replica 0 alone has seen, with the weights of each step
+    mean = torch.zeros(4)  # of the shards of replica 0, with the weights of each step
     follower = ConvNet()
     for step, before in enumerate([weights(follower), *ours[:-1]]):
         follower.load_state_dict(before)
@@ -88,13 +88,13 @@ def test_batch_norm_sees_the_shard_and_keeps_the_statistics_of_replica_0(trained
 
 
 @pytest.mark.parametrize("last", [1, 2, 4], ids=lambda n: f"last batch of {n}")
-def test_shards_of_unequal_size_or_without_samples_count_by_their_samples(trained, last):
+def test_shards_are_weighted_by_their_number_of_samples(trained, last):
     single = trained(SingleStrategy(device="cpu"), *make("perceptron", 8 + last))
     ours = trained(dp(3), *make("perceptron", 8 + last))
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
-def test_a_limit_on_memory_is_that_of_one_device(trained):
+def test_micro_batch_size_is_a_limit_for_one_device(trained):
     strategy = dp(2, micro_batch_size=3)
     assert (strategy.plan(16).micro_batches, strategy.plan(16).micro_batch_size) == (6, 3)
     single = trained(SingleStrategy(device="cpu"), *make("gpt", 40, batch_size=16))
@@ -102,14 +102,14 @@ def test_a_limit_on_memory_is_that_of_one_device(trained):
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
-def test_mixed_precision_gives_the_weights_of_accumulation_to_the_bit(trained):
+def test_mixed_precision_gives_the_weights_of_accumulation(trained):
     ours = trained(dp(2), *make("perceptron", 24), precision="bf16-mixed")
     single = trained(SingleStrategy(device="cpu", accumulate=2), *make("perceptron", 24), precision="bf16-mixed")
     assert ours[0].network[0].weight.dtype == torch.float32
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
-def test_ready_made_batches_are_cut_for_the_replicas(trained):
+def test_pre_batched_data_is_split_for_the_replicas(trained):
     inputs, targets = numbers(22).tensors
     batches = [list(rows) for rows in zip(inputs.split(8), targets.split(8), strict=True)]
     ours = trained(dp(2), Perceptron(), Data(train=batches))
@@ -117,13 +117,13 @@ def test_ready_made_batches_are_cut_for_the_replicas(trained):
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
-def test_gradients_are_clipped_by_the_norm_of_the_whole_gradient(trained):
+def test_gradients_are_clipped_by_the_global_norm(trained):
     single = trained(SingleStrategy(device="cpu"), *make("perceptron", 24), max_grad_norm=0.01)
     ours = trained(dp(3), *make("perceptron", 24), max_grad_norm=0.01)
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
-def test_checkpoints_go_from_dp_to_single_and_back(make_trainer, tmp_path):
+def test_checkpoints_resume_under_single_and_under_dp_again(make_trainer, tmp_path):
     def train(strategy, task, *callbacks, run_dir, resume=None):
         trainer = make_trainer(strategy, callbacks=callbacks, max_duration="3epoch", run_dir=run_dir)
         trainer.fit(task, Data(train=numbers(21), batch_size=8), resume=resume)
@@ -149,7 +149,7 @@ def test_metrics_and_predictions_are_those_of_one_device(make_trainer, name):
         torch.testing.assert_close(ours.predict(task, data), single.predict(task, data))
 
 
-def test_an_evaluation_batch_is_shared_by_all_replicas(make_trainer):
+def test_an_evaluation_batch_is_split_over_all_replicas(make_trainer):
     class Sizes(Perceptron):
         def __init__(self):
             super().__init__()
@@ -179,15 +179,15 @@ def test_no_replica_builds_a_graph_in_evaluation(make_trainer):
     assert task.seen == [(False, False)] * 12
 
 
-def test_a_batch_is_cut_only_if_all_of_it_has_a_row_for_each_sample():
+def test_a_batch_is_split_only_if_every_tensor_has_a_row_for_each_sample():
     rows = torch.arange(5)
-    assert [(part[0].tolist(), size) for part, size in scatter([rows, rows], 5, parts=2)] == [
+    assert [(shard[0].tolist(), size) for shard, size in scatter([rows, rows], 5, num_shards=2)] == [
         ([0, 1, 2], 3),
         ([3, 4], 2),
     ]
-    assert len(scatter({"x": rows, "mask": None}, 5, parts=7)) == 5
+    assert len(scatter({"x": rows, "mask": None}, 5, num_shards=7)) == 5
     for whole in ([rows, torch.arange(3)], [rows, torch.tensor(1.0)], [rows, ["a"] * 5], {"x": rows, "total": 5}):
-        assert scatter(whole, 5, parts=2) == [(whole, 5)]
+        assert scatter(whole, 5, num_shards=2) == [(whole, 5)]
 
 
 def test_metrics_logged_in_training_are_means_over_all_shards(make_trainer):
@@ -208,7 +208,7 @@ def test_metrics_logged_in_training_are_means_over_all_shards(make_trainer):
 
 
 class Structured(TaskModule):
-    """What is hard to replicate: shared and nested modules, lists of parameters, bound methods, hooks."""
+    """A structure that is hard to replicate: shared and nested modules, lists of parameters, bound methods, hooks."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ class Structured(TaskModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
-def test_tasks_of_any_structure_are_replicated(trained):
+def test_shared_modules_lists_methods_and_hooks_are_replicated(trained):
     torch.manual_seed(1)
     task, other = Structured(), Structured()
     other.load_state_dict(task.state_dict())
@@ -248,7 +248,7 @@ def test_tasks_of_any_structure_are_replicated(trained):
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
-def test_replicas_hold_nothing_of_the_original_but_shared_memory():
+def test_replicas_share_only_memory_with_the_original():
     task = Structured()
     _, replica = replicate(task, [torch.device("cpu")] * 2, phase=nothing)
     originals = {id(tensor) for tensor in [*task.parameters(), *task.modules()]}
@@ -289,7 +289,7 @@ def test_a_parameter_that_no_replica_uses_has_no_gradient():
     assert task.unused.grad is None and task.network[0].weight.grad is not None
 
 
-def test_torchscript_modules_are_refused_with_a_remedy(make_trainer):
+def test_torchscript_modules_raise_an_error_with_a_remedy(make_trainer):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer releases of torch call tracing deprecated
         scripted = torch.jit.trace(nn.Linear(8, 1), torch.zeros(1, 8))
@@ -305,7 +305,7 @@ def test_torchscript_modules_are_refused_with_a_remedy(make_trainer):
 # ---- Threads and random numbers
 
 
-def test_each_replica_has_a_thread_of_its_own_after_the_first_step(make_trainer):
+def test_replicas_run_in_separate_threads_after_the_first_step(make_trainer):
     class Threads(Perceptron):
         def __init__(self):
             super().__init__()
@@ -324,7 +324,7 @@ def test_each_replica_has_a_thread_of_its_own_after_the_first_step(make_trainer)
     assert len(set(task.seen[3:])) == 3 and threading.get_ident() in task.seen[3:]
 
 
-def test_no_thread_is_left_after_training(make_trainer):
+def test_threads_end_with_training(make_trainer):
     before = threading.active_count()
     make_trainer(dp(3)).fit(Perceptron(), Data(train=numbers(24), batch_size=8))
     assert threading.active_count() == before
@@ -339,7 +339,7 @@ def draw_python(module, inputs):
 
 
 @pytest.mark.parametrize("draw", [draw_torch, draw_python])
-def test_replicas_that_draw_random_numbers_train_to_the_same_bits_in_every_run(make_trainer, draw):
+def test_replicas_that_draw_random_numbers_are_reproducible(make_trainer, draw):
     def train():
         task = Perceptron()
         task.network[2].register_forward_pre_hook(draw)
@@ -349,7 +349,7 @@ def test_replicas_that_draw_random_numbers_train_to_the_same_bits_in_every_run(m
     assert_same_bits(train(), train())
 
 
-def test_a_task_that_begins_to_draw_later_is_told_about_once(make_trainer, caplog):
+def test_a_task_that_begins_to_draw_later_is_warned_about_once(make_trainer, caplog):
     class LateNoise(Perceptron):
         calls = 0
 
@@ -361,15 +361,15 @@ def test_a_task_that_begins_to_draw_later_is_told_about_once(make_trainer, caplo
 
     with caplog.at_level(logging.WARNING):
         make_trainer(dp(2)).fit(LateNoise(), Data(train=numbers(48), batch_size=8))
-    told = [record for record in caplog.records if "began to draw random numbers" in record.getMessage()]
-    assert len(told) == 1
+    warned = [record for record in caplog.records if "began to draw random numbers" in record.getMessage()]
+    assert len(warned) == 1
 
 
-# ---- Mistakes
+# ---- Errors
 
 
 class Failing(Perceptron):
-    """Fails where a micro-batch has an input above a limit."""
+    """Fails if a micro-batch has an input beyond a limit."""
 
     def training_step(self, batch):
         if batch[0].max() > 50:
@@ -390,7 +390,7 @@ def test_the_first_shards_error_is_raised_with_its_type_shard_and_device(make_tr
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
 
 
-def test_an_error_without_a_text_says_its_place_as_well(make_trainer):
+def test_an_error_without_text_has_its_shard_and_device_too(make_trainer):
     class Silent(Perceptron):
         def training_step(self, batch):
             raise StopAsyncIteration(7)
@@ -410,42 +410,42 @@ def test_devices_are_a_number_or_a_list(devices):
     ("devices", "message"),
     [(["cpu", "cuba:0"], "unknown device 'cuba:0'.*cuda"), (["cpu", "cuda:77"], "device 'cuda:77' is not there")],
 )
-def test_devices_that_are_not_there_are_refused_before_training(make_trainer, devices, message):
+def test_missing_devices_raise_an_error_before_training(make_trainer, devices, message):
     with pytest.raises(UserError, match=message):
         make_trainer(DataParallelStrategy(devices=devices)).fit(Perceptron(), Data(train=numbers(8), batch_size=8))
 
 
-def test_a_number_of_devices_on_a_machine_without_gpu_is_as_many_replicas():
+def test_a_number_of_devices_without_gpu_is_a_number_of_replicas():
     expected = ["cpu"] * 4 if not torch.cuda.is_available() else None
     if expected is not None:
         assert [str(device) for device in DataParallelStrategy(devices=4).devices] == expected
         assert [str(device) for device in DataParallelStrategy().devices] == ["cpu", "cpu"]
 
 
-# ---- What it tells
+# ---- Messages
 
 
-def test_a_run_says_once_what_the_master_costs_and_what_is_usually_better(make_trainer, caplog):
+def test_a_run_warns_once_of_the_cost_of_transfers_and_names_ddp(make_trainer, caplog):
     with caplog.at_level(logging.WARNING):
         make_trainer(dp(2)).fit(Perceptron(), Data(train=numbers(80), batch_size=8))
     (note,) = [record.getMessage() for record in caplog.records if record.name.startswith("trainkit.strategies.dp")]
     assert "strategy=ddp" in note and "steps 3 to 5" in note
-    shares = [float(part.split()[0]) for part in note.split("spent ")[1:]]
-    assert 0 < shares[0] < 100
+    (percentage,) = [float(text.split()[0]) for text in note.split("spent ")[1:]]
+    assert 0 < percentage < 100
     for phase in ("scatter", "replicate", "gather", "sum"):
         assert f"{phase} " in note
 
 
-def test_the_plan_says_how_many_devices_take_part():
+def test_the_plan_has_the_number_of_devices():
     assert str(dp(2, accumulate=2).plan(32)) == "global batch 32 = 1 rank x 2 rounds x 2 devices x 8 samples"
 
 
-def test_accumulation_that_does_not_cut_the_batch_is_refused():
+def test_accumulation_that_does_not_divide_the_batch_raises_an_error():
     with pytest.raises(UserError, match="batch_size=8 cannot be cut into accumulate=3"):
         dp(2, accumulate=3).plan(8)
 
 
-def test_attributes_and_buffers_that_a_step_changes_are_those_of_replica_0(make_trainer):
+def test_changed_attributes_and_buffers_are_those_of_replica_0(make_trainer):
     class Counting(Perceptron):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""The thread that moves buffers: it works while nobody waits, always ends, and its errors arrive with their place."""
+"""The communication thread: concurrent transfers, shutdown, and errors that name the operation."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from trainkit.testing import rank_outcomes, run_ranks
 WHERE = "backward of step 7, bucket 2 of 5"
 
 
-class FakeLanding:
+class FakeWork:
     finished_at = None
 
     def __init__(self, transport):
         self.transport = transport
 
     def is_done(self):
-        return self.transport.has_come
+        return self.transport.has_arrived
 
     def wait(self):
         self.transport.waited_on = threading.current_thread()
 
     def check_peers(self, *, waited):
-        self.transport.looks += 1
+        self.transport.num_checks += 1
 
 
 class FakeTransport(ShardTransport):
-    """Buffers land when the test says so; notes the thread that it works on."""
+    """Completes buffers when the test sets `has_arrived`; records the threads that call it."""
 
     name = "fake"
-    settings = FusionSettings(window_bytes=1, in_flight=1, wire_type=None, sharded=False)
-    has_come, error, looks, is_closed = False, None, 0, False
+    settings = FusionSettings(chunk_bytes=1, max_in_flight=1, reduce_dtype=None, sharded=False)
+    has_arrived, error, num_checks, is_closed = False, None, 0, False
     waited_on = started_on = marked_on = None
 
     def num_gradients(self):
@@ -59,18 +59,18 @@ class FakeTransport(ShardTransport):
 
     def start(self, bucket, *, where, timed=False):
         self.started_on = threading.current_thread()
-        return FakeLanding(self)
+        return FakeWork(self)
 
-    share = start
+    gather_weights = start
 
     def progress(self):
         if self.error is not None:
             raise self.error
 
-    def own_parts(self, buffer):
+    def own_ranges(self, buffer):
         return []
 
-    def used(self, buffer):
+    def used_flags(self, buffer):
         return torch.empty(0)
 
     @property
@@ -81,8 +81,8 @@ class FakeTransport(ShardTransport):
         self.is_closed = True
 
 
-class NotedBoard:
-    """A failure board that keeps what is noted."""
+class RecordingStore:
+    """A failure store that records notes."""
 
     def __init__(self):
         self.notes = []
@@ -93,7 +93,7 @@ class NotedBoard:
 
 @pytest.fixture
 def thread():
-    failure_store = NotedBoard()
+    failure_store = RecordingStore()
     thread = CommunicationThread(FakeTransport(), failure_store=failure_store, rank=3, device=torch.device("cpu"))
     thread.allocate([])
     yield thread
@@ -102,57 +102,57 @@ def thread():
     assert thread.inner.is_closed
 
 
-def test_buffers_are_moved_on_the_thread_and_filled_on_the_one_that_trains(thread):
-    handed = thread.start(0, where=WHERE)
-    assert not handed.is_done()
-    thread.inner.has_come = True
-    handed.wait()
-    assert handed.is_done()
+def test_transfers_run_on_the_thread_and_buffers_are_marked_ready_on_the_training_thread(thread):
+    transfer = thread.start(0, where=WHERE)
+    assert not transfer.is_done()
+    thread.inner.has_arrived = True
+    transfer.wait()
+    assert transfer.is_done()
     inner = thread.inner
     assert inner.marked_on is threading.main_thread()
     assert inner.started_on is inner.waited_on is not threading.main_thread()
-    assert handed.finished_at == pytest.approx(time.perf_counter(), abs=5)
+    assert transfer.finished_at == pytest.approx(time.perf_counter(), abs=5)
 
 
 @pytest.mark.parametrize("call", ["wait", "start"])
-def test_an_error_on_the_thread_reaches_the_one_that_trains_with_rank_phase_step_and_buffer(thread, call):
-    thread.inner.error = ZeroDivisionError("no such part")
-    handed = thread.start(0, where=WHERE)
-    with pytest.raises(RankError, match=r"no such part") as caught:
-        handed.wait()
+def test_an_error_on_the_thread_reaches_the_training_thread_with_rank_step_and_bucket(thread, call):
+    thread.inner.error = ZeroDivisionError("no such shard")
+    transfer = thread.start(0, where=WHERE)
+    with pytest.raises(RankError, match=r"no such shard") as caught:
+        transfer.wait()
         thread.start(1, where="another")
     if call == "start":
-        with pytest.raises(RankError, match=r"no such part") as caught:
+        with pytest.raises(RankError, match=r"no such shard") as caught:
             thread.start(1, where="another")
     assert "thread of rank 3" in str(caught.value) and WHERE in str(caught.value)
     assert "ZeroDivisionError" in str(caught.value)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_closing_ends_a_thread_that_waits_for_what_never_comes(thread):
-    handed = thread.start(0, where=WHERE)
+def test_closing_ends_a_thread_that_waits(thread):
+    transfer = thread.start(0, where=WHERE)
     time.sleep(0.02)
     started = time.monotonic()
     thread.close()
     assert time.monotonic() - started < 2
     with pytest.raises(RankError, match="closed in backward of step 7"):
-        handed.wait()
+        transfer.wait()
 
 
-def test_it_looks_from_time_to_time_whether_others_live_and_then_says_that_it_waits_no_more(thread):
-    handed = thread.start(0, where=WHERE)
+def test_a_waiting_thread_checks_its_peers_every_quarter_second_and_clears_its_note_afterwards(thread):
+    transfer = thread.start(0, where=WHERE)
     time.sleep(0.6)
-    assert 1 <= thread.inner.looks <= 3
-    thread.inner.has_come = True
-    handed.wait()
+    assert 1 <= thread.inner.num_checks <= 3
+    thread.inner.has_arrived = True
+    transfer.wait()
     assert thread.failure_store.notes == [""]
 
 
-# ---- Training with it
+# ---- Training
 
 
-class SlowStaging(HostCopier):
-    """Copies to the host that end some polls later, as those of a GPU do."""
+class SlowCopier(HostCopier):
+    """Copies to the host that end after some polls, as those of a GPU do."""
 
     def to_host(self, source, target, *, after):
         return SlowCopy(source, target)
@@ -173,34 +173,34 @@ class SlowCopy:
             pass
 
 
-def weights_by_thread_and_staging(run_dir):
-    """Return the weights after every step, by transport, sharding, thread and staging."""
-    from trainkit.strategies.fusion import strategy as opening
+def weights_by_thread_and_copier(run_dir):
+    """Return the weights after every step, by transport, sharding, thread and copier."""
+    from trainkit.strategies.fusion import strategy as strategy_module
 
     found = {}
     for transport in ("shared_memory", "exchange"):
         for shard in (False, True):
-            for thread, staging in ((False, HostCopier), (True, HostCopier), (True, SlowStaging), (False, SlowStaging)):
-                opening.open_host_copier = lambda device, staging=staging: staging()
+            for thread, copier in ((False, HostCopier), (True, HostCopier), (True, SlowCopier), (False, SlowCopier)):
+                strategy_module.open_host_copier = lambda device, copier=copier: copier()
                 strategy = FusionStrategy(
                     device="cpu",
                     transport=transport,
-                    wire="bf16",  # so that buffers are copied even here
+                    reduce_dtype="bf16",  # which needs copies even on the CPU
                     shard_optimizer=shard,
                     communication_thread=thread,
                     buffer_mb=0.0005,
-                    in_flight=2,
+                    max_in_flight=2,
                 )
-                noted = NotedThreads()
-                steps = trained(strategy, "perceptron", noted, run_dir=run_dir)
+                recorder = ThreadRecorder()
+                steps = trained(strategy, "perceptron", recorder, run_dir=run_dir)
                 found.setdefault((transport, shard), []).append(steps)
-                assert noted.had_thread == thread
+                assert recorder.had_thread == thread
                 assert not any(other.name == "fusion communication" for other in threading.enumerate())
     return found
 
 
-class NotedThreads(Recorder):
-    """Notes whether the thread was there."""
+class ThreadRecorder(Recorder):
+    """Records whether the communication thread is running."""
 
     had_thread = False
 
@@ -209,12 +209,12 @@ class NotedThreads(Recorder):
 
 
 @pytest.mark.slow
-def test_thread_and_copies_under_way_change_no_bit(tmp_path):
-    for found in run_ranks(weights_by_thread_and_staging, 2, tmp_path, timeout=120):
-        for way, (first, *others) in found.items():
+def test_weights_are_bit_equal_with_and_without_thread_and_slow_copies(tmp_path):
+    for found in run_ranks(weights_by_thread_and_copier, 2, tmp_path, timeout=120):
+        for case, (first, *others) in found.items():
             for other in others:
                 for ours, theirs in zip(first, other, strict=True):
-                    assert all(torch.equal(ours[name], theirs[name]) for name in ours), way
+                    assert all(torch.equal(ours[name], theirs[name]) for name in ours), case
 
 
 class FailingOnOne(Perceptron):
@@ -235,26 +235,26 @@ def failing(transport, run_dir):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "exchange"])
-def test_another_ranks_exception_reaches_the_one_that_trains_by_way_of_the_thread(transport, tmp_path):
+def test_another_ranks_exception_reaches_the_training_thread(transport, tmp_path):
     outcomes = rank_outcomes(failing, 2, transport, tmp_path, timeout=60)
     assert "ZeroDivisionError: rank 1 cannot go on" in outcomes[1].failure
-    told = outcomes[0].failure.strip().splitlines()[-1]
-    assert "communication thread of rank 0" in told and "backward of step 2, bucket 0 of 1" in told
-    assert "because rank 1 failed in step 2: ZeroDivisionError: rank 1 cannot go on" in told
+    message = outcomes[0].failure.strip().splitlines()[-1]
+    assert "communication thread of rank 0" in message and "backward of step 2, bucket 0 of 1" in message
+    assert "because rank 1 failed in step 2: ZeroDivisionError: rank 1 cannot go on" in message
     assert outcomes[0].seconds < outcomes[1].seconds + 10
 
 
-def in_place(run_dir):
-    """Return which thread settings make a thread on the CPU."""
+def has_thread_by_setting(run_dir):
+    """Return for each value of communication_thread whether a thread ran on the CPU."""
     found = {}
     for setting in ("auto", True, False):
-        noted = NotedThreads()
+        recorder = ThreadRecorder()
         strategy = FusionStrategy(device="cpu", communication_thread=setting)
-        train(strategy, Perceptron(), Data(train=numbers(12), batch_size=6), noted, run_dir=run_dir, steps=2)
-        found[setting] = noted.had_thread
+        train(strategy, Perceptron(), Data(train=numbers(12), batch_size=6), recorder, run_dir=run_dir, steps=2)
+        found[setting] = recorder.had_thread
     return found
 
 
-def test_on_the_cpu_a_thread_is_there_only_if_asked_for(tmp_path):
-    for found in run_ranks(in_place, 2, tmp_path):
+def test_on_the_cpu_the_thread_runs_only_if_set(tmp_path):
+    for found in run_ranks(has_thread_by_setting, 2, tmp_path):
         assert found == {"auto": False, True: True, False: False}

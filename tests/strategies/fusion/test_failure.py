@@ -1,4 +1,4 @@
-"""What the healthy ranks learn, and how fast, when another fails, dies or does not come."""
+"""Errors of the healthy ranks when another one fails, is killed or hangs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainkit.distributed.failure_store import RankError
 from trainkit.testing import rank_outcomes
 
 HANG_SECONDS = 3.0
-WAYS = pytest.mark.parametrize(
+TRANSPORTS = pytest.mark.parametrize(
     ("transport", "thread"), [("shared_memory", False), ("shared_memory", True), ("exchange", False)]
 )
 
@@ -48,7 +48,7 @@ def _fail(fault: str, until: Path) -> None:
 
 
 def failing(fault, transport, thread, run_dir):
-    """Train; return what this rank learned, and after how many seconds it did."""
+    """Train; return this rank's error and the seconds until it was raised."""
     task = FailingOnOne()
     task.fault, task.until = fault, Path(run_dir) / "noticed"
     strategy = FusionStrategy(
@@ -68,7 +68,7 @@ def failing(fault, transport, thread, run_dir):
     return "no error", 0.0
 
 
-@WAYS
+@TRANSPORTS
 def test_one_ranks_exception_ends_the_others_with_its_text(transport, thread, tmp_path):
     outcomes = rank_outcomes(failing, 2, "raise", transport, thread, tmp_path, timeout=60)
     assert "ZeroDivisionError: rank 1 cannot go on" in outcomes[1].failure
@@ -77,8 +77,8 @@ def test_one_ranks_exception_ends_the_others_with_its_text(transport, thread, tm
     assert outcomes[0].seconds < outcomes[1].seconds + 10
 
 
-@WAYS
-def test_a_killed_rank_is_noticed(transport, thread, tmp_path):
+@TRANSPORTS
+def test_a_killed_rank_ends_the_others(transport, thread, tmp_path):
     outcomes = rank_outcomes(failing, 2, "die", transport, thread, tmp_path, timeout=60)
     assert outcomes[1].failure == "the process was killed by SIGKILL"
     message, _ = outcomes[0].value
@@ -88,9 +88,12 @@ def test_a_killed_rank_is_noticed(transport, thread, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "thread"), [("shared_memory", False), ("exchange", True)])
-def test_a_time_out_says_which_rank_waited_where_and_who_has_not_come(transport, thread, tmp_path):
+def test_a_timeout_names_the_waiting_rank_the_operation_and_the_absent_rank(transport, thread, tmp_path):
     outcomes = rank_outcomes(failing, 2, "hang", transport, thread, tmp_path, timeout=60)
     message, seconds = outcomes[0].value
-    assert f"rank 0 waited {HANG_SECONDS:.0f} s in backward of step 2, bucket 0 of 1; who is where:" in message
+    assert (
+        f"rank 0 timed out after {HANG_SECONDS:.0f} s in backward of step 2, bucket 0 of 1. Position of each rank:"
+        in message
+    )
     assert "rank 1: has not come" in message
     assert seconds > HANG_SECONDS

@@ -1,4 +1,4 @@
-"""Several hosts, here pretended: shared memory in each, gloo between servers, and the weights of one device."""
+"""Several simulated hosts: shared memory in each, gloo between servers, and the weights of one device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tasks import Recorder
 from trainkit import Data, UserError
 from trainkit.testing import rank_outcomes, run_ranks
 
-# ---- Who is a server
+# ---- Servers
 
 
 @given(names=st.lists(st.sampled_from("abc"), min_size=1, max_size=9))
@@ -28,10 +28,10 @@ def test_every_rank_is_on_one_host_and_every_column_has_one_server_of_each(names
     assert all(len({names[rank] for rank in ranks}) == 1 for ranks in hosts.ranks)
     for servers in ("rank", "host"):
         columns = hosts.columns(servers)
-        assert len(columns) == hosts.servers_of_a_host(servers)
+        assert len(columns) == hosts.servers_per_host(servers)
         for column in columns:
             assert len({names[rank] for rank in column}) == len(column) == len(hosts.ranks)
-    if hosts.are_even:
+    if hosts.is_even:
         assert sorted(itertools.chain(*hosts.columns("rank"))) == list(range(len(names)))
 
 
@@ -39,48 +39,48 @@ def test_servers_are_all_ranks_or_the_first_of_each_host():
     hosts = HostLayout.of(["a", "a", "b", "b"])
     assert hosts.columns("rank") == [(0, 2), (1, 3)]
     assert hosts.columns("host") == [(0, 2)]
-    assert hosts.beside(3) == (2, 3) and hosts.are_even
-    assert not HostLayout.of(["a", "a", "b"]).are_even
+    assert hosts.ranks_on_host(3) == (2, 3) and hosts.is_even
+    assert not HostLayout.of(["a", "a", "b"]).is_even
 
 
-# ---- Training on them
+# ---- Training
 
 
-class Pretended(FusionStrategy):
-    """Takes every two ranks for a host."""
+class TwoRanksPerHost(FusionStrategy):
+    """Treats every two ranks as a host."""
 
     def host(self):
         return f"host {self.comm.rank // 2}"
 
 
 def differences_on_this_rank(run_dir):
-    """Return for every way the largest difference from single, and what the transport is called."""
+    """Return for every combination the largest difference from single, and the name of the transport."""
     found = {}
     alone = run_dir / f"single_{dist.get_rank()}"
     singles = {
         name: trained(SingleStrategy(device="cpu"), name, run_dir=alone, precision="fp64")
         for name in ("perceptron", "gpt")
     }
-    ways = itertools.product(("rank", "host"), (False, True), (False, True), ("same", "bf16"))
-    for servers, shard, thread, wire in ways:
-        strategy = Pretended(
+    combinations = itertools.product(("rank", "host"), (False, True), (False, True), (None, "bf16"))
+    for servers, shard, thread, reduce_dtype in combinations:
+        strategy = TwoRanksPerHost(
             device="cpu",
             servers=servers,
             shard_optimizer=shard,
             communication_thread=thread,
-            wire=wire,
+            reduce_dtype=reduce_dtype,
             buffer_mb=0.0005,
-            in_flight=2,
+            max_in_flight=2,
         )
-        name = "gpt" if thread and wire == "same" else "perceptron"
-        noted = Noted()
-        ours = trained(strategy, name, noted, run_dir=run_dir / "fusion", precision="fp64")
-        found[servers, shard, thread, wire] = (largest_difference(ours, singles[name]), noted.name)
+        name = "gpt" if thread and reduce_dtype is None else "perceptron"
+        recorder = TransportRecorder()
+        ours = trained(strategy, name, recorder, run_dir=run_dir / "fusion", precision="fp64")
+        found[servers, shard, thread, reduce_dtype] = (largest_difference(ours, singles[name]), recorder.name)
     return found
 
 
-class Noted(Recorder):
-    """Notes how buffers travel."""
+class TransportRecorder(Recorder):
+    """Records the transport and its bytes per step."""
 
     name, num_bytes = "", 0
 
@@ -91,17 +91,17 @@ class Noted(Recorder):
 @pytest.mark.parametrize("num_ranks", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_ranks_of_several_hosts_train_to_the_weights_of_one_device(num_ranks, tmp_path):
     for found in run_ranks(differences_on_this_rank, num_ranks, tmp_path, timeout=150):
-        for (servers, shard, thread, wire), (difference, name) in found.items():
-            way = f"{servers} {shard} {thread} {wire}"
-            # Weights of whole numbers of tokens, as the GPT's, are divided in fp32 whatever the precision.
-            assert difference < {"same": 1e-6 if thread else 1e-10, "bf16": 3e-2}[wire], way
-            assert wire == "same" or difference > 1e-6, way
-            # Three ranks are uneven hosts, of which only the first ranks can exchange the same parts.
-            assert name == ("exchange" if servers == "rank" and num_ranks == 3 else "shared_memory"), way
+        for (servers, shard, thread, reduce_dtype), (difference, name) in found.items():
+            case = f"{servers} {shard} {thread} {reduce_dtype}"
+            # Integer token weights, such as the GPT's, are divided in fp32 in every precision.
+            assert difference < {None: 1e-6 if thread else 1e-10, "bf16": 3e-2}[reduce_dtype], case
+            assert reduce_dtype is None or difference > 1e-6, case
+            # Three ranks make uneven hosts, of which only the first ranks can exchange the same shards.
+            assert name == ("exchange" if servers == "rank" and num_ranks == 3 else "shared_memory"), case
 
 
 def partly_used(run_dir):
-    """Return the differences from single of a task some of whose parameters only some ranks use."""
+    """Return the differences from single of a task with parameters that only some ranks use."""
     single = StepWeights()
     alone = SingleStrategy(device="cpu", accumulate=dist.get_world_size())
     data = Data(train=numbers(16), batch_size=4)
@@ -109,15 +109,15 @@ def partly_used(run_dir):
     found, used = [], []
     for servers in ("rank", "host"):
         seen = StepWeights()
-        strategy = NotingGradients(device="cpu", servers=servers, shard_optimizer=True, buffer_mb=0.0005)
+        strategy = GradientRecorder(device="cpu", servers=servers, shard_optimizer=True, buffer_mb=0.0005)
         train(strategy, Partly(), data, seen, run_dir=run_dir / "fusion", steps=8)
         found.append(largest_difference(seen.steps, single.steps))
         used += strategy.used
     return found, used
 
 
-class NotingGradients(Pretended):
-    """Notes which parameters have a gradient when they are updated."""
+class GradientRecorder(TwoRanksPerHost):
+    """Records which parameters have a gradient when they are updated."""
 
     def setup(self, precision):
         super().setup(precision)
@@ -132,20 +132,20 @@ def test_flags_of_unused_parameters_reach_all_ranks_of_all_hosts(tmp_path):
     found = run_ranks(partly_used, 4, tmp_path)
     for differences, used in found:
         assert max(differences) < 1e-6
-        assert used == found[0][1]  # whether a rank is a server or not
+        assert used == found[0][1]  # on servers and on other ranks
 
 
 def bytes_on_this_rank(run_dir):
     found = {}
     for servers, shard in itertools.product(("rank", "host"), (False, True)):
-        noted = Noted()
-        strategy = Pretended(device="cpu", servers=servers, shard_optimizer=shard)
-        train(strategy, Wide(), Data(train=numbers(12), batch_size=6), noted, run_dir=run_dir, steps=2)
-        found[servers, shard] = noted.num_bytes
+        recorder = TransportRecorder()
+        strategy = TwoRanksPerHost(device="cpu", servers=servers, shard_optimizer=shard)
+        train(strategy, Wide(), Data(train=numbers(12), batch_size=6), recorder, run_dir=run_dir, steps=2)
+        found[servers, shard] = recorder.num_bytes
     return found
 
 
-def test_servers_move_equal_numbers_of_bytes_and_other_ranks_none(tmp_path):
+def test_servers_move_equal_numbers_of_bytes_and_other_ranks_move_none(tmp_path):
     of_ranks = run_ranks(bytes_on_this_rank, 4, tmp_path)
     for shard in (False, True):
         moved = [found["rank", shard] for found in of_ranks]
@@ -155,23 +155,23 @@ def test_servers_move_equal_numbers_of_bytes_and_other_ranks_none(tmp_path):
         assert max(moved) <= 1.02 * sum(moved) / 2
 
 
-# ---- What cannot be
+# ---- Errors
 
 
 def refused(run_dir):
-    """Return the message for one server a host where every rank is to be one."""
-    strategy = Pretended(device="cpu", servers="host", transport="exchange")
+    """Return the message for one server per host together with transport=exchange."""
+    strategy = TwoRanksPerHost(device="cpu", servers="host", transport="exchange")
     with pytest.raises(UserError) as caught:
         train(strategy, Wide(), Data(train=numbers(12), batch_size=6), run_dir=run_dir)
     return str(caught.value)
 
 
-def test_one_server_a_host_and_gloo_alone_exclude_each_other(tmp_path):
+def test_one_server_per_host_needs_shared_memory(tmp_path):
     for message in run_ranks(refused, 2, tmp_path):
         assert "servers=host" in message and "strategy.servers=rank" in message
 
 
-class GoneOnTheOtherHost(Wide):
+class FailingOnLastRank(Wide):
     def training_step(self, batch):
         self.calls = getattr(self, "calls", 0) + 1
         if self.calls == 3 and dist.get_rank() == 3:
@@ -180,8 +180,8 @@ class GoneOnTheOtherHost(Wide):
 
 
 def failing(thread, run_dir):
-    strategy = Pretended(device="cpu", communication_thread=thread, shard_optimizer=True, timeout_seconds=30.0)
-    train(strategy, GoneOnTheOtherHost(), Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
+    strategy = TwoRanksPerHost(device="cpu", communication_thread=thread, shard_optimizer=True, timeout_seconds=30.0)
+    train(strategy, FailingOnLastRank(), Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
 
 
 @pytest.mark.parametrize("thread", [False, True])

@@ -1,4 +1,4 @@
-"""The `fusion` strategy trains to the weights of one device, whatever way its buffers take."""
+"""The strategy `fusion` trains to the weights of one device with every transport and setting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.strategies.fusion.exchange import GlooExchange, TransferWork
 from trainkit.strategies.fusion.host_copy import HostCopier
 from trainkit.strategies.fusion.partition import imbalance, naive_bytes_per_server
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.fusion.transport import FusionSettings, open_server_groups
+from trainkit.strategies.fusion.transport import FusionSettings, open_server_groups, ordered_sum
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import Perceptron, StepWeights, largest_difference, make, numbers
@@ -47,8 +47,8 @@ def differences_on_this_rank(transport, run_dir):
             strategy = FusionStrategy(
                 device="cpu",
                 transport=transport,
-                buffer_mb=0.0005,  # 131 numbers: parameters span windows
-                in_flight=2,
+                buffer_mb=0.0005,  # 131 numbers: parameters span chunks
+                max_in_flight=2,
                 shard_optimizer=shard,
                 accumulate=accumulate,
             )
@@ -59,11 +59,11 @@ def differences_on_this_rank(transport, run_dir):
 
 @pytest.mark.parametrize("transport", ["shared_memory", "exchange"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_train_step_by_step_to_the_weights_of_one_device(num_ranks, transport, tmp_path):
+def test_weights_equal_those_of_one_device_at_every_step(num_ranks, transport, tmp_path):
     for found in run_ranks(differences_on_this_rank, num_ranks, transport, tmp_path, timeout=150):
         assert len(found) == 18
         for key, difference in found.items():
-            # Weights of whole numbers of tokens, as the GPT's, are divided in fp32 whatever the precision.
+            # Integer token weights, such as the GPT's, are divided in fp32 in every precision.
             assert difference < (1e-10 if "adamw" in key and "gpt" not in key else 1e-6), key
 
 
@@ -89,28 +89,28 @@ def resumed_across(run_dir):
 
     whole = StepWeights()
     train(SingleStrategy(device="cpu"), *fresh(), whole, run_dir=run_dir / f"whole_{rank}", steps=8, precision="fp64")
-    parts = run_dir / "parts"
+    stopped = run_dir / "stopped"
     bytes_kept = []
     if rank == 0:
-        train(SingleStrategy(device="cpu"), *fresh(), StopAt(2), run_dir=parts, steps=8, precision="fp64")
+        train(SingleStrategy(device="cpu"), *fresh(), StopAt(2), run_dir=stopped, steps=8, precision="fp64")
     dist.barrier()
     for stop, shard in ((4, True), (6, False), (7, True)):
         strategy = FusionStrategy(device="cpu", buffer_mb=0.0005, shard_optimizer=shard)
         task, data = fresh()
-        kept = KeptBytes()
-        train(strategy, task, data, StopAt(stop), kept, run_dir=parts, resume=parts, steps=8, precision="fp64")
+        kept = StateBytes()
+        train(strategy, task, data, StopAt(stop), kept, run_dir=stopped, resume=stopped, steps=8, precision="fp64")
         bytes_kept.append(kept.num_bytes)
         dist.barrier()
     last = StepWeights()
     alone = run_dir / f"alone_{rank}"
-    train(SingleStrategy(device="cpu"), *fresh(), last, run_dir=alone, resume=parts, steps=8, precision="fp64")
-    _, optimizer = load_state(parts)
+    train(SingleStrategy(device="cpu"), *fresh(), last, run_dir=alone, resume=stopped, steps=8, precision="fp64")
+    _, optimizer = load_state(stopped)
     shapes = [tuple(state["exp_avg"].shape) for state in optimizer["state"].values()]
     return largest_difference(last.steps[-1:], whole.steps[-1:]), shapes, bytes_kept
 
 
-class KeptBytes(Recorder):
-    """Notes the size of this rank's optimizer state."""
+class StateBytes(Recorder):
+    """Records the size of this rank's optimizer state."""
 
     num_bytes = 0
 
@@ -119,13 +119,13 @@ class KeptBytes(Recorder):
         self.num_bytes = sum(value.nbytes for kept in state.values() for value in kept.values())
 
 
-def test_checkpoints_of_a_sharded_optimizer_are_whole_and_go_from_strategy_to_strategy(tmp_path):
-    whole = [tuple(parameter.shape) for parameter in Perceptron().parameters()]
-    grouped = [shape for shape in whole if len(shape) > 1] + [shape for shape in whole if len(shape) == 1]
+def test_checkpoints_of_a_sharded_optimizer_are_full_and_resume_under_other_strategies(tmp_path):
+    full = [tuple(parameter.shape) for parameter in Perceptron().parameters()]
+    grouped = [shape for shape in full if len(shape) > 1] + [shape for shape in full if len(shape) == 1]
     for difference, shapes, (sharded, plain, _) in run_ranks(resumed_across, 2, tmp_path, timeout=120):
         assert difference < 1e-10
         assert shapes == grouped
-        assert 0.45 * plain < sharded < 0.65 * plain  # two ranks: half of the state, and a step count for each piece
+        assert 0.45 * plain < sharded < 0.65 * plain  # two ranks: half of the state, and a step count for each shard
 
 
 class Scaled(Perceptron):
@@ -140,34 +140,34 @@ class Scaled(Perceptron):
 
 
 def resumed_exactly(run_dir):
-    """Train 6 steps at once, and in two parts, under sharded fusion; return the weights of both."""
+    """Train 6 steps without and with a resume under sharded fusion; return the weights of both."""
     ends = []
-    for name, stops in (("whole", []), ("parts", [3])):
+    for name, stops in (("whole", []), ("resumed", [3])):
         for stop in [*stops, None]:
             task = Scaled()
             task.configure_optimizers = lambda task=task: OPTIMIZERS["adamw"](task)
             strategy = FusionStrategy(device="cpu", shard_optimizer=True)
             callbacks = [] if stop is None else [StopAt(stop)]
-            resume = run_dir / name if name == "parts" and stop is None else None
+            resume = run_dir / name if name == "resumed" and stop is None else None
             data = Data(train=numbers(13), batch_size=6)
             train(strategy, task, data, *callbacks, run_dir=run_dir / name, resume=resume)
         ends.append({name: tensor.clone() for name, tensor in task.state_dict().items()})
     return ends
 
 
-def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(tmp_path):
-    for whole, parts in run_ranks(resumed_exactly, 2, tmp_path):
-        assert all(torch.equal(whole[name], parts[name]) for name in whole)
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path):
+    for whole, resumed in run_ranks(resumed_exactly, 2, tmp_path):
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def with_momentum_from_the_start(run_dir):
-    """Return the optimizer state's bytes and the difference from single, where a fused kernel's buffers are made early.
+    """Return the state's bytes, the difference from single, and whether parameters leave the flat weights at the end.
 
-    Also whether the parameters have memory of their own after training.
+    The fused kernel makes its buffers before the first step.
     """
     task, data = make("perceptron", 13, batch_size=6)
     task.configure_optimizers = lambda: OPTIMIZERS["sgd"](task)
-    kept, seen = KeptBytes(), StepWeights()
+    kept, seen = StateBytes(), StepWeights()
     strategy = FusionStrategy(device="cpu", shard_optimizer=True)
     train(strategy, task, data, kept, seen, run_dir=run_dir / "fusion", on_nonfinite="skip")
     own_memory = all(p.untyped_storage().nbytes() == p.nbytes for p in task.parameters())
@@ -176,7 +176,7 @@ def with_momentum_from_the_start(run_dir):
     return kept.num_bytes, largest_difference(seen.steps, single), own_memory
 
 
-def test_each_rank_keeps_its_part_of_the_momentum_only(tmp_path):
+def test_each_rank_keeps_only_its_shard_of_the_momentum(tmp_path):
     whole = sum(parameter.nbytes for parameter in Perceptron().parameters())
     for kept, difference, own_memory in run_ranks(with_momentum_from_the_start, 2, tmp_path):
         assert 0.45 * whole < kept < 0.55 * whole
@@ -184,8 +184,8 @@ def test_each_rank_keeps_its_part_of_the_momentum_only(tmp_path):
         assert own_memory
 
 
-class LooksBack(Perceptron):
-    """Uses a weight of its last layer in an early one as well, where it takes no gradient."""
+class EarlyReader(Perceptron):
+    """Reads a weight of its last layer in an early one as well, without a gradient."""
 
     def build(self):
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -204,25 +204,25 @@ class Clamped(Recorder):
                 parameter.clamp_(-0.2, 0.2)
 
 
-class NotedSteps(Recorder):
-    """Notes whether servers stepped inside backward."""
+class StepRecorder(Recorder):
+    """Records whether servers step in backward."""
 
     def __init__(self):
         super().__init__()
-        self.inside = []
+        self.in_backward = []
 
     def on_step_end(self, run):
-        self.inside.append(run.strategy._transport.on_summed is not None)
+        self.in_backward.append(run.strategy._transport.on_summed is not None)
 
 
-def stepped_inside(run_dir):
-    """Return the differences from single, and in which steps servers stepped inside backward, by task and setting."""
+def steps_in_backward(run_dir):
+    """Return the differences from single and the steps in which servers stepped in backward, by task and setting."""
     found = {}
     for name, task, settings in (
-        ("looks back", LooksBack, {}),
+        ("early reader", EarlyReader, {}),
         ("clamped", Perceptron, {}),
         ("clipped", Perceptron, {"max_grad_norm": 0.1}),
-        ("told", Perceptron, {"max_grad_norm": math.inf}),
+        ("norm logged", Perceptron, {"max_grad_norm": math.inf}),
         ("skips", Perceptron, {"on_nonfinite": "skip"}),
         ("after", Perceptron, {}),
     ):
@@ -232,35 +232,35 @@ def stepped_inside(run_dir):
             FusionStrategy(
                 device="cpu",
                 shard_optimizer=True,
-                overlap_optimizer=False if name == "after" else "auto",
+                optimizer_in_backward=False if name == "after" else "auto",
                 buffer_mb=0.0005,
             ),
         ):
-            seen, noted = StepWeights(), NotedSteps()
+            seen, recorder = StepWeights(), StepRecorder()
             folder = run_dir / (f"single_{dist.get_rank()}" if not steps else "fusion")
             others = [Clamped()] if name == "clamped" else []
             if steps:
-                others.append(noted)
+                others.append(recorder)
             data = Data(train=numbers(24), batch_size=6)
             train(strategy, task(lr=0.02), data, *others, seen, run_dir=folder, precision="fp64", **settings)
             steps.append(seen.steps)
-        found[name] = (largest_difference(steps[1], steps[0]), noted.inside)
+        found[name] = (largest_difference(steps[1], steps[0]), recorder.in_backward)
     return found
 
 
-def test_servers_step_inside_backward_where_no_gradient_is_needed_first(tmp_path):
-    for found in run_ranks(stepped_inside, 2, tmp_path):
+def test_servers_step_in_backward_unless_all_gradients_are_needed_first(tmp_path):
+    for found in run_ranks(steps_in_backward, 2, tmp_path):
         assert max(difference for difference, _ in found.values()) < 1e-10
         # The first backward shows where the buffers are.
-        assert found["looks back"][1] == found["clamped"][1] == found["told"][1] == [False] + 5 * [True]
+        assert found["early reader"][1] == found["clamped"][1] == found["norm logged"][1] == [False] + 5 * [True]
         assert found["clipped"][1] == found["skips"][1] == found["after"][1] == 6 * [False]
 
 
-# ---- What travels
+# ---- Transfers
 
 
-class SilentBoard:
-    """A failure board on which nothing is ever written."""
+class EmptyStore:
+    """A failure store without failures."""
 
     def root_cause(self):
         return None
@@ -269,9 +269,9 @@ class SilentBoard:
         pass
 
 
-def windows_under_way():
-    """Return how many windows are under way once a buffer of ten has been started, where the other rank comes late."""
-    exchange = open_exchange(FusionSettings(window_bytes=400, in_flight=2, wire_type=None, sharded=False))
+def chunks_in_flight():
+    """Return the most chunks of a buffer of ten in flight at once while the other rank is late."""
+    exchange = open_exchange(FusionSettings(chunk_bytes=400, max_in_flight=2, reduce_dtype=None, sharded=False))
     (flat,) = exchange.allocate([(1000, torch.float32)])
     flat.copy_(torch.arange(1000.0) + dist.get_rank())
     if dist.get_rank() == 1:
@@ -280,7 +280,7 @@ def windows_under_way():
     most = []
     while not reduction.is_done():
         exchange.progress()
-        most.append(sum(not flight.is_landed for flight in exchange._under_way()))
+        most.append(sum(not transfer.is_complete for transfer in exchange._in_flight))
         time.sleep(0.001)
     reduction.wait()
     assert torch.equal(flat, 2 * torch.arange(1000.0) + 1)
@@ -288,25 +288,25 @@ def windows_under_way():
 
 
 def open_exchange(settings):
-    """Return an exchange between all ranks over buffers of 1000 gradients, which is told of no failures."""
-    channels = open_server_groups([range(dist.get_world_size())], dist.group.WORLD)
+    """Return an exchange between all ranks for buffers of 1000 gradients, without failures."""
+    groups = open_server_groups([range(dist.get_world_size())], dist.group.WORLD)
     return GlooExchange(
-        channels,
-        failure_store=SilentBoard(),
+        groups,
+        failure_store=EmptyStore(),
         device=torch.device("cpu"),
-        staging=HostCopier(),
+        copier=HostCopier(),
         timeout_seconds=20.0,
         settings=settings,
         num_gradients=lambda: [1000],
     )
 
 
-def test_no_more_windows_travel_at_once_than_may():
-    assert max(run_ranks(windows_under_way, 2)) == 2
+def test_no_more_chunks_are_in_flight_than_max_in_flight():
+    assert max(run_ranks(chunks_in_flight, 2)) == 2
 
 
 class BrokenFlags:
-    """Flags of used parameters whose collective has ended because another rank is gone."""
+    """Flags of used parameters whose collective has ended because another rank has exited."""
 
     @property
     def work(self):
@@ -319,19 +319,19 @@ class BrokenFlags:
         raise RankError("a rank is gone")
 
 
-def test_flags_that_have_not_arrived_are_no_flags():
-    passage = TransferWork(None, 0, "the test", flights=[], flags=BrokenFlags())
+def test_a_failed_collective_of_flags_raises():
+    work = TransferWork(None, 0, "the test", transfers=[], flags=BrokenFlags())
     with pytest.raises(RankError, match="a rank is gone"):
-        passage.advance()
+        work.advance()
 
 
-def short_formats(transport, run_dir):
-    """Train with gradients in bf16 on the wire, sharded and not; return differences from fp32 and between ranks."""
+def differences_in_bf16(transport, run_dir):
+    """Train with gradients sent in bf16, sharded and not; return differences from fp32 and between ranks."""
     found = {}
     exact = trained(SingleStrategy(device="cpu"), "perceptron", run_dir=run_dir / f"single_{dist.get_rank()}")
     for shard in (False, True):
         strategy = FusionStrategy(
-            device="cpu", transport=transport, wire="bf16", shard_optimizer=shard, buffer_mb=0.0005
+            device="cpu", transport=transport, reduce_dtype="bf16", shard_optimizer=shard, buffer_mb=0.0005
         )
         ours = trained(strategy, "perceptron", run_dir=run_dir / "fusion")
         found[shard] = (largest_difference(ours, exact), ours[-1])
@@ -339,24 +339,17 @@ def short_formats(transport, run_dir):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "exchange"])
-def test_gradients_in_bf16_stay_near_and_ranks_stay_equal(transport, tmp_path):
-    first, *others = run_ranks(short_formats, 3, transport, tmp_path)
+def test_gradients_in_bf16_stay_close_and_ranks_stay_equal(transport, tmp_path):
+    first, *others = run_ranks(differences_in_bf16, 3, transport, tmp_path)
     for shard in (False, True):
         assert 1e-6 < first[shard][0] < 2e-2
         for other in others:
             assert all(torch.equal(first[shard][1][name], other[shard][1][name]) for name in first[shard][1])
 
 
-def sums_of_many(num_bytes):
-    """Return what a part that is one on every rank but 1/512 on most sums to, with bf16 on the wire."""
-    from trainkit.strategies.fusion.transport import ordered_sum
-
-    parts = [torch.full((4,), 1.0 if rank == 0 else 1 / 512, dtype=torch.bfloat16) for rank in range(num_bytes)]
-    return ordered_sum(parts)
-
-
-def test_sums_of_short_formats_are_made_in_fp32():
-    assert sums_of_many(9).tolist() == [1.0 + 8 / 512] * 4  # in bf16 every addition would be rounded away
+def test_sums_of_bf16_are_made_in_fp32():
+    shards = [torch.full((4,), 1.0 if rank == 0 else 1 / 512, dtype=torch.bfloat16) for rank in range(9)]
+    assert ordered_sum(shards).tolist() == [1.0 + 8 / 512] * 4  # in bf16 every addition would be rounded away
 
 
 def partly_used(run_dir):
@@ -376,7 +369,7 @@ def partly_used(run_dir):
     return [largest_difference(steps, found[0]) for steps in found[1:]]
 
 
-def test_parameters_that_some_ranks_or_all_do_not_use_are_trained_as_on_one_device(tmp_path):
+def test_partly_unused_parameters_are_trained_as_on_one_device(tmp_path):
     for differences in run_ranks(partly_used, 2, tmp_path):
         assert max(differences) < 1e-6
 
@@ -394,14 +387,14 @@ class Lopsided(Perceptron):
 def bytes_on_this_rank(task, transports, run_dir):
     found = {}
     for transport, shard in itertools.product(transports, (False, True)):
-        counted = CountedBytes()
+        recorder = BytesRecorder()
         strategy = FusionStrategy(device="cpu", transport=transport, shard_optimizer=shard, buffer_mb=0.5)
-        train(strategy, task(), Data(train=numbers(12), batch_size=6), counted, run_dir=run_dir, steps=2)
-        found[transport, shard] = counted.num_bytes
+        train(strategy, task(), Data(train=numbers(12), batch_size=6), recorder, run_dir=run_dir, steps=2)
+        found[transport, shard] = recorder.num_bytes
     return found
 
 
-class CountedBytes(Recorder):
+class BytesRecorder(Recorder):
     num_bytes = 0
 
     def on_step_end(self, run):
@@ -416,7 +409,7 @@ def test_every_rank_moves_about_the_same_number_of_bytes(tmp_path):
             assert moved == pytest.approx(2 * 2 / 3 * 4 * numel, rel=0.02)
 
 
-def test_the_busiest_server_moves_hardly_more_than_the_mean_whatever_the_sizes_of_parameters(tmp_path):
+def test_the_busiest_server_moves_at_most_two_percent_more_than_the_mean(tmp_path):
     of_ranks = run_ranks(bytes_on_this_rank, 4, Lopsided, ("auto",), tmp_path)
     for shard in (False, True):
         moved = [found["auto", shard] for found in of_ranks]
@@ -426,32 +419,32 @@ def test_the_busiest_server_moves_hardly_more_than_the_mean_whatever_the_sizes_o
 
 
 def train_with_timeline(thread, run_dir):
-    """Record where the time of ten steps goes."""
-    strategy = FusionStrategy(device="cpu", timeline=True, communication_thread=thread, buffer_mb=0.002)
+    """Record the timeline of ten steps."""
+    strategy = FusionStrategy(device="cpu", record_timeline=True, communication_thread=thread, buffer_mb=0.002)
     train(strategy, Wide(), Data(train=numbers(60), batch_size=6), run_dir=run_dir / str(thread), steps=10)
 
 
 @pytest.mark.parametrize("thread", [False, True])
-def test_the_timeline_tells_how_much_of_the_communication_backward_hides(thread, tmp_path):
+def test_the_timeline_has_the_hidden_share_of_communication(thread, tmp_path):
     run_ranks(train_with_timeline, 2, thread, tmp_path)
     for rank in (0, 1):
         trace = json.loads((tmp_path / str(thread) / f"timeline_rank_{rank}.json").read_text())
         assert 0.0 <= trace["otherData"]["hidden_share"] <= 1.0
         bars = [event for event in trace["traceEvents"] if str(event["tid"]).startswith("buffer")]
         assert len({event["tid"] for event in bars}) > 1
-        # Sums of small buffers were made long before the rank came to wait for them.
+        # Small buffers were summed long before the rank waited for them.
         assert min(event["dur"] for event in bars) < max(event["dur"] for event in trace["traceEvents"]) / 3
 
 
-# ---- What cannot be
+# ---- Errors
 
 
 class WholeNorm(torch.optim.SGD):
-    """Stands for optimizers that look at whole parameters."""
+    """An optimizer that may need full parameters."""
 
 
 def refused(run_dir):
-    """Return the message for an optimizer that cannot be cut."""
+    """Return the message for an optimizer that cannot be sharded."""
     task, data = make("perceptron", 12, batch_size=6)
     task.configure_optimizers = lambda: WholeNorm(task.parameters(), lr=0.1)
     with pytest.raises(UserError) as caught:
@@ -459,13 +452,13 @@ def refused(run_dir):
     return str(caught.value)
 
 
-def test_a_sharded_optimizer_refuses_what_cannot_be_cut(tmp_path):
+def test_an_optimizer_that_is_not_elementwise_cannot_be_sharded(tmp_path):
     (message,) = run_ranks(refused, 1, tmp_path)
-    assert "WholeNorm may need them whole" in message and "shard_optimizer=false" in message
+    assert "WholeNorm may need full parameters" in message and "shard_optimizer=false" in message
 
 
 class WithTable(Perceptron):
-    """Looks up what it adds to its outputs in a table whose gradient is sparse."""
+    """Adds rows of a table with sparse gradients to its outputs."""
 
     def build(self):
         super().build()
@@ -481,7 +474,7 @@ class WithTable(Perceptron):
 
 
 def with_sparse_gradients(run_dir):
-    """Return the differences from single by transport, and what a sharded optimizer says."""
+    """Return the differences from single by transport, and the message of a sharded optimizer."""
     found = {}
     for transport in ("single", "shared_memory", "exchange"):
         strategy = FusionStrategy(device="cpu", transport=transport, buffer_mb=0.0005) if found else None
@@ -496,7 +489,7 @@ def with_sparse_gradients(run_dir):
     return differences, str(caught.value)
 
 
-def test_sparse_gradients_are_summed_but_not_cut(tmp_path):
+def test_sparse_gradients_are_summed_but_not_sharded(tmp_path):
     for differences, message in run_ranks(with_sparse_gradients, 2, tmp_path):
         assert len(differences) == 3 and max(differences) < 1e-6
         assert "table.weight has sparse gradients" in message and "strategy.shard_optimizer=false" in message
@@ -512,7 +505,7 @@ class OverflowingOnOne(Perceptron):
 
 
 def scaled(run_dir):
-    """Return the largest difference between sharded fusion and ddp in fp16, and how many steps changed nothing."""
+    """Return the largest difference between sharded fusion and ddp in fp16, and the steps that were skipped."""
     found = {}
     for name, strategy in (
         ("ddp", DDPStrategy(device="cpu")),
@@ -536,7 +529,7 @@ def scaled(run_dir):
     return [largest_difference(found[name], found["ddp"]) for name in ("rank", "host")], skipped
 
 
-def test_all_servers_skip_the_steps_in_which_a_scaled_gradient_overflows_on_one(tmp_path):
+def test_all_servers_skip_a_step_if_a_gradient_overflows_on_one(tmp_path):
     for differences, skipped in run_ranks(scaled, 2, tmp_path):
         assert skipped[1] and not all(skipped)  # the third step
         assert max(differences) < 1e-6
@@ -545,13 +538,13 @@ def test_all_servers_skip_the_steps_in_which_a_scaled_gradient_overflows_on_one(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"wire": "bf61"}, "wire='bf61' is unknown. Did you mean 'bf16'"),
+        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'"),
         ({"transport": "exchang"}, "Did you mean 'exchange'"),
         ({"buffer_mb": 0}, "buffer_mb must be above 0"),
-        ({"in_flight": 0}, "in_flight must be a whole number"),
+        ({"max_in_flight": 0}, "max_in_flight must be a whole number"),
         ({"servers": "hots"}, "Did you mean 'host'"),
         ({"communication_thread": "yes"}, "communication_thread must be auto, true or false"),
-        ({"overlap_optimizer": "yes"}, "overlap_optimizer must be auto, true or false"),
+        ({"optimizer_in_backward": "yes"}, "optimizer_in_backward must be auto, true or false"),
     ],
 )
 def test_settings_are_checked_at_once(settings, message):

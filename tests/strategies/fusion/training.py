@@ -35,7 +35,7 @@ def train(strategy, task, data, *callbacks, resume=None, run_dir=None, steps=6, 
 
 
 def trained(strategy, name, *callbacks, optimizer="sgd", **settings):
-    """Return the weights after every step; the last batch of each epoch leaves ranks without samples."""
+    """Return the weights after every step; in the last batch of each epoch some ranks have no samples."""
     task, data = make(name, 13, batch_size=6)
     task.configure_optimizers = lambda: OPTIMIZERS[optimizer](task)
     seen = StepWeights()
@@ -44,7 +44,7 @@ def trained(strategy, name, *callbacks, optimizer="sgd", **settings):
 
 
 class Partly(Perceptron):
-    """Trains its second head with every other sample, and a third one never."""
+    """Trains its second head with every other sample, and never its third one."""
 
     def build(self):
         super().build()
@@ -56,7 +56,7 @@ class Partly(Perceptron):
         return (outputs - batch[1]).square().mean()
 
     def configure_optimizers(self):
-        # The decay of a parameter without a gradient would show.
+        # Weight decay would change parameters that should not be updated.
         return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.1)
 
 

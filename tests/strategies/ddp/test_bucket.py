@@ -1,4 +1,4 @@
-"""The order of launches and the first backward's lesson, drawn, without tensors travelling or processes."""
+"""Order of launches, and of arrival in the first backward, without processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 from trainkit.strategies.ddp.bucket import Bucket, GradientEntry, LaunchQueue
 from trainkit.strategies.ddp.bucket_plan import MIB, GradientSpec, plan_buckets
 from trainkit.strategies.ddp.reducer import ReducerSettings
-from trainkit.strategies.ddp.unused_parameters import FirstBackwardStats, plan_of
+from trainkit.strategies.ddp.unused_parameters import FirstBackwardStats, make_plan
 
 ALONE = SimpleNamespace(size=lambda: 1)
 
 
-def slots(count: int) -> list[GradientEntry]:
+def entries(count: int) -> list[GradientEntry]:
     return [GradientEntry(index, f"p{index}", nn.Parameter(torch.zeros(10))) for index in range(count)]
 
 
@@ -25,7 +25,7 @@ def buckets(*members: str) -> list[Bucket]:
     """Return buckets of the parameters whose numbers are written side by side: `buckets("54", "3")`."""
     count = sum(map(len, members))
     plan = plan_buckets([GradientSpec(1, 4, "f32")] * count, cap_bytes=4)
-    made = slots(count)
+    made = entries(count)
     return [
         Bucket(number, plan.buckets[number], [made[int(index)] for index in group], None)
         for number, group in enumerate(members)
@@ -37,8 +37,8 @@ def drawn(members: tuple[str, ...], arrivals: str) -> str:
     picture: list[str] = []
     queue = LaunchQueue(lambda bucket: picture.append(str(bucket.index)))
     made = buckets(*members)
-    queue.begin(made)
-    home = {slot.index: bucket for bucket in made for slot in bucket.slots}
+    queue.reset(made)
+    home = {entry.index: bucket for bucket in made for entry in bucket.entries}
     for index in arrivals:
         picture.append(" ")
         queue.count(home[int(index)])
@@ -57,7 +57,7 @@ def drawn(members: tuple[str, ...], arrivals: str) -> str:
         (("54", "32", "10"), "5432", "  0  1"),
     ],
 )
-def test_buckets_start_in_their_order_whatever_order_they_are_filled_in(members, arrivals, started):
+def test_buckets_start_in_their_order_if_filled_in_another(members, arrivals, started):
     assert drawn(members, arrivals) == started
 
 
@@ -71,18 +71,18 @@ def test_a_new_backward_waits_for_every_gradient_again():
     queue = LaunchQueue(lambda bucket: started.append(bucket.index))
     made = buckets("10")
     for _ in range(2):
-        queue.begin(made)
-        made[0].absent.append(1)
+        queue.reset(made)
+        made[0].unused.append(1)
         assert not queue.count(made[0])
         queue.start_filled()
         assert queue.count(made[0])
         queue.start_filled()
     assert started == [0, 0]
-    queue.begin(made)
-    assert made[0].absent == []
+    queue.reset(made)
+    assert made[0].unused == []
 
 
-SMALL = ReducerSettings(bucket_mb=80 / MIB, first_bucket_mb=40 / MIB)
+SMALL = ReducerSettings(bucket_cap_mb=80 / MIB, first_bucket_cap_mb=40 / MIB)
 
 
 @pytest.mark.parametrize(
@@ -91,33 +91,33 @@ SMALL = ReducerSettings(bucket_mb=80 / MIB, first_bucket_mb=40 / MIB)
         # two parameters in a bucket, one in the first
         ("43210", "[4] [3 2] [1 0]", "[4] [3 2] [1 0]"),
         ("20413", "[4] [3 2] [1 0]", "[2] [0 4] [1 3]"),
-        ("203", "[4] [3 2] [1 0]", "[2] [0 3] [4 1]"),  # never seen: last, in buckets of their own
+        ("203", "[4] [3 2] [1 0]", "[2] [0 3] [4 1]"),  # unused: last, in separate buckets
         ("33120", "[4] [3 2] [1 0]", "[3] [1 2] [0] [4]"),  # the last firing counts
     ],
 )
 def test_buckets_are_rebuilt_in_the_order_of_arrival(arrivals, before, after):
-    made = slots(5)
-    assert plan_of(made, settings=SMALL).draw() == before
+    made = entries(5)
+    assert make_plan(made, settings=SMALL).draw() == before
     first = FirstBackwardStats(made, settings=SMALL)
     for index in arrivals:
-        first.note(made[int(index)])
-    assert first.agree(ALONE, torch.device("cpu")).draw() == after
-    assert [slot.index for slot in first.absent()] == sorted(set(range(5)) - set(map(int, arrivals)))
+        first.record(made[int(index)])
+    assert first.make_plan(ALONE, torch.device("cpu")).draw() == after
+    assert [entry.index for entry in first.unused()] == sorted(set(range(5)) - set(map(int, arrivals)))
 
 
 @pytest.mark.parametrize(("static_graph", "expected"), [(False, [1, 2, 1]), (True, [1, 2, 0])])
-def test_a_hook_is_expected_as_often_as_it_fired_and_never_only_in_a_static_graph(static_graph, expected):
-    made = slots(3)
+def test_a_hook_is_expected_as_often_as_it_fired_and_zero_times_only_in_a_static_graph(static_graph, expected):
+    made = entries(3)
     first = FirstBackwardStats(made, settings=ReducerSettings(static_graph=static_graph))
-    assert [first.note(made[index]) for index in (0, 1, 1)] == [1, 1, 2]
-    first.agree(ALONE, torch.device("cpu"))
-    assert [slot.expected for slot in made] == expected
+    assert [first.record(made[index]) for index in (0, 1, 1)] == [1, 1, 2]
+    first.make_plan(ALONE, torch.device("cpu"))
+    assert [entry.expected for entry in made] == expected
 
 
-def test_a_backward_that_did_not_end_is_forgotten():
-    made = slots(2)
+def test_a_backward_that_did_not_complete_is_discarded():
+    made = entries(2)
     first = FirstBackwardStats(made, settings=SMALL)
-    first.note(made[0])
-    first.restart()
-    assert [slot.index for slot in first.absent()] == [0, 1]
-    assert first.note(made[0]) == 1
+    first.record(made[0])
+    first.reset()
+    assert [entry.index for entry in first.unused()] == [0, 1]
+    assert first.record(made[0]) == 1
