@@ -152,7 +152,9 @@ class Checkpoint(Callback):
     def on_exception(self, run: Run, error: BaseException) -> None:
         if not self.save_on_exception or run.checkpointer.store is None or not _is_worth_saving(error):
             return
-        if run.state.step == 0 or _has_other_ranks(run.strategy) or _was_updating(error, run.strategy):
+        if run.strategy.comm.num_processes > 1:  # saving would wait for ranks that the exception may not have reached
+            return
+        if run.state.step == 0 or _was_updating(error, run.strategy):
             return
         try:
             self._save(run, "exception", is_last=True)
@@ -306,11 +308,6 @@ def _is_worth_saving(error: BaseException) -> bool:
     A KeyboardInterrupt is the second Ctrl-C: it may have come in the middle of anything, and asks to leave at once.
     """
     return isinstance(error, Exception) and not isinstance(error, (NonFiniteLoss, CheckpointError))
-
-
-def _has_other_ranks(strategy: Strategy) -> bool:
-    """Return whether saving would wait for ranks that the exception may not have reached."""
-    return type(strategy).all_gather_object is not Strategy.all_gather_object
 
 
 def _was_updating(error: BaseException, strategy: Strategy) -> bool:

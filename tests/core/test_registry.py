@@ -28,7 +28,7 @@ def test_an_unknown_callback_or_logger_is_refused(setting, group):
 
 
 def test_a_class_in_place_of_an_object_is_refused_with_what_to_write():
-    with pytest.raises(UserError, match=r"Recorder is a class, and an object is wanted; write Recorder\(\)"):
+    with pytest.raises(UserError, match=r"Recorder is a class, not an object; write Recorder\(\)"):
         Trainer(callbacks=[Recorder], loggers=[])
 
 

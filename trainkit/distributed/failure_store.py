@@ -17,7 +17,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from trainkit.errors import FailedElsewhere
+from trainkit.errors import RemoteRankError
 
 FAILURE_KEY = "failure"
 WAITING_KEY = "waiting"
@@ -32,7 +32,7 @@ POLL_SECONDS = 1.0  # between two checks whether a rank has asked
 _NOT_THE_USERS = frozenset({"torch", "trainkit", *sys.stdlib_module_names})
 
 
-class RankError(FailedElsewhere):
+class RankError(RemoteRankError):
     """Another rank failed, died or did not come; the message names it."""
 
 

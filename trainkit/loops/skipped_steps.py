@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainkit.data.batch import StepBatch
 from trainkit.data.loader import BatchLoader
 from trainkit.loops.phases import PhaseStep, TrainStep
+from trainkit.loops.rollback import list_samples
 from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
 from trainkit.state import TrainState
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 STEPS_SHOWN = 5
 """Steps that are named between two log points."""
-SAMPLES_SHOWN = 20
 _FOLD_AT = 512
 """Flags that are kept one by one before the steps among them are picked out, which waits for the device."""
 
@@ -151,11 +151,6 @@ class BufferSnapshot:
                 torch._foreach_copy_(
                     group, [piece.view_as(buffer) for piece, buffer in zip(pieces, group, strict=True)]
                 )
-
-
-def list_samples(samples: Sequence[int]) -> str:
-    """Return the first samples, separated by commas."""
-    return ", ".join(map(str, samples[:SAMPLES_SHOWN])) + ", ..." * (len(samples) > SAMPLES_SHOWN)
 
 
 def _cause(step: int, of_ranks: Mapping[int, SkipReason]) -> str:

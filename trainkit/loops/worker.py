@@ -8,19 +8,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainkit.checkpoint.store import load_from
 from trainkit.data.data import Data
 from trainkit.data.open_loader import open_loader
 from trainkit.duration import total_steps
 from trainkit.errors import Stopped, UserError
-from trainkit.loops.evaluation_loop import EvaluationLoop
 from trainkit.loops.fit_config import FitConfig
-from trainkit.loops.fit_loop import FitIntervals, FitLoop
-from trainkit.loops.rollback import NonFinitePolicy
+from trainkit.loops.fit_loop import FitLoop
 from trainkit.loops.run import Run
 from trainkit.model.transforms import compile_forward
 from trainkit.optim.optimizer import configure_optimizers
@@ -28,10 +25,12 @@ from trainkit.rng import seed_everything
 from trainkit.run_dir.failure import record_failure, warnings_kept
 from trainkit.run_dir.folder import clear_summary, make_run_dir, write_config, write_environment, write_summary
 from trainkit.run_dir.lock import lock_run_dir
-from trainkit.run_dir.resume_auto import latest_complete
 from trainkit.signals import EXIT_CODES, StopSignals
 from trainkit.strategy import PreparesSteps, StartsRanks, Strategy
 from trainkit.task import TaskModule
+
+if TYPE_CHECKING:
+    from trainkit.loops.evaluation_loop import EvaluationLoop
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def fit_on_rank(
     with run_on_rank(strategy, config, task, data, run_dir) as run:
         seconds, samples = 0.0, 0
         try:
-            # Under torchrun each rank has looked for itself; rank 0 decides.
+            # Under torchrun each rank has chosen a checkpoint; rank 0 decides.
             loop = prepare_fit(run, config, strategy.comm.broadcast_object(_start_of(run, checkpoint)))
             seconds, samples = run.state.own_seconds, run.state.samples
             loop.run()
@@ -89,6 +88,8 @@ def evaluate_on_rank(
     with run_on_rank(strategy, config, task, data, None) as run:
         _prepare_task(run, config)
         if checkpoint is not None:
+            from trainkit.checkpoint.store import load_from
+
             run.checkpointer.load_weights(load_from(checkpoint).payload, where=str(checkpoint), to_evaluate=True)
         loop = evaluation_loop(run, config, stage, limit=config.limits[stage])
         outcome = loop.predict() if stage == "predict" else loop.run()
@@ -146,10 +147,10 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
     _prepare_task(run, config)
     _prepare_optimizers(run, config)
     validation = _validation_loop(run, config)
-    intervals = FitIntervals(config.max_duration, config.log_every, config.evaluate_every)
-    policy = NonFinitePolicy(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
-    loop = FitLoop(run, intervals, validation=validation, policy=policy)
+    loop = FitLoop(run, config, validation=validation)
     if checkpoint is not None:
+        from trainkit.checkpoint.store import load_from
+
         run.checkpointer.restore(load_from(checkpoint).payload, where=str(checkpoint))
         if loop.auto_micro_batch is not None:
             loop.auto_micro_batch.resume()
@@ -166,6 +167,8 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
 
 def evaluation_loop(run: Run, config: FitConfig, stage: str, *, limit: int | None) -> EvaluationLoop:
     """Return the loop of an evaluation of at most `limit` global batches."""
+    from trainkit.loops.evaluation_loop import EvaluationLoop
+
     sources = run.data.sources("validation" if stage == "sanity" else stage)
     seed = config.data_seed(run.data)
     loaders = {name: open_loader(source, run.strategy, seed=seed, limit=limit) for name, source in sources.items()}
@@ -174,9 +177,12 @@ def evaluation_loop(run: Run, config: FitConfig, stage: str, *, limit: int | Non
 
 
 def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
-    """Return where to resume: this run's own folder, if its ranks were lost and have been started again."""
-    if run.strategy.attempt and run.is_main and run.run_dir is not None and latest_complete(run.run_dir) is not None:
-        return run.run_dir
+    """Return the checkpoint to resume: this run's own folder, if its ranks were lost and started again."""
+    if run.strategy.attempt and run.is_main and run.run_dir is not None:
+        from trainkit.run_dir.resume_auto import latest_complete
+
+        if latest_complete(run.run_dir) is not None:
+            return run.run_dir
     return checkpoint
 
 
