@@ -31,7 +31,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 class Stopped(SystemExit):
-    """A signal ended the run after its state was saved; uncaught, it ends the program (130 for SIGINT, 143 for SIGTERM)."""
+    """A signal ended the run after its state was saved; uncaught, the exit code is 130 (SIGINT) or 143 (SIGTERM)."""
 
     def __init__(self, signal_name: str, exit_code: int) -> None:
         super().__init__(exit_code)

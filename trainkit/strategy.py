@@ -386,7 +386,7 @@ class SupportsReplicas(Protocol):
 
 @runtime_checkable
 class StartsRanks(Protocol):
-    """Runs the ranks in processes of their own, or in the caller's."""
+    """Runs the ranks in other processes, or in the caller's."""
 
     @property
     def starts_ranks(self) -> bool:

@@ -34,7 +34,7 @@ def test_an_unknown_device_is_refused_with_those_there_are(name, message):
 
 
 def test_a_cuda_device_that_is_not_there_is_refused_with_the_number_there_are():
-    with pytest.raises(UserError, match=r"device 'cuda:99' is not available: torch sees \d+ CUDA devices?; set device="):
+    with pytest.raises(UserError, match=r"'cuda:99' is not available: torch sees \d+ CUDA devices?; set device="):
         pick_device("cuda:99")
 
 

@@ -175,7 +175,7 @@ def test_convolutions_are_laid_out_by_pixels(make_trainer: Any) -> None:
             {"activation_checkpointing": ["layers.*"]},
             r"activation_checkpointing: 'layers\.\*' matches no module.*There are: ",
         ),
-        ({"no_weight_decay": ["embeding.*"]}, r"no_weight_decay: 'embeding\.\*' fits none of the optimizer's"),
+        ({"no_weight_decay": ["embeding.*"]}, r"no_weight_decay: 'embeding\.\*' matches none of the optimizer's"),
     ],
 )
 def test_mistakes_are_told_with_what_there_is(make_trainer: Any, settings: dict[str, Any], message: str) -> None:

@@ -151,7 +151,7 @@ def refused(make_trainer, configure, message, data=DATA, **settings):
     [
         (lambda task: None, r"Regression\.configure_optimizers returned NoneType; return an optimizer, or \(optimizer"),
         (lambda task: [sgd(task), sgd(task)], r"returned list; return an optimizer, or \(optimizer, schedule\)"),
-        (lambda task: (sgd(task), sgd(task)), r"returned SGD as a schedule; give an LRScheduler or a Schedule"),
+        (lambda task: (sgd(task), sgd(task)), r"returned SGD as a schedule; return an LRScheduler or an LRSchedule"),
         (lambda task: (sgd(task), "cosine"), r"returned str as a schedule"),
         (lambda task: {"optimizer": sgd(task)}, r"returned dict; return an optimizer"),
         (lambda task: torch.optim.SGD([], lr=1), r"optimizer of Regression has no parameters; pass self\.parameters"),

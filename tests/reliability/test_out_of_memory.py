@@ -103,7 +103,7 @@ def test_one_device_ends_as_if_it_had_begun_with_the_size_that_fits(caplog, in_b
     assert "16 samples at once do not fit into memory (CUDA out of memory. Tried to allocate 2 GiB)" in caplog.text or (
         in_backward
     )
-    assert "Set strategy.micro_batch_size=4 to begin with it." in caplog.text
+    assert "Set strategy.micro_batch_size=4 to start with it." in caplog.text
 
 
 class Late(Large):

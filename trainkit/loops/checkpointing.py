@@ -63,14 +63,14 @@ class CheckpointedRun(Protocol):
         """The callbacks whose state is saved."""
 
     def metrics_of_this_step(self) -> dict[str, float]:
-        """Return the metrics that were measured with the present weights."""
+        """Return the metrics that were logged at the present step."""
 
     def emit(self, hook: str, *arguments: Any) -> None:
         """Call the callbacks' methods of a hook."""
 
 
 class Checkpointer:
-    """Saves and restores one run; its methods are collective unless they say otherwise."""
+    """Saves and restores one run; its methods are collective, except `close`."""
 
     def __init__(self, run: CheckpointedRun) -> None:
         self._run = run
@@ -213,9 +213,9 @@ class Checkpointer:
 
         task, strategy = self._run.task, self._run.strategy
         saved = payload.get("evaluation_weights", payload["task"]) if to_evaluate else payload["task"]
-        own = strategy.state_dict(task)
-        check_state_dict_keys(own, saved, where)
-        check_shapes(own, saved, where)
+        present = strategy.state_dict(task)
+        check_state_dict_keys(present, saved, where)
+        check_shapes(present, saved, where)
         strategy.load_state_dict(task, saved)
 
     def _restore_rng(self, payload: dict[str, Any]) -> None:
@@ -233,8 +233,8 @@ class Checkpointer:
         assert run.loader is not None
         payload = {
             **self._task_and_optimizers(shards),
-            "schedules": by_phase([part.schedule_state() for part in run.phase_optimizers], run.phase_optimizers),
-            "spikes": [{} if part.spikes is None else part.spikes.state_dict() for part in run.phase_optimizers],
+            "schedules": by_phase([item.schedule_state() for item in run.phase_optimizers], run.phase_optimizers),
+            "spikes": [{} if item.spikes is None else item.spikes.state_dict() for item in run.phase_optimizers],
             "strategy": strategy.strategy_state(),
             "scaler": run.precision.state_dict(),
             "state": run.state.state_dict(),

@@ -58,7 +58,7 @@ class NonFinitePolicy:
 
     @property
     def lists_steps(self) -> bool:
-        """Whether steps are, or may be, listed in `state.skipped_steps`."""
+        """True if steps are, or may be, listed in `state.skipped_steps`."""
         return self._policy == "rollback" or bool(self._run.state.skipped_steps)
 
     def prepare(self) -> None:
@@ -69,10 +69,10 @@ class NonFinitePolicy:
                 "on_nonfinite=rollback restores checkpoints, and this run has no folder for any: a loss that is not "
                 "finite ends it, as with on_nonfinite=raise."
             )
-        own = untrained_nonfinite_state(self._run.task)
-        if strategy.comm.any_rank(bool(own)):  # stages hold parts of the task
+        names = untrained_nonfinite_state(self._run.task)
+        if strategy.comm.any_rank(bool(names)):  # stages hold parts of the task
             self._point.never_finite = frozenset(
-                name for names in strategy.comm.all_gather_object(own) for name in names
+                name for of_rank in strategy.comm.all_gather_object(names) for name in of_rank
             )
 
     def start(self) -> None:
@@ -217,10 +217,10 @@ class NonFinitePolicy:
     def _place(self, step: int | None) -> tuple[int | None, str]:
         """Return the first bad step of all ranks, and its rank and samples as text; collective."""
         run = self._run
-        own = None if step is None else (step, run.strategy.comm.rank, self._loader.sample_indices(step, run.state))
-        places = run.strategy.comm.all_gather_object(own)
+        place = None if step is None else (step, run.strategy.comm.rank, self._loader.sample_indices(step, run.state))
+        places = run.strategy.comm.all_gather_object(place)
         found = [place for place in places if place is not None]
-        if not found:  # it was logged already, and on no rank since
+        if not found:  # the bad loss was logged already
             return None, f"before step {run.state.step}"
         first, rank, samples = min(found)
         on_rank = f" on rank {rank}" if len(places) > 1 else ""

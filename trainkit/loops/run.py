@@ -69,7 +69,7 @@ class Run:
     config: str = ""
     """All settings of the run as YAML."""
     max_steps: int | None = None
-    """Optimizer steps that the run will take, if `max_duration` determines it."""
+    """Optimizer steps of the whole run, if `max_duration` determines them."""
     state: TrainState = field(default_factory=TrainState)
     loader: BatchLoader | None = None
     plan: BatchPlan | None = None
@@ -78,7 +78,7 @@ class Run:
     phase_optimizers: Sequence[PhaseOptimizer] = ()
     """One, or one for each phase of the task; none outside of training."""
     means: WeightedMeans | None = None
-    """The means of what training steps returned since the last log."""
+    """The means of the outputs of training steps since the last log."""
     evaluation: EvaluationProgress | None = None
     step_timer: StepTimer | None = None
     """Times the parts of steps, if a callback asked for it in `on_fit_start`."""
@@ -116,11 +116,11 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and talks to the user."""
+        """True on the rank that writes files and reports to the user."""
         return self.strategy.comm.is_main
 
     def hooks(self, name: str) -> list[Callable[..., None]]:
-        """Return the callbacks' methods for a hook; only overridden ones."""
+        """Return the methods of the callbacks that override a hook."""
         return self._hooks.get(name, [])
 
     def emit(self, hook: str, *arguments: Any) -> None:
@@ -192,6 +192,6 @@ class Run:
             raise errors[0]
 
     def metrics_of_this_step(self) -> dict[str, float]:
-        """Return the metrics that were measured with the present weights."""
+        """Return the metrics that were logged at the present step."""
         metrics, measured_at = self.state.metrics, self._measured_at
         return {name: metrics[name] for name, step in measured_at.items() if step == self.state.step}

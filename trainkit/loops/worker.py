@@ -1,4 +1,4 @@
-"""The worker: what each rank runs at the same time as the others, from setup to teardown."""
+"""The worker: the function that each rank runs, from setup to teardown."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FitResult:
     samples: int
     seconds: float
     samples_per_second: float
-    """Of this part of the run, not counting what came before a resume."""
+    """Of this part of the run, without those before a resume."""
     exit_reason: str
     run_dir: Path | None
     weights: dict[str, Any] | None = field(default=None, repr=False)
@@ -133,7 +133,7 @@ def run_on_rank(
                     yield run
                     run.checkpointer.wait()  # here, where every rank is: `close` is not collective
             except BaseException:
-                with suppress(Exception):  # the error on its way is the one that matters
+                with suppress(Exception):  # the first error is the one to raise
                     run.close()
                 raise
             run.close()
@@ -196,9 +196,9 @@ def _prepare_data(run: Run, config: FitConfig) -> None:
         limit=config.overfit_batches or config.limits["train"],
         repeat_first=config.overfit_batches is not None,
     )
-    complaint = run.loader.check_order(run.strategy)
-    if complaint is not None and run.is_main:
-        logger.warning(complaint)
+    order_warning = run.loader.check_order(run.strategy)
+    if order_warning is not None and run.is_main:
+        logger.warning(order_warning)
     run.plan = None if source.batch_size is None else run.strategy.plan(source.batch_size)
     run.state.epoch_length = run.loader.epoch_length
     run.max_steps = total_steps(
@@ -232,7 +232,7 @@ def _prepare_optimizers(run: Run, config: FitConfig) -> None:
 
 
 def _validation_loop(run: Run, config: FitConfig) -> EvaluationLoop | None:
-    """Return the loop of validations; raises UserError if a schedule needs a metric and nothing is validated."""
+    """Return the loop of validations, if any; raises UserError if a schedule needs one of their metrics."""
     if config.validates(run.data):
         return evaluation_loop(run, config, "validation", limit=config.limits["validation"])
     schedules = [schedule for phase_optimizer in run.phase_optimizers for schedule in phase_optimizer.schedules]
@@ -257,7 +257,7 @@ def _open_loggers(run: Run) -> None:
 
 
 def _result_of(run: Run, seconds_before: float, samples_before: int) -> FitResult:
-    """Return the result of a run whose present part began at `seconds_before` and `samples_before`."""
+    """Return the result of a run; its present part started at `seconds_before` and `samples_before`."""
     state = run.state
     seconds = state.own_seconds - seconds_before
     return FitResult(
