@@ -52,7 +52,7 @@ def killed():
     os.kill(os.getpid(), 9)
 
 
-def test_a_rank_that_is_killed_is_told_by_its_signal():
+def test_the_failure_of_a_killed_rank_names_its_signal():
     with pytest.raises(RankFailure, match="the process was killed by SIGKILL"):
         run_ranks(killed, 1)
 

@@ -63,7 +63,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize("folder", sorted({str(file.parent.relative_to(ROOT)) for file in FILES.values()}))
-def test_every_folder_says_in_one_sentence_what_belongs_in_it(folder):
+def test_every_folder_has_a_docstring_of_one_sentence(folder):
     docstring = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
     assert docstring
     assert docstring.splitlines()[0].endswith(".")

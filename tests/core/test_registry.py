@@ -16,7 +16,7 @@ def test_a_name_gives_a_new_object_with_default_settings():
     assert first.accumulate is None
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_and_all_there_are():
+def test_an_unknown_name_is_rejected_with_the_nearest_and_all_names():
     with pytest.raises(UserError, match=r"unknown strategy 'sinlge'\. Did you mean 'single'\? There are: .*single"):
         Trainer(strategy="sinlge", callbacks=[], loggers=[])
 

@@ -1,4 +1,4 @@
-"""What can be asked of a batch without knowing its kind."""
+"""Traversal, rows and devices of nested batches."""
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
