@@ -103,7 +103,7 @@ def test_an_optimizer_that_asks_for_steps_that_nobody_knows_is_refused(make_trai
             raise AssertionError
 
     stream = Data(train=RegressionStream(10), batch_size=4)
-    with pytest.raises(UserError, match=r"asks for total_steps.*give max_duration in steps, samples, or epochs"):
+    with pytest.raises(UserError, match=r"asks for total_steps.*set max_duration in steps, samples, or epochs"):
         make_trainer(max_duration=max_duration).fit(Told(), stream)
 
 
@@ -501,7 +501,7 @@ def test_a_subclass_of_an_optimizer_is_left_as_it_is(make_trainer):
         ({"evaluate_every": "5"}, r"evaluate_every = '5' is not a duration; write"),
         ({"log_every": "abc"}, r"log_every = 'abc' is not a duration; write"),
         ({"precision": "bf16"}, r"unknown precision 'bf16'\. Did you mean 'bf16-(true|mixed)'.*Choose one of fp32"),
-        ({"max_grad_norm": 0.0}, r"max_grad_norm must be positive, got 0\.0; leave it out"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm must be positive, got 0\.0; None disables it"),
         ({"max_grad_value": -1.0}, r"max_grad_value must be positive, got -1\.0"),
         (
             {"max_grad_norm": 1.0, "max_grad_value": 1.0},

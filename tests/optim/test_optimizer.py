@@ -161,7 +161,7 @@ def refused(make_trainer, configure, message, data=DATA, **settings):
         ),
         (
             lambda task: sgd(nn.Linear(2, 2)),
-            r"has none of the task's own parameters; pass self\.parameters\(\), and make sub-modules attributes",
+            r"has none of the task's parameters; pass self\.parameters\(\), and make sub-modules attributes",
         ),
     ],
 )

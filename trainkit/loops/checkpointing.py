@@ -174,9 +174,8 @@ class Checkpointer:
     # ---- Restoring
 
     def restore(self, payload: dict[str, Any], *, where: str) -> None:
-        """Restore the run from a checkpoint that any strategy wrote; collective.
+        """Restore the run, except its random generators, from a checkpoint that any strategy wrote; collective.
 
-        Random generators continue exactly if the layout of ranks is that of the checkpoint, else from a new seed.
         Raises UserError if the checkpoint is of another task.
         """
         run, strategy = self._run, self._run.strategy
@@ -202,7 +201,6 @@ class Checkpointer:
         run.resumed_from = where
         if payload.get("batch_size") is not None:
             run.reference_batch_size = ReferenceBatchSize(payload["batch_size"], "the resumed run")
-        self._restore_rng(payload)
 
     def load_weights(self, payload: dict[str, Any], *, where: str, to_evaluate: bool = False) -> None:
         """Load a checkpoint's parameters and buffers into the task; raises UserError if they are of another task.
@@ -218,7 +216,11 @@ class Checkpointer:
         check_shapes(present, saved, where)
         strategy.load_state_dict(task, saved)
 
-    def _restore_rng(self, payload: dict[str, Any]) -> None:
+    def restore_rng(self, payload: dict[str, Any]) -> None:
+        """Restore the random generators if the layout of ranks and micro-batches is that of the checkpoint.
+
+        On another layout they get a new seed. Call it last: preparations may draw or change the layout.
+        """
         run, strategy = self._run, self._run.strategy
         states = payload["rng"]
         if len(states) == strategy.comm.num_processes and payload["layout"] == self._layout():

@@ -275,6 +275,7 @@ class RollbackPoint:
         resumed_from = run.resumed_from
         payload = load_from(checkpoint[1]).payload
         run.checkpointer.restore(payload, where=str(checkpoint[1]))
+        run.checkpointer.restore_rng(payload)
         state.resume_clock(seconds)
         state.skipped_steps |= skipped_steps
         state.micro_batch_size = size  # found since the checkpoint, and in use

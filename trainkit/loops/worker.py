@@ -151,9 +151,11 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
     if checkpoint is not None:
         from trainkit.checkpoint.store import load_from
 
-        run.checkpointer.restore(load_from(checkpoint).payload, where=str(checkpoint))
+        payload = load_from(checkpoint).payload
+        run.checkpointer.restore(payload, where=str(checkpoint))
         if loop.auto_micro_batch is not None:
             loop.auto_micro_batch.resume()
+        run.checkpointer.restore_rng(payload)
     assert run.loader is not None
     if isinstance(run.strategy, PreparesSteps):
         run.strategy.prepare_steps(run.task, run.loader.step_batches(run.state.epoch, run.state.position))
