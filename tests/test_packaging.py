@@ -1,4 +1,4 @@
-"""What is installed: the wheel holds the tree, and all ways of installing give a working command line."""
+"""The installed package: the wheel holds the tree, and all ways of installing give a working command line."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def killed():
     os.kill(os.getpid(), 9)
 
 
-def test_a_rank_that_is_killed_is_told_by_its_signal():
+def test_the_failure_of_a_killed_rank_names_its_signal():
     with pytest.raises(RankFailure, match="the process was killed by SIGKILL"):
         run_ranks(killed, 1)
 
@@ -63,5 +63,5 @@ def test_what_other_processes_cannot_find_is_refused_with_what_to_do():
 
     with pytest.raises(ValueError, match="local must be at the top level of its file"):
         run_ranks(local, 1)
-    with pytest.raises(ValueError, match=r"is no function; give what it binds as arguments: run_ranks\(fn, 2, "):
+    with pytest.raises(ValueError, match=r"is not a function; pass what it binds as arguments: run_ranks\(fn, 2, "):
         run_ranks(partial(what_a_rank_sees, 10), 1)

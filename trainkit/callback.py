@@ -30,10 +30,10 @@ class Callback:
     """
 
     def on_fit_start(self, run: Run) -> None:
-        """Everything is prepared, and restored when resuming; no step has been made."""
+        """Everything is prepared, or restored when resuming; no step has been made."""
 
     def on_fit_end(self, run: Run) -> None:
-        """Training is over; `run.stop_reason` says why."""
+        """Training is over; `run.stop_reason` is the reason."""
 
     def on_epoch_start(self, run: Run) -> None:
         """The next step is the first of an epoch, or the first after resuming inside one."""
@@ -57,7 +57,7 @@ class Callback:
         """
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        """Every sample has been counted exactly once; names carry the stage (`validation/loss`)."""
+        """Every sample has been counted exactly once; names begin with the stage (`validation/loss`)."""
 
     def on_save(self, run: Run, payload: dict[str, Any]) -> None:
         """`payload` is about to be written as a checkpoint; add to it in place."""
@@ -69,11 +69,11 @@ class Callback:
         """Release resources; may be called twice."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this callback."""
+        """Return the state to save in checkpoints."""
         return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a saved state."""
 
     def overridden_hooks(self) -> dict[str, Callable[..., None]]:
         """Return the hooks that this callback overrides, by name."""

@@ -43,7 +43,7 @@ def session(
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
 ) -> Iterator[Session]:
-    """Prepare a task, its optimizer and its data under a strategy, for a custom loop.
+    """Prepare a task, its optimizer and its data under a strategy for a custom loop.
 
         with session("single", task, Data(train=dataset, batch_size=64), max_duration="2epoch") as s:
             for batch in s.step_batches():
@@ -56,18 +56,18 @@ def session(
         strategy.launch(partial(train, strategy))   # def train(strategy): with session(strategy, ...) as s: ...
 
     Args:
-        strategy: Where the work is done.
-        task: The task.
-        data: Its data.
-        max_duration: Where `step_batches` ends.
+        strategy: A strategy or its name, such as `"single"`.
+        task: The task to train, changed in place.
+        data: Its datasets.
+        max_duration: End of `step_batches`.
         precision: As in the Trainer.
         max_grad_norm: As in the Trainer.
         max_grad_value: As in the Trainer.
-        on_nonfinite: `skip` skips steps whose gradient is not finite, as in the Trainer; `raise` refuses to save
-            weights that are not finite, and leaves checking losses to the loop.
+        on_nonfinite: `skip` skips steps whose gradient is not finite, as in the Trainer; `raise` only refuses to save
+            weights that are not finite: the loop checks losses.
         skip_grad_norm_factor: As in the Trainer.
         seed: As in the Trainer.
-        run_dir: Where `save` writes checkpoints.
+        run_dir: The folder for the checkpoints of `save`.
         resume: A run folder or a checkpoint to resume.
 
     """
@@ -107,7 +107,7 @@ class Session:
         self.run = run
         self._config = config
         self._loop = loop
-        self._evaluations: dict[str, EvaluationLoop] = {}  # by stage, each with feeds that keep their workers
+        self._evaluations: dict[str, EvaluationLoop] = {}  # by stage, with loaders that keep their workers
         loop.start()
 
     @property
@@ -127,28 +127,23 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes and prints."""
+        """True on the rank that writes and prints."""
         return self.run.is_main
 
     def step_batches(self) -> Iterator[StepBatch]:
-        """Yield this rank's micro-batches of each step until `max_duration`, or until any rank was asked to stop.
+        """Yield this rank's step batches until `max_duration`, or until any rank was asked to stop.
 
-        Raises UserError if a batch was not passed to `step`.
+        The task's callbacks are called at epochs. Raises UserError if a batch was not passed to `step`.
         """
-        loop, state = self._loop, self.run.state
-        while not loop.finished():
-            first = state.step
-            for batch in loop.epoch_batches():
-                before = state.step
-                yield batch
-                if state.step != before + 1:
-                    raise UserError(
-                        f"the step count went from {before} to {state.step} over one step batch; call "
-                        "session.step(batch) once for each."
-                    )
-                if loop.finished():
-                    break
-            loop.check_not_empty(first)
+        state = self.run.state
+        for batch in self._loop.step_batches():
+            before = state.step
+            yield batch
+            if state.step != before + 1:
+                raise UserError(
+                    f"the step count went from {before} to {state.step} over one step batch; call "
+                    "session.step(batch) once for each."
+                )
 
     def step(self, batch: StepBatch) -> list[StepOutput]:
         """Make one optimizer step and count it; return the outputs of this rank's micro-batches. Collective."""
@@ -159,7 +154,7 @@ class Session:
     def mean(self, outputs: Sequence[StepOutput]) -> dict[str, float]:
         """Return the weighted means of loss and metrics over all ranks; waits for the device. Collective.
 
-        Warns of the steps that were skipped since the last call, and of what was wrong with them.
+        Warns about the steps that were skipped since the last call.
         """
         means = WeightedMeans(self.run.strategy.device)
         means.add(list(outputs), step=self.state.step)
@@ -171,8 +166,7 @@ class Session:
     def evaluate(self, stage: str = "validation") -> dict[str, float]:
         """Return the metrics over all samples of a stage, each counted once, by name (`validation/loss`). Collective.
 
-        After a validation the schedules step that follow one of its metrics. The task is in training mode again
-        afterwards.
+        A validation also steps the schedules that follow a metric. The task is in training mode afterwards.
         """
         if stage not in self._evaluations:
             self._evaluations[stage] = evaluation_loop(self.run, self._config, stage, limit=None)
@@ -187,8 +181,8 @@ class Session:
         return metrics
 
     def save(self) -> Path | None:
-        """Write a checkpoint of this moment into `run_dir`; return its path on the main rank. Collective."""
+        """Write a checkpoint of the present state into `run_dir`; return its path on the main rank. Collective."""
         if self.run.run_dir is None:
-            raise UserError("there is no folder to save to; give session(..., run_dir='runs/mine').")
+            raise UserError("no folder to save to; pass session(..., run_dir='runs/mine').")
         entry = self.run.checkpointer.save(reason="asked for")
         return None if entry is None else entry.path

@@ -1,4 +1,4 @@
-"""Lengths of training written as text, such as `500step`, `2epoch`, `30min` or `1e6sample`."""
+"""Duration and Interval: amounts of training such as `500step`, `2epoch`, `30min` or `1e6sample`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SPELLINGS = {
 }
 _SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
 _ROUNDING = 1e-12
-"""Fractions of an epoch are not exact in binary: what is this near to a multiple has reached it."""
+"""Relative tolerance of comparisons: fractions of an epoch are not exact in binary."""
 _TEXT = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -87,7 +87,7 @@ class Duration:
         return self.unit in _SECONDS
 
     def elapsed(self, state: TrainState) -> float:
-        """Return how much of this duration's unit has been trained."""
+        """Return the amount trained so far, in this duration's unit."""
         if self.unit == "step":
             return state.step
         if self.unit == "sample":
@@ -97,7 +97,7 @@ class Duration:
         return state.seconds / _SECONDS[self.unit]
 
     def reached(self, state: TrainState) -> bool:
-        """Return whether training has lasted at least this long."""
+        """Return True if training has lasted at least this long."""
         return self.elapsed(state) >= self.value * (1 - _ROUNDING)
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ class Duration:
 
 
 class Interval:
-    """Says once every `duration` that something is due; `None` is never due."""
+    """Becomes due once every `duration`; never if that is `None`."""
 
     def __init__(self, duration: Duration | None) -> None:
         self.duration = duration
@@ -121,7 +121,7 @@ class Interval:
         self._next = (passed + 1) * self.duration.value * (1 - _ROUNDING)
 
     def due(self, state: TrainState) -> bool:
-        """Return whether another multiple of the duration has been reached since the last time it was."""
+        """Return True once for each multiple of the duration that is reached."""
         if self._next == math.inf or self.duration is None or self.duration.elapsed(state) < self._next:
             return False
         self.start(state)
@@ -131,7 +131,7 @@ class Interval:
 def total_steps(
     durations: Sequence[Duration], *, steps_of_epoch: int | None, items_of_epoch: int | None, batch_size: int | None
 ) -> int | None:
-    """Return the optimizer steps that the first duration to be reached allows, where that is known beforehand."""
+    """Return the optimizer steps until the first of the durations is reached; `None` if that is not known yet."""
     totals = []
     for duration in durations:
         if duration.unit == "step":

@@ -1,4 +1,4 @@
-"""Errors that are addressed to a person."""
+"""Errors that are addressed to the user."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 class UserError(ValueError):
-    """A mistake of the user's that the message explains: what, where, the nearest valid name, what to type.
+    """A user's mistake; the message names what, where, the nearest valid name and what to type.
 
     The command line prints the message without a traceback and ends with exit code 2.
     """
@@ -17,21 +17,21 @@ class NonFiniteLoss(UserError):
     """The loss became NaN or infinite."""
 
 
-class FailedElsewhere(RuntimeError):
-    """Another process failed, died or did not come; the message names it, and says why where that is known.
+class RemoteRankError(RuntimeError):
+    """Another rank failed, died or did not join; the message names it, and the reason if it is known.
 
-    The command line prints the message without a traceback, which that other process has, and ends with exit code 1.
+    The command line prints the message without a traceback, which the other rank has, and ends with exit code 1.
     """
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` with the valid name nearest to `name`, or nothing where none is near."""
+    """Return `" Did you mean 'x'?"` with the valid name nearest to `name`; empty if none is near."""
     matches = get_close_matches(name, list(valid), n=1, cutoff=0.5)
     return f" Did you mean '{matches[0]}'?" if matches else ""
 
 
 class Stopped(SystemExit):
-    """SIGINT or SIGTERM ended the run, after its state was saved; not caught, it ends the program with 130 or 143."""
+    """A signal ended the run after its state was saved; uncaught, the exit code is 130 (SIGINT) or 143 (SIGTERM)."""
 
     def __init__(self, signal_name: str, exit_code: int) -> None:
         super().__init__(exit_code)

@@ -1,4 +1,4 @@
-"""Logger: the interface of what writes a run's metrics, and its hyperparameters one by one."""
+"""Logger: the interface of destinations for metrics, texts, images and hyperparameters."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ HyperParameter = str | int | float | bool
 
 
 class Logger(ABC):
-    """Writes what a run logs; only rank 0 opens it, and nothing that it raises ends the run.
+    """Writes the metrics of a run; only rank 0 opens it, and its errors do not end the run.
 
-    Scalars are what every logger writes; the other methods do nothing where the destination has no place for them.
+    Every logger writes scalars; override the other methods if the destination supports them.
     """
 
     @abstractmethod
     def open(self, folder: Path, *, step: int) -> None:
-        """Write into the run's `folder` from now on; what an earlier part of the run wrote beyond `step` is removed."""
+        """Write into the run's `folder` from now on; remove records of an earlier part of the run beyond `step`."""
 
     @abstractmethod
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Write `metrics` by their full names (`train/loss`) at optimizer step `step`."""
 
     def write_config(self, config: str) -> None:
-        """Keep the run's config, a YAML text, where the destination has a place for it."""
+        """Write the run's config, a YAML text."""
 
     def write_hyperparameters(self, values: Mapping[str, HyperParameter]) -> None:
-        """Keep the hyperparameters by their dotted names (`trainer.seed`), for tables of several runs."""
+        """Write the hyperparameters by their dotted names (`trainer.seed`), for tables of several runs."""
 
     def write_text(self, name: str, text: str, *, step: int) -> None:
         """Write a text, such as predictions in words."""
@@ -47,10 +47,10 @@ class Logger(ABC):
         """Write an image: uint8 on the host, (height, width, 3)."""
 
     def write_histogram(self, name: str, histogram: Histogram, *, step: int) -> None:
-        """Write how values are distributed."""
+        """Write a histogram of values."""
 
     def write_graph(self, graph: ModelGraph) -> None:
-        """Keep the operations of the task's training step."""
+        """Write the operations of the task's training step."""
 
     def close(self) -> None:
         """Flush and release; may be called twice."""

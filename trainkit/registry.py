@@ -1,4 +1,4 @@
-"""Finding strategies, callbacks and loggers by their short names.
+"""Strategies, callbacks and loggers by their short names.
 
 A name is a YAML file of a config group, or an installed package's entry point in the group `trainkit.strategies`,
 `trainkit.callbacks` or `trainkit.loggers`. A strategy's file holds `_target_` and its arguments;
@@ -19,18 +19,18 @@ _PLUGIN_GROUPS = {"strategy": "strategies", "callbacks": "callbacks", "logger": 
 
 
 def names(group: str) -> list[str]:
-    """Return the names that can be written for a config group; those that stand for several others left out."""
+    """Return the names of a config group, without those that select several others."""
     files = [name for name in _files(group) if "defaults" not in _content(group, name)]
     return sorted({*files, *(point.name for point in _points(group))})
 
 
 def make(group: str, name: str, settings: Mapping[str, Any] | None = None) -> Any:
-    """Return a new object of the given name, with its default settings but for `settings`.
+    """Return a new object of the given name, with `settings` in place of its defaults.
 
     Raises UserError for an unknown name.
     """
     changed = settings or {}
-    if name not in _files(group):  # searching what is installed takes milliseconds
+    if name not in _files(group):  # searching installed packages takes milliseconds
         for point in _points(group):
             if point.name == name:
                 return point.load()(**changed)

@@ -1,4 +1,4 @@
-"""Random generators of python, numpy and torch: seed, capture, restore."""
+"""Random generators of python, numpy and torch: seed, capture and restore."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def set_rng_state(saved: dict[str, Any]) -> None:
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore every generator at the end of the block: evaluating must not change training."""
+    """Restore every generator at the end of the block."""
     saved = rng_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Being asked to stop: by SIGINT, by SIGTERM, or by a signal that announces that the job's time is over."""
+"""Signals that stop a run: SIGINT, SIGTERM and a scheduler's preemption signal; requeueing of SLURM jobs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from types import FrameType, TracebackType
 
 from trainkit.errors import UserError, nearest
 
+logger = logging.getLogger(__name__)
+
 ALWAYS = (signal.SIGINT, signal.SIGTERM)
 EXIT_CODES = {number.name: 128 + number for number in signal.Signals}
-"""What a program ends with that a signal ended."""
+"""Exit code of a program that a signal ended, by the signal's name."""
 
+_REQUEUE_SECONDS = 60.0
 _PREEMPTION = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGHUP", "SIGXCPU")
 
 
 def preemption_signal_named(name: str | None) -> signal.Signals | None:
-    """Return the signal that a scheduler announces the end with; raises UserError for one that cannot be."""
+    """Return the preemption signal called `name`; raises UserError for a signal that cannot be one."""
     if name is None:
         return None
     if name not in _PREEMPTION:
@@ -32,9 +35,9 @@ def preemption_signal_named(name: str | None) -> signal.Signals | None:
 
 
 class StopSignals:
-    """While entered, the first of the signals only sets `received`; after it, SIGINT interrupts at once.
+    """While entered, the first signal only sets `received`; after it, SIGINT interrupts at once.
 
-    Handlers can only be set in the main thread; elsewhere nothing is changed and nothing received.
+    Handlers can only be set in the main thread; in other threads nothing is received.
     """
 
     def __init__(self, preemption: signal.Signals | None = None) -> None:
@@ -61,47 +64,40 @@ class StopSignals:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_WAIT_SECONDS = 60.0
-
-logger = logging.getLogger(__name__)
-
-
 def signal_to_requeue_after(requeue: bool, preemption: Signals | None) -> str | None:
-    """Return the name of the signal after which the job is queued again; raises UserError if none is chosen."""
+    """Return the name of the signal after which the job is requeued; raises UserError if none is chosen."""
     if not requeue:
         return None
     if preemption is None:
         raise UserError(
-            "requeue=true queues the job again after a signal, and none is chosen; type "
+            "requeue=true requeues the job after a signal, but none is chosen; set "
             "trainer.preemption_signal=SIGUSR1, and #SBATCH --signal=USR1@120 in the job."
         )
     return preemption.name
 
 
-def check_goes_on(requeue: bool, *, resumes_by_itself: bool) -> None:
-    """Raise UserError if a job that is queued again would begin anew."""
-    if requeue and not resumes_by_itself:
-        raise UserError(
-            "requeue=true starts the same command again, which must go on with this run then; add resume=auto."
-        )
+def check_resumes(requeue: bool, *, resume_auto: bool) -> None:
+    """Raise UserError if a requeued job would start from the beginning."""
+    if requeue and not resume_auto:
+        raise UserError("requeue=true starts the same command again, which must then resume this run; add resume=auto.")
 
 
 def requeue_job() -> None:
-    """Ask SLURM to queue this process's job again; what goes wrong is logged, since the state is saved already.
+    """Requeue this process's SLURM job; failures are only logged, since the state is saved already.
 
-    SLURM ends the job at once, so nothing may be left to do.
+    SLURM ends the job at once, so call it last.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
-        logger.warning("requeue=true, but this is no SLURM job (SLURM_JOB_ID is not set): nothing is queued again.")
+        logger.warning("requeue=true, but this is not a SLURM job (SLURM_JOB_ID is not set): nothing is requeued.")
         return
-    logger.info("queueing SLURM job %s again", job)
+    logger.info("requeueing SLURM job %s", job)
     try:
         done = subprocess.run(
-            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_WAIT_SECONDS, check=False
+            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_REQUEUE_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        logger.error("job %s was not queued again: %s. Type: scontrol requeue %s", job, error, job)
+        logger.error("job %s was not requeued: %s. Type: scontrol requeue %s", job, error, job)
         return
     if done.returncode:
-        logger.error("job %s was not queued again: %s. Type: scontrol requeue %s", job, done.stderr.strip(), job)
+        logger.error("job %s was not requeued: %s. Type: scontrol requeue %s", job, done.stderr.strip(), job)

@@ -1,4 +1,4 @@
-"""How far training has come."""
+"""TrainState: steps, epochs, samples and seconds of training."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ class TrainState:
     step: int = 0
     """Optimizer steps of the whole task."""
     epoch: int = 0
-    """Epochs that are complete."""
+    """Complete epochs."""
     position: int = 0
-    """Items of the present epoch's order that have been trained on, over all ranks."""
+    """Items of the present epoch trained so far, over all ranks."""
     samples: int = 0
-    """Samples that have been trained on, over all ranks and epochs."""
+    """Samples trained so far, over all ranks and epochs."""
     epoch_length: int | None = None
-    """Items of one epoch; unknown for streams."""
+    """Items of one epoch; `None` for iterable datasets."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The latest value of every logged metric, by its full name (`validation/loss`)."""
     skipped_steps: set[int] = field(default_factory=set)
-    """Steps that change nothing, since the loss of their samples was not finite."""
+    """Steps that a rollback has listed: they change nothing."""
     micro_batch_size: int | None = None
-    """Samples of a micro-batch at most, where the run has found out how many fit into memory."""
+    """Maximum number of samples of a micro-batch, if `micro_batch_size=auto` has found it."""
     evaluation_due: bool = False
-    """Whether an evaluation was broken off and is still to be made."""
+    """True if an evaluation was interrupted and must be repeated."""
     clock_is_synced: bool = False
-    """Whether a duration counts seconds, so that ranks have to agree on the time."""
+    """True if a duration counts seconds, so that ranks synchronize their clocks."""
     _seconds_before: float = 0.0
     _started: float | None = None
-    _agreed: float | None = None
+    _synced: float | None = None
 
     @property
     def epochs(self) -> float:
@@ -42,8 +42,8 @@ class TrainState:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, those before a resume included; where ranks agree on the time, as they last did."""
-        return self.own_seconds if self._agreed is None else self._agreed
+        """Seconds of training, including those before a resume; as last synchronized if clocks are."""
+        return self.own_seconds if self._synced is None else self._synced
 
     @property
     def own_seconds(self) -> float:
@@ -56,19 +56,19 @@ class TrainState:
         self._started = time.monotonic()
 
     def resume_clock(self, seconds: float) -> None:
-        """Continue the clock from `seconds`, also where a restored state says otherwise."""
+        """Continue the clock from `seconds`."""
         self._seconds_before = seconds
         self.start_clock()
 
     def sync_clock(self) -> None:
-        """Make `seconds` the time that ranks have agreed on; until they do, the time that they resumed from."""
+        """Make `seconds` the synchronized time; until the first `set_clock`, the time at the resume."""
         if not self.clock_is_synced:
             self.clock_is_synced = True
-            self._agreed = self._seconds_before
+            self._synced = self._seconds_before
 
     def set_clock(self, seconds: float) -> None:
-        """Take `seconds`, which are the same on every rank, as the time until the next call."""
-        self._agreed = seconds
+        """Set the synchronized time, the same on every rank, until the next call."""
+        self._synced = seconds
 
     def advance(self, *, items: int, samples: int, ends_epoch: bool) -> None:
         """Count one optimizer step over `samples` samples."""
@@ -81,7 +81,7 @@ class TrainState:
             self.position += items
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state to save."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -95,7 +95,7 @@ class TrainState:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on counting where `saved` ended."""
+        """Restore a saved state."""
         self.step = saved["step"]
         self.epoch = saved["epoch"]
         self.position = saved["position"]

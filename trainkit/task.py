@@ -1,4 +1,4 @@
-"""TaskModule: what a user subclasses, a model with its loss, metrics and optimizer."""
+"""TaskModule: a model with its loss, metrics and optimizer, which users subclass."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ OptimizerSpec = Optimizer | tuple[Optimizer, Any]
 
 
 class TaskModule(nn.Module):
-    """A model with its steps, which know no trainer, rank or device and run in a unit test with just a batch.
+    """A model with its steps. They know no trainer, rank or device: a unit test calls them with a batch.
 
-    Steps return the loss (a scalar tensor), or a dict whose `"loss"` is trained on and whose other entries are
-    metrics: scalars, logged as means over all samples. The entry `"weight"` says how much the micro-batch counts
-    (for example its number of tokens); without it, its number of samples does.
+    Steps return the loss (a scalar tensor), or a dict with `"loss"` and metrics: scalars, logged as means over all
+    samples. The entry `"weight"` is the weight of the micro-batch in these means, for example its number of tokens;
+    by default its number of samples.
 
-    A task with several optimizers declares phases, each with a loss and parameters of its own; with `manual = True`
-    it drives them itself.
+    A task with several optimizers declares phases, each with its loss and parameters; with `manual = True` it drives
+    them itself.
     """
 
     manual: bool = False
-    """Whether `manual_step` drives the phases of a step, instead of one after the other."""
+    """True if `manual_step` drives the phases of a step; by default they run one after the other."""
 
     def training_step(self, batch: Any) -> StepReturn:
         """Return the mean loss over `batch`, which is on the task's device."""
@@ -38,7 +38,7 @@ class TaskModule(nn.Module):
         raise UserError(f"{type(self).__name__} has no validation_step; define validation_step(self, batch).")
 
     def test_step(self, batch: Any) -> StepReturn:
-        """Return the metrics of `batch`; that of `validation_step` unless overridden."""
+        """Return the metrics of `batch`; by default those of `validation_step`."""
         return self.validation_step(batch)
 
     def predict_step(self, batch: Any) -> Any:
@@ -48,9 +48,9 @@ class TaskModule(nn.Module):
     def configure_optimizers(self, *args: Any, **kwargs: Any) -> OptimizerSpec:
         """Return an optimizer, or an optimizer and a schedule.
 
-        Declare it as `configure_optimizers(self)`, or as `configure_optimizers(self, total_steps)` to be told how
-        many optimizer steps the run will take. A schedule is an `LRScheduler`, which then steps after every
-        optimizer step, or a `trainkit.LRSchedule`, which says when.
+        Declare it as `configure_optimizers(self)`, or as `configure_optimizers(self, total_steps)` to get the number
+        of optimizer steps of the run. A schedule is an `LRScheduler`, which steps after every optimizer step, or a
+        `trainkit.LRSchedule`, which defines when it steps.
         """
         raise UserError(
             f"{type(self).__name__} has no configure_optimizers; define "
@@ -71,7 +71,7 @@ class TaskModule(nn.Module):
 
 
 def has_phases(task: TaskModule) -> bool:
-    """Return whether a task is trained in phases; raises UserError for `manual` without any."""
+    """Return True if a task is trained in phases; raises UserError for `manual` without any."""
     declared = type(task).configure_phases is not TaskModule.configure_phases
     if task.manual and not declared:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Helpers for tests of distributed code: run a function on several ranks of this machine, with a time limit."""
+"""run_ranks and assert_strategies_equal: tests of distributed code on several ranks of this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 
 from trainkit.parity.compare import assert_resume_exact, assert_strategies_equal
 
-# What users write tests with; the two assertions are defined in `trainkit.parity.compare`.
 __all__ = ["Outcome", "RankFailure", "assert_resume_exact", "assert_strategies_equal", "rank_outcomes", "run_ranks"]
 
 # Imported once, in the process that ranks are forked from. torch._dynamo is what an optimizer's first step imports.
@@ -40,7 +39,7 @@ class RankFailure(AssertionError):
 
 @dataclass(slots=True)
 class Outcome:
-    """How one rank ended: its value, or what went wrong."""
+    """The result of one rank: its value, or its failure."""
 
     rank: int
     value: Any = None
@@ -49,10 +48,20 @@ class Outcome:
 
 
 def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Return what `fn(*args)` returned on each of `num_ranks` gloo ranks, or raise the first failure.
+    """Return the value of `fn(*args)` on each of `num_ranks` gloo ranks, or raise the first failure.
 
-    `fn` is a function at the top level of a module or of a test file; it finds a process group ready, one
-    thread, its rank through `torch.distributed`, and itself in the caller's folder. No process outlives the call.
+    `fn` is a function at the top level of a module or of a test file. It runs in the caller's folder with one thread
+    and an initialized process group. No process outlives the call.
+
+    Args:
+        fn: The function.
+        num_ranks: Number of processes.
+        args: Its arguments, which are pickled.
+        timeout: Seconds until the ranks are killed.
+
+    Raises:
+        RankFailure: A rank raised, died or ran out of time.
+
     """
     outcomes = rank_outcomes(fn, num_ranks, *args, timeout=timeout, patience=0.0)
     failed = sorted((o for o in outcomes if o.failure is not None), key=lambda o: o.seconds)
@@ -64,14 +73,16 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
 def rank_outcomes(
     fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0, patience: float = 20.0
 ) -> list[Outcome]:
-    """Return how each rank ended; after a first failure the others get `patience` seconds to end by themselves."""
+    """Return the outcome of each rank; after a first failure the others get `patience` seconds to end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     call = _Call.of(fn, args)
-    meeting = _Meeting(num_ranks, store.port, timeout, os.getpid(), str(Path.cwd()))
+    rendezvous = _Rendezvous(num_ranks, store.port, timeout, os.getpid(), str(Path.cwd()))
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
-    ranks = [context.Process(target=_run_rank, args=(call, rank, meeting, pipes[rank][1])) for rank in range(num_ranks)]
+    ranks = [
+        context.Process(target=_run_rank, args=(call, rank, rendezvous, pipes[rank][1])) for rank in range(num_ranks)
+    ]
     try:
         for process in ranks:
             process.start()
@@ -90,17 +101,17 @@ def rank_outcomes(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A function named by its file, since a test file can often not be imported by name."""
+    """A function and its file, since test files often cannot be imported by name."""
 
     module: str
     file: str
     name: str
-    arguments: bytes  # pickled apart: they may need the module first
+    arguments: bytes  # pickled separately: they may need the module first
 
     @staticmethod
     def of(fn: Callable[..., Any], args: Sequence[Any]) -> _Call:
         if not hasattr(fn, "__qualname__"):
-            raise ValueError(f"{fn!r} is no function; give what it binds as arguments: run_ranks(fn, 2, *arguments)")
+            raise ValueError(f"{fn!r} is not a function; pass what it binds as arguments: run_ranks(fn, 2, *arguments)")
         if "<" in fn.__qualname__:
             raise ValueError(f"{fn.__qualname__} must be at the top level of its file to run on other ranks")
         return _Call(fn.__module__, inspect.getfile(fn), fn.__qualname__, pickle.dumps(tuple(args)))
@@ -124,29 +135,29 @@ def _load(name: str, file: str) -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
-    """Where the ranks of one call meet, and for how long."""
+class _Rendezvous:
+    """The store and the limits of one call's ranks."""
 
     num_ranks: int
     port: int
     timeout: float  # seconds
     caller_pid: int
-    folder: str  # that the caller is in
+    folder: str  # the working directory of the caller
 
 
-def _run_rank(call: _Call, rank: int, meeting: _Meeting, sender: connection.Connection) -> None:
-    threading.Thread(target=_end_with, args=(meeting.caller_pid,), daemon=True).start()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(meeting.num_ranks), LOCAL_RANK=str(rank))
-    os.chdir(meeting.folder)
+def _run_rank(call: _Call, rank: int, rendezvous: _Rendezvous, sender: connection.Connection) -> None:
+    threading.Thread(target=_end_with, args=(rendezvous.caller_pid,), daemon=True).start()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(rendezvous.num_ranks), LOCAL_RANK=str(rank))
+    os.chdir(rendezvous.folder)
     torch.set_num_threads(1)
-    limit = timedelta(seconds=meeting.timeout)
+    limit = timedelta(seconds=rendezvous.timeout)
     try:
-        store = TCPStore("127.0.0.1", meeting.port, is_master=False, timeout=limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=meeting.num_ranks, timeout=limit)
+        store = TCPStore("127.0.0.1", rendezvous.port, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=rendezvous.num_ranks, timeout=limit)
         answer: tuple[Any, str | None] = (call.run(), None)
     except BaseException:
         answer = (None, traceback.format_exc())
-    with suppress(BrokenPipeError):  # the parent has given up
+    with suppress(BrokenPipeError):  # the parent is gone
         sender.send_bytes(pickle.dumps(answer))
     sys.stdout.flush()
     sys.stderr.flush()

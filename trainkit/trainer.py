@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit import registry
 from trainkit.callback import Callback
-from trainkit.checkpoint.store import CHECKPOINTS, resolve
 from trainkit.data.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
@@ -23,15 +23,12 @@ from trainkit.model.transforms import ModelTransforms
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import GradientClipping
 from trainkit.optim.precision import Precision
-from trainkit.report.config_diff import ConfigChange
-from trainkit.report.run_report import reported
 from trainkit.run_dir.folder import check_run_dir, choose_run_dir
 from trainkit.run_dir.lock import check_not_locked
-from trainkit.run_dir.resume_auto import AUTO, find_run_to_resume
 from trainkit.signals import (
     ALWAYS,
     EXIT_CODES,
-    check_goes_on,
+    check_resumes,
     preemption_signal_named,
     requeue_job,
     signal_to_requeue_after,
@@ -39,6 +36,10 @@ from trainkit.signals import (
 from trainkit.strategy import Strategy, check_phases_run
 from trainkit.task import TaskModule, has_phases
 
+if TYPE_CHECKING:
+    from trainkit.report.config_diff import ConfigChange
+
+AUTO = "auto"
 DEFAULT_CALLBACKS = ("model_summary", "learning_rate_monitor", "speed_monitor", "checkpoint", "progress_bar")
 DEFAULT_LOGGERS = ("tensorboard", "jsonl")
 
@@ -170,7 +171,7 @@ class Trainer:
             self.strategy.stop_signals = (*ALWAYS, signal)
         if profile:
             profiler = registry.make("callbacks", "profiler")
-            if not any(type(callback) is type(profiler) for callback in self.callbacks):  # else its own settings count
+            if not any(type(callback) is type(profiler) for callback in self.callbacks):  # else keep its settings
                 self.callbacks.append(profiler)
         self.report = report
         self.run_dir = None if run_dir is None else Path(run_dir)
@@ -205,8 +206,7 @@ class Trainer:
         self.strategy.log_dir = run_dir
         config = replace(self.fit_config, reference_batch_size=self.reference_batch_size)
         work = partial(fit_on_rank, self.strategy, config, task, data, checkpoint=checkpoint, run_dir=run_dir)
-        is_main, report_dir = (lambda: self.strategy.comm.is_main), run_dir if self.report else None
-        with reported(report_dir, is_main=is_main, config_diff=self.config_diff):
+        with self._reported(run_dir):
             result = self.strategy.launch(work)
         if result.weights is not None:
             config.precision.prepare(task)  # to the type that the ranks trained in
@@ -236,8 +236,8 @@ class Trainer:
         """Return the data and the run or checkpoint to resume; raises UserError for what cannot be trained."""
         data = as_data(data, "train")
         self._validate(task, data, "train")
-        check_goes_on(self.requeue_after is not None, resumes_by_itself=resume == AUTO)
-        return data, self._run_to_continue(task) if resume == AUTO else _checked(resume)
+        check_resumes(self.requeue_after is not None, resume_auto=resume == AUTO)
+        return data, self._run_to_resume(task) if resume == AUTO else _checked(resume)
 
     def _evaluate(self, task: TaskModule, data: Any, checkpoint: str | Path | None, *, stage: str) -> Any:
         data = as_data(data, stage)
@@ -263,9 +263,19 @@ class Trainer:
             if self.fit_config.validates(data):
                 data.source("validation")
 
-    def _run_to_continue(self, task: TaskModule) -> Path | None:
+    def _reported(self, run_dir: Path | None) -> AbstractContextManager[None]:
+        """Return a context at whose end the report is written, if one is wanted."""
+        if not self.report or run_dir is None:
+            return nullcontext()
+        from trainkit.report.run_report import reported
+
+        return reported(run_dir, is_main=lambda: self.strategy.comm.is_main, config_diff=self.config_diff)
+
+    def _run_to_resume(self, task: TaskModule) -> Path | None:
         if self.fit_config.fast_dev_run:
             return None
+        from trainkit.run_dir.resume_auto import find_run_to_resume
+
         found = find_run_to_resume(self.run_dir, name=type(task).__name__, max_duration=self.fit_config.max_duration)
         found.log()
         return found.run_dir
@@ -280,7 +290,7 @@ class Trainer:
 
 
 def as_data(data: Any, stage: str) -> Data:
-    """Return `data` as Data: a Data or a DataLoader is taken as it is; anything else needs a batch size."""
+    """Return a Data or a DataLoader as Data; raises UserError for anything else, which needs a batch size."""
     if isinstance(data, Data):
         return data
     if isinstance(data, DataLoader):
@@ -298,17 +308,19 @@ def _make_all(kind: type[Any], group: str, items: Any) -> list[Any]:
     made = []
     for item in items:
         if isinstance(item, type):
-            raise UserError(f"{item.__name__} is a class, and an object is wanted; write {item.__name__}().")
+            raise UserError(f"{item.__name__} is a class, not an object; write {item.__name__}().")
         made.append(registry.make(group, item) if isinstance(item, str) else item)
         if not isinstance(made[-1], kind):
-            raise UserError(f"{item!r} in {name} is neither a name nor a trainkit.{kind.__name__}.")
+            raise UserError(f"{item!r} in {name} is not a name or a trainkit.{kind.__name__}.")
     return made
 
 
 def _checked(path: str | Path | None) -> Path | None:
-    """Return the path of a run folder or checkpoint; raises UserError if there is none."""
+    """Return the path of a run folder or checkpoint; raises UserError if it does not exist."""
     if path is None:
         return None
+    from trainkit.checkpoint.store import resolve
+
     resolve(path)
     return Path(path)
 
@@ -317,5 +329,7 @@ def _run_dir_of(checkpoint: Path | None) -> Path | None:
     """Return the run folder that contains a checkpoint, if any."""
     if checkpoint is None:
         return None
+    from trainkit.checkpoint.store import CHECKPOINTS
+
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     return folder.parent if folder.name == CHECKPOINTS else folder if checkpoint.is_dir() else None

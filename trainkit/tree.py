@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.errors import UserError
 
-if TYPE_CHECKING:
-    pass
-
 
 def tree_map(function: Callable[[Any], Any], tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Return `tree` with `function` applied to each leaf.
 
     Mappings, lists, tuples, named tuples and dataclasses are nodes and keep their type; everything else is a leaf.
-    (torch.utils._pytree knows neither arbitrary mappings nor dataclasses that are not registered.)
+    (torch.utils._pytree supports only registered mappings and dataclasses.)
 
     Args:
         function: Takes a leaf and returns its replacement.
         tree: Containers in containers, or a single leaf.
-        is_leaf: Whether a node is to be treated as a leaf.
+        is_leaf: Returns True for a node that is treated as a leaf.
 
     """
     if is_leaf is not None and is_leaf(tree):
@@ -62,14 +59,14 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def num_rows(batch: Any) -> int:
-    """Return the length of the first dimension of a ready-made batch's tensors; raises UserError if there is none."""
-    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch  # most batches, told without a search
+    """Return the length of the first dimension of a batch's tensors; raises UserError if it has none."""
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch  # most batches, without a search
     for tensor in (first,) if isinstance(first, Tensor) and first.dim() else tensors_in(batch):
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise UserError(
-        f"cannot tell how many samples a ready-made batch of type {type(batch).__name__} has: it holds no tensor "
-        "with a first dimension. Give a dataset of samples and a batch_size instead."
+        f"unknown number of samples in a pre-batched batch of type {type(batch).__name__}: it holds no tensor "
+        "with a first dimension. Pass a dataset of samples and a batch_size instead."
     )
 
 
@@ -86,7 +83,7 @@ def to_device(batch: Any, device: torch.device, *, dtype: torch.dtype | None = N
         return tensor.to(device=device, dtype=wanted, non_blocking=True)
 
     if hasattr(batch, "to") and not isinstance(batch, Tensor):
-        return batch.to(device)  # a batch that knows how to move itself
+        return batch.to(device)  # a custom batch type
     return map_tensors(batch, move)
 
 

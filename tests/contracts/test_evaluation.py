@@ -112,7 +112,7 @@ def test_predictions_of_any_kind_are_joined(make_trainer):
     assert predictions["words"] == [f"{value:.3f}" for value in expected.flatten()]
 
 
-def test_test_step_is_validation_step_unless_there_is_one(make_trainer):
+def test_test_step_is_validation_step_by_default(make_trainer):
     class Tested(Regression):
         def test_step(self, batch):
             return {"answer": 42.0}
@@ -176,7 +176,7 @@ def test_validation_during_training_has_the_numbers_of_validation_by_itself(make
     assert recorder.evaluations == [(5, "validation", make_trainer().validate(task, data))]
 
 
-def test_each_of_several_validation_sets_has_metrics_of_its_own_name(make_trainer):
+def test_each_of_several_validation_sets_has_metrics_under_its_name(make_trainer):
     sets = {"near": regression_data(7, seed=1), "far": regression_data(5, seed=2)}
     task, trainer = Regression(), make_trainer()
     alone = {
@@ -188,7 +188,7 @@ def test_each_of_several_validation_sets_has_metrics_of_its_own_name(make_traine
     assert alone["validation/near/loss"] != alone["validation/far/loss"]
 
 
-def test_a_loader_for_evaluation_keeps_its_own_batch_size(make_trainer):
+def test_a_loader_for_evaluation_keeps_its_batch_size(make_trainer):
     sizes = []
 
     class Sizes(Regression):

@@ -1,11 +1,16 @@
-"""The structure of the source: no import circles, one sentence per folder, the field's words, a map that is true."""
+"""The structure of the source: import circles, folder docstrings, file names, config keys, and docs/architecture.md."""
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
+
+from trainkit.cli.validate import RENAMED
 
 ROOT = Path(__file__).parents[2]
 IMPORT_NAMES = {
@@ -58,7 +63,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize("folder", sorted({str(file.parent.relative_to(ROOT)) for file in FILES.values()}))
-def test_every_folder_says_in_one_sentence_what_belongs_in_it(folder):
+def test_every_folder_has_a_docstring_of_one_sentence(folder):
     docstring = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
     assert docstring
     assert docstring.splitlines()[0].endswith(".")
@@ -240,8 +245,44 @@ OLD_FILE_NAMES = frozenset(
 
 
 @pytest.mark.parametrize("module", sorted(FILES))
-def test_no_file_has_a_name_that_was_given_up(module):
+def test_no_file_has_a_former_name(module):
     assert module.rpartition(".")[2] not in OLD_FILE_NAMES
+
+
+def parameters_of(target: str) -> list[str]:
+    """Return the parameters of the class or function with this import path."""
+    module, _, name = target.rpartition(".")
+    return list(inspect.signature(getattr(import_module(module), name)).parameters)
+
+
+def config_keys() -> set[str]:
+    """Return every key of conf/ and every constructor parameter, by its path in the config."""
+    keys = {f"trainer.{name}" for name in parameters_of("trainkit.trainer.Trainer")}
+    keys |= {f"data.{name}" for name in parameters_of("trainkit.data.data.Data")}
+    for group in ("strategy", "callbacks", "logger"):
+        for file in (ROOT / "conf" / group).glob("*.yaml"):
+            content = yaml.safe_load(file.read_text())
+            nodes = (
+                {group: content} if "_target_" in content else {f"{group}.{name}": content[name] for name in content}
+            )
+            for path, node in nodes.items():
+                keys.add(path)
+                if isinstance(node, dict) and "_target_" in node:
+                    keys |= {f"{path}.{name}" for name in (*node, *parameters_of(node["_target_"]))}
+    return keys
+
+
+KEYS = config_keys()
+
+
+@pytest.mark.parametrize("key", sorted(RENAMED))
+def test_no_config_key_has_a_former_name(key):
+    assert key not in KEYS
+
+
+@pytest.mark.parametrize("key", sorted(set(RENAMED.values())))
+def test_a_former_key_is_answered_with_a_key_that_exists(key):
+    assert key in KEYS
 
 
 def test_the_map_names_files_that_exist():

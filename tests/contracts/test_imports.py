@@ -1,4 +1,4 @@
-"""What importing trainkit brings in, and what the core may know."""
+"""Modules that importing trainkit loads, and the independence of the core from implementations."""
 
 import ast
 import subprocess
@@ -16,7 +16,7 @@ OUTSIDE_THE_CORE = ("trainkit.strategies", "trainkit.callbacks", "trainkit.recip
 
 
 def loaded_by(statement, *names):
-    """Return which of the modules a fresh interpreter has after a statement."""
+    """Return those of the named modules that a fresh interpreter has loaded after a statement."""
     program = f"import sys; {statement}; print(*[name for name in {names!r} if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     return ended.stdout.split()
@@ -37,7 +37,7 @@ def test_every_public_name_can_be_imported(name):
     assert getattr(trainkit, name).__name__ == name
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'Trianer'"):
         trainkit.Trianer  # noqa: B018
 

@@ -82,7 +82,7 @@ def test_a_plain_loop_under_ddp_gives_the_same_weights_and_means():
     assert metrics_of_two == pytest.approx(metrics, abs=1e-6)
 
 
-def test_a_session_goes_on_from_what_another_saved(tmp_path):
+def test_a_session_resumes_from_the_checkpoint_of_another(tmp_path):
     whole, _, _ = train(SingleStrategy(), steps=5)
     train(SingleStrategy(), steps=2, run_dir=tmp_path / "mine")
     found, losses, _ = train(SingleStrategy(), steps=5, resume=tmp_path / "mine")
@@ -95,7 +95,7 @@ def test_a_session_leaves_no_folder_behind_that_was_not_asked_for(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_strategy_that_would_start_ranks_is_told_how():
+def test_a_strategy_that_would_start_ranks_is_rejected_with_the_remedy():
     with (
         pytest.raises(UserError, match=r"strategy\.launch\(partial"),
         session(DDPStrategy(devices=2), Regression(), data()),

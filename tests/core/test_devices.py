@@ -12,7 +12,7 @@ def test_the_cpu_is_always_there():
     assert pick_device("cpu") == torch.device("cpu")
 
 
-def test_auto_takes_the_best_there_is():
+def test_auto_takes_the_best_device():
     has_mps = torch.backends.mps.is_available()
     best = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
     assert pick_device("auto").type == best
@@ -28,13 +28,13 @@ def test_auto_takes_the_best_there_is():
         ("", r"unknown device ''"),
     ],
 )
-def test_an_unknown_device_is_refused_with_those_there_are(name, message):
+def test_an_unknown_device_is_rejected_with_the_known_ones(name, message):
     with pytest.raises(UserError, match=message):
         pick_device(name)
 
 
-def test_a_cuda_device_that_is_not_there_is_refused_with_the_number_there_are():
-    with pytest.raises(UserError, match=r"device 'cuda:99' is not there: torch sees \d+ CUDA devices?; set device="):
+def test_a_missing_cuda_device_is_rejected_with_the_number_of_devices():
+    with pytest.raises(UserError, match=r"'cuda:99' is not available: torch sees \d+ CUDA devices?; set device="):
         pick_device("cuda:99")
 
 

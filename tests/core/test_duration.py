@@ -52,7 +52,7 @@ def test_several_durations_are_a_list_or_separated_by_commas(texts):
         ("0.5sample", r"number of samples must be whole"),
     ],
 )
-def test_what_is_no_duration_is_refused_with_what_to_write(text, message):
+def test_an_invalid_duration_is_rejected_with_the_remedy(text, message):
     with pytest.raises(UserError, match=message):
         Duration.parse(text, where="max_duration")
 
@@ -95,7 +95,7 @@ def test_a_duration_is_written_as_it_is_read():
 
 
 @given(per_epoch=st.integers(1, 200), parts=st.integers(1, 40), epochs=st.integers(1, 3))
-def test_a_fraction_of_an_epoch_is_due_at_its_multiples_whatever_the_rounding(per_epoch, parts, epochs):
+def test_a_fraction_of_an_epoch_is_due_at_its_multiples_despite_rounding(per_epoch, parts, epochs):
     interval, state = Interval(Duration(1 / parts, "epoch")), TrainState(epoch_length=per_epoch)
     interval.start(state)
     due = []

@@ -16,7 +16,7 @@ def test_a_name_gives_a_new_object_with_default_settings():
     assert first.accumulate is None
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_and_all_there_are():
+def test_an_unknown_name_is_rejected_with_the_nearest_and_all_names():
     with pytest.raises(UserError, match=r"unknown strategy 'sinlge'\. Did you mean 'single'\? There are: .*single"):
         Trainer(strategy="sinlge", callbacks=[], loggers=[])
 
@@ -28,7 +28,7 @@ def test_an_unknown_callback_or_logger_is_refused(setting, group):
 
 
 def test_a_class_in_place_of_an_object_is_refused_with_what_to_write():
-    with pytest.raises(UserError, match=r"Recorder is a class, and an object is wanted; write Recorder\(\)"):
+    with pytest.raises(UserError, match=r"Recorder is a class, not an object; write Recorder\(\)"):
         Trainer(callbacks=[Recorder], loggers=[])
 
 

@@ -30,7 +30,7 @@ def test_a_seed_may_be_larger_than_numpys():
     seed_everything(2**40 + 1)
 
 
-def test_generators_go_on_from_a_saved_state(tmp_path):
+def test_generators_continue_from_a_saved_state(tmp_path):
     draw()  # gauss and randn keep a second number for the next call
     state = rng_state()
     expected = draw(), draw()

@@ -44,7 +44,7 @@ def test_a_signal_in_mid_epoch_ends_the_run_after_the_step_with_its_exit_code(ma
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_ended_by_a_signal_goes_on_to_the_weights_of_an_uninterrupted_one(make_trainer, number):
+def test_a_run_ended_by_a_signal_resumes_to_the_weights_of_an_uninterrupted_one(make_trainer, number):
     whole, resumed = Regression(hidden=8, dropout=0.5), Regression(hidden=8, dropout=0.5)
     make_trainer(max_duration="2epoch").fit(whole, DATA)
     trainer = make_trainer(callbacks=[SendAt(number, 7), SaveAtEnd()], max_duration="2epoch")
@@ -95,7 +95,7 @@ def test_a_second_interrupt_ends_the_run_at_once(make_trainer):
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_handlers_are_put_back_whatever_happens(raises):
+def test_handlers_are_restored_also_after_an_error(raises):
     def mine(number, frame):
         raise AssertionError
 
@@ -129,7 +129,7 @@ def test_outside_the_main_thread_training_works_and_no_handler_is_set(make_train
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_program_that_is_told_to_stop_saves_and_ends_with_the_exit_code(tmp_path, number, code):
+def test_a_program_that_gets_a_signal_saves_and_ends_with_the_exit_code(tmp_path, number, code):
     program = f"""
 import sys, torch
 from trainkit import Callback, Data, TaskModule, Trainer

@@ -1,4 +1,4 @@
-"""How far training has come."""
+"""TrainState: counters and the clock."""
 
 from trainkit import TrainState
 

@@ -12,7 +12,7 @@ from trainkit.optim.precision import Precision
 
 
 @given(batch_size=st.integers(1, 200), world_size=st.integers(1, 9), size=st.integers(1, 50))
-def test_micro_batches_of_limited_size_hold_the_largest_share(batch_size, world_size, size):
+def test_micro_batches_of_limited_size_split_the_largest_shard(batch_size, world_size, size):
     plan = FakeRank(world_size=world_size, micro_batch_size=size).plan(batch_size)
     share = -(-batch_size // world_size)
     assert plan.micro_batch_size <= size
@@ -69,7 +69,7 @@ def test_no_values_sum_to_nothing():
     assert sums.shape == (0, 2)
 
 
-def test_a_window_without_samples_leaves_no_gradient():
+def test_a_step_batch_without_samples_leaves_no_gradient():
     from trainkit.data.batch import StepBatch
 
     strategy, task = SingleStrategy(device="cpu"), Regression()

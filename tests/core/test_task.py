@@ -31,7 +31,7 @@ def test_a_step_runs_with_a_batch_and_nothing_else():
     assert torch.equal(task.predict_step(batch), task(batch[0]))
 
 
-def test_predicting_is_calling_the_task_unless_it_says_otherwise():
+def test_predicting_calls_the_task_by_default():
     class Calls(TaskModule):
         def forward(self, batch):
             return batch + 1
@@ -39,12 +39,12 @@ def test_predicting_is_calling_the_task_unless_it_says_otherwise():
     assert Calls().predict_step(torch.ones(1)) == 2
 
 
-def test_a_task_without_training_step_is_told_to_define_it(make_trainer):
+def test_a_task_without_training_step_is_rejected_with_the_remedy(make_trainer):
     with pytest.raises(UserError, match=r"WithOptimizer has no training_step; define training_step\(self, batch\)"):
         make_trainer().fit(WithOptimizer(), DATA)
 
 
-def test_a_task_without_validation_step_is_told_to_define_it(make_trainer):
+def test_a_task_without_validation_step_is_rejected_with_the_remedy(make_trainer):
     class NoValidation(WithOptimizer):
         def training_step(self, batch):
             return self.layer(batch[0]).sum()
@@ -53,7 +53,7 @@ def test_a_task_without_validation_step_is_told_to_define_it(make_trainer):
         make_trainer(num_sanity_batches=1).fit(NoValidation(), DATA)
 
 
-def test_a_task_without_an_optimizer_is_told_what_to_write(make_trainer):
+def test_a_task_without_an_optimizer_is_rejected_with_the_remedy(make_trainer):
     class NoOptimizer(TaskModule):
         def __init__(self):
             super().__init__()

@@ -84,7 +84,7 @@ def test_epochs_of_a_stream_end_with_the_stream(make_trainer):
     ],
 )
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_the_optimizer_is_told_how_many_steps_the_run_takes(make_trainer, max_duration, settings, drop_last):
+def test_the_optimizer_gets_the_number_of_steps_of_the_run(make_trainer, max_duration, settings, drop_last):
     class Told(Regression):
         def configure_optimizers(self, total_steps):
             self.total_steps = total_steps
@@ -103,7 +103,7 @@ def test_an_optimizer_that_asks_for_steps_that_nobody_knows_is_refused(make_trai
             raise AssertionError
 
     stream = Data(train=RegressionStream(10), batch_size=4)
-    with pytest.raises(UserError, match=r"asks for total_steps.*give max_duration in steps, samples, or epochs"):
+    with pytest.raises(UserError, match=r"asks for total_steps.*set max_duration in steps, samples, or epochs"):
         make_trainer(max_duration=max_duration).fit(Told(), stream)
 
 
@@ -271,7 +271,7 @@ def test_each_step_counts_in_one_log_line(make_trainer):
     assert [row["train/epoch"] for _, row in logger.rows] == [8 / 18, 16 / 18, 1.0]
 
 
-def test_the_result_tells_what_the_run_came_to(make_trainer):
+def test_the_result_has_the_outcome_of_the_run(make_trainer):
     task = Regression()
     trainer = make_trainer(max_duration="2epoch")
     result = trainer.fit(task, data(validation=regression_data(6, seed=1)))
@@ -473,7 +473,7 @@ def test_the_fused_kernel_is_used_where_torch_offers_one(make_trainer, kind):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("chosen", [{"foreach": True}, {"foreach": False}, {"fused": False}])
-def test_the_users_own_choice_of_kernel_is_kept(make_trainer, kind, chosen):
+def test_the_kernel_that_the_user_chose_is_kept(make_trainer, kind, chosen):
     look = used_kernel(make_trainer, lambda task: kind(task.parameters(), lr=0.01, **chosen))
     assert not look.fused
     assert look.foreach == chosen.get("foreach")
@@ -501,7 +501,7 @@ def test_a_subclass_of_an_optimizer_is_left_as_it_is(make_trainer):
         ({"evaluate_every": "5"}, r"evaluate_every = '5' is not a duration; write"),
         ({"log_every": "abc"}, r"log_every = 'abc' is not a duration; write"),
         ({"precision": "bf16"}, r"unknown precision 'bf16'\. Did you mean 'bf16-(true|mixed)'.*Choose one of fp32"),
-        ({"max_grad_norm": 0.0}, r"max_grad_norm must be positive, got 0\.0; leave it out"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm must be positive, got 0\.0; None disables it"),
         ({"max_grad_value": -1.0}, r"max_grad_value must be positive, got -1\.0"),
         (
             {"max_grad_norm": 1.0, "max_grad_value": 1.0},
@@ -531,7 +531,7 @@ def test_an_optimizer_that_wants_a_closure_is_refused(make_trainer):
 
 @pytest.mark.parametrize("setting", ["callbacks", "loggers"])
 @pytest.mark.parametrize("wrong", [[5], "checkpoint"])
-def test_what_is_no_callback_or_logger_is_refused(setting, wrong):
+def test_an_invalid_callback_or_logger_is_rejected(setting, wrong):
     with pytest.raises(UserError, match=setting.removesuffix("s")):
         Trainer(**{"callbacks": [], "loggers": [], setting: wrong})
 
@@ -548,7 +548,7 @@ def test_a_strategy_is_chosen_by_one_word(tmp_path):
     assert trainer.fit(Regression(), data()).steps == 5
 
 
-def test_what_is_no_task_is_refused(make_trainer):
+def test_an_invalid_task_is_rejected(make_trainer):
     with pytest.raises(UserError, match=r"the task is a Linear; subclass trainkit\.TaskModule"):
         make_trainer().fit(nn.Linear(2, 2), data())
     with pytest.raises(UserError, match=r"the task is a type; subclass"):
@@ -592,7 +592,7 @@ def test_a_trainer_can_be_used_again(make_trainer):
     assert_same_bits(first, second)
 
 
-def test_a_run_leaves_no_process_and_no_folder_of_its_own_behind(make_trainer, tmp_path):
+def test_a_run_leaves_no_process_and_no_folder_behind(make_trainer, tmp_path):
     before = set(os.listdir(tmp_path))
     trainer = make_trainer()
     trainer.fit(Regression(), data(workers=2))

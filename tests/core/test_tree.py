@@ -1,4 +1,4 @@
-"""What can be asked of a batch without knowing its kind."""
+"""Traversal, rows and devices of nested batches."""
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def test_the_number_of_rows_is_the_first_dimension_of_the_first_tensor_that_has_
 
 @pytest.mark.parametrize("batch", ["text", [1, 2], {}, torch.tensor(3.0)])
 def test_a_batch_without_rows_is_refused(batch):
-    with pytest.raises(UserError, match=f"ready-made batch of type {type(batch).__name__}.*a batch_size instead"):
+    with pytest.raises(UserError, match=f"pre-batched batch of type {type(batch).__name__}.*a batch_size instead"):
         num_rows(batch)
 
 

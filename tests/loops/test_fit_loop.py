@@ -53,7 +53,7 @@ def test_moments_come_in_their_order(make_trainer):
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_an_evaluation_by_itself_has_its_own_moments(make_trainer, stage):
+def test_an_evaluation_alone_calls_its_hooks(make_trainer, stage):
     name = "validation" if stage == "validate" else stage
     recorder = Recorder()
     getattr(make_trainer(callbacks=[recorder]), stage)(Regression(), Data(**{name: VALIDATION}, batch_size=4))
@@ -139,7 +139,7 @@ def test_the_task_trains_in_training_mode_again_after_each_evaluation(make_train
     assert modes.modes == [True] * 3
 
 
-def test_an_evaluation_tells_how_far_it_has_come(make_trainer):
+def test_an_evaluation_reports_its_progress(make_trainer):
     class Progress(Regression):
         def validation_step(self, batch):
             progress = recorder.run.evaluation
@@ -167,7 +167,7 @@ class Broken(Regression):
         return super().training_step(batch)
 
 
-def test_after_an_error_in_a_step_callbacks_are_told_and_everything_is_closed(make_trainer):
+def test_after_an_error_in_a_step_on_exception_is_called_and_everything_is_closed(make_trainer):
     recorder, logger = Recorder(), MemoryLogger()
     trainer = make_trainer(callbacks=[recorder], loggers=[logger])
     with pytest.raises(KeyError, match="first"):
@@ -246,7 +246,7 @@ def test_after_an_error_the_task_can_be_trained_again_as_if_nothing_had_been_lef
         assert torch.equal(task.state_dict()[name], tensor), name
 
 
-def test_an_error_while_the_run_is_prepared_is_told_to_callbacks(make_trainer):
+def test_an_error_while_the_run_is_prepared_calls_on_exception(make_trainer):
     class NoOptimizer(Regression):
         def configure_optimizers(self):
             raise KeyError("first")

@@ -268,7 +268,7 @@ def test_a_skipped_step_steps_the_schedules_of_phases_that_were_due(step, tmp_pa
     assert result.metrics["train/generator/learning_rate"] == pytest.approx(0.05 * 0.9**2)
 
 
-def test_a_manual_step_that_names_no_phase_is_told_the_nearest(tmp_path):
+def test_a_manual_step_with_an_unknown_phase_is_rejected_with_the_nearest(tmp_path):
     class Typo(Manual):
         def manual_step(self, control):
             control.backward("genrator")
@@ -388,7 +388,7 @@ class Overflowing(Manual):
 
 
 class Exact(Overflowing):
-    """What the other phase comes to if the one that overflows changes nothing."""
+    """Expected weights of the other phase if the one that overflows changes nothing."""
 
     def discriminator_step(self, batch):
         return Manual.discriminator_step(self, batch)["loss"] * 0
@@ -424,7 +424,7 @@ def test_an_overflow_of_one_phase_leaves_the_gradient_of_the_other_as_it_is(tmp_
     torch.testing.assert_close(weights(mixed.generator), weights(exact.generator), rtol=1e-2, atol=1e-3)
 
 
-def test_the_scale_of_a_phase_follows_its_own_steps(tmp_path):
+def test_the_scale_of_a_phase_follows_only_its_steps(tmp_path):
     scales = Scales()
     fit(made(Overflowing), tmp_path / "overflowing", duration="4step", precision="fp16-mixed", callbacks=[scales])
     assert scales.seen[-1] == {"discriminator": (2.0**7, 3), "generator": (2.0**8, 4)}

@@ -31,7 +31,7 @@ def test_a_checkpoint_is_listed_with_step_epoch_metrics_and_reason(make_trainer)
     assert "validation/loss" in entry.metrics
 
 
-def test_a_checkpoint_holds_what_a_run_needs_to_go_on(make_trainer):
+def test_a_checkpoint_has_everything_that_a_resume_needs(make_trainer):
     trainer = make_trainer(callbacks=[StopAt(2)], config="lr: 0.1\n", precision="fp16-mixed")
     trainer.fit(Regression(lambda task: torch.optim.AdamW(task.parameters())), DATA)
     payload = CheckpointStore(trainer.run_dir / "checkpoints").load_last().payload
@@ -112,7 +112,7 @@ def test_a_run_knows_how_long_it_will_be(make_trainer):
     assert looks.seen == (6, 3, "global batch 4 = 1 rank x 1 micro-batch x 4 samples", True)
 
 
-def test_every_logger_is_opened_told_the_config_and_closed(make_trainer):
+def test_every_logger_is_opened_gets_the_config_and_is_closed(make_trainer):
     class Config(MemoryLogger):
         def write_config(self, config):
             self.config = config

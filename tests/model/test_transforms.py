@@ -1,4 +1,4 @@
-"""What is changed about a task's modules and its optimizer's groups by settings of the Trainer."""
+"""Changes of the Trainer's settings to a task's modules and its optimizer's groups."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_activations_are_computed_twice_and_weights_are_the_same_to_the_bit(make
         assert [block.calls for block in checkpointed.blocks] == [8, 8]
 
 
-def test_no_decay_is_a_group_of_its_own_with_the_same_learning_rate(make_trainer: Any) -> None:
+def test_parameters_without_decay_are_a_group_with_the_same_learning_rate(make_trainer: Any) -> None:
     def build(task: Any) -> Any:
         optimizer = adamw(task)
         return optimizer, LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -125,7 +125,7 @@ def test_the_weights_are_those_of_groups_made_by_hand(make_trainer: Any) -> None
 
 
 @pytest.mark.parametrize("kind", ["one cycle", "sequential"])
-def test_schedules_made_before_go_on_over_all_groups(kind: str) -> None:
+def test_schedules_made_before_step_all_groups(kind: str) -> None:
     from trainkit.optim.lr_schedule import LRSchedule
 
     def rates(rules: list[str]) -> list[float]:
@@ -175,10 +175,10 @@ def test_convolutions_are_laid_out_by_pixels(make_trainer: Any) -> None:
             {"activation_checkpointing": ["layers.*"]},
             r"activation_checkpointing: 'layers\.\*' matches no module.*There are: ",
         ),
-        ({"no_weight_decay": ["embeding.*"]}, r"no_weight_decay: 'embeding\.\*' fits none of the optimizer's"),
+        ({"no_weight_decay": ["embeding.*"]}, r"no_weight_decay: 'embeding\.\*' matches none of the optimizer's"),
     ],
 )
-def test_mistakes_are_told_with_what_there_is(make_trainer: Any, settings: dict[str, Any], message: str) -> None:
+def test_mistakes_are_rejected_with_the_valid_names(make_trainer: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_trainer(**settings).fit(Blocks(adamw), data())
 
@@ -214,7 +214,7 @@ class WithoutDropout(Blocks):
 
 
 @pytest.mark.slow
-def test_settings_mean_the_same_where_the_task_is_cut_into_stages() -> None:
+def test_transforms_are_the_same_in_a_pipeline() -> None:
     settings = {
         "activation_checkpointing": ["blocks.*"],
         "freeze": ["blocks.0.linear"],

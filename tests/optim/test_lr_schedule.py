@@ -16,7 +16,7 @@ def test_the_rate_grows_as_the_global_batch_does():
     assert shown == "0.002 as set; linear scaling from recipe digits's global batch of 64 to 256 makes 0.008"
 
 
-def test_a_rate_that_was_changed_too_is_shown_beside_that_of_the_usual_one():
+def test_a_changed_rate_is_shown_beside_that_of_the_recipe():
     shown = linear_scaling(32, [0.1], ReferenceBatchSize(64, "recipe digits", learning_rate=0.002))
     assert shown.startswith("0.1 as set;") and shown.endswith("makes 0.001")
 

@@ -1,4 +1,4 @@
-"""What configure_optimizers may return, and when schedules step."""
+"""Return values of configure_optimizers, and the steps of schedules."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_a_schedule_on_a_metric_steps_after_every_validation_with_its_value(make
     assert len(values) == 3
 
 
-def test_several_schedules_step_each_in_its_own_rhythm(make_trainer):
+def test_several_schedules_step_at_different_moments(make_trainer):
     both = rates(make_trainer, lambda o: [halving(o), LRSchedule(lr_scheduler.ExponentialLR(o, 0.1), every="epoch")])
     assert both == pytest.approx([1, 0.5, 0.25, 0.0125, 0.00625, 0.003125])
 
@@ -78,7 +78,7 @@ def test_schedules_may_be_a_tuple_or_a_single_one(make_trainer):
     assert rates(make_trainer, lambda o: (halving(o),)) == rates(make_trainer, halving)
 
 
-def test_parameter_groups_keep_their_own_settings(make_trainer):
+def test_parameter_groups_keep_their_settings(make_trainer):
     class Groups(Regression):
         def configure_optimizers(self):
             layer = self.network[0]
@@ -102,7 +102,7 @@ def test_parameters_outside_the_optimizer_do_not_change(make_trainer):
     assert torch.equal(task.network[0].weight, weight)
 
 
-def test_frozen_and_unused_parameters_are_no_trouble(make_trainer):
+def test_frozen_and_unused_parameters_work(make_trainer):
     class Partly(Regression):
         def __init__(self):
             super().__init__()
@@ -151,7 +151,7 @@ def refused(make_trainer, configure, message, data=DATA, **settings):
     [
         (lambda task: None, r"Regression\.configure_optimizers returned NoneType; return an optimizer, or \(optimizer"),
         (lambda task: [sgd(task), sgd(task)], r"returned list; return an optimizer, or \(optimizer, schedule\)"),
-        (lambda task: (sgd(task), sgd(task)), r"returned SGD as a schedule; give an LRScheduler or a Schedule"),
+        (lambda task: (sgd(task), sgd(task)), r"returned SGD as a schedule; return an LRScheduler or an LRSchedule"),
         (lambda task: (sgd(task), "cosine"), r"returned str as a schedule"),
         (lambda task: {"optimizer": sgd(task)}, r"returned dict; return an optimizer"),
         (lambda task: torch.optim.SGD([], lr=1), r"optimizer of Regression has no parameters; pass self\.parameters"),
@@ -161,7 +161,7 @@ def refused(make_trainer, configure, message, data=DATA, **settings):
         ),
         (
             lambda task: sgd(nn.Linear(2, 2)),
-            r"has none of the task's own parameters; pass self\.parameters\(\), and make sub-modules attributes",
+            r"has none of the task's parameters; pass self\.parameters\(\), and make sub-modules attributes",
         ),
     ],
 )
@@ -169,7 +169,7 @@ def test_what_cannot_be_trained_with_is_refused_with_what_to_return(make_trainer
     refused(make_trainer, configure, message)
 
 
-def test_a_task_without_parameters_is_refused_with_where_to_look(make_trainer):
+def test_a_task_without_parameters_is_rejected_with_the_remedy(make_trainer):
     class Empty(TaskModule):
         def __init__(self):
             super().__init__()

@@ -91,7 +91,7 @@ def test_integers_of_a_batch_keep_their_type(make_trainer):
     make_trainer(precision="bf16-true").fit(Labels(), data)
 
 
-def test_an_unknown_precision_is_refused_with_those_there_are():
+def test_an_unknown_precision_is_rejected_with_the_known_ones():
     with pytest.raises(
         UserError, match=r"unknown precision 'fp61'\. Did you mean 'fp64'\? Choose one of fp32, bf16-true"
     ):
@@ -124,7 +124,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_that_overflows_is_left_out_and_the_scale_is_halved(make_trainer, name, fused):
+def test_a_step_that_overflows_is_skipped_and_the_scale_is_halved(make_trainer, name, fused):
     class Scales(Callback):
         def __init__(self):
             self.scales, self.weights = [], []
@@ -145,7 +145,7 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_is_halved(make_trainer,
     assert not torch.equal(scales.weights[1], first)
 
 
-def test_a_schedule_of_every_step_is_no_trouble_when_the_first_step_overflows(make_trainer):
+def test_a_schedule_of_every_step_works_if_the_first_step_overflows(make_trainer):
     def configure(task):
         optimizer = OPTIMIZERS["SGD"](task)
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -166,7 +166,7 @@ def test_gradients_are_clipped_after_they_are_unscaled(make_trainer, settings):
         assert norms[:4] == pytest.approx(norms[4:], rel=1e-2)
 
 
-def test_the_scaler_goes_on_from_a_saved_scale():
+def test_the_scaler_continues_from_a_saved_scale():
     saved, fresh = (Precision("fp16-mixed") for _ in range(2))
     for precision in (saved, fresh):
         precision.setup(torch.device("cpu"))

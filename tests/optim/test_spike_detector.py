@@ -95,7 +95,7 @@ def test_a_resumed_run_knows_what_is_usual(tmp_path):
     assert torch.equal(weights(resumed), weights(whole))
 
 
-def test_the_first_steps_are_no_spikes(tmp_path):
+def test_the_first_steps_are_never_spikes(tmp_path):
     result = fit(Line(), tmp_path, spikes=(WARM_UP_STEPS - 1,))
     assert result.metrics["train/skipped_steps"] == 0
 

@@ -33,7 +33,7 @@ class Regression(TaskModule):
 
 
 def report_of(strategy: Any, bad: int, log_every: str) -> str:
-    """Return what a run says in which one sample is infinite."""
+    """Return the messages of a run in which one sample is infinite."""
 
     class Samples(TensorDataset):
         def __getitem__(self, index: int) -> Any:
@@ -71,7 +71,7 @@ class Unseeded(Sampler[int]):
 
 
 def of_one_rank_alone() -> list[str]:
-    """Return what a rank says of a loss, of a buffer, and of a sampler that is bad on rank 1, or another there."""
+    """Return the messages of a rank about a loss, a buffer and a sampler that are bad or differ on rank 1."""
     inputs = torch.ones(NUM_SAMPLES, 1)
     inputs[5] = float("inf")  # in step 2, on rank 1
     told = []

@@ -103,7 +103,7 @@ def test_one_device_has_the_weights_of_a_run_that_started_with_the_size_that_fit
     assert "16 samples at once do not fit into memory (CUDA out of memory. Tried to allocate 2 GiB)" in caplog.text or (
         in_backward
     )
-    assert "Set strategy.micro_batch_size=4 to begin with it." in caplog.text
+    assert "Set strategy.micro_batch_size=4 to start with it." in caplog.text
 
 
 class Late(Large):

@@ -26,7 +26,7 @@ def test_a_signal_that_no_scheduler_sends_is_rejected(make_trainer):
 def test_nothing_is_requeued_outside_of_slurm(monkeypatch, caplog):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     requeue_job()
-    assert "this is no SLURM job" in caplog.text
+    assert "this is not a SLURM job" in caplog.text
 
 
 @pytest.mark.parametrize("answer", ["echo 'Job is pending' >&2; exit 1", None])

@@ -16,7 +16,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainkit.errors import FailedElsewhere, UserError, nearest
+from trainkit.errors import RemoteRankError, UserError, nearest
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable  # it moves in later versions of Python
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         return _fail(str(error))
-    except FailedElsewhere as error:
+    except RemoteRankError as error:
         return _fail(str(error), code=1)
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)

@@ -17,7 +17,7 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from trainkit.errors import FailedElsewhere
+from trainkit.errors import RemoteRankError
 
 FAILURE_KEY = "failure"
 WAITING_KEY = "waiting"
@@ -32,7 +32,7 @@ _LOST = (*GONE, "Timed out waiting", "wait timeout")
 _NOT_THE_USERS = frozenset({"torch", "trainkit", *sys.stdlib_module_names})
 
 
-class RankError(FailedElsewhere):
+class RankError(RemoteRankError):
     """Another rank failed, died or timed out; the message names it."""
 
 

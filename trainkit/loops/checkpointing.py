@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from trainkit.checkpoint.async_writer import AsyncWriter
-from trainkit.checkpoint.serialization import check_shapes, check_state_dict_keys
-from trainkit.checkpoint.shard_files import ShardedState
-from trainkit.checkpoint.sharded_save import ShardedWriter, save_sharded
-from trainkit.checkpoint.store import CHECKPOINTS, CheckpointEntry, CheckpointStore
 from trainkit.data.batch import BatchPlan
 from trainkit.data.loader import BatchLoader
 from trainkit.errors import UserError
@@ -24,15 +20,21 @@ from trainkit.state import TrainState
 from trainkit.strategy import Strategy, SupportsShardedState
 from trainkit.task import TaskModule
 
+if TYPE_CHECKING:
+    from trainkit.checkpoint.async_writer import AsyncWriter
+    from trainkit.checkpoint.shard_files import ShardedState
+    from trainkit.checkpoint.sharded_save import ShardedWriter
+    from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
+
 
 class StatefulCallback(Protocol):
     """A callback, as far as checkpoints are concerned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
+        """Return the state to save."""
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore that."""
+        """Restore a saved state."""
 
 
 class CheckpointedRun(Protocol):
@@ -54,28 +56,33 @@ class CheckpointedRun(Protocol):
 
     @property
     def weights_are_finite(self) -> Callable[[], bool]:
-        """Returns whether the weights are worth saving; collective."""
+        """Returns True if the weights may be saved; collective."""
 
     @property
     def callbacks(self) -> Sequence[StatefulCallback]:
         """The callbacks whose state is saved."""
 
     def metrics_of_this_step(self) -> dict[str, float]:
-        """Return the metrics that were measured with the present weights."""
+        """Return the metrics that were logged at the present step."""
 
     def emit(self, hook: str, *arguments: Any) -> None:
         """Call the callbacks' methods of a hook."""
 
 
 class Checkpointer:
-    """Saves and restores one run; its methods are collective unless they say otherwise."""
+    """Saves and restores one run; its methods are collective, except `close`."""
 
     def __init__(self, run: CheckpointedRun) -> None:
-        self.store = None if run.run_dir is None else CheckpointStore(run.run_dir / CHECKPOINTS)
-        """Where checkpoints are listed; `None` for a run without a folder."""
         self._run = run
         self._writer: AsyncWriter | None = None
         self._sharded_writer: ShardedWriter | None = None
+
+    @cached_property
+    def store(self) -> CheckpointStore | None:
+        """The checkpoints of the run; `None` for a run without a folder. May be set to a store that ranks them."""
+        from trainkit.checkpoint.store import CHECKPOINTS, CheckpointStore
+
+        return None if self._run.run_dir is None else CheckpointStore(self._run.run_dir / CHECKPOINTS)
 
     # ---- Saving
 
@@ -90,11 +97,11 @@ class Checkpointer:
         """Write a checkpoint of the present state; collective.
 
         With `background` the state is copied and a thread writes it; `poll` and `wait` raise its errors. With
-        `sharded` each rank writes its shard, where the strategy shards the state. `then` is called on the main rank
+        `sharded` each rank writes its shard, if the strategy shards the state. `then` is called on the main rank
         with the entry, once it is listed.
 
-        Returns the entry on the main rank; `None` in the background, without a folder, or when a loss was not finite,
-        so that the weights are not worth saving.
+        Returns the entry on the main rank; `None` in the background, without a folder, and if the weights are not
+        finite.
         """
         run, strategy = self._run, self._run.strategy
         if self.store is None or not run.weights_are_finite():
@@ -104,10 +111,11 @@ class Checkpointer:
         payload = self._payload(shards)
         if shards is not None and background:
             self.wait()
-            self._sharded_writer = self._sharded_writer or ShardedWriter(self.store, strategy.comm)
-            self._sharded_writer.save(payload, shards.pieces, then=then, **self._labels(reason))
+            self._open_sharded_writer().save(payload, shards.pieces, then=then, **self._labels(reason))
             return None
         if shards is not None:
+            from trainkit.checkpoint.sharded_save import save_sharded
+
             return save_sharded(
                 self.store, payload, shards.pieces, together=strategy.comm, then=then, **self._labels(reason)
             )
@@ -130,18 +138,16 @@ class Checkpointer:
         run = self._run
         shards = self._shards() if sharded else None
         if shards is not None:
-            self._sharded_writer = self._sharded_writer or ShardedWriter(self.store, run.strategy.comm)
-            self._sharded_writer.prepare(shards.pieces)
+            self._open_sharded_writer().prepare(shards.pieces)
             return
         payload = self._task_and_optimizers()
         if run.strategy.comm.is_main:
-            self._writer = self._writer or AsyncWriter(self.store)
-            self._writer.prepare(payload)
+            self._open_writer().prepare(payload)
 
     def poll(self) -> bool:
         """Raise the error of a background save that failed, without waiting for the disk.
 
-        Returns whether a sharded save has just become complete. Collective while ranks save shards.
+        Returns True if a sharded save has just become complete. Collective while ranks save shards.
         """
         if self._writer is not None:
             self._writer.check()
@@ -150,7 +156,7 @@ class Checkpointer:
     def wait(self) -> bool:
         """Wait for a background save, and raise its error if it failed.
 
-        Returns whether ranks have saved shards. Collective while ranks save shards.
+        Returns True if ranks have saved shards. Collective while ranks save shards.
         """
         if self._writer is not None:
             self._writer.wait()
@@ -168,10 +174,9 @@ class Checkpointer:
     # ---- Restoring
 
     def restore(self, payload: dict[str, Any], *, where: str) -> None:
-        """Restore the run from a checkpoint that any strategy wrote; collective.
+        """Restore the run, except its random generators, from a checkpoint that any strategy wrote; collective.
 
-        Random generators continue exactly on the layout that was saved, and from a new seed on another. Raises
-        UserError if the checkpoint is another task's.
+        Raises UserError if the checkpoint is of another task.
         """
         run, strategy = self._run, self._run.strategy
         assert run.loader is not None
@@ -196,21 +201,26 @@ class Checkpointer:
         run.resumed_from = where
         if payload.get("batch_size") is not None:
             run.reference_batch_size = ReferenceBatchSize(payload["batch_size"], "the resumed run")
-        self._restore_rng(payload)
 
     def load_weights(self, payload: dict[str, Any], *, where: str, to_evaluate: bool = False) -> None:
-        """Load a checkpoint's parameters and buffers into the task; raises UserError if they are another task's.
+        """Load a checkpoint's parameters and buffers into the task; raises UserError if they are of another task.
 
-        `to_evaluate` takes the weights that the run was validated with, where they differ (an average).
+        `to_evaluate` takes the weights that the run was validated with, if those differ (an average).
         """
+        from trainkit.checkpoint.serialization import check_shapes, check_state_dict_keys
+
         task, strategy = self._run.task, self._run.strategy
         saved = payload.get("evaluation_weights", payload["task"]) if to_evaluate else payload["task"]
-        own = strategy.state_dict(task)
-        check_state_dict_keys(own, saved, where)
-        check_shapes(own, saved, where)
+        present = strategy.state_dict(task)
+        check_state_dict_keys(present, saved, where)
+        check_shapes(present, saved, where)
         strategy.load_state_dict(task, saved)
 
-    def _restore_rng(self, payload: dict[str, Any]) -> None:
+    def restore_rng(self, payload: dict[str, Any]) -> None:
+        """Restore the random generators if the layout of ranks and micro-batches is that of the checkpoint.
+
+        On another layout they get a new seed. Call it last: preparations may draw or change the layout.
+        """
         run, strategy = self._run, self._run.strategy
         states = payload["rng"]
         if len(states) == strategy.comm.num_processes and payload["layout"] == self._layout():
@@ -225,8 +235,8 @@ class Checkpointer:
         assert run.loader is not None
         payload = {
             **self._task_and_optimizers(shards),
-            "schedules": by_phase([part.schedule_state() for part in run.phase_optimizers], run.phase_optimizers),
-            "spikes": [{} if part.spikes is None else part.spikes.state_dict() for part in run.phase_optimizers],
+            "schedules": by_phase([item.schedule_state() for item in run.phase_optimizers], run.phase_optimizers),
+            "spikes": [{} if item.spikes is None else item.spikes.state_dict() for item in run.phase_optimizers],
             "strategy": strategy.strategy_state(),
             "scaler": run.precision.state_dict(),
             "state": run.state.state_dict(),
@@ -244,11 +254,11 @@ class Checkpointer:
 
     def _task_and_optimizers(self, shards: ShardedState | None = None) -> dict[str, Any]:
         """Return the state of the task and its optimizers: the shards, or complete on the main rank; collective."""
-        run = self._run
-        if shards is None:
-            parts = [run.strategy.optimizer_state_dict(run.task, part) for part in run.phase_optimizers]
-            shards = ShardedState(run.strategy.state_dict(run.task), parts)
-        return {"task": shards.task, "optimizer": by_phase(shards.optimizers, run.phase_optimizers)}
+        run, strategy, phase_optimizers = self._run, self._run.strategy, self._run.phase_optimizers
+        if shards is not None:
+            return {"task": shards.task, "optimizer": by_phase(shards.optimizers, phase_optimizers)}
+        optimizers = [strategy.optimizer_state_dict(run.task, phase_optimizer) for phase_optimizer in phase_optimizers]
+        return {"task": strategy.state_dict(run.task), "optimizer": by_phase(optimizers, phase_optimizers)}
 
     def _labels(self, reason: str) -> dict[str, Any]:
         """Return the keywords under which a checkpoint of the present state is listed."""
@@ -277,20 +287,35 @@ class Checkpointer:
         if self._writer is not None:
             self._writer.wait()
         if background:
-            self._writer = self._writer or AsyncWriter(self.store)
-            self._writer.save(payload, then=then, **self._labels(reason))
+            self._open_writer().save(payload, then=then, **self._labels(reason))
             return None
         entry = self.store.save(payload, **self._labels(reason))
         if then is not None:
             then(entry)
         return entry
 
+    def _open_writer(self) -> AsyncWriter:
+        if self._writer is None:
+            from trainkit.checkpoint.async_writer import AsyncWriter
+
+            assert self.store is not None
+            self._writer = AsyncWriter(self.store)
+        return self._writer
+
+    def _open_sharded_writer(self) -> ShardedWriter:
+        if self._sharded_writer is None:
+            from trainkit.checkpoint.sharded_save import ShardedWriter
+
+            assert self.store is not None
+            self._sharded_writer = ShardedWriter(self.store, self._run.strategy.comm)
+        return self._sharded_writer
+
     def _wait_for_shards(self) -> bool:
         return self._sharded_writer is not None and self._sharded_writer.finish()
 
 
 def _named(callbacks: Sequence[StatefulCallback]) -> list[tuple[str, StatefulCallback]]:
-    """Return the callbacks with names that tell several of one class apart."""
+    """Return the callbacks with unique names: their class, and a number from the second of a class on."""
     seen: dict[str, int] = {}
     named = []
     for callback in callbacks:

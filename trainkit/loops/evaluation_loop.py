@@ -32,17 +32,17 @@ class EvaluationLoop:
 
     def __init__(self, run: Run, loaders: Mapping[str, BatchLoader], *, stage: str) -> None:
         self._run = run
-        self._feeds = loaders
+        self._loaders = loaders
         self._stage = stage
 
     def run(self) -> dict[str, float] | None:
-        """Return the metrics by their full names (`validation/loss`), `None` if a stop was requested meanwhile.
+        """Return the metrics by their full names (`validation/loss`); `None` if a stop was requested. Collective.
 
         Leaves the task in evaluation mode and the random generators as they were.
         """
         metrics: dict[str, float] = {}
         with self._evaluating() as progress:
-            for name, loader in self._feeds.items():
+            for name, loader in self._loaders.items():
                 reduced = self._evaluate(loader, progress)
                 if reduced is None:
                     return None
@@ -77,7 +77,7 @@ class EvaluationLoop:
         run = self._run
         outputs = []
         with self._evaluating() as progress:
-            for micro_batch in next(iter(self._feeds.values())).batches():
+            for micro_batch in next(iter(self._loaders.values())).batches():
                 outputs.append(run.strategy.predict(run.task, micro_batch))
                 progress.batch += 1
                 if run.strategy.comm.should_stop_evaluation(run.signals.received is not None):
@@ -88,7 +88,7 @@ class EvaluationLoop:
         return concatenate(gathered) if gathered else []
 
     def _evaluating(self) -> AbstractContextManager[EvaluationProgress]:
-        steps = [loader.num_steps for loader in self._feeds.values()]
+        steps = [loader.num_steps for loader in self._loaders.values()]
         known = [count for count in steps if count is not None]
         return _evaluating(self._run, EvaluationProgress(self._stage, sum(known) if len(known) == len(steps) else None))
 

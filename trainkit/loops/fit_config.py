@@ -51,7 +51,7 @@ class FitConfig:
     yaml: str
     """All settings of the run as YAML, kept in its folder and its checkpoints."""
     reference_batch_size: ReferenceBatchSize | None = None
-    """The global batch that the learning rate was chosen for, where it is known."""
+    """The global batch that the learning rate was chosen for, if it is known."""
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
@@ -81,7 +81,7 @@ class FitConfig:
         return replace(self, max_duration=[step], evaluate_every=step, limits=dict.fromkeys(self.limits, 1), loggers=[])
 
     def validates(self, data: Data) -> bool:
-        """Return whether training is interrupted by validations."""
+        """Return True if training is interrupted by validations."""
         return data.has("validation") and self.evaluate_every is not None
 
     def data_seed(self, data: Data) -> int:

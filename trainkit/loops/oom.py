@@ -27,19 +27,19 @@ logger = logging.getLogger(__name__)
 class AutoMicroBatch:
     """Computes step batches with `micro_batch_size=auto`.
 
-        step 1    [ 0 1 2 3 4 5 6 7 ]    out of memory on some rank: all drop what they have of this step
+        step 1    [ 0 1 2 3 4 5 6 7 ]    out of memory on some rank: all ranks drop this step
         again     [ 0 1 2 3 | 4 5 6 7 ]  the same samples and random numbers, in halves
         step 2    [ 8 9 10 11 | 12 13 14 15 ]
 
-    The global batch does not change, so the weights are those of a run that began with the size that was found.
+    The global batch does not change, so the weights are those of a run with the final size from the start.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         if run.phase_optimizers and run.phase_optimizers[0].phase:
             raise UserError(
-                f"{type(run.task).__name__} has phases, in which a step cannot be made again with smaller "
-                "micro-batches; give strategy.micro_batch_size as a number."
+                f"{type(run.task).__name__} has phases, whose step cannot be repeated with smaller "
+                "micro-batches; set strategy.micro_batch_size to a number."
             )
 
     def wrap(self, step: PhaseStep) -> PhaseStep:
@@ -57,7 +57,7 @@ class AutoMicroBatch:
                 return forward_backward(batch)
             except torch.OutOfMemoryError as error:
                 reason = str(error)
-            # Not above: the error holds the frames of the step, and they what did not fit.
+            # Outside the handler: the error keeps the frames of the step, and they the memory to free.
             task.zero_grad(set_to_none=True)
             before.restore()
             if strategy.device.type == "cuda":
@@ -65,7 +65,7 @@ class AutoMicroBatch:
             self._halve(self._largest(batch), reason)
 
     def resume(self) -> None:
-        """Use the size that the resumed run has found."""
+        """Use the size that the resumed run found."""
         if self._run.state.micro_batch_size is not None:
             self._use(self._run.state.micro_batch_size)
 
@@ -74,13 +74,13 @@ class AutoMicroBatch:
         if size == 1:
             raise UserError(
                 f"the task does not fit into memory with one sample at a time ({_first_line(reason)}). Make the task "
-                "or its samples smaller, set trainer.precision=bf16-mixed, or cut the task: strategy=pipeline."
+                "or its samples smaller, set trainer.precision=bf16-mixed, or partition the task: strategy=pipeline."
             )
         self._use((size + 1) // 2)
         if run.is_main:
             logger.warning(
                 "micro_batch_size=auto: %d samples at once do not fit into memory (%s); continuing with %d%s. Set "
-                "strategy.micro_batch_size=%d to begin with it.",
+                "strategy.micro_batch_size=%d to start with it.",
                 size,
                 _first_line(reason),
                 (size + 1) // 2,
@@ -89,9 +89,9 @@ class AutoMicroBatch:
             )
 
     def _largest(self, batch: StepBatch) -> int:
-        """Return the samples of the largest micro-batch that any rank has computed; collective."""
-        own = max((micro_batch.num_samples for micro_batch in batch.micro_batches), default=0)
-        return max(self._run.strategy.comm.all_gather_object(own))
+        """Return the number of samples of the largest micro-batch on any rank; collective."""
+        largest = max((micro_batch.num_samples for micro_batch in batch.micro_batches), default=0)
+        return max(self._run.strategy.comm.all_gather_object(largest))
 
     def _use(self, size: int) -> None:
         run = self._run
@@ -103,7 +103,7 @@ class AutoMicroBatch:
 
 
 class StateSnapshot:
-    """A copy of what a step changes besides parameters: random generators, buffers and states of metrics."""
+    """A copy of the state that a step changes besides parameters: random generators, buffers and metrics."""
 
     def __init__(self, task: nn.Module, metrics: Sequence[nn.Module]) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
@@ -123,7 +123,7 @@ def resplit(batch: StepBatch, size: int | None) -> StepBatch:
     """Return the step batch in micro-batches of at most `size` samples, the same samples in the same order."""
     if size is None or all(micro_batch.num_samples <= size for micro_batch in batch.micro_batches):
         return batch
-    return replace(batch, micro_batches=[part for whole in batch.micro_batches for part in _split(whole, size)])
+    return replace(batch, micro_batches=[item for whole in batch.micro_batches for item in _split(whole, size)])
 
 
 def _split(whole: MicroBatch, size: int) -> Iterator[MicroBatch]:
@@ -137,7 +137,7 @@ def _split(whole: MicroBatch, size: int) -> Iterator[MicroBatch]:
 
 
 def _check_rows(batch: Any, count: int) -> None:
-    """Raise UserError for a batch that cannot be split: one with anything but tensors with a row for each sample."""
+    """Raise UserError for a batch that cannot be split: only tensors with a row for each sample can."""
     for leaf in tree_leaves(batch):
         if not isinstance(leaf, (Tensor, int, float, type(None))) or (
             isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != count
@@ -145,7 +145,7 @@ def _check_rows(batch: Any, count: int) -> None:
             found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise UserError(
                 f"micro_batch_size=auto cannot split a batch of {count} samples that holds {found}: only tensors with "
-                "a row for each sample can be split. Give strategy.micro_batch_size as a number."
+                "a row for each sample can be split. Set strategy.micro_batch_size to a number."
             )
 
 

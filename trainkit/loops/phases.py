@@ -16,18 +16,18 @@ from trainkit.state import TrainState
 
 @dataclass(frozen=True)
 class PhaseStep:
-    """Forward, backward and update of one optimizer, composed once at the start; each call is collective."""
+    """Forward, backward and update of one optimizer; each call is collective."""
 
     phase: str
     """Empty for the one optimizer of a task without phases."""
     every: int
-    """The phase takes part in every so many steps."""
+    """The phase runs every this many steps."""
     begin: Callable[[str | None], None]
-    """Makes the phase the one that is trained, by the task's method of this name or the phase's own."""
+    """Makes the phase the one that is trained, by this method of the task or the default one."""
     forward_backward: Callable[[StepBatch], list[StepOutput]]
-    """Leaves the gradients of a step batch."""
+    """Adds the gradients of a step batch."""
     update: Callable[[], Tensor | None]
-    """Clips, updates the parameters and drops the gradients; returns their norm where it was needed."""
+    """Clips, updates the parameters and drops the gradients; returns their norm if it was needed."""
     step_schedules: Callable[[], None]
 
 
@@ -35,7 +35,7 @@ class StepWrapper(Protocol):
     """An option of the step, such as timing."""
 
     def wrap(self, step: PhaseStep) -> PhaseStep:
-        """Return the step with the option around its calls."""
+        """Return the step with this option added."""
 
 
 class TrainStep(Protocol):
@@ -46,11 +46,11 @@ class TrainStep(Protocol):
         """Compute a step batch and return the outputs of this rank's micro-batches."""
 
     def finish(self) -> None:
-        """Make the updates that are left."""
+        """Make the remaining updates."""
 
     @property
     def grad_norms(self) -> Mapping[str, Tensor]:
-        """The norm of each phase's last gradient, where it was needed."""
+        """The norm of each phase's last gradient, if it was needed."""
 
 
 class SingleStep:
@@ -70,9 +70,9 @@ class SingleStep:
 
 
 class PhaseControl:
-    """What a task with `manual = True` drives its steps with; each method is collective.
+    """The argument of `manual_step`: drives the phases of a step. Each method is collective.
 
-    The micro-batches of a step, their weights, the precision and the reduction over ranks are taken care of:
+    Micro-batches, their weights, precision and the reduction over ranks are those of any other step:
 
         def manual_step(self, control):
             for _ in range(5):
@@ -84,24 +84,23 @@ class PhaseControl:
 
     def __init__(self, phases: Sequence[PhaseStep]) -> None:
         self.outputs: list[StepOutput] = []
-        """What the phases of this step returned, their metrics under `<phase>/<name>`."""
+        """The outputs of the phases of this step, with metrics named `<phase>/<name>`."""
         self.norms: dict[str, Tensor] = {}
-        """The norm of each phase's gradient in its last step, where it was needed."""
+        """The norm of each phase's gradient in its last step, if it was needed."""
         self.num_steps = 0
         """Optimizer steps of the whole task before this one."""
         self._phases = {phase.phase: phase for phase in phases}
         self._batch = StepBatch([], 0, 0, False)
 
     def begin(self, batch: StepBatch, *, num_steps: int) -> None:
-        """Turn to the global batch of the next step."""
+        """Start the next step."""
         self._batch, self.num_steps, self.outputs = batch, num_steps, []
 
     def backward(self, phase: str, *, step: str | None = None) -> Mapping[str, float | Tensor]:
-        """Leave in the phase's parameters the gradient of its mean loss over the global batch.
+        """Add to the phase's parameters the gradient of its mean loss over the global batch.
 
-        `step` names another method of the task that returns the loss. Returns the loss and metrics of this rank's
-        last micro-batch, which are tensors on the device: nothing waits for them. Called twice without a `step`
-        between, the second gradient is added to the first.
+        `step` names another method of the task that returns the loss. Returns the loss and metrics of this rank's last
+        micro-batch, as tensors on the device that nothing waits for. Gradients accumulate until `step`.
         """
         current = self._find(phase)
         current.begin(step)
@@ -119,11 +118,11 @@ class PhaseControl:
             self.norms[phase] = norm
 
     def due(self, phase: str) -> bool:
-        """Return whether the phase takes part in this step, by its `every`."""
+        """Return True if the phase runs in this step, by its `every`."""
         return self.num_steps % self._find(phase).every == 0
 
     def run_due_phases(self) -> None:
-        """Make the backward and step of each phase that takes part in this step, in their order."""
+        """Make the backward and step of each phase that runs in this step, in order."""
         for phase in self._phases:
             if self.due(phase):
                 self.backward(phase)
@@ -134,13 +133,13 @@ class PhaseControl:
         if found is None:
             known = list(self._phases)
             raise UserError(
-                f"there is no phase {phase!r}.{nearest(phase, known)} configure_phases declares {', '.join(known)}."
+                f"unknown phase {phase!r}.{nearest(phase, known)} configure_phases declares {', '.join(known)}."
             )
         return found
 
 
 class ManualTask(Protocol):
-    """A task that may drive its phases itself."""
+    """The parts of a TaskModule that drive phases."""
 
     manual: bool
 
@@ -157,11 +156,11 @@ class PhasedStep:
 
     @property
     def grad_norms(self) -> Mapping[str, Tensor]:
-        """The norm of each phase's last gradient, where it was needed."""
+        """The norm of each phase's last gradient, if it was needed."""
         return self._control.norms
 
     def begin(self, batch: StepBatch) -> list[StepOutput]:
-        """Make the step of all phases that take part in it, and return what they returned; collective."""
+        """Make the step of all phases that run in it, and return their outputs; collective."""
         control = self._control
         control.begin(batch, num_steps=self._state.step)
         if self._task.manual:
@@ -171,11 +170,11 @@ class PhasedStep:
         return control.outputs
 
     def finish(self) -> None:
-        """Do nothing: each phase has made its update."""
+        """Do nothing: each phase has made its update already."""
 
 
 def _named(output: StepOutput, phase: str) -> StepOutput:
-    """Return a phase's output with its metrics, and its loss as one of them, under the phase's name."""
+    """Return a phase's output with its metrics and its loss named `<phase>/<name>`."""
     metrics = {f"{phase}/{name}": value for name, value in output.metrics.items()}
     if output.loss is not None:
         metrics[f"{phase}/loss"] = output.loss

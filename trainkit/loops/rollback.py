@@ -1,25 +1,29 @@
-"""What `on_nonfinite` does after a loss or weights that are not finite: an error, a stop, or a rollback."""
+"""`on_nonfinite`: an error, a stop or a rollback after a loss or weights that are not finite."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainkit.checkpoint.store import CheckpointEntry, CheckpointError, load_from
 from trainkit.data.loader import BatchLoader
 from trainkit.errors import NonFiniteLoss
 from trainkit.loops.fit_config import NonfinitePolicy
 from trainkit.loops.run import Run
-from trainkit.loops.skipped_steps import list_samples
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optim.nonfinite import is_finite_state, nonfinite_state, untrained_nonfinite_state
 
+if TYPE_CHECKING:
+    from trainkit.checkpoint.entry import CheckpointEntry
+
 logger = logging.getLogger(__name__)
 
+SAMPLES_SHOWN = 20
 
-class RollbackRequested(Exception):  # no error: training continues
+
+class RollbackRequested(Exception):  # not an error: training continues
     """A loss was not finite after `step - 1` sound steps; raised on all ranks at the same point."""
 
     def __init__(self, step: int, cause: str) -> None:
@@ -42,19 +46,19 @@ class NonFinitePolicy:
         self.means = run.means = WeightedMeans(run.strategy.device)
         self._weights_are_sound = True
         self._run = run
-        self._feed: BatchLoader = run.loader
+        self._loader: BatchLoader = run.loader
         self._lacks_folder = policy == "rollback" and run.checkpointer.store is None
         self._policy: NonfinitePolicy = "raise" if self._lacks_folder else policy
         self._max_rollbacks = max_rollbacks
         self._rollbacks = 0
         self._point = RollbackPoint(run)
-        self._suspect: tuple[int, str] | None = None  # the step that the last rollback listed, and why
+        self._suspect: tuple[int, str] | None = None  # the step that the last rollback listed, and its cause
 
     # ---- Called by the loop
 
     @property
     def lists_steps(self) -> bool:
-        """Whether steps are, or may be, listed in `state.skipped_steps`."""
+        """True if steps are, or may be, listed in `state.skipped_steps`."""
         return self._policy == "rollback" or bool(self._run.state.skipped_steps)
 
     def prepare(self) -> None:
@@ -65,19 +69,16 @@ class NonFinitePolicy:
                 "on_nonfinite=rollback restores checkpoints, and this run has no folder for any: a loss that is not "
                 "finite ends it, as with on_nonfinite=raise."
             )
-        own = untrained_nonfinite_state(self._run.task)
-        if strategy.comm.any_rank(bool(own)):  # stages hold parts of the task
+        names = untrained_nonfinite_state(self._run.task)
+        if strategy.comm.any_rank(bool(names)):  # stages hold parts of the task
             self._point.never_finite = frozenset(
-                name for names in strategy.comm.all_gather_object(own) for name in names
+                name for of_rank in strategy.comm.all_gather_object(names) for name in of_rank
             )
 
     def start(self) -> None:
-        """Save a first checkpoint to return to, if the policy may need one and there is none; collective."""
+        """Save a first checkpoint to roll back to, if the policy needs one and this run has none; collective."""
         run = self._run
-        if run.checkpointer.store is None:
-            return
-        has_own = self._point.begin()
-        if self._policy == "rollback" and not run.strategy.comm.broadcast_object(has_own):
+        if self._policy == "rollback" and not run.strategy.comm.broadcast_object(self._point.start()):
             run.checkpointer.save(reason="start")
 
     @contextmanager
@@ -90,14 +91,14 @@ class NonFinitePolicy:
             then()
 
     def check(self) -> bool:
-        """Apply the policy to losses that were not logged yet, and return whether the weights may be saved."""
+        """Apply the policy to losses that are not logged yet; return True if the weights may be saved. Collective."""
         first_bad = self.means.first_nonfinite_step()
         if self._run.strategy.comm.any_rank(first_bad is not None):
             self.on_nonfinite_loss(first_bad)
         return self._weights_are_sound
 
     def weights_are_finite(self) -> bool:
-        """Return whether the weights are worth saving, or apply the policy if they are not finite; collective.
+        """Return True if the weights may be saved; apply the policy if they are not finite. Collective.
 
         A step may have a finite loss and a gradient that is not. Its weights must never replace a sound checkpoint,
         which may be the only one: here training may wait for the device.
@@ -175,7 +176,7 @@ class NonFinitePolicy:
         checkpoint = self._point.checkpoint_before(request.step)
         if checkpoint is None:
             raise NonFiniteLoss(
-                f"{request.cause}, and there is no sound checkpoint from before it. Lower the learning rate, or save "
+                f"{request.cause}, and no sound checkpoint from before it exists. Lower the learning rate, or save "
                 "more often: callbacks.checkpoint.every=500step."
             ) from None
         self._point.restore(checkpoint)
@@ -192,12 +193,12 @@ class NonFinitePolicy:
             logger.warning("%s: rolling back to step %d.", request.cause, run.state.step)
 
     def _nonfinite_name(self) -> str | None:
-        """Return the name of a parameter or buffer here that was finite and is not; waits for the device."""
+        """Return the name of a parameter or buffer of this rank that is no longer finite; waits for the device."""
         never_finite = self._point.never_finite
         return next((name for name in nonfinite_state(self._run.task) if name not in never_finite), None)
 
     def _first_of_ranks(self, name: str | None) -> str | None:
-        """Return the name that the first rank gives which gives one; collective."""
+        """Return the name from the first rank that has one; collective."""
         return next((other for other in self._run.strategy.comm.all_gather_object(name) if other is not None), None)
 
     def _remedy(self) -> str:
@@ -214,12 +215,12 @@ class NonFinitePolicy:
         )
 
     def _place(self, step: int | None) -> tuple[int | None, str]:
-        """Return the first bad step of all ranks, with its rank and samples as text; collective."""
+        """Return the first bad step of all ranks, and its rank and samples as text; collective."""
         run = self._run
-        own = None if step is None else (step, run.strategy.comm.rank, self._feed.sample_indices(step, run.state))
-        places = run.strategy.comm.all_gather_object(own)
+        place = None if step is None else (step, run.strategy.comm.rank, self._loader.sample_indices(step, run.state))
+        places = run.strategy.comm.all_gather_object(place)
         found = [place for place in places if place is not None]
-        if not found:  # it was logged already, and on no rank since
+        if not found:  # the bad loss was logged already
             return None, f"before step {run.state.step}"
         first, rank, samples = min(found)
         on_rank = f" on rank {rank}" if len(places) > 1 else ""
@@ -235,8 +236,8 @@ class RollbackPoint:
         self.never_finite: frozenset[str] = frozenset()
         """Names of state that was not finite before training and need not be, such as masks of minus infinity."""
 
-    def begin(self) -> bool:
-        """Return on the main rank whether there is a checkpoint of this run already.
+    def start(self) -> bool:
+        """Return True on the main rank if this run has a checkpoint already.
 
         The folder may hold others: of an earlier run, or of a later step than the one that was resumed.
         """
@@ -251,6 +252,8 @@ class RollbackPoint:
     def checkpoint_before(self, step: int) -> tuple[int, Path] | None:
         """Return the step and path of the last complete checkpoint before `step` with finite weights; collective."""
         run = self._run
+        from trainkit.checkpoint.entry import CheckpointError
+
         run.checkpointer.wait()
         found: tuple[int, Path] | None = None
         if run.is_main and run.checkpointer.store is not None:
@@ -265,20 +268,23 @@ class RollbackPoint:
 
     def restore(self, checkpoint: tuple[int, Path]) -> None:
         """Restore a checkpoint, but keep the clock, the skipped steps and the micro-batch size; collective."""
+        from trainkit.checkpoint.store import load_from
+
         run, state = self._run, self._run.state
         seconds, skipped_steps, size = state.own_seconds, state.skipped_steps, state.micro_batch_size
         resumed_from = run.resumed_from
         payload = load_from(checkpoint[1]).payload
         run.checkpointer.restore(payload, where=str(checkpoint[1]))
+        run.checkpointer.restore_rng(payload)
         state.resume_clock(seconds)
         state.skipped_steps |= skipped_steps
         state.micro_batch_size = size  # found since the checkpoint, and in use
         run.resumed_from = resumed_from
         run.task.train()
-        drop_gradients(run)
+        for phase_optimizer in run.phase_optimizers:  # of the step that was not finished
+            phase_optimizer.zero_grad()
 
 
-def drop_gradients(run: Run) -> None:
-    """Leave no gradient of an unfinished step."""
-    for phase_optimizer in run.phase_optimizers:
-        phase_optimizer.zero_grad()
+def list_samples(samples: Sequence[int]) -> str:
+    """Return the first samples, separated by commas."""
+    return ", ".join(map(str, samples[:SAMPLES_SHOWN])) + ", ..." * (len(samples) > SAMPLES_SHOWN)

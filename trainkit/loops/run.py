@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from signal import Signals
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -15,25 +16,25 @@ from trainkit.data.batch import BatchPlan
 from trainkit.data.data import Data
 from trainkit.data.loader import BatchLoader
 from trainkit.logger import Logger
-from trainkit.loggers.guarded import SafeLogger
-from trainkit.loggers.media import histogram_of, to_uint8_image
 from trainkit.loops.checkpointing import Checkpointer, StatefulCallback
-from trainkit.loops.step_timer import StepTimer
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.optim.precision import Precision
-from trainkit.profiling.memory import PeakMemoryTracker
 from trainkit.signals import StopSignals
 from trainkit.state import TrainState
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
+if TYPE_CHECKING:
+    from trainkit.loops.step_timer import StepTimer
+    from trainkit.profiling.memory import PeakMemoryTracker
+
 logger = logging.getLogger(__name__)
 
 
 class RunCallback(StatefulCallback, Protocol):
-    """What a run needs of a callback."""
+    """A callback, as far as a run is concerned."""
 
     def overridden_hooks(self) -> Mapping[str, Callable[..., None]]:
         """Return the methods to call, by the name of the hook."""
@@ -53,7 +54,7 @@ class EvaluationProgress:
 
 @dataclass
 class Run:
-    """What callbacks are called with. Read anything; change it through the methods."""
+    """The argument of every callback hook. Read anything; change it through the methods."""
 
     task: TaskModule
     data: Data
@@ -68,7 +69,7 @@ class Run:
     config: str = ""
     """All settings of the run as YAML."""
     max_steps: int | None = None
-    """Optimizer steps that the run will take, if `max_duration` determines it."""
+    """Optimizer steps of the whole run, if `max_duration` determines them."""
     state: TrainState = field(default_factory=TrainState)
     loader: BatchLoader | None = None
     plan: BatchPlan | None = None
@@ -77,7 +78,7 @@ class Run:
     phase_optimizers: Sequence[PhaseOptimizer] = ()
     """One, or one for each phase of the task; none outside of training."""
     means: WeightedMeans | None = None
-    """The means of what training steps returned since the last log."""
+    """The means of the outputs of training steps since the last log."""
     evaluation: EvaluationProgress | None = None
     step_timer: StepTimer | None = None
     """Times the parts of steps, if a callback asked for it in `on_fit_start`."""
@@ -86,18 +87,27 @@ class Run:
     """The signal that ended the run, the same on every rank."""
     resumed_from: str | None = None
     weights_are_finite: Callable[[], bool] = lambda: True
-    """Returns whether the weights are worth saving; collective."""
+    """Returns True if the weights may be saved; collective."""
 
     def __post_init__(self) -> None:
-        self.loggers = [SafeLogger(destination) for destination in self.loggers]
+        if self.loggers:
+            from trainkit.loggers.guarded import SafeLogger
+
+            self.loggers = [SafeLogger(destination) for destination in self.loggers]
         self.loaders: list[BatchLoader] = []  # of evaluations
-        self.peak_memory = PeakMemoryTracker(self.strategy.device)
         self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
         self._hooks: dict[str, list[Callable[..., None]]] = {}
         for callback in self.callbacks:
             for name, hook in callback.overridden_hooks().items():
                 self._hooks.setdefault(name, []).append(hook)
         self.checkpointer = Checkpointer(self)
+
+    @cached_property
+    def peak_memory(self) -> PeakMemoryTracker:
+        """The peak of allocated device memory, which callbacks read."""
+        from trainkit.profiling.memory import PeakMemoryTracker
+
+        return PeakMemoryTracker(self.strategy.device)
 
     @property
     def phase_optimizer(self) -> PhaseOptimizer | None:
@@ -106,11 +116,11 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and talks to the user."""
+        """True on the rank that writes files and reports to the user."""
         return self.strategy.comm.is_main
 
     def hooks(self, name: str) -> list[Callable[..., None]]:
-        """Return the callbacks' methods for a hook; only overridden ones."""
+        """Return the methods of the callbacks that override a hook."""
         return self._hooks.get(name, [])
 
     def emit(self, hook: str, *arguments: Any) -> None:
@@ -124,7 +134,7 @@ class Run:
             self.stop_reason = reason
 
     def sync_stop_signal(self) -> bool:
-        """Set `stopped_by` to the signal that the first rank received; return whether any did. Collective."""
+        """Set `stopped_by` to the first rank's signal; return True if any rank received one. Collective."""
         received = self.strategy.comm.all_gather_object(self.signals.received)
         self.stopped_by = next((number for number in received if number is not None), None)
         return self.stopped_by is not None
@@ -144,6 +154,8 @@ class Run:
     def log_image(self, name: str, image: Tensor) -> None:
         """Write an image: (height, width) or (channels, height, width), from 0 to 1 or in uint8."""
         if self.loggers:
+            from trainkit.loggers.media import to_uint8_image
+
             picture = to_uint8_image(image)
             for destination in self.loggers:
                 destination.write_image(name, picture, step=self.state.step)
@@ -151,6 +163,8 @@ class Run:
     def log_histogram(self, name: str, values: Tensor) -> None:
         """Write a histogram of a tensor's elements."""
         if self.loggers:
+            from trainkit.loggers.media import histogram_of
+
             histogram = histogram_of(values)
             for destination in self.loggers:
                 destination.write_histogram(name, histogram, step=self.state.step)
@@ -165,7 +179,7 @@ class Run:
                 logger.exception("on_exception failed after %s", self.stop_reason)
 
     def close(self) -> None:
-        """Close the checkpointer, feeds, callbacks and loggers, each even if another fails; not collective."""
+        """Close the checkpointer, loaders, callbacks and loggers, each even if another fails; not collective."""
         errors: list[Exception] = []
         closing: list[Callable[[], None]] = [self.checkpointer.close]
         closing += [loader.close for loader in (*self.loaders, *([] if self.loader is None else [self.loader]))]
@@ -178,6 +192,6 @@ class Run:
             raise errors[0]
 
     def metrics_of_this_step(self) -> dict[str, float]:
-        """Return the metrics that were measured with the present weights."""
+        """Return the metrics that were logged at the present step."""
         metrics, measured_at = self.state.metrics, self._measured_at
         return {name: metrics[name] for name, step in measured_at.items() if step == self.state.step}

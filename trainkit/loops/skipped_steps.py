@@ -1,4 +1,4 @@
-"""Steps that change nothing: their gradient is not finite or a spike, or a rollback has listed them."""
+"""Skipped steps, which change nothing: their gradient is not finite or a spike, or a rollback has listed them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainkit.data.batch import StepBatch
 from trainkit.data.loader import BatchLoader
 from trainkit.loops.phases import PhaseStep, TrainStep
+from trainkit.loops.rollback import list_samples
 from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
 from trainkit.state import TrainState
@@ -22,10 +23,9 @@ from trainkit.state import TrainState
 logger = logging.getLogger(__name__)
 
 STEPS_SHOWN = 5
-"""Steps that are named between two log points."""
-SAMPLES_SHOWN = 20
+"""Steps that a warning names."""
 _FOLD_AT = 512
-"""Flags that are kept one by one before the steps among them are picked out, which waits for the device."""
+"""Flags on the device after which they are read, which waits for the device."""
 
 
 class SkippedSteps:
@@ -45,7 +45,7 @@ class SkippedSteps:
     def wrap(self, step: PhaseStep) -> PhaseStep:
         """Return the step with the buffers copied before its first backward, and restored if it is skipped."""
         phase, forward_backward, update = step.phase, step.forward_backward, step.update
-        phase_optimizer = next(part for part in self._run.phase_optimizers if part.phase == phase)
+        phase_optimizer = next(item for item in self._run.phase_optimizers if item.phase == phase)
 
         def snapshot_first(batch: StepBatch) -> list[StepOutput]:
             if phase not in self._before:
@@ -60,7 +60,7 @@ class SkippedSteps:
         return replace(step, forward_backward=snapshot_first, update=then_restore)
 
     def warn(self, bad: Sequence[int], loader: BatchLoader) -> None:
-        """Warn of the steps skipped since the last call, of which `bad` had a bad loss here; waits for the device.
+        """Warn about the steps skipped since the last call; `bad` had a bad loss on this rank. Waits for the device.
 
         Collective.
         """
@@ -70,8 +70,8 @@ class SkippedSteps:
         if not shown:
             return
         run = self._run
-        own = {step: SkipReason(step in bad, loader.sample_indices(step, run.state)) for step in shown}
-        reasons = run.strategy.comm.all_gather_object((run.strategy.comm.rank, own))
+        known_here = {step: SkipReason(step in bad, loader.sample_indices(step, run.state)) for step in shown}
+        reasons = run.strategy.comm.all_gather_object((run.strategy.comm.rank, known_here))
         if not run.is_main:
             return
         reasons.sort(key=itemgetter(0))
@@ -94,7 +94,7 @@ class SkippedSteps:
             self._fold()
 
     def _fold(self) -> None:
-        """Pick out the steps that were skipped, which waits for the device."""
+        """Add the steps whose flag is set; waits for the device."""
         flags, self._flags = self._flags, []
         if flags:
             skipped = torch.stack([flag for _, flag in flags]).tolist()
@@ -110,7 +110,7 @@ class SkipListedSteps:
 
     @property
     def grad_norms(self) -> Mapping[str, Tensor]:
-        """The norm of each phase's last gradient, where it was needed."""
+        """The norm of each phase's last gradient, if it was needed."""
         return self._step.grad_norms
 
     def begin(self, batch: StepBatch) -> list[StepOutput]:
@@ -128,7 +128,7 @@ class SkipListedSteps:
 
 
 class SkipReason(NamedTuple):
-    """What one rank knows of a skipped step."""
+    """The loss and samples of a skipped step on one rank."""
 
     loss_was_bad: bool
     samples: list[int]
@@ -147,19 +147,14 @@ class BufferSnapshot:
         with torch.no_grad():
             for group, before in zip(self._groups, self._before, strict=True):
                 chosen = torch.where(flag.to(before.device), before, _flat(group))
-                pieces = chosen.split([buffer.numel() for buffer in group])
+                flat = chosen.split([buffer.numel() for buffer in group])
                 torch._foreach_copy_(
-                    group, [piece.view_as(buffer) for piece, buffer in zip(pieces, group, strict=True)]
+                    group, [values.view_as(buffer) for values, buffer in zip(flat, group, strict=True)]
                 )
 
 
-def list_samples(samples: Sequence[int]) -> str:
-    """Return the first samples, separated by commas."""
-    return ", ".join(map(str, samples[:SAMPLES_SHOWN])) + ", ..." * (len(samples) > SAMPLES_SHOWN)
-
-
 def _cause(step: int, of_ranks: Mapping[int, SkipReason]) -> str:
-    """Return what was wrong with a step: the first rank whose loss was, and its samples, or those of all ranks."""
+    """Return the cause of a skipped step: the first rank with a bad loss and its samples, else those of all ranks."""
     bad = next((rank for rank, reason in of_ranks.items() if reason.loss_was_bad), None)
     samples = of_ranks[bad].samples if bad is not None else [i for reason in of_ranks.values() for i in reason.samples]
     cause = "its gradient was not finite, or a spike" if bad is None else "its loss was NaN or infinite"
@@ -172,7 +167,7 @@ def _flat(buffers: list[Tensor]) -> Tensor:
 
 
 def _has_values(buffer: Tensor) -> bool:
-    """Return whether a step may write here: not to a placeholder for the buffer of another stage."""
+    """Return True if a step may write to the buffer: not to a placeholder for one of another stage."""
     if buffer.is_meta or buffer.layout != torch.strided or buffer.numel() == 0:
         return False
     return all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

@@ -3,8 +3,8 @@
     next batch     forward    backward    waiting for ranks    optimizer    log, callbacks
     [data|copy]   [forward]  [        backward            ]   [optimizer]  [    rest     ]
 
-On the CPU everything is measured by its clock. Work on a CUDA device goes on after a call has returned: there events
-are recorded in some of the steps, and read at log points, when the device has been waited for anyway.
+On the CPU a clock measures everything. Work on a CUDA device continues after a call has returned: there events are
+recorded in some of the steps, and read at log points, which wait for the device anyway.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepTimer:
     def __init__(self, strategy: Strategy, precision: Precision, loader: BatchLoader) -> None:
         self.steps = 0
         self._strategy = strategy
-        self._feed = loader
+        self._loader = loader
         self._received = self._forward = self._both = self._optimizer = 0.0
         self._waited_before, self._data_before = waited_seconds(strategy), loader.seconds_waited
         self._device = _DeviceTimer() if strategy.device.type == "cuda" else None
@@ -50,7 +50,7 @@ class StepTimer:
         self._release = precision.surround(self._forward_of_step)
 
     def close(self) -> None:
-        """Leave forwards as they were."""
+        """Stop timing forwards."""
         self._release()
 
     # ---- Called by the loop
@@ -66,7 +66,7 @@ class StepTimer:
             yield batch
 
     def wrap(self, step: PhaseStep) -> PhaseStep:
-        """Return the step with its time counted, as forward and backward and as the optimizer's."""
+        """Return the step with its forward and backward and its update timed."""
         return replace(
             step,
             forward_backward=partial(self._forward_backward, step.forward_backward),
@@ -100,23 +100,23 @@ class StepTimer:
                 self._device.mark("optimizer")
 
     def end_step(self) -> None:
-        """Count a step, all phases of which have been made."""
+        """Count a step whose phases are complete."""
         self.steps += 1
         self._in_step = False
 
     def _forward_of_step(self) -> AbstractContextManager[Any] | None:
-        # Replicas on threads of their own run at the same time: theirs are no parts that add up to a step.
+        # Replicas on other threads run at the same time: their forwards do not add up to a step.
         return self._forward_context if self._thread == get_ident() else None
 
     # ---- What was measured
 
     def take(self, seconds: float) -> dict[str, float]:
-        """Return the seconds of each part of the steps that took `seconds`, and start again; at a log point only."""
+        """Return the seconds of each part of the steps that took `seconds`, and reset; only at a log point."""
         waited = waited_seconds(self._strategy)
         communication = None
         if waited is not None:
             communication = max(waited - (self._waited_before or 0.0), 0.0)  # a new reducer starts from zero
-        data = self._feed.seconds_waited - self._data_before
+        data = self._loader.seconds_waited - self._data_before
         parts = {"data": data}
         if self._strategy.device.type != "cpu":
             parts["copy"] = max(self._received - data, 0.0)
@@ -130,14 +130,14 @@ class StepTimer:
         else:
             parts.update(self._on_device(seconds, parts, communication))
         self._received = self._forward = self._both = self._optimizer = 0.0
-        self._waited_before, self._data_before, self.steps = waited, self._feed.seconds_waited, 0
+        self._waited_before, self._data_before, self.steps = waited, self._loader.seconds_waited, 0
         return parts
 
     def _on_device(self, seconds: float, parts: dict[str, float], communication: float | None) -> dict[str, float]:
-        """Return the parts where a device works behind the CPU: what the CPU waits for only counts while it is idle.
+        """Return the parts on a device that works behind the CPU: waits of the CPU count only while the device is idle.
 
-        While the CPU waits for other ranks inside backward the device has nothing to do there. Where the device waits
-        by itself, in its own queue, that stays part of backward.
+        While the CPU waits for other ranks in backward the device is idle. Waits in the queue of the device stay part
+        of backward.
         """
         assert self._device is not None
         busy = self._device.take(self.steps)
@@ -174,7 +174,7 @@ class _Forward:
 
 
 class _DeviceTimer:
-    """Records events in one of several steps; what lies before an event counts for the name it was recorded by."""
+    """Records CUDA events in some of the steps; the time before an event counts for the name of the event."""
 
     def __init__(self) -> None:
         self._step = -1
@@ -183,7 +183,7 @@ class _DeviceTimer:
         self._records = False
 
     def begin_step(self) -> None:
-        """Begin a step, which is recorded if it is its turn."""
+        """Begin a step; one in `_EVERY` is recorded."""
         self._step += 1
         self._records = self._step % _EVERY == 0
         if self._records:
@@ -199,7 +199,7 @@ class _DeviceTimer:
         self._marks[-1].append((name, event))
 
     def take(self, steps: int) -> dict[str, float]:
-        """Return the seconds of `steps` steps, if the others were as those that were recorded; waits for nothing."""
+        """Return the seconds of `steps` steps, extrapolated from the recorded ones; waits for nothing."""
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         done = [marks for marks in self._marks if marks[-1][1].query()]
         for marks in done:

@@ -1,4 +1,4 @@
-"""The worker: what each rank runs at the same time as the others, from setup to teardown."""
+"""The worker: the function that each rank runs, from setup to teardown."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainkit.checkpoint.store import load_from
 from trainkit.data.data import Data
 from trainkit.data.open_loader import open_loader
 from trainkit.duration import total_steps
 from trainkit.errors import Stopped, UserError
-from trainkit.loops.evaluation_loop import EvaluationLoop
 from trainkit.loops.fit_config import FitConfig
-from trainkit.loops.fit_loop import FitIntervals, FitLoop
-from trainkit.loops.rollback import NonFinitePolicy
+from trainkit.loops.fit_loop import FitLoop
 from trainkit.loops.run import Run
 from trainkit.model.transforms import compile_forward
 from trainkit.optim.optimizer import configure_optimizers
@@ -28,10 +25,12 @@ from trainkit.rng import seed_everything
 from trainkit.run_dir.failure import record_failure, warnings_kept
 from trainkit.run_dir.folder import clear_summary, make_run_dir, write_config, write_environment, write_summary
 from trainkit.run_dir.lock import lock_run_dir
-from trainkit.run_dir.resume_auto import latest_complete
 from trainkit.signals import EXIT_CODES, StopSignals
 from trainkit.strategy import PreparesSteps, StartsRanks, Strategy
 from trainkit.task import TaskModule
+
+if TYPE_CHECKING:
+    from trainkit.loops.evaluation_loop import EvaluationLoop
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class FitResult:
     samples: int
     seconds: float
     samples_per_second: float
-    """Of this part of the run, not counting what came before a resume."""
+    """Of this part of the run, without those before a resume."""
     exit_reason: str
     run_dir: Path | None
     weights: dict[str, Any] | None = field(default=None, repr=False)
@@ -66,7 +65,7 @@ def fit_on_rank(
     with run_on_rank(strategy, config, task, data, run_dir) as run:
         seconds, samples = 0.0, 0
         try:
-            # Under torchrun each rank has looked for itself; rank 0 decides.
+            # Under torchrun each rank has chosen a checkpoint; rank 0 decides.
             loop = prepare_fit(run, config, strategy.comm.broadcast_object(_start_of(run, checkpoint)))
             seconds, samples = run.state.own_seconds, run.state.samples
             loop.run()
@@ -89,6 +88,8 @@ def evaluate_on_rank(
     with run_on_rank(strategy, config, task, data, None) as run:
         _prepare_task(run, config)
         if checkpoint is not None:
+            from trainkit.checkpoint.store import load_from
+
             run.checkpointer.load_weights(load_from(checkpoint).payload, where=str(checkpoint), to_evaluate=True)
         loop = evaluation_loop(run, config, stage, limit=config.limits[stage])
         outcome = loop.predict() if stage == "predict" else loop.run()
@@ -132,7 +133,7 @@ def run_on_rank(
                     yield run
                     run.checkpointer.wait()  # here, where every rank is: `close` is not collective
             except BaseException:
-                with suppress(Exception):  # the error on its way is the one that matters
+                with suppress(Exception):  # the first error is the one to raise
                     run.close()
                 raise
             run.close()
@@ -146,13 +147,15 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
     _prepare_task(run, config)
     _prepare_optimizers(run, config)
     validation = _validation_loop(run, config)
-    intervals = FitIntervals(config.max_duration, config.log_every, config.evaluate_every)
-    policy = NonFinitePolicy(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
-    loop = FitLoop(run, intervals, validation=validation, policy=policy)
+    loop = FitLoop(run, config, validation=validation)
     if checkpoint is not None:
-        run.checkpointer.restore(load_from(checkpoint).payload, where=str(checkpoint))
+        from trainkit.checkpoint.store import load_from
+
+        payload = load_from(checkpoint).payload
+        run.checkpointer.restore(payload, where=str(checkpoint))
         if loop.auto_micro_batch is not None:
             loop.auto_micro_batch.resume()
+        run.checkpointer.restore_rng(payload)
     assert run.loader is not None
     if isinstance(run.strategy, PreparesSteps):
         run.strategy.prepare_steps(run.task, run.loader.step_batches(run.state.epoch, run.state.position))
@@ -166,6 +169,8 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
 
 def evaluation_loop(run: Run, config: FitConfig, stage: str, *, limit: int | None) -> EvaluationLoop:
     """Return the loop of an evaluation of at most `limit` global batches."""
+    from trainkit.loops.evaluation_loop import EvaluationLoop
+
     sources = run.data.sources("validation" if stage == "sanity" else stage)
     seed = config.data_seed(run.data)
     loaders = {name: open_loader(source, run.strategy, seed=seed, limit=limit) for name, source in sources.items()}
@@ -174,9 +179,12 @@ def evaluation_loop(run: Run, config: FitConfig, stage: str, *, limit: int | Non
 
 
 def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
-    """Return where to resume: this run's own folder, if its ranks were lost and have been started again."""
-    if run.strategy.attempt and run.is_main and run.run_dir is not None and latest_complete(run.run_dir) is not None:
-        return run.run_dir
+    """Return the checkpoint to resume: this run's own folder, if its ranks were lost and started again."""
+    if run.strategy.attempt and run.is_main and run.run_dir is not None:
+        from trainkit.run_dir.resume_auto import latest_complete
+
+        if latest_complete(run.run_dir) is not None:
+            return run.run_dir
     return checkpoint
 
 
@@ -190,9 +198,9 @@ def _prepare_data(run: Run, config: FitConfig) -> None:
         limit=config.overfit_batches or config.limits["train"],
         repeat_first=config.overfit_batches is not None,
     )
-    complaint = run.loader.check_order(run.strategy)
-    if complaint is not None and run.is_main:
-        logger.warning(complaint)
+    order_warning = run.loader.check_order(run.strategy)
+    if order_warning is not None and run.is_main:
+        logger.warning(order_warning)
     run.plan = None if source.batch_size is None else run.strategy.plan(source.batch_size)
     run.state.epoch_length = run.loader.epoch_length
     run.max_steps = total_steps(
@@ -226,7 +234,7 @@ def _prepare_optimizers(run: Run, config: FitConfig) -> None:
 
 
 def _validation_loop(run: Run, config: FitConfig) -> EvaluationLoop | None:
-    """Return the loop of validations; raises UserError if a schedule needs a metric and nothing is validated."""
+    """Return the loop of validations, if any; raises UserError if a schedule needs one of their metrics."""
     if config.validates(run.data):
         return evaluation_loop(run, config, "validation", limit=config.limits["validation"])
     schedules = [schedule for phase_optimizer in run.phase_optimizers for schedule in phase_optimizer.schedules]
@@ -251,7 +259,7 @@ def _open_loggers(run: Run) -> None:
 
 
 def _result_of(run: Run, seconds_before: float, samples_before: int) -> FitResult:
-    """Return the result of a run whose present part began at `seconds_before` and `samples_before`."""
+    """Return the result of a run; its present part started at `seconds_before` and `samples_before`."""
     state = run.state
     seconds = state.own_seconds - seconds_before
     return FitResult(

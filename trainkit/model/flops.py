@@ -1,4 +1,4 @@
-"""What a forward of the training step costs, by module: operations, and memory that waits for backward."""
+"""FLOPs and activation memory of a training step, by module."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,27 +23,19 @@ if TYPE_CHECKING:
 
 @contextmanager
 def module_scopes(root: nn.Module) -> Iterator[list[str]]:
-    """Yield a list that holds, while modules run, the names of those being called, the innermost last."""
+    """Yield a list with the names of the modules that are running, the innermost last."""
     scopes: list[str] = []
     handles: list[Any] = []
     for name, module in root.named_modules():
         handles += [
-            module.register_forward_pre_hook(_entering(scopes, name)),
-            module.register_forward_hook(lambda *_: _leave(scopes), always_call=True),
+            module.register_forward_pre_hook(partial(_enter, scopes, name)),
+            module.register_forward_hook(partial(_leave, scopes), always_call=True),
         ]
     try:
         yield scopes
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _entering(scopes: list[str], name: str) -> Callable[..., None]:
-    return lambda *_: scopes.append(name)
-
-
-def _leave(scopes: list[str]) -> None:
-    scopes.pop()
 
 
 @dataclass
@@ -52,11 +45,11 @@ class StepCost:
     flops: Counter[str] = field(default_factory=Counter)
     """Floating-point operations of one forward of each step: a multiplication and an addition are two."""
     saved_bytes: Counter[str] = field(default_factory=Counter)
-    """What a forward keeps for backward, parameters left out; the most that one of several phases keeps."""
+    """Bytes that a forward keeps for backward, without parameters; the maximum over phases."""
 
 
 def cost_of_step(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("training_step",)) -> StepCost:
-    """Return the cost of a task's step, or of those of its phases; nothing of the task changes.
+    """Return the cost of a task's step, or of the steps of its phases; the task does not change.
 
     The methods in `steps` are called with the batch once each, in evaluation mode. Attention, matrix products and
     convolutions are counted, as by torch's own counter; elementwise operations are not.
@@ -68,12 +61,13 @@ def cost_of_step(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
     try:
         with preserve_rng(), torch.enable_grad(), module_scopes(task) as scopes:
             for name in steps:
-                own = StepCost()
-                kept = _Kept(own, scopes, set(parameters))
-                with saved_tensors_hooks(kept.pack, lambda tensor: tensor), FlopCount(_adding_to(own, scopes)):
+                of_step = StepCost()
+                saved = _SavedTensors(of_step, scopes, set(parameters))
+                count = partial(_count, of_step.flops, scopes)
+                with saved_tensors_hooks(saved.pack, lambda tensor: tensor), FlopCount(count):
                     getattr(task, name)(batch)
-                cost.flops += own.flops
-                cost.saved_bytes |= own.saved_bytes
+                cost.flops += of_step.flops
+                cost.saved_bytes |= of_step.saved_bytes
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -81,16 +75,16 @@ def cost_of_step(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
 
 
 def steps_of(task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> list[str]:
-    """Return the methods that a step of training calls; those of a manual task only as far as they are known."""
+    """Return the names of the methods that a training step calls; those of a manual task if it declares them."""
     return [part.step_name for part in phase_optimizers if callable(getattr(task, part.step_name, None))]
 
 
-class _Kept:
-    """Counts each storage that backward will read once, for the module that kept it first."""
+class _SavedTensors:
+    """Counts each storage that backward will read once, for the module that saved it first."""
 
     def __init__(self, cost: StepCost, scopes: list[str], known: set[int]) -> None:
         self._cost, self._scopes, self._known = cost, scopes, known
-        self._alive: list[Tensor] = []  # or the memory of one that is gone would be taken for another
+        self._alive: list[Tensor] = []  # or the address of a freed storage would be taken for a known one
 
     def pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -102,7 +96,7 @@ class _Kept:
 
 
 class FlopCount(TorchDispatchMode):
-    """While open, calls `add` with the floating-point operations of each call that this thread makes, backwards too."""
+    """While entered, calls `add` with the FLOPs of each operation of this thread, backward included."""
 
     def __init__(self, add: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's constructor is not annotated
@@ -124,8 +118,12 @@ class FlopCount(TorchDispatchMode):
         return returned
 
 
-def _adding_to(cost: StepCost, scopes: list[str]) -> Callable[[int], None]:
-    return lambda amount: _count(cost.flops, scopes, amount)
+def _enter(scopes: list[str], name: str, *_: Any) -> None:
+    scopes.append(name)
+
+
+def _leave(scopes: list[str], *_: Any) -> None:
+    scopes.pop()
 
 
 def _count(sums: Counter[str], scopes: list[str], amount: int) -> None:

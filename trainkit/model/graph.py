@@ -1,4 +1,4 @@
-"""The operations of a training step, as a graph by modules."""
+"""The operations of a training step as a graph, grouped by modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Operation:
     inputs: tuple[str, ...]
     """Names of the operations, parameters and inputs that it reads."""
     shape: tuple[int, ...]
-    """Of its first output."""
+    """The shape of its first output."""
 
 
 @dataclass
@@ -43,14 +43,14 @@ class ModelGraph:
 def record_graph(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("training_step",)) -> ModelGraph:
     """Return the graph of a task's step, or of those of its phases, one after the other.
 
-    The methods in `steps` are called with the batch once each, in evaluation mode and without gradients. Neither
-    random generators nor the modes of modules are changed.
+    The methods in `steps` are called with the batch once each, in evaluation mode and without gradients. Random
+    generators and the modes of modules do not change.
     """
     modes = {module: module.training for module in task.modules()}
     recorder = _Recorder(task, batch)
     task.eval()
     try:
-        with preserve_rng(), torch.no_grad(), module_scopes(task) as scopes, recorder.inside(scopes):
+        with preserve_rng(), torch.no_grad(), module_scopes(task) as recorder.scopes, recorder:
             for name in steps:
                 getattr(task, name)(batch)
     finally:
@@ -60,15 +60,16 @@ def record_graph(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes each torch function with where it was called and whose outputs it reads."""
+    """Records each torch function with the module that called it and the operations that it reads."""
 
     def __init__(self, task: nn.Module, batch: Any) -> None:
         super().__init__()
         self.graph = ModelGraph()
-        self._scopes: list[str] = []
+        self.scopes: list[str] = []
+        """The modules that are running, the innermost last."""
         self._used: dict[str, int] = {}
         self._sources: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # or another tensor would be taken for one that is gone
+        self._kept: list[Tensor] = []  # or another tensor could have the id of a freed one
         for number, tensor in enumerate(tensors_in(batch)):
             self._add(f"batch/{number}", "input", (), tensor)
         for name, parameter in task.named_parameters():
@@ -87,14 +88,9 @@ class _Recorder(TorchFunctionMode):
         if outputs and kind not in _NOT_SHOWN:
             read = [*tensors_in(args), *tensors_in(dict(kwargs or {}))]
             inputs = dict.fromkeys(self._sources[id(tensor)] for tensor in read if id(tensor) in self._sources)
-            scope = f"{self._scopes[-1]}.".replace(".", "/") if self._scopes and self._scopes[-1] else ""
+            scope = f"{self.scopes[-1]}.".replace(".", "/") if self.scopes and self.scopes[-1] else ""
             self._add(f"{scope}{kind}", kind, tuple(inputs), *outputs)
         return returned
-
-    def inside(self, scopes: list[str]) -> _Recorder:
-        """Let operations be named by the modules in `scopes`."""
-        self._scopes = scopes
-        return self
 
     def _add(self, name: str, kind: str, inputs: tuple[str, ...], *outputs: Tensor) -> None:
         count = self._used[name] = self._used.get(name, 0) + 1

@@ -1,4 +1,4 @@
-"""Changes to a task's modules: freezing, activation checkpointing, channels_last, SyncBatchNorm."""
+"""Changes to a task's modules: freezing, activation checkpointing, channels_last, SyncBatchNorm, compile."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ class ModelTransforms:
 
     @contextmanager
     def applied(self, task: nn.Module, *, num_processes: int, device: torch.device) -> Iterator[None]:
-        """Change the task's modules; to be entered before optimizers are made of the parameters.
+        """Change the task's modules; entered before the optimizers are created.
 
-        At the end frozen parameters require gradients again and modules keep their activations again. The memory
-        format and SyncBatchNorm stay.
+        At the end, freezing and activation checkpointing are undone. The memory format and SyncBatchNorm stay.
         """
         frozen = self._freeze(task)
         changed = [(module, type(module)) for module in self._checkpointed(task)]
@@ -91,7 +90,7 @@ class ModelTransforms:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a parameter's name, or the name of a module that contains it."""
+    """Return True if a pattern matches a parameter's name, or the name of a module that contains it."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))
 
@@ -133,9 +132,9 @@ def _sync_batch_norms(task: nn.Module, *, num_processes: int, device: torch.devi
 
 
 def compile_forward(task: nn.Module) -> None:
-    """Compile the task's forward with `torch.compile`, in place: the names in its state dict stay as they are.
+    """Compile the task's forward with `torch.compile`, in place: the keys of its state dict do not change.
 
-    For a task without a forward of its own, each direct child module is compiled instead.
+    For a task that does not override `forward`, each direct child module is compiled instead.
     """
     if type(task).forward is not nn.Module.forward:
         task.compile()
@@ -145,11 +144,11 @@ def compile_forward(task: nn.Module) -> None:
 
 
 def _compile_call(module: nn.Module) -> None:
-    """Compile a module's call as `module.compile()` does, also where the module is one of torch's own."""
+    """Compile a module's call as `module.compile()` does, also for modules of torch."""
     call = module._call_impl
 
     def inlined(*inputs: Any, **named: Any) -> Any:
-        # A frame outside torch: the compiler passes over calls whose outermost frame is torch's.
+        # A frame outside torch: the compiler skips calls whose outermost frame is torch's.
         return call(*inputs, **named)  # type: ignore[no-untyped-call] # torch does not annotate it
 
     module._compiled_call_impl = torch.compile(inlined)

@@ -28,7 +28,7 @@ class LRSchedule:
             raise UserError(f"LRSchedule(every={self.every!r}): choose 'step', 'epoch' or 'metric'.")
         if (self.every == "metric") != (self.metric is not None):
             raise UserError(
-                "LRSchedule(every='metric') goes with metric='validation/loss' or another name, and only it."
+                "LRSchedule(every='metric') goes with metric='validation/loss' or another name, others with none."
             )
         if isinstance(self.scheduler, ReduceLROnPlateau) and self.every != "metric":
             raise UserError(
@@ -42,9 +42,9 @@ class ReferenceBatchSize:
 
     batch_size: int
     origin: str
-    """Where it comes from: `recipe digits`, `the resumed run`."""
+    """Its source: `recipe digits`, `the resumed run`."""
     learning_rate: float | None = None
-    """The rate chosen for it; `None`: the present one."""
+    """The rate chosen for it; `None` for the present one."""
 
 
 def linear_scaling(

@@ -11,27 +11,27 @@ from torch import Tensor, nn
 from trainkit.tree import tensors_in
 
 WARM_UP_STEPS = 20
-"""Steps to learn from before any is called a spike."""
+"""Steps that are averaged before any is called a spike."""
 MEMORY_STEPS = 100
-"""Over about so many steps the average is taken."""
+"""Approximate number of steps of the running average."""
 
 
 class SpikeDetector:
-    """Compares the norm of each step's gradient with the average of the steps before; nothing waits for the device.
+    """Compares each step's gradient norm with the running average of the steps before; nothing waits for the device.
 
-    The norm is that of the whole task, so that all ranks and stages come to the same answer without a collective.
+    The norm is that of the whole task, so all ranks and stages get the same result without a collective.
 
     Args:
-        factor: How many times the average a norm must be to be a spike.
+        factor: A norm above this multiple of the average is a spike.
 
     """
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
-        self._seen: Tensor | None = None  # (2,): how many steps, and the average norm
+        self._seen: Tensor | None = None  # (2,): number of steps, average norm
 
     def is_spike(self, norm: Tensor) -> Tensor:
-        """Return whether a norm is a spike or not finite, a scalar on the device; any other is averaged."""
+        """Return True for a norm that is a spike or not finite, as a scalar on the device; average any other."""
         seen = self._seen
         if seen is None or seen.device != norm.device:
             seen = torch.zeros(2, device=norm.device) if seen is None else seen.to(norm.device)
@@ -44,11 +44,11 @@ class SpikeDetector:
         return skipped
 
     def state_dict(self) -> dict[str, list[float]]:
-        """Return what a checkpoint keeps; waits for the device."""
+        """Return the state to save; waits for the device."""
         return {} if self._seen is None else {"seen": self._seen.tolist()}
 
     def load_state_dict(self, saved: dict[str, list[float]]) -> None:
-        """Restore the average of a checkpoint."""
+        """Restore a saved state."""
         self._seen = torch.tensor(saved["seen"]) if "seen" in saved else None
 
 
@@ -56,7 +56,7 @@ def nonfinite_state(task: nn.Module) -> list[str]:
     """Return the names of parameters and buffers that are not finite; waits for the device once if all are."""
     named = [*task.named_parameters(), *task.named_buffers()]
     candidates = [(name, tensor.detach()) for name, tensor in named if _may_be_nan(tensor)]
-    # A sum is finite only if all its terms are, and takes a fortieth of the time of checking each element.
+    # A sum is finite only if all its terms are; it takes a fortieth of the time of checking each element.
     by_device: dict[torch.device, list[Tensor]] = {}
     for _, tensor in candidates:
         by_device.setdefault(tensor.device, []).append(torch.isfinite(tensor.sum()))
@@ -72,7 +72,7 @@ def untrained_nonfinite_state(task: nn.Module) -> list[str]:
 
 
 def is_finite_state(state: dict[str, Any], *, except_for: Collection[str] = ()) -> bool:
-    """Return whether every tensor of a state dict is finite, except those of some names."""
+    """Return True if every tensor of a state dict is finite, except those named in `except_for`."""
     return all(_is_finite(value) for name, value in state.items() if name not in except_for)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer of a task, its schedules, clipping and what happens to a step that is not finite."""
+"""PhaseOptimizer: an optimizer with its schedules, clipping, loss scaler and skipped steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,68 +30,9 @@ _NORMS: tuple[type[nn.Module], ...] = (
     nn.RMSNorm,
 )
 SPLIT_FROM = "split_from"
-"""The setting of a group made here that says which one it was part of, and shares the learning rate with."""
+"""Key of a parameter group without weight decay: the index of the group that it was split from."""
 _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")
-"""Where schedulers of torch keep one value for each group of parameters."""
-
-
-def split_weight_decay_groups(
-    optimizer: Optimizer, schedules: Sequence[LRSchedule], task: nn.Module, rules: Sequence[str]
-) -> None:
-    """Move the parameters that a rule fits into groups without weight decay, at the end of the optimizer's groups.
-
-    A rule is `bias`, `norm` (all parameters of normalisation layers), `embedding`, or a pattern of parameters' or
-    modules' names. Raises UserError for a pattern that fits none of the optimizer's parameters.
-    """
-    groups = optimizer.param_groups
-    ours = {id(parameter) for group in groups for parameter in group["params"]}
-    chosen: set[int] = set()
-    for rule in rules:
-        fitting = _fitting(task, rule)
-        if not fitting & ours and rule not in ("bias", "norm", "embedding"):
-            raise UserError(f"no_weight_decay: {rule!r} fits none of the optimizer's parameters.")
-        chosen |= fitting
-    count = len(groups)
-    for index in range(count):
-        group = groups[index]
-        exempt = [parameter for parameter in group["params"] if id(parameter) in chosen]
-        if not group.get("weight_decay") or not exempt:
-            continue
-        kept = [parameter for parameter in group["params"] if id(parameter) not in chosen]
-        if not kept:
-            group["weight_decay"] = 0.0
-            continue
-        group["params"] = kept
-        optimizer.add_param_group({**group, "params": exempt, "weight_decay": 0.0, SPLIT_FROM: index})
-        for scheduler in _all([schedule.scheduler for schedule in schedules]):
-            for name in _OF_GROUPS:
-                values = getattr(scheduler, name, None)
-                if isinstance(values, list) and len(values) >= count:
-                    values.append(values[index])
-
-
-def _fitting(task: nn.Module, rule: str) -> set[int]:
-    if rule == "bias":
-        return {id(p) for name, p in task.named_parameters() if name.rpartition(".")[2] == "bias"}
-    by_kind: dict[str, tuple[type[nn.Module], ...]] = {"norm": _NORMS, "embedding": (nn.Embedding,)}
-    kinds = by_kind.get(rule)
-    if kinds is not None:
-        return {id(p) for module in task.modules() if _is_one(module, kinds) for p in module.parameters(recurse=False)}
-    return {id(parameter) for name, parameter in task.named_parameters() if matches(name, rule)}
-
-
-def _is_one(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    return isinstance(module, kinds) or (nn.LayerNorm in kinds and type(module).__name__.endswith("Norm"))
-
-
-def _all(schedulers: Sequence[Any]) -> list[Any]:
-    """Return schedulers and those that they are made of."""
-    found: list[Any] = []
-    for scheduler in schedulers:
-        found += [scheduler, *_all(getattr(scheduler, "_schedulers", ()))]
-    return found
-
-
+"""Attributes of torch's schedulers with one value for each parameter group."""
 Moment = Literal["step", "epoch", "metric"]
 _MOMENTS: tuple[Moment, ...] = ("step", "epoch", "metric")
 _FUSED_DEVICES = {SGD: ("cpu", "cuda"), Adam: ("cpu", "cuda"), AdamW: ("cpu", "cuda"), Adagrad: ("cpu",)}
@@ -106,18 +48,18 @@ class GradientClipping:
     def __post_init__(self) -> None:
         for name, limit in (("norm", self.norm), ("value", self.value)):
             if limit is not None and not limit > 0:
-                raise UserError(f"max_grad_{name} must be positive, got {limit}; leave it out to not clip.")
+                raise UserError(f"max_grad_{name} must be positive, got {limit}; None disables it.")
         if self.norm is not None and self.value is not None:
             raise UserError("max_grad_norm and max_grad_value exclude each other; set one of them.")
 
     @property
     def limits(self) -> bool:
-        """Whether a gradient may be changed; a norm of infinity is only told."""
+        """True if a gradient may be changed; a norm of infinity is only logged."""
         return self.value is not None or (self.norm is not None and math.isfinite(self.norm))
 
 
 class PhaseOptimizer:
-    """The optimizer with its schedules, as the loop and the strategies drive it."""
+    """The optimizer of a task, or of one of its phases, as loops and strategies drive it."""
 
     def __init__(
         self,
@@ -138,13 +80,14 @@ class PhaseOptimizer:
         self.skip_nonfinite = skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.skipped_steps: Tensor | None = None
+        """The number of skipped steps, a scalar on the device; `None` if no step can be skipped."""
         self.skipped: Tensor | None = None
-        """Whether the last step changed nothing, a scalar on the device; `None` where every step counts."""
+        """True if the last step was skipped, a scalar on the device; `None` if no step can be skipped."""
         self.skipped_on_host: bool | None = None
-        """The same where the host knows it without waiting: on the CPU, or as the optimizer cannot skip by itself."""
+        """The same on the host, if it is known without waiting: on the CPU, or without a fused kernel."""
         self.spikes: SpikeDetector | None = None
         self.pre_clip_hooks: list[Callable[[], None]] = []
-        """Called in every step with the whole gradients in place, before they are clipped."""
+        """Called in every step with the complete gradients in place, before they are clipped."""
         self._plain_step = _plain_step_of(optimizer)
         self._scaler = precision.scaler_of(self.phase)
         self._schedules_of = {when: [one for one in schedules if one.every == when] for when in _MOMENTS}
@@ -153,34 +96,34 @@ class PhaseOptimizer:
         """Skip steps whose gradient norm is `factor` times the average, or not finite."""
         if self._scaler is not None:
             raise UserError(
-                "skip_grad_norm_factor does not go with fp16-mixed, whose scaler decides by itself which steps are "
-                "skipped; set trainer.precision=bf16-mixed, or leave trainer.skip_grad_norm_factor out."
+                "skip_grad_norm_factor does not work with fp16-mixed, whose scaler decides which steps are skipped; "
+                "set trainer.precision=bf16-mixed, or trainer.skip_grad_norm_factor=null."
             )
         self.skip_nonfinite, self.spikes = True, SpikeDetector(factor)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that are there, in the optimizer's order."""
+        """Return the gradients that are not None, in the optimizer's order."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def unscale(self) -> None:
-        """Remove the scaler's factor from the gradients, and call the hooks on them."""
+        """Remove the scaler's factor from the gradients, and call the hooks."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         for hook in self.pre_clip_hooks:
             hook()
 
     def clip_by_norm(self, norm: Tensor) -> None:
-        """Scale all gradients so that their global norm, which is `norm` now, keeps the limit."""
+        """Scale all gradients so that their global norm, now `norm`, is at most the limit."""
         assert self.clip.norm is not None
         torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip.norm, norm)
 
     def clip_by_value(self) -> None:
-        """Limit each gradient element."""
+        """Clip each gradient element."""
         assert self.clip.value is not None
         torch.nn.utils.clip_grad_value_(self.parameters, self.clip.value)
 
     def update(self, *, norm: Tensor | None) -> None:
-        """Step the optimizer; with `skip_nonfinite` a step whose norm is not finite, or a spike, changes nothing."""
+        """Step the optimizer; with `skip_nonfinite` a step whose norm is not finite or a spike changes nothing."""
         if self._scaler is not None:
             self._scaler.step(self.optimizer)
             self._scaler.update()
@@ -201,7 +144,7 @@ class PhaseOptimizer:
             parameter.grad = None
 
     def step_schedules(self, when: Moment, metrics: Mapping[str, float] | None = None) -> None:
-        """Step the schedules of a moment; raises UserError if one follows a metric that `metrics` lack."""
+        """Step the schedules of a moment; raises UserError if one follows a metric that is not in `metrics`."""
         for schedule in self._schedules_of[when]:
             if schedule.metric is None:
                 schedule.scheduler.step()
@@ -209,7 +152,7 @@ class PhaseOptimizer:
             if metrics is None or schedule.metric not in metrics:
                 known = metrics or {}
                 raise UserError(
-                    f"a schedule follows the metric {schedule.metric!r}, which validation did not give."
+                    f"a schedule follows the metric {schedule.metric!r}, which validation did not return."
                     f"{nearest(schedule.metric, known)} There are: {', '.join(sorted(known)) or 'none'}."
                 )
             schedule.scheduler.step(metrics[schedule.metric])  # type: ignore[arg-type] # ReduceLROnPlateau's own signature
@@ -224,26 +167,26 @@ class PhaseOptimizer:
         return [float(group.get("initial_lr", group["lr"])) for group in groups if "lr" in group]
 
     def check_saved(self, optimizer: Mapping[str, Any], schedules: Sequence[Any], *, where: str) -> None:
-        """Raise UserError if a checkpoint's optimizer or schedules are not of this kind."""
-        own = [_group_signature(group) for group in self.optimizer.param_groups]
+        """Raise UserError if a checkpoint has other parameter groups or another number of schedules."""
+        groups = [_group_signature(group) for group in self.optimizer.param_groups]
         saved = [_group_signature(group) for group in optimizer["param_groups"]]
-        if len(own) != len(saved) or not all(map(_fits, saved, own)):
+        if len(groups) != len(saved) or not all(map(_fits, saved, groups)):
             raise UserError(
                 f"{where} was saved with another optimizer: its parameter groups are {_described(saved)}, those of "
-                f"this run {_described(own)}. Use the same configure_optimizers to go on with it."
+                f"this run {_described(groups)}. Use the same configure_optimizers to resume it."
             )
         if len(schedules) != len(self.schedules):
             raise UserError(
                 f"{where} was saved with {len(schedules)} learning-rate schedules, and this run has "
-                f"{len(self.schedules)}. Use the same configure_optimizers to go on with it."
+                f"{len(self.schedules)}. Use the same configure_optimizers to resume it."
             )
 
     def schedule_state(self) -> list[dict[str, Any]]:
-        """Return what a checkpoint keeps of the schedules."""
+        """Return the state of the schedules to save."""
         return [schedule.scheduler.state_dict() for schedule in self.schedules]
 
     def load_schedule_state(self, saved: list[dict[str, Any]]) -> None:
-        """Go on where the schedules ended."""
+        """Restore the saved state of the schedules."""
         for schedule, state in zip(self.schedules, saved, strict=True):
             schedule.scheduler.load_state_dict(state)
 
@@ -252,12 +195,12 @@ class PhaseOptimizer:
         self.skipped, found = bad, bad.to(torch.float32)
         self.skipped_steps = found if self.skipped_steps is None else self.skipped_steps + found
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            # Fused kernels look at the flag on the device and write nothing when it is set.
+            # Fused kernels read the flag on the device and write nothing if it is set.
             self.optimizer.found_inf = found  # type: ignore[attr-defined]
             self.optimizer.step()
             self.skipped_on_host = _if_on_host(bad)
             return
-        # Waits for the device: without a fused kernel no optimizer can skip by itself.
+        # Waits for the device: only fused kernels skip by themselves.
         self.skipped_on_host = bool(found)
         if not self.skipped_on_host:
             self.optimizer.step()
@@ -273,65 +216,58 @@ def configure_optimizers(
     skip: bool,
     no_weight_decay: Sequence[str] = (),
 ) -> list[PhaseOptimizer]:
-    """Return the optimizer of a task, or of each of its phases; raises UserError for what cannot be trained with."""
+    """Return the optimizer of a task, or of each of its phases; raises UserError for one that cannot train it."""
     if next(iter(task.parameters()), None) is None:
         raise UserError(
             f"{type(task).__name__} has no parameters to train; make layers attributes of the task "
             "(lists of them in nn.ModuleList)."
         )
+    new_optimizer = partial(_prepared, task, fused=fused, no_weight_decay=no_weight_decay)
     if not has_phases(task):
-        returned = _ask(task, "configure_optimizers", total_steps)
-        split_weight_decay_groups(*_read(returned, task), task, no_weight_decay)
-        return [_one(returned, task, None, clip=clip, precision=precision, fused=fused, skip=skip)]
+        optimizer, schedules = new_optimizer(_configured(task, "configure_optimizers", total_steps))
+        return [PhaseOptimizer(optimizer, schedules, clip=clip, precision=precision, skip=skip)]
     phase_optimizers = []
-    for phase in check_phases(_ask(task, "configure_phases", total_steps), task):
-        own = phase.max_grad_norm is not None or phase.max_grad_value is not None
-        limits = GradientClipping(phase.max_grad_norm, phase.max_grad_value) if own else clip
-        split_weight_decay_groups(*_read(phase.optimizer, task), task, no_weight_decay)
+    for phase in check_phases(_configured(task, "configure_phases", total_steps), task):
+        clips = phase.max_grad_norm is not None or phase.max_grad_value is not None
+        limits = GradientClipping(phase.max_grad_norm, phase.max_grad_value) if clips else clip
+        optimizer, schedules = new_optimizer(phase.optimizer)
         phase_optimizers.append(
-            _one(phase.optimizer, task, phase, clip=limits, precision=precision, fused=fused, skip=skip)
+            PhaseOptimizer(optimizer, schedules, clip=limits, precision=precision, skip=skip, phase=phase)
         )
     check_disjoint(phase_optimizers, task)
     return phase_optimizers
 
 
 def _if_on_host(flag: Tensor) -> bool | None:
-    """Return a flag that lies in the host's memory, where there is no device to wait for; `None` for any other."""
+    """Return the value of a flag in host memory; `None` for one on a device, which would have to be waited for."""
     return bool(flag) if flag.device.type == "cpu" else None
 
 
-def _ask(task: TaskModule, method: str, total_steps: int | None) -> Any:
-    """Return what a task declares, telling it the number of steps if it asks for that."""
+def _configured(task: TaskModule, method: str, total_steps: int | None) -> Any:
+    """Return the result of a task's configure method, which is passed `total_steps` if it has that parameter."""
     declare = getattr(task, method)
-    asked = inspect.signature(declare).parameters.get("total_steps")
-    if asked is not None and asked.default is asked.empty and total_steps is None:
+    parameter = inspect.signature(declare).parameters.get("total_steps")
+    if parameter is not None and parameter.default is parameter.empty and total_steps is None:
         raise UserError(
-            f"{type(task).__name__}.{method} asks for total_steps, which max_duration does not tell; "
-            "give max_duration in steps, samples, or epochs of data with a length."
+            f"{type(task).__name__}.{method} asks for total_steps, which max_duration does not determine; "
+            "set max_duration in steps, samples, or epochs of data with a length."
         )
     try:
-        return declare() if asked is None else declare(total_steps=total_steps)
+        return declare() if parameter is None else declare(total_steps=total_steps)
     except ValueError as error:
         if "empty parameter list" not in str(error):
             raise
         raise UserError(f"the optimizer of {type(task).__name__} has no parameters; pass self.parameters().") from None
 
 
-def _one(
-    returned: Any,
-    task: TaskModule,
-    phase: Phase | None,
-    *,
-    clip: GradientClipping,
-    precision: Precision,
-    fused: bool,
-    skip: bool,
-) -> PhaseOptimizer:
-    """Return one optimizer with its schedules, checked."""
+def _prepared(
+    task: TaskModule, returned: Any, *, fused: bool, no_weight_decay: Sequence[str]
+) -> tuple[Optimizer, list[LRSchedule]]:
+    """Return an optimizer and its schedules, checked and with the groups and kernels that were asked for."""
     optimizer, schedules = _read(returned, task)
     if isinstance(optimizer, LBFGS):
         raise UserError(
-            "LBFGS evaluates the loss several times in one step, which the training loop does not offer; "
+            "LBFGS evaluates the loss several times in one step, which the training loop does not support; "
             "use another optimizer, such as torch.optim.AdamW."
         )
     owned = {id(parameter) for parameter in task.parameters()}
@@ -340,22 +276,23 @@ def _one(
         raise UserError(f"the optimizer of {type(task).__name__} has no parameters; pass self.parameters().")
     if not any(id(parameter) in owned for parameter in parameters):
         raise UserError(
-            f"the optimizer of {type(task).__name__} has none of the task's own parameters; pass self.parameters(), "
+            f"the optimizer of {type(task).__name__} has none of the task's parameters; pass self.parameters(), "
             "and make sub-modules attributes of the task (lists of them in nn.ModuleList)."
         )
+    split_weight_decay_groups(optimizer, schedules, task, no_weight_decay)
     if fused:
         use_fused_kernel(optimizer, task)
     _fill_momentum(optimizer)
-    return PhaseOptimizer(optimizer, schedules, clip=clip, precision=precision, skip=skip, phase=phase)
+    return optimizer, schedules
 
 
 def _group_signature(group: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
-    """Return the number of parameters of a group, and the names of its settings."""
+    """Return the number of parameters of a group and the names of its settings."""
     return len(group["params"]), frozenset(name for name in group if name not in ("params", "fused", "foreach"))
 
 
 def _fits(saved: tuple[int, frozenset[str]], own: tuple[int, frozenset[str]]) -> bool:
-    """Return whether a group fits a saved one: another version of torch may know more settings, or fewer, not both."""
+    """Return True if a group matches a saved one; another torch version may have more settings or fewer, not both."""
     return saved[0] == own[0] and (saved[1] <= own[1] or own[1] <= saved[1])
 
 
@@ -364,10 +301,10 @@ def _described(groups: list[tuple[int, frozenset[str]]]) -> str:
 
 
 def use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> bool:
-    """Switch a new optimizer to torch's fused kernel where it has one; return whether it did.
+    """Switch a new optimizer to torch's fused kernel if it has one; return True if it was switched.
 
-    The user's own `fused=` or `foreach=` is kept; subclasses, sparse gradients, other devices and SGD with dampening,
-    whose first step is unlike the others, are left alone.
+    Not switched: an optimizer with `fused=` or `foreach=`, subclasses, sparse gradients, other devices, and SGD with
+    dampening, whose first step differs from the others.
     """
     devices = _FUSED_DEVICES.get(type(optimizer), ())
     if not devices or optimizer.state:
@@ -391,10 +328,9 @@ def use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> bool:
 
 
 def _plain_step_of(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
-    """Return an optimizer's step without what torch wraps around it; `None` where something else wraps it too.
+    """Return an optimizer's step without torch's wrapper; `None` if something else wraps it too.
 
-    Torch wraps each step to call hooks and to name it to the profiler, which costs a small task a twentieth of its
-    step, whether anybody looks or not.
+    The wrapper calls hooks and the profiler, and costs a small task a twentieth of its step without any.
     """
     step = type(optimizer).step
     wrapped: Callable[[Optimizer], Any] | None = getattr(step, "__wrapped__", None)
@@ -402,7 +338,7 @@ def _plain_step_of(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
-    """Return whether a hook or a profiler looks at the optimizer's steps."""
+    """Return True if a hook or the profiler observes the optimizer's steps."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -413,7 +349,7 @@ def _is_watched(optimizer: Optimizer) -> bool:
 
 
 def _fill_momentum(optimizer: Optimizer) -> None:
-    """Have the buffers that fused SGD makes in its first step.
+    """Create the buffers that fused SGD would create in its first step.
 
     The kernel leaves them unwritten if that step is skipped, and fails if a parameter's first gradient comes later.
     A buffer of zeros takes the first gradient as it is.
@@ -440,10 +376,69 @@ def _read(returned: Any, task: TaskModule) -> tuple[Optimizer, list[LRSchedule]]
     for item in rest if isinstance(rest, (list, tuple)) else [rest]:
         schedule = LRSchedule(item) if isinstance(item, LRScheduler) else item
         if not isinstance(schedule, LRSchedule):
-            raise UserError(f"{name} returned {type(item).__name__} as a schedule; give an LRScheduler or a Schedule.")
+            raise UserError(
+                f"{name} returned {type(item).__name__} as a schedule; return an LRScheduler or an LRSchedule."
+            )
         if schedule.scheduler.optimizer is not optimizer:
             raise UserError(
-                f"the schedule that {name} returned was made for another optimizer; make it from the one you return."
+                f"the schedule that {name} returned is of another optimizer; create it from the returned one."
             )
         schedules.append(schedule)
     return optimizer, schedules
+
+
+def split_weight_decay_groups(
+    optimizer: Optimizer, schedules: Sequence[LRSchedule], task: nn.Module, rules: Sequence[str]
+) -> None:
+    """Move the parameters that match a rule into groups without weight decay, after the optimizer's other groups.
+
+    A rule is `bias`, `norm` (all parameters of normalisation layers), `embedding`, or a pattern of parameters' or
+    modules' names. Raises UserError for a pattern that matches none of the optimizer's parameters.
+    """
+    groups = optimizer.param_groups
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    chosen: set[int] = set()
+    for rule in rules:
+        matching = _matching(task, rule)
+        if not matching & trained and rule not in ("bias", "norm", "embedding"):
+            raise UserError(f"no_weight_decay: {rule!r} matches none of the optimizer's parameters.")
+        chosen |= matching
+    count = len(groups)
+    for index in range(count):
+        group = groups[index]
+        exempt = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        if not group.get("weight_decay") or not exempt:
+            continue
+        kept = [parameter for parameter in group["params"] if id(parameter) not in chosen]
+        if not kept:
+            group["weight_decay"] = 0.0
+            continue
+        group["params"] = kept
+        optimizer.add_param_group({**group, "params": exempt, "weight_decay": 0.0, SPLIT_FROM: index})
+        for scheduler in _all([schedule.scheduler for schedule in schedules]):
+            for name in _OF_GROUPS:
+                values = getattr(scheduler, name, None)
+                if isinstance(values, list) and len(values) >= count:
+                    values.append(values[index])
+
+
+def _matching(task: nn.Module, rule: str) -> set[int]:
+    if rule == "bias":
+        return {id(p) for name, p in task.named_parameters() if name.rpartition(".")[2] == "bias"}
+    by_kind: dict[str, tuple[type[nn.Module], ...]] = {"norm": _NORMS, "embedding": (nn.Embedding,)}
+    kinds = by_kind.get(rule)
+    if kinds is not None:
+        return {id(p) for module in task.modules() if _is_one(module, kinds) for p in module.parameters(recurse=False)}
+    return {id(parameter) for name, parameter in task.named_parameters() if matches(name, rule)}
+
+
+def _is_one(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    return isinstance(module, kinds) or (nn.LayerNorm in kinds and type(module).__name__.endswith("Norm"))
+
+
+def _all(schedulers: Sequence[Any]) -> list[Any]:
+    """Return schedulers and the schedulers inside them."""
+    found: list[Any] = []
+    for scheduler in schedulers:
+        found += [scheduler, *_all(getattr(scheduler, "_schedulers", ()))]
+    return found

@@ -14,7 +14,7 @@ from trainkit.task import OptimizerSpec
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of a step: a loss of its own that trains parameters of its own.
+    """One of several optimizers of a task: a loss and the parameters that it trains.
 
         def configure_phases(self):
             return [
@@ -22,16 +22,16 @@ class Phase:
                 Phase("generator", Adam(self.generator.parameters()), every=2),  # calls generator_step(batch)
             ]
 
-    The phases of a step see the same global batch, one after the other. While one is on, no other parameters require
-    a gradient, so none is computed for them.
+    The phases of a step see the same global batch, one after the other. During a phase only its parameters require a
+    gradient.
 
     Args:
-        name: What metrics of the phase are logged under: `train/<name>/loss`.
-        optimizer: The phase's optimizer, or `(optimizer, schedule)`; its parameters are those that the phase trains.
-        step: The task's method that returns the loss; `<name>_step` unless given.
-        every: The phase takes part in every so many steps, from the first on.
-        max_grad_norm: Largest global norm of the phase's gradient; the trainer's unless given.
-        max_grad_value: Largest absolute value of an element of it.
+        name: Prefix of the phase's metrics: `train/<name>/loss`.
+        optimizer: The phase's optimizer, or `(optimizer, schedule)`; the phase trains its parameters.
+        step: The task's method that returns the loss; by default `<name>_step`.
+        every: Run the phase every this many steps, from the first on.
+        max_grad_norm: Clip the phase's gradient to this global norm; by default the trainer's.
+        max_grad_value: Clip each element of the phase's gradient to this absolute value.
 
     """
 
@@ -73,18 +73,18 @@ class TrainedParameters(NamedPhase, Protocol):
 
 
 def check_phases(phases: object, task: PhasedTask) -> list[Phase]:
-    """Return the phases that a task declares; raises UserError for what cannot be driven."""
+    """Return the phases that a task declares; raises UserError for invalid ones."""
     where = f"{type(task).__name__}.configure_phases"
     if not isinstance(phases, (list, tuple)) or not phases or not all(isinstance(phase, Phase) for phase in phases):
         raise UserError(f"{where} returned {phases!r}; return a list of trainkit.Phase(name, optimizer).")
     names = [phase.name for phase in phases]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        raise UserError(f"{where} returned two phases called {repeated!r}; names tell them apart.")
+        raise UserError(f"{where} returned two phases called {repeated!r}; names must be unique.")
     for phase in phases:
         if not task.manual and not callable(getattr(task, phase.step_name, None)):
             raise UserError(
-                f"{where} declares the phase {phase.name!r}, and there is no method {phase.step_name}."
+                f"{where} declares the phase {phase.name!r}, but the method {phase.step_name} is missing."
                 f"{nearest(phase.step_name, dir(task))} Define {phase.step_name}(self, batch), which returns the loss."
             )
     return list(phases)
@@ -106,7 +106,7 @@ def check_disjoint(phase_optimizers: Sequence[TrainedParameters], task: nn.Modul
 
 
 def by_phase(states: Sequence[Any], phase_optimizers: Sequence[NamedPhase]) -> Any:
-    """Return the state of the one optimizer of a task without phases, else the states by the names of the phases."""
+    """Return the states by the names of the phases; of a task without phases the one state."""
     if phase_optimizers[0].phase == "":
         return states[0]
     return {part.phase: state for part, state in zip(phase_optimizers, states, strict=True)}
@@ -115,7 +115,7 @@ def by_phase(states: Sequence[Any], phase_optimizers: Sequence[NamedPhase]) -> A
 def saved_by_phase(
     optimizers: Any, schedules: Any, phase_optimizers: Sequence[NamedPhase], *, where: str
 ) -> list[tuple[Any, Any]]:
-    """Return each optimization's saved state and schedules; raises UserError if those are of other phases."""
+    """Return each optimizer's saved state and schedules; raises UserError if they are of other phases."""
     names = [part.phase for part in phase_optimizers]
     saved = [""] if "param_groups" in optimizers else list(optimizers)
     if sorted(saved) != sorted(names):

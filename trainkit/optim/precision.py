@@ -1,4 +1,4 @@
-"""Number formats of parameters, of the forward pass and of gradients."""
+"""Precision: the dtypes of parameters and forward, autocast and the gradient scaler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _TRUE_TYPES = {"fp32": torch.float32, "bf16-true": torch.bfloat16, "fp64": torch
 _MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 NAMES = (*_TRUE_TYPES, *_MIXED_TYPES)
 
-
 _NOTHING = nullcontext()
 
 
@@ -29,13 +28,13 @@ class Precision:
         self.name = name
         self.tf32 = tf32
         self.scaler: GradScaler | None = None
-        """Of the phase that is on, where a task has several."""
+        """The scaler of the present phase; `None` without fp16."""
         self._scalers: dict[str, GradScaler] = {}  # by phase
         self._autocast: Callable[[], AbstractContextManager[Any]] = _nothing
         self._dtype = _TRUE_TYPES.get(name, torch.float32)
 
     def setup(self, device: torch.device) -> None:
-        """Choose what `device` needs: the autocast context, the gradient scaler, TF32 matrix products."""
+        """Set up the autocast context, the gradient scaler and TF32 for `device`."""
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             torch.backends.cudnn.allow_tf32 = self.tf32
@@ -47,23 +46,23 @@ class Precision:
             self._scalers = {}
 
     def prepare(self, task: nn.Module) -> None:
-        """Bring floating-point parameters and buffers to the precision's own type."""
+        """Convert floating-point parameters and buffers to the dtype of the precision."""
         if self._dtype is not torch.float32:
             task.to(dtype=self._dtype)
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return the context in which steps are called."""
+        """Return the context of a forward pass."""
         return self._autocast()
 
     def surround(self, outer: Callable[[], AbstractContextManager[Any] | None]) -> Callable[[], None]:
-        """Call `outer` for a context around each forward's own (`None`: none); return what takes that back."""
+        """Enter the context that `outer` returns around each forward; return a function that undoes this."""
         inner = self._autocast
 
         def both() -> AbstractContextManager[Any]:
-            around, own = outer(), inner()
+            around, within = outer(), inner()
             if around is None:
-                return own
-            return around if own is _NOTHING else _nested(around, own)
+                return within
+            return around if within is _NOTHING else _nested(around, within)
 
         def release() -> None:
             if self._autocast is both:
@@ -74,7 +73,7 @@ class Precision:
 
     @property
     def batch_type(self) -> torch.dtype | None:
-        """The type that a batch's floating-point tensors are brought to, where it is not their own."""
+        """The dtype for floating-point tensors of a batch; `None` keeps theirs."""
         return None if self._dtype is torch.float32 else self._dtype
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -82,23 +81,23 @@ class Precision:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def scaler_of(self, phase: str) -> GradScaler | None:
-        """Return the scaler of a phase: its own, which grows with its steps and shrinks with its overflows alone."""
+        """Return the scaler of a phase, which grows and shrinks with the steps of this phase only."""
         if self.scaler is None or not phase:
             return self.scaler
         return self._scalers.setdefault(phase, GradScaler(self.scaler._device))
 
     def begin_phase(self, phase: str) -> None:
-        """Let `scale` be by the scaler of a phase."""
+        """Make `scale` use the scaler of a phase."""
         self.scaler = self.scaler_of(phase)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state, or those of the phases by their names."""
+        """Return the scaler's state, or the states of several by phase."""
         if self._scalers:
             return {"phases": {phase: scaler.state_dict() for phase, scaler in self._scalers.items()}}
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with the scale that `saved` ended with; states without a scaler change nothing."""
+        """Restore a saved scale; a state without a scaler changes nothing."""
         if self.scaler is None or not saved:
             return
         for phase, scaler in self._scalers.items() or [("", self.scaler)]:

@@ -13,8 +13,6 @@ from pathlib import Path
 from trainkit.checkpoint.store import CHECKPOINTS, CheckpointEntry, CheckpointError, CheckpointStore
 from trainkit.duration import Duration
 
-AUTO = "auto"
-
 logger = logging.getLogger(__name__)
 
 

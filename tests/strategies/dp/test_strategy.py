@@ -408,7 +408,7 @@ def test_devices_are_a_number_or_a_list(devices):
 
 @pytest.mark.parametrize(
     ("devices", "message"),
-    [(["cpu", "cuba:0"], "unknown device 'cuba:0'.*cuda"), (["cpu", "cuda:77"], "device 'cuda:77' is not there")],
+    [(["cpu", "cuba:0"], "unknown device 'cuba:0'.*cuda"), (["cpu", "cuda:77"], "device 'cuda:77' is not available")],
 )
 def test_missing_devices_raise_an_error_before_training(make_trainer, devices, message):
     with pytest.raises(UserError, match=message):
