@@ -272,7 +272,7 @@ def _windows(run: Run) -> Iterator[StepBatch]:
     for epoch in count():
         seen = False
         for step_batch in run.strategy.step_batches(
-            run.loader.step_batches(epoch, 0), pin_memory=run.loader.source.pin_memory
+            run.loader.step_batches(epoch, 0), pin_memory=run.loader.stage_data.pin_memory
         ):
             seen = True
             yield step_batch

@@ -25,7 +25,7 @@ class ModelGraph(Callback):
         whole = [*run.task.named_parameters(), *run.task.named_buffers()]
         if not run.loggers or run.loader is None or len(local_state(run.strategy, run.task)) < len(whole):
             return
-        steps, batch = steps_of(run.task, run.phase_optimizers), run.loader.example()
+        steps, batch = steps_of(run.task, run.phase_optimizers), run.loader.first_micro_batch()
         if batch is not None and steps:
             device, dtype = run.strategy.device, run.precision.batch_type
             with run.precision.forward():

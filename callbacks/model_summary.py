@@ -53,7 +53,7 @@ class ModelSummary(Callback):
         whole = [*run.task.named_parameters(), *run.task.named_buffers()]
         if not self.costs or run.loader is None or len(local_state(run.strategy, run.task)) < len(whole):
             return None
-        steps, example = steps_of(run.task, run.phase_optimizers), run.loader.example()
+        steps, example = steps_of(run.task, run.phase_optimizers), run.loader.first_micro_batch()
         if example is None or not steps:
             return None
         batch = to_device(example.batch, run.strategy.device, dtype=run.precision.batch_type)

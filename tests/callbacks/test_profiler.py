@@ -175,7 +175,7 @@ def test_what_the_host_waits_for_other_ranks_is_no_part_of_a_devices_backward():
         waited_seconds = 0.0
 
     strategy = Waits()
-    loader = open_loader(Data(train=regression_data(8), batch_size=4).source("train"), strategy, seed=0)
+    loader = open_loader(Data(train=regression_data(8), batch_size=4).stage_data("train"), strategy, seed=0)
     watch = StepTimer(strategy, Precision(), loader)
     watch._device = DeviceThatWorked()
     Waits.waited_seconds = 0.75
