@@ -184,7 +184,7 @@ def test_waiting_for_other_ranks_does_not_count_as_backward():
             return None
 
     strategy = Waits()
-    loader = open_loader(Data(train=regression_data(8), batch_size=4).source("train"), strategy, seed=0)
+    loader = open_loader(Data(train=regression_data(8), batch_size=4).stage_data("train"), strategy, seed=0)
     watch = StepTimer(strategy, Precision(), loader)
     watch._device = DeviceThatWorked()
     Waits.waited_seconds = 0.75

@@ -157,9 +157,13 @@ def _shared_memory() -> Finding:
     usage = shutil.disk_usage(folder)
     found = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free in /dev/shm"
     if not os.access(folder, os.W_OK):
-        return Finding("shared memory", WARNING, "/dev/shm cannot be written to", "set strategy.transport=process_group")
+        return Finding(
+            "shared memory", WARNING, "/dev/shm cannot be written to", "set strategy.transport=process_group"
+        )
     if usage.free < _LEAST_SHARED_MEMORY:
-        remedy = "in Docker: --shm-size=8g (or --ipc=host); else set strategy.transport=process_group and data.workers=0"
+        remedy = (
+            "in Docker: --shm-size=8g (or --ipc=host); else set strategy.transport=process_group and data.num_workers=0"
+        )
         return Finding("shared memory", WARNING, found, remedy)
     return Finding("shared memory", OK, found)
 

@@ -171,7 +171,7 @@ def evaluation_loop(run: Run, config: FitConfig, stage: str, *, limit: int | Non
     """Return the loop of an evaluation of at most `limit` global batches."""
     from trainkit.loops.evaluation_loop import EvaluationLoop
 
-    sources = run.data.sources("validation" if stage == "sanity" else stage)
+    sources = run.data.stage_data_by_name("validation" if stage == "sanity" else stage)
     seed = config.data_seed(run.data)
     loaders = {name: open_loader(source, run.strategy, seed=seed, limit=limit) for name, source in sources.items()}
     run.loaders += loaders.values()
@@ -190,7 +190,7 @@ def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
 
 def _prepare_data(run: Run, config: FitConfig) -> None:
     """Open the training data; its length gives the batch plan and the number of steps."""
-    source = run.data.source("train")
+    source = run.data.stage_data("train")
     run.loader = open_loader(
         source,
         run.strategy,
