@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.shard_files import ShardedState
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch, split_error
+from trainkit.data.data import StageData
 from trainkit.data.prefetch import prefetched
 from trainkit.data.sampler import Order, ShardSampler
 from trainkit.distributed.collectives import Collectives
@@ -396,6 +397,14 @@ class StartsRanks(Protocol):
 
         Where the caller is a rank, the task it passed is complete afterwards.
         """
+
+
+@runtime_checkable
+class SupportsPartitionPreview(Protocol):
+    """Partitions a task into stages, and can show them without training."""
+
+    def preview(self, task: TaskModule, source: StageData, *, precision: Precision) -> str:
+        """Return the number of stages, their table and a drawing; the task stays whole, and no process is started."""
 
 
 def local_state(strategy: Strategy, task: TaskModule) -> dict[str, Tensor]:

@@ -15,6 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 RETURN = "return"
+GRADIENT = "autograd.grad"
+"""Name of the node of `torch.autograd.grad`; the attribute `grad` has its own."""
+
+Call = Callable[..., Any]
+Step = Callable[[Any], Any]
 
 
 class ValueRef:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 
 from trainkit.errors import UserError
 
-from .graph import Node, TracedGraph, estimated_seconds
+from .graph import Node, Step, TracedGraph, estimated_seconds
 from .merged_graph import MergedGraph, merge_graphs
 from .partition import (
     Partition,
@@ -30,7 +30,7 @@ from .partition import (
     slowest_stage,
 )
 from .profile import NotRepeatable, estimate, measure
-from .tracer import Step, TraceResult, trace
+from .tracer import TraceResult, trace
 
 logger = logging.getLogger(__name__)
 

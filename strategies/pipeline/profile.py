@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .graph import Node, TracedGraph, estimated_seconds, leaves, rebuild, tensors
-from .interception import GRADIENT, Call, ModuleInterceptor, TracingMode
-from .tracer import CONSTANTS, Step, copy_batch, preserve_state
+from .graph import GRADIENT, Call, Node, Step, TracedGraph, estimated_seconds, leaves, rebuild, tensors
+from .stage_executor import ModuleInterceptor, TracingMode
+from .tracer import CONSTANTS, copy_batch, preserve_state
 
 WORTH_SECONDS = 50e-6
 """Calls that take less than this are not repeated."""

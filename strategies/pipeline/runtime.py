@@ -15,12 +15,11 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.rng import python_rng_state, set_python_rng_state
 
 from .communication import OutputBroadcast, PendingReceive, StageChannel
-from .graph import Signature, signature
+from .graph import Signature, Step, signature
 from .mesh import PipelineErrors, PipelineMesh
 from .schedules import BACKWARD, FORWARD, Action, Span
 from .stage import StageGraph, Transfer
-from .stage_executor import PartitionedStep, Shapes, TraceMismatchError
-from .tracer import Step
+from .stage_executor import Shapes, StageExecutor, TraceMismatchError
 
 AHEAD = 2
 """Receives are posted so many actions before they are needed, so that messages travel while others compute."""
@@ -46,7 +45,7 @@ class PipelineRuntime:
 
     def train(
         self,
-        partitioned: PartitionedStep,
+        executor: StageExecutor,
         step: Step,
         batches: Sequence[Any],
         *,
@@ -62,35 +61,35 @@ class PipelineRuntime:
         """
         seed = _draw_seed()  # before the state of the generators is kept, so that the next step draws another
         with preserve_generators(self._device):
-            run = StepRun(self._channel, self._device, partitioned, step, batches, seed, read_loss)
+            run = StepRun(self._channel, self._device, executor, step, batches, seed, read_loss)
             self._carry_out(run, actions, around)
         busy = sum(span.end - span.start for span in self.spans)
         self.waited_seconds += perf_counter() - self.began - busy
 
     @torch.no_grad()
     def forward(
-        self, partitioned: PartitionedStep, step: Step, batches: Sequence[Any], *, actions: Iterable[Action]
+        self, executor: StageExecutor, step: Step, batches: Sequence[Any], *, actions: Iterable[Action]
     ) -> dict[int, Any]:
         """Return the results of the step by micro-batch, on the rank of the last stage; elsewhere nothing."""
         seed = _draw_seed()  # before the state of the generators is kept, so that the next step draws another
         with preserve_generators(self._device):
-            run = StepRun(self._channel, self._device, partitioned, step, batches, seed, None)
+            run = StepRun(self._channel, self._device, executor, step, batches, seed, None)
             self._carry_out(run, actions)
         return run.returned
 
-    def broadcast_outputs(self, outputs: list[StepOutput], partitioned: PartitionedStep, key: str) -> list[StepOutput]:
+    def broadcast_outputs(self, outputs: list[StepOutput], executor: StageExecutor, key: str) -> list[StepOutput]:
         """Return the outputs of the last stage, which alone gives any; collective over the stages.
 
         `key` names a sequence of outputs with the same names and types.
         """
-        source = partitioned.stage_graphs[-1].rank
+        source = executor.stage_graphs[-1].rank
         return self._outputs.share(outputs if source == self._stage else None, source=source, kind=key)
 
     def _carry_out(self, run: StepRun, actions: Iterable[Action], around: Around | None = None) -> None:
         todo = list(actions)
         self.spans = []
         self.began = begin = perf_counter()
-        with run.partitioned.executor.interceptor.installed():
+        with run.executor.interceptor.installed():
             for index, action in enumerate(todo):
                 for later in todo[index : index + 1 + AHEAD]:
                     if not run.post(later):
@@ -145,7 +144,7 @@ class StepRun:
 
     channel: StageChannel
     device: torch.device
-    partitioned: PartitionedStep
+    executor: StageExecutor
     step: Step
     batches: Sequence[Any]
     seed: int
@@ -159,8 +158,8 @@ class StepRun:
         """Start receiving what an action needs, unless it has been started; return false if its shapes are unknown."""
         if action in self._pending:
             return True
-        stage_graph = self.partitioned.stage_graphs[action.stage]
-        shapes = self.partitioned.shapes.get((stage_graph.index, self._signature(action.micro_batch)))
+        stage_graph = self.executor.stage_graphs[action.stage]
+        shapes = self.executor.shapes.get((stage_graph.index, self._signature(action.micro_batch)))
         if shapes is None:
             return False
         if action.kind == FORWARD:
@@ -188,23 +187,23 @@ class StepRun:
         assert shape is not None
         return self.channel.expect(
             shape,
-            self.partitioned.graph.values[transfer.value].dtype,
-            source=self.partitioned.stage_graphs[other].rank,
+            self.executor.graph.values[transfer.value].dtype,
+            source=self.executor.stage_graphs[other].rank,
             tag=self._tag(transfer, kind),
         )
 
     def _send(self, tensor: Tensor, transfer: Transfer) -> None:
         if tensor.requires_grad and not transfer.differentiable:
             raise self._unexpected_gradient(transfer)
-        to = self.partitioned.stage_graphs[transfer.destination].rank
+        to = self.executor.stage_graphs[transfer.destination].rank
         self.channel.send(tensor.detach(), to=to, tag=self._tag(transfer, FORWARD))
 
     def _send_gradient(self, of: Tensor, transfer: Transfer) -> None:
-        to = self.partitioned.stage_graphs[transfer.source].rank
+        to = self.executor.stage_graphs[transfer.source].rank
         self.channel.send_gradient(of.grad, of=of, to=to, tag=self._tag(transfer, BACKWARD))
 
     def _unexpected_gradient(self, transfer: Transfer) -> TraceMismatchError:
-        nodes = self.partitioned.graph.nodes
+        nodes = self.executor.graph.nodes
         maker = next(node for node in nodes if any(output.value == transfer.value for output in node.outputs))
         return TraceMismatchError(
             f"{maker} made a tensor that needs a gradient, and made one that needs none in the traced step. Freeze "
@@ -213,23 +212,23 @@ class StepRun:
 
     def _tag(self, transfer: Transfer, kind: str) -> int:
         """Return a number of its own for each value on each way; within it, micro-batches keep their order."""
-        way = (transfer.destination * 2 + (kind == BACKWARD)) * len(self.partitioned.graph.values)
+        way = (transfer.destination * 2 + (kind == BACKWARD)) * len(self.executor.graph.values)
         return HEADERS + way + transfer.value
 
     # -- Forward
 
     def _forward(self, action: Action) -> float:
-        stage_graph = self.partitioned.stage_graphs[action.stage]
+        stage_graph = self.executor.stage_graphs[action.stage]
         batch = self.batches[action.micro_batch]
         key = (stage_graph.index, self._signature(action.micro_batch))
-        is_new = key not in self.partitioned.shapes
-        shapes = self._learn_shapes(stage_graph, action) if is_new else self.partitioned.shapes[key]
+        is_new = key not in self.executor.shapes
+        shapes = self._learn_shapes(stage_graph, action) if is_new else self.executor.shapes[key]
         if is_new:
-            self.partitioned.shapes[key] = shapes
+            self.executor.shapes[key] = shapes
         self.post(action)
         received, inputs = self._open_inputs(action, stage_graph)
         start = perf_counter()
-        result = self.partitioned.executor.run(
+        result = self.executor.run(
             stage_graph, self.step, batch, received=received, shapes=shapes, seed=self._seed_of(action)
         )
         if is_new:
@@ -268,9 +267,9 @@ class StepRun:
 
     def _learn_shapes(self, stage_graph: StageGraph, action: Action) -> Shapes:
         """Return the shapes that the stages before know for this new kind of batch."""
-        shapes: Shapes = [None] * len(self.partitioned.graph.values)
+        shapes: Shapes = [None] * len(self.executor.graph.values)
         if stage_graph.index > 0:
-            source = self.partitioned.stage_graphs[stage_graph.index - 1].rank
+            source = self.executor.stage_graphs[stage_graph.index - 1].rank
             header = self.channel.receive_header(
                 source=source, tag=stage_graph.index, what=_description(action, stage_graph.index - 1)
             )
@@ -283,7 +282,7 @@ class StepRun:
             shapes[value] = tuple(tensor.shape)
         if not stage_graph.is_last:
             header = {value: shape for value, shape in enumerate(shapes) if shape is not None}
-            following = self.partitioned.stage_graphs[stage_graph.index + 1]
+            following = self.executor.stage_graphs[stage_graph.index + 1]
             self.channel.send_header(header, to=following.rank, tag=following.index)
 
     def _seed_of(self, action: Action) -> int:

@@ -19,15 +19,15 @@ from trainkit.optim.precision import Precision
 from trainkit.task import TaskModule
 from trainkit.tree import to_device
 
-from .graph import Signature, TracedGraph, signature
+from .graph import Signature, Step, TracedGraph, signature
 from .mesh import PipelineMesh
 from .partition import SharedParameters
 from .plan_report import PlanReport, draw_schedule, draw_stages
 from .planner import Costs, PartitionPlan, SavedPartition, SplitPoints, TraceInput, plan_steps, restore_plan
 from .schedules import Schedule
 from .stage import Placement, has_meta, place_parameters, stage_bounds, stage_graphs
-from .stage_executor import PartitionedStep, StageExecutor
-from .tracer import Step, trace
+from .stage_executor import StageExecutor, in_precision
+from .tracer import trace
 
 logger = logging.getLogger(__name__)
 
@@ -82,16 +82,6 @@ def training_steps(
     }
 
 
-def in_precision(precision: Precision, step: Step) -> Step:
-    """Return a step that is run as the precision says."""
-    return partial(_call, precision, step)
-
-
-def _call(precision: Precision, step: Step, batch: Any) -> Any:
-    with precision.forward():
-        return step(batch)
-
-
 def step_key(phase: str, step_name: str) -> str:
     """Return the key of a phase's step, or of the only step of a task."""
     return f"{phase}: {step_name}" if phase else step_name
@@ -127,7 +117,7 @@ class StagedModel:
 
     def clear(self) -> None:
         """Forget all steps."""
-        self.steps: dict[str, PartitionedStep] = {}
+        self.steps: dict[str, StageExecutor] = {}
         self.placement: Placement | None = None
         """The stages of each parameter, once the task has been partitioned."""
         self.plan: PartitionPlan | None = None
@@ -189,8 +179,8 @@ class StagedModel:
         for name, (graph, partition) in zip(specs, parts, strict=True):
             bounds = partition.bounds(len(graph.nodes))
             ranks = [index % num_ranks for index in range(len(bounds))]
-            executor = StageExecutor(graph, task, device)
-            self.steps[name] = PartitionedStep.of(executor, stage_graphs(graph, bounds, ranks), traced)
+            stages = stage_graphs(graph, bounds, ranks)
+            self.steps[name] = StageExecutor(graph, task, stages, traced=traced, device=device)
         return self.placement
 
     def add_step(
@@ -210,10 +200,10 @@ class StagedModel:
 
         graph, seen = _on_one_rank(task, traced, mesh, all_replicas=False)
         bounds, ranks = stage_bounds(graph, self.placement, num_ranks=self.schedule.num_ranks)
-        executor = StageExecutor(graph, task, device)
-        self.steps[name] = PartitionedStep.of(executor, stage_graphs(graph, bounds, ranks), seen)
+        stages = stage_graphs(graph, bounds, ranks)
+        self.steps[name] = StageExecutor(graph, task, stages, traced=seen, device=device)
 
-    def training_step(self, task: nn.Module, phase: str, step_name: str) -> PartitionedStep:
+    def training_step(self, task: nn.Module, phase: str, step_name: str) -> StageExecutor:
         """Return a phase's partitioned step; raises UserError for a step that is not the phase's own."""
         partitioned = self.steps.get(step_key(phase, step_name))
         if partitioned is None:

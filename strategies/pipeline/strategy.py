@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,9 @@ from .partition import SharedParameters
 from .plan_report import PlanReport, write_plan, write_timeline
 from .runtime import PipelineRuntime
 from .schedules import SCHEDULES, SYNONYMS, Schedule, Span, forward_only
-from .stage_executor import PartitionedStep
-from .staged_model import StagedModel, check_name, in_precision, single_step, step_key, training_steps
+from .stage_executor import StageExecutor, in_precision
+from .staged_model import StagedModel, check_name, single_step, step_key, training_steps
 from .state import PipelineState
-
-if TYPE_CHECKING:
-    from trainkit.cli.main import Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +76,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         accumulate: Micro-batches of a step on each replica; by default two for each stage.
         micro_batch_size: Largest number of samples of a micro-batch, in place of `accumulate`.
         broadcast_buffers: Whether buffers (batch-norm statistics) are those of the first replica after every step.
-        timeline: Whether each step writes a picture of its schedule to the run's folder.
+        record_timeline: Write a drawing of each step's schedule to the run folder.
         timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed, for the communication of
             replicas; stages always use gloo.
@@ -104,7 +101,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         accumulate: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
         broadcast_buffers: bool = True,
-        timeline: bool = False,
+        record_timeline: bool = False,
         timeout_seconds: float = 1800.0,
         backend: str = "auto",
         launcher: str = "local",
@@ -135,7 +132,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         """The runtime of this rank, from `setup` on."""
         self.plan_report: PlanReport | None = None
         """The stages, from the first step on."""
-        self.writes_timeline = timeline
+        self.record_timeline = record_timeline
         self._gradients: dict[str, StageGradients] = {}  # by phase
         self._optimizations: dict[str, PhaseOptimizer] = {}  # by phase
         self._phase = ""
@@ -310,7 +307,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         self._steps += 1
         with self.runtime.errors.published():
             outputs = self._forward_backward(task, batch)
-            if self.writes_timeline and batch.micro_batches:
+            if self.record_timeline and batch.micro_batches:
                 spans = self.timeline()
                 if self.comm.is_main and self.log_dir is not None:
                     bubble = self.schedule.bubble(len(batch.micro_batches))
@@ -394,7 +391,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             dist.broadcast_object_list(box, group=self.mesh.stage_group, group_src=source)
             return box[0]
 
-    def _forward(self, task: TaskModule, step_name: str, micro_batch: MicroBatch) -> tuple[PartitionedStep, list[Any]]:
+    def _forward(self, task: TaskModule, step_name: str, micro_batch: MicroBatch) -> tuple[StageExecutor, list[Any]]:
         """Return the step, and what it returned for the batch: on the last stage one value, elsewhere none."""
         assert self.runtime is not None
         model, mesh = self.staged_model, self.mesh
@@ -508,8 +505,8 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             for began, spans in answers
         ]
 
-    def preview(self, task: TaskModule, source: StageData, *, precision: Precision) -> tuple[PlanReport, str]:
-        """Return the partition for training on `source` and its drawing, in this process; the task stays whole."""
+    def preview(self, task: TaskModule, source: StageData, *, precision: Precision) -> str:
+        """Return the number of stages for training on `source`, their table and a drawing; the task stays whole."""
         alone: Strategy = self
         alone.comm = Collectives(world_size=self.mesh.replicas)
         self.precision = precision
@@ -526,40 +523,14 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         step_batches = open_loader(source, alone, seed=0).step_batches(0, 0)
         first = next(self.step_batches(step_batches, pin_memory=source.pin_memory))
         try:
-            return self.staged_model.preview(
+            report, drawing = self.staged_model.preview(
                 task.train(),
                 training_steps(task, self._optimizations, precision=self.precision, begin_phase=self.begin_phase),
                 first.micro_batches[0].batch,
                 device=self.device,
                 num_micro_batches=len(first.micro_batches),
             )
+            return f"{len(report.stages)} stages\n{report}\n\n{drawing}"
         finally:
             self.end_phases()
             self._optimizations = {}
-
-
-def partition_command(arguments: Arguments) -> int:
-    """Print and draw the partition of a task; its step runs a few times on one batch in this process."""
-    from torch.utils.data import DataLoader
-
-    from trainkit.cli.compose import compose_config
-
-    chosen = arguments.take("strategy")
-    if chosen not in (None, "pipeline"):
-        raise UserError(f"strategy={chosen} has no stages; only strategy=pipeline cuts a task. Leave strategy= out.")
-    with compose_config(arguments.config_dirs) as composer:
-        settings = composer.settings(["strategy=pipeline", *arguments.overrides], needs_task=not arguments.cfg)
-    if arguments.cfg:
-        print(settings.as_yaml() if arguments.resolve else settings.unresolved, end="")
-        return 0
-    from trainkit.cli.run_commands import assemble
-    from trainkit.data.data import Data
-
-    run = assemble(settings, run_dir=None, loggers=False)
-    strategy = run.trainer.strategy
-    if not isinstance(strategy, PipelineStrategy):
-        raise UserError(f"{type(strategy).__name__} has no stages to show; only strategy=pipeline cuts a task.")
-    data = Data(train=run.data) if isinstance(run.data, DataLoader) else run.data
-    report, drawing = strategy.preview(run.task, data.source("train"), precision=run.trainer.fit_config.precision)
-    print(f"{settings.name} in {len(report.stages)} stages\n{report}\n\n{drawing}")
-    return 0

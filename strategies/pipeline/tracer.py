@@ -20,7 +20,9 @@ from trainkit.errors import UserError
 from trainkit.rng import python_rng_state, set_python_rng_state
 
 from .graph import (
+    GRADIENT,
     RETURN,
+    Call,
     Constant,
     CutConstraint,
     FlopCounter,
@@ -29,6 +31,7 @@ from .graph import (
     NodeOutput,
     ParameterRef,
     ScalarValue,
+    Step,
     TracedGraph,
     Value,
     ValueRef,
@@ -40,9 +43,10 @@ from .graph import (
     rebuild,
     tensors,
 )
-from .interception import GRADIENT, SIDE_EFFECTS, Call, ModuleInterceptor, TracingMode
+from .stage_executor import ModuleInterceptor, TracingMode
 
-Step = Callable[[Any], Any]
+SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
+"""Calls without a tensor as result that are made once, in the stage they belong to."""
 
 
 def trace(

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trainkit.strategies.pipeline.graph import signature
 from trainkit.strategies.pipeline.planner import plan
 from trainkit.strategies.pipeline.stage import stage_graphs
 from trainkit.strategies.pipeline.stage_executor import StageExecutor, TraceMismatchError
@@ -15,9 +16,11 @@ class _Chain:
     def __init__(self, task, batch, num_stages, **settings):
         self.task = task
         graph, partition = plan(task, task.training_step, batch, num_stages=num_stages, costs="estimated", **settings)
-        self.executor = StageExecutor(graph, task, torch.device("cpu"))
         self.shapes = [value.shape for value in graph.values]
         self.stage_graphs = stage_graphs(graph, partition.bounds(len(graph.nodes)), list(range(num_stages)))
+        self.executor = StageExecutor(
+            graph, task, self.stage_graphs, traced=signature(batch), device=torch.device("cpu")
+        )
         self.values = {}
 
     def run(self, batch, *, only=None):
