@@ -169,7 +169,7 @@ def speed_on_rank(width: int, depth: int, rounds: int, count: int) -> dict[str, 
             if index >= WARM_UP_ROUNDS:
                 found[name].append(time.perf_counter() - start)
                 if name == "trainkit 1f1b":
-                    spans = strategy.timeline()
+                    spans = strategy.runtime.timeline()
                     found["idle"].append(idle_share(spans))
                     found["uneven"].append(_unevenness(spans))
     return found

@@ -39,12 +39,8 @@ class PipelineMesh:
         self.stages, self.replicas = stages, replicas
         self.stage = self.replica = 0
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-        self._timeout = timedelta()
-
-    @property
-    def is_joined(self) -> bool:
-        """True while the process groups exist."""
-        return self._groups is not None
+        self.timeout = timedelta()
+        """Longest wait of a collective for another rank."""
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
@@ -58,11 +54,6 @@ class PipelineMesh:
         assert self._groups is not None, "the mesh is not joined"
         return self._groups[1]
 
-    @property
-    def timeout(self) -> timedelta:
-        """Longest wait of a collective for another rank."""
-        return self._timeout
-
     def join(self, *, timeout: timedelta) -> None:
         """Create the process groups. Collective over all ranks."""
         stages, replicas = self.stages, self.replicas
@@ -71,7 +62,7 @@ class PipelineMesh:
                 f"strategy.stages={stages} x strategy.replicas={replicas} need {stages * replicas} processes, "
                 f"but there are {dist.get_world_size()}."
             )
-        self._timeout = timeout
+        self.timeout = timeout
         self.replica, self.stage = divmod(dist.get_rank(), stages)
         # Every rank creates every group, in the same order.
         stage_groups = [
@@ -94,12 +85,12 @@ class PipelineMesh:
         return f"rank {process}, stage {stage} of replica {replica}"
 
     def holder_groups(self, holders: Iterable[Holders]) -> dict[Holders, dist.ProcessGroup]:
-        """Return for each set of stages their group in this rank's replica. Collective over all ranks."""
+        """Return the group of each set of stages in this rank's replica. Collective over all ranks."""
         groups: dict[Holders, dist.ProcessGroup] = {}
         wanted = sorted(holders)
         for replica in range(self.replicas):
             for stages in wanted:
-                group = dist.new_group([replica * self.stages + stage for stage in stages], timeout=self._timeout)
+                group = dist.new_group([replica * self.stages + stage for stage in stages], timeout=self.timeout)
                 if replica == self.replica:
                     groups[stages] = group
         return groups
@@ -212,7 +203,7 @@ class PipelineErrors:
             raise RankError(f"{first_line}\nbecause {cause}") from None
         if is_lost(error) and "imed out" in str(error):
             self._store.publish(f"{self._name}, in step {self._step()}: {first_line}")
-            raise RankError(f"{first_line}\nwho is where:\n{self._store.who_waits()}") from None
+            raise RankError(f"{first_line}\nposition of each rank:\n{self._store.who_waits()}") from None
 
 
 def _add_note(error: Exception, place: str) -> None:

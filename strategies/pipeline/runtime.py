@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.distributed.collectives import gather
 from trainkit.metrics.step_output import StepOutput
 from trainkit.rng import python_rng_state, set_python_rng_state
 
@@ -38,6 +39,7 @@ class PipelineRuntime:
         """Where errors of this rank are published."""
         self.spans: list[Span] = []
         """Actions of the last step, in seconds from its start, without waiting."""
+        self._group = mesh.stage_group
         self._stage = mesh.stage
         self._channel = StageChannel(mesh.stage_group, rank=mesh.stage, device=device)
         self._outputs = OutputBroadcast(mesh.stage_group, rank=mesh.stage, device=device)
@@ -83,7 +85,16 @@ class PipelineRuntime:
         `key` names a sequence of outputs with the same names and types.
         """
         source = executor.stage_graphs[-1].rank
-        return self._outputs.share(outputs if source == self._stage else None, source=source, kind=key)
+        return self._outputs.broadcast(outputs, source=source, key=key)
+
+    def timeline(self) -> list[list[Span]]:
+        """Return the spans of every stage in the last step, on one clock from its first start. Collective."""
+        answers = gather((self.began, self.spans), self._group)
+        first = min(began for began, _ in answers)
+        return [
+            [Span(span.action, span.start + began - first, span.end + began - first) for span in spans]
+            for began, spans in answers
+        ]
 
     def _carry_out(self, run: StepRun, actions: Iterable[Action], around: Around | None = None) -> None:
         todo = list(actions)

@@ -16,6 +16,7 @@ from trainkit.errors import UserError
 from trainkit.metrics.sync import metrics_in
 from trainkit.optim.precision import Precision
 from trainkit.rng import seed_python, seeded_python
+from trainkit.tree import tree_map
 
 from .graph import (
     GRADIENT,
@@ -31,7 +32,6 @@ from .graph import (
     ValueRef,
     changed,
     decoded,
-    rebuild,
     tensors,
 )
 from .stage import StageGraph
@@ -426,7 +426,7 @@ class _StageInterpreter(TracingMode):
     def _skip(self, node: Node) -> Any:
         if isinstance(node.result, ValueRef):
             return self._look_up(node.result)
-        result = rebuild(node.result, self._look_up)
+        result = tree_map(self._look_up, node.result)
         return iter(result) if node.name == "__iter__" else result
 
     def _look_up(self, leaf: Any) -> Any:

@@ -7,7 +7,7 @@ from torch.optim import SGD
 from trainkit.strategies.pipeline.graph import RETURN, CutConstraint, Node, NodeCost, NodeOutput, TracedGraph, Value
 from trainkit.strategies.pipeline.merged_graph import merge_graphs
 from trainkit.strategies.pipeline.partition import partition
-from trainkit.strategies.pipeline.planner import TraceInput, plan_steps
+from trainkit.strategies.pipeline.planner import TraceInput, TrainingStep, plan_steps
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.pipeline.tracer import trace
 
@@ -107,7 +107,7 @@ def test_phases_in_two_stages_have_the_weights_of_one_process_and_state_where_th
 
     assert max(differences) <= 1e-10, differences
     assert first == {"first"} and second == set()  # SGD without momentum has no state
-    assert "by first_step, but a pipeline cuts the task by second_step" in refused
+    assert "by first_step, but a pipeline partitions the task by second_step" in refused
 
 
 @pytest.mark.slow
@@ -236,7 +236,9 @@ class _Leaves(Elsewhere):
 def test_a_tensor_that_one_phase_leaves_for_another_is_refused():
     task = _Leaves()
     batch = _Leaves.batch(4, torch.Generator())
-    trace_inputs = [TraceInput(task, step, batch, "estimated") for step in (task.first_step, task.second_step)]
+    trace_inputs = [
+        TraceInput(task, TrainingStep(step), batch, "estimated") for step in (task.first_step, task.second_step)
+    ]
 
     with pytest.raises(UserError, match=r"`detach`.*uses a tensor that the step of another phase has left behind"):
         plan_steps(trace_inputs, num_stages=2, balance=0.0, split_points=None, shared_parameters="auto")

@@ -120,7 +120,7 @@ def test_a_step_that_looks_at_elements_is_refused_with_the_remedy():
             return logits.sum() if logits.max() > 0 else logits.mean()
 
     task = Looks()
-    with pytest.raises(UserError, match=r"Looks's step looks at elements.*strategy.trace=eager"):
+    with pytest.raises(UserError, match=r"Looks's step reads elements.*strategy.trace=eager"):
         plan(task, task.training_step, _batch(Mlp), num_stages=2, costs="fake")
 
 
@@ -133,7 +133,7 @@ def test_a_module_that_cannot_reset_itself_is_named_with_the_remedy():
     with torch.device("meta"):
         task = nn.Sequential(nn.Linear(3, 3), Silent())
 
-    with pytest.raises(UserError, match=r"'1.weight' lies on the meta device.*Silent \(1\).*reset_parameters"):
+    with pytest.raises(UserError, match=r"'1.weight' is on the meta device.*Silent \(1\).*reset_parameters"):
         materialize(task, seed=0)
 
 

@@ -171,7 +171,7 @@ def _scaler():
     training.step(steps[0])
     before, scale = training.weights(), training.precision.scaler.get_scale()
     training.strategy.forward_backward(training.task, steps[1])
-    if training.strategy.stage == 1:
+    if training.strategy.mesh.stage == 1:
         next(p.grad for p in training.task.parameters() if p.grad is not None).fill_(float("inf"))
     training.strategy.optimizer_step(training.phase_optimizer)
     return {
@@ -234,7 +234,7 @@ def _new_shapes():
 
 def _timeline():
     training = _pipeline(Mlp, split_points=["net.7"]).run(step_batches(Mlp, sizes=SIZES, num_steps=1))
-    spans = training.strategy.timeline()
+    spans = training.strategy.runtime.timeline()
     return {"timeline": [[str(span.action) for span in stage] for stage in spans]}
 
 
