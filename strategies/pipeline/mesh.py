@@ -1,4 +1,4 @@
-"""Mesh of ranks: stages in one dimension, replicas in the other; its collectives and the errors of its ranks."""
+"""Mesh of ranks: stages in one dimension, replicas in the other; its collectives and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Holders = tuple[int, ...]
 
 
 class PipelineMesh:
-    """Coordinates of this rank, and the process groups along both dimensions.
+    """Position of this rank, and the process groups along both dimensions.
 
     Stages of one replica have consecutive ranks. `stage` and `replica` are 0 until `join`.
 
@@ -159,7 +159,7 @@ class PipelineErrors:
     """Publisher of this rank's errors in the failure store that all ranks read.
 
     Args:
-        failure_store: Where the error is published.
+        failure_store: Store in which the error is published.
         name: Name of this rank in messages.
         step: Returns the current step.
 
@@ -173,7 +173,7 @@ class PipelineErrors:
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Publish an error of the block; one that another rank caused is raised with that cause."""
+        """Publish an error of the block; an error caused by another rank is raised with that cause."""
         try:
             yield
         except Exception as error:
@@ -181,15 +181,17 @@ class PipelineErrors:
             raise
 
     def explain(self, error: Exception, *, where: str = "") -> None:
-        """Publish an error and its place; raises RankError for one that another rank caused."""
+        """Publish an error and its place; raises RankError for an error caused by another rank."""
         if error is self._published or isinstance(error, RankError):
             return
         if isinstance(error, RuntimeError):
             self._explain_by_others(error)
         self._published = error
         self.publish(f"{type(error).__name__}: {error}", where=where)
-        if where:
-            _add_note(error, f"{self._name}, {where}")
+        if where and sys.version_info >= (3, 11):
+            error.add_note(f"{self._name}, {where}")
+        elif where:
+            logger.error("%s, %s: %s", self._name, where, error)
 
     def publish(self, why: str, *, where: str = "") -> None:
         """Publish why this rank stops; only the first message of all ranks is kept."""
@@ -204,10 +206,3 @@ class PipelineErrors:
         if is_lost(error) and "imed out" in str(error):
             self._store.publish(f"{self._name}, in step {self._step()}: {first_line}")
             raise RankError(f"{first_line}\nposition of each rank:\n{self._store.who_waits()}") from None
-
-
-def _add_note(error: Exception, place: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(place)
-    else:
-        logger.error("%s: %s", place, error)

@@ -237,8 +237,8 @@ def materialize(
             if direct:
                 raise UserError(
                     f"'{names[id(direct[0])]}' is on the meta device, and {type(module).__name__} "
-                    f"({prefix or 'the task'}) has no reset_parameters. Define reset_parameters(self) there to fill the "
-                    "module's own parameters and buffers in place, or build the task outside of torch.device('meta')."
+                    f"({prefix or 'the task'}) has no reset_parameters. Define reset_parameters(self) there to fill "
+                    "its parameters and buffers in place, or build the task outside of torch.device('meta')."
                 )
             continue
         for tensor in direct:

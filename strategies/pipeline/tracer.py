@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainkit.errors import UserError
-from trainkit.rng import python_rng_state, set_python_rng_state
+from trainkit.rng import preserve_rng, python_rng_state
 from trainkit.tree import map_tensors, tree_leaves, tree_map
 
 from .graph import (
@@ -568,13 +568,10 @@ def preserve_state(task: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     contents = [buffer.detach().clone() for _, _, buffer in places]
-    python_state = python_rng_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with preserve_rng():
             yield
     finally:
-        set_python_rng_state(python_state)
         with torch.no_grad():
             for (module, name, buffer), content in zip(places, contents, strict=True):
                 module._buffers[name] = buffer

@@ -179,7 +179,7 @@ def test_a_step_that_is_made_less_often_counts_less():
     assert partition(seldom.graph, num_stages=2, shared_parameters="replicated").cuts == (3,)
 
 
-def test_steps_that_use_modules_in_opposite_orders_cannot_be_cut_between_them():
+def test_steps_that_use_modules_in_opposite_orders_cannot_be_split_between_them():
     merged = merge_graphs([_step("a", "b"), _step("b", "a")], [1.0, 1.0])
 
     with pytest.raises(UserError, match=r"at most 1 stages.*module '[ab]'.*module '[ab]'.*in different orders"):
@@ -219,7 +219,7 @@ def test_what_a_gradient_is_asked_for_of_is_in_one_stage():
     names = [node.name for node in graph.nodes]
     assert names[constraint.last] == "autograd.grad" and names[constraint.first] in ("net.5", "detach")
     made = graph.nodes[constraint.last].outputs
-    assert [product.requires_grad for product in made] == [True]
+    assert [output.requires_grad for output in made] == [True]
 
 
 class _Leaves(Elsewhere):
@@ -233,7 +233,7 @@ class _Leaves(Elsewhere):
         return (self.second(self.kept.detach()) - 1).square().mean()
 
 
-def test_a_tensor_that_one_phase_leaves_for_another_is_refused():
+def test_a_tensor_that_one_phase_leaves_for_another_is_an_error():
     task = _Leaves()
     batch = _Leaves.batch(4, torch.Generator())
     trace_inputs = [
