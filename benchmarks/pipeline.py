@@ -41,7 +41,7 @@ class Block(nn.Module):
         super().__init__()
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.loader = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x after attention and feed-forward."""
@@ -49,7 +49,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.first(x)).view(rows, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, width)
         x = x + self.out(y)
-        return x + self.loader(self.second(x))
+        return x + self.feed_forward(self.second(x))
 
 
 class Gpt(TaskModule):
@@ -128,7 +128,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class HandCut(nn.Module):
-    """One of two stages of `Gpt`, cut by hand as torch.distributed.pipelining wants it."""
+    """One of two stages of `Gpt`, cut by hand as torch.distributed.pipelining requires."""
 
     def __init__(self, task: Gpt, stage: int, cut: int):
         super().__init__()
@@ -169,7 +169,7 @@ def speed_on_rank(width: int, depth: int, rounds: int, count: int) -> dict[str, 
             if index >= WARM_UP_ROUNDS:
                 found[name].append(time.perf_counter() - start)
                 if name == "trainkit 1f1b":
-                    spans = strategy.timeline()
+                    spans = strategy.runtime.timeline()
                     found["idle"].append(idle_share(spans))
                     found["uneven"].append(_unevenness(spans))
     return found
@@ -278,7 +278,7 @@ def _best_limit(costs: list[float], stages: int) -> float:
 
 
 def show_planning() -> None:
-    """Print how long a deep model takes to be recorded and cut."""
+    """Print the seconds of tracing and partitioning a deep model."""
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH))
     depth = 150
     task = Gpt(64, depth)

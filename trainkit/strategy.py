@@ -30,6 +30,7 @@ from trainkit.tree import to_device
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.shard_files import ShardedState
+    from trainkit.data.data import StageData
     from trainkit.profiling.timeline import Overlap
 
 T = TypeVar("T")
@@ -397,6 +398,14 @@ class StartsRanks(Protocol):
 
         If the caller is a rank, its task is complete afterwards.
         """
+
+
+@runtime_checkable
+class SupportsPartitionPreview(Protocol):
+    """Partitions a task into stages, and can show them without training."""
+
+    def preview(self, task: TaskModule, source: StageData, *, precision: Precision) -> str:
+        """Return the number of stages, their table and a drawing; the task stays whole, and no process is started."""
 
 
 def local_state(strategy: Strategy, task: TaskModule) -> dict[str, Tensor]:

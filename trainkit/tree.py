@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any, *, is_leaf: Callable[[An
         return kind([tree_map(function, part, is_leaf=is_leaf) for part in tree])
     if kind is dict:
         return {key: tree_map(function, part, is_leaf=is_leaf) for key, part in tree.items()}
-    parts = None if isinstance(tree, Tensor) else _parts(tree)
+    parts = _parts(tree)
     if parts is None:
         return function(tree)
     return _with_parts(tree, [tree_map(function, part, is_leaf=is_leaf) for part in parts])
@@ -40,7 +41,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any, *, is_leaf: Callable[[An
 
 def tree_leaves(tree: Any) -> Iterator[Any]:
     """Yield the leaves of a tree, as `tree_map` visits them."""
-    parts = None if isinstance(tree, Tensor) else _parts(tree)
+    parts = _parts(tree)
     if parts is None:
         yield tree
         return
@@ -102,7 +103,9 @@ def concatenate(outputs: Sequence[Any]) -> Any:
 
 
 def _parts(tree: Any) -> Collection[Any] | None:
-    """Return the children of a node; `None` for a leaf."""
+    """Return the children of a node; `None` for a leaf, also for a shape."""
+    if isinstance(tree, (Tensor, torch.Size)):
+        return None
     if isinstance(tree, Mapping):
         return tree.values()
     if isinstance(tree, (list, tuple)):
@@ -124,5 +127,7 @@ def _with_parts(tree: Any, parts: list[Any]) -> Any:
         return type(tree)(*parts)
     if isinstance(tree, (list, tuple)):
         return type(tree)(parts)
-    names = [field.name for field in dataclasses.fields(tree)]
-    return dataclasses.replace(tree, **dict(zip(names, parts, strict=True)))
+    clone = copy.copy(tree)  # not by its constructor, which may check or convert values
+    for field, part in zip(dataclasses.fields(tree), parts, strict=True):
+        object.__setattr__(clone, field.name, part)
+    return clone

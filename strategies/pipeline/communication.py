@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,29 +19,29 @@ HEADER_TAG = 1 << 28
 
 @dataclass(slots=True)
 class PendingReceive:
-    """A tensor that another rank sends, or has sent."""
+    """A tensor that a rank sends, this one or another."""
 
     tensor: Tensor | None
-    """In host memory: the ranks of a pipeline talk through gloo."""
+    """In host memory, as stages use gloo."""
     work: dist.Work | None
     local: deque[Tensor | None] | None
     """Source of the tensor if this rank itself sends it."""
     device: torch.device
 
     def open(self, what: str) -> Tensor:
-        """Return the tensor once it is here; `what` is named in the error if it does not come."""
-        tensor = self._awaited(what)
+        """Return the received tensor on the device; `what` names it in the error of a timeout."""
+        tensor = self._wait_for(what)
         assert tensor is not None
         return tensor.to(self.device)
 
     def open_gradient(self, what: str) -> Tensor | None:
-        """Return the gradient once it is here, or `None` for word that there is none."""
-        tensor = self._awaited(what)
+        """Return the received gradient on the device, or `None` if the other stage has none."""
+        tensor = self._wait_for(what)
         if tensor is None or (self.local is None and tensor.numel() and is_missing_gradient(tensor)):
             return None
         return tensor.to(self.device)
 
-    def _awaited(self, what: str) -> Tensor | None:
+    def _wait_for(self, what: str) -> Tensor | None:
         if self.local is not None:
             return self.local.popleft()
         assert self.tensor is not None
@@ -56,11 +57,11 @@ class StageChannel:
         self._group = group
         self._rank = rank
         self._device = device
-        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._local: dict[int, deque[Tensor | None]] = defaultdict(deque)
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> None:
-        """Start sending; the tensor is kept until it has left."""
+        """Start sending; the tensor stays in memory until it is sent."""
         if to == self._rank:
             self._local[tag].append(tensor)
             return
@@ -69,19 +70,19 @@ class StageChannel:
         tensor = tensor.cpu().contiguous()
         work = dist.isend(tensor, group=self._group, group_dst=to, tag=tag)
         if work is not None:
-            self._under_way.append((work, tensor))
-        while self._under_way and self._under_way[0][0].is_completed():
-            self._under_way.popleft()
+            self._sending.append((work, tensor))
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
 
     def send_gradient(self, gradient: Tensor | None, *, of: Tensor, to: int, tag: int) -> None:
-        """Start sending the gradient of a tensor, or word that there is none."""
+        """Start sending the gradient of a tensor, or the sign of a missing one."""
         if gradient is None and to == self._rank:
             self._local[tag].append(None)
             return
         self.send(missing_gradient(of) if gradient is None else gradient, to=to, tag=tag)
 
     def expect(self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int) -> PendingReceive:
-        """Return the pending receive of what rank `source` sends with `tag`; receiving goes on in the background."""
+        """Start receiving in the background what rank `source` sends with `tag`, and return the pending receive."""
         if source == self._rank:
             return PendingReceive(None, None, self._local[tag], self._device)
         tensor = torch.empty(shape, dtype=dtype)
@@ -103,9 +104,9 @@ class StageChannel:
         return pickle.loads(pending.open(what).cpu().numpy().tobytes())
 
     def finish(self) -> None:
-        """Return when everything sent has left."""
-        while self._under_way:
-            work, tensor = self._under_way.popleft()
+        """Wait until everything is sent."""
+        while self._sending:
+            work, tensor = self._sending.popleft()
             _wait(work, f"sending a tensor of shape {tuple(tensor.shape)}")
 
 
@@ -121,17 +122,17 @@ _BYTES = {1: [0x7D], 2: [0xD5, 0x7F], 4: [0x55, 0x55, 0xD5, 0x7F], 8: [0x55, 0x5
 
 
 def missing_gradient(tensor: Tensor) -> Tensor:
-    """Return a tensor in host memory that stands for a missing gradient of `tensor`.
+    """Return a tensor in host memory that represents a missing gradient of `tensor`.
 
-    A parameter with a gradient of zeros is moved by weight decay and momentum, one without is not. So all elements are
-    one particular NaN, whose bits no computation leaves: what computes sets all of the lowest bits, or none of them.
+    Weight decay and momentum change a parameter with a gradient of zeros, but not one without a gradient. So all
+    elements are one particular NaN that no computation produces: its lowest bits are neither all set nor all clear.
     """
     pattern = torch.tensor(_pattern(tensor), dtype=torch.uint8)
     return pattern.repeat(tensor.numel()).view(tensor.dtype).view(tensor.shape)
 
 
 def is_missing_gradient(tensor: Tensor) -> bool:
-    """Return whether a tensor in host memory stands for a missing gradient."""
+    """Return True if a tensor in host memory represents a missing gradient."""
     pattern = _pattern(tensor)
     flat = tensor.view(-1)
     if flat[:1].view(torch.uint8).tolist() != pattern:
@@ -148,104 +149,88 @@ def _pattern(tensor: Tensor) -> list[int]:
 _UNCHANGED, _CHANGED = 0.0, 1.0
 
 
-@dataclass(slots=True)
-class _OutputLayout:
-    """Outputs without their numbers: what to fill numbers into."""
-
-    outputs: list[StepOutput]
-
-    def fill(self, numbers: list[Tensor]) -> list[StepOutput]:
-        rest = iter(numbers)
-        filled = []
-        for output in self.outputs:
-            loss = None if output.loss is None else next(rest).to(output.loss.dtype)
-            weight = next(rest)
-            metrics: dict[str, Tensor | float] = {}
-            for name, kind in output.metrics.items():
-                number = next(rest)
-                metrics[name] = number.to(kind.dtype) if isinstance(kind, Tensor) else float(number)
-            kept = weight.to(output.weight.dtype) if isinstance(output.weight, Tensor) else float(weight)
-            filled.append(replace(output, loss=loss, weight=kept, metrics=metrics))
-        return filled
-
-
 class OutputBroadcast:
     """Broadcasts step outputs from one rank of a pipeline to the others.
 
-    The numbers travel as one float64 tensor; names and types only when they change.
+    The numbers are sent as one float64 tensor; names and types only when they change.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, rank: int, device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, *, rank: int, device: torch.device):
         self._group = group
         self._rank = rank
         self._device = device
-        self._layouts: dict[str, _OutputLayout] = {}
+        self._layouts: dict[str, list[StepOutput]] = {}  # outputs with zeros for their numbers
         self._sizes: dict[str, int] = {}
 
-    def share(self, outputs: list[StepOutput] | None, *, source: int, kind: str) -> list[StepOutput]:
-        """Return the outputs of rank `source`, which alone gives them; `kind` names a sequence of like outputs."""
-        if self._group is None or self._group.size() == 1:
-            assert outputs is not None
+    def broadcast(self, outputs: list[StepOutput], *, source: int, key: str) -> list[StepOutput]:
+        """Return the outputs of rank `source`; `key` names a sequence of outputs with the same names and types.
+
+        Collective over the stages.
+        """
+        if self._group.size() == 1:
             return outputs
         if self._rank == source:
-            assert outputs is not None
-            self._send(outputs, source, kind)
+            self._send(outputs, source, key)
             return outputs
-        return self._receive(source, kind)
+        return self._receive(source, key)
 
-    def _send(self, outputs: list[StepOutput], source: int, kind: str) -> None:
-        numbers = _numbers(outputs)
-        layout = _OutputLayout([_blank(output) for output in outputs])
-        known = self._layouts.get(kind)
-        is_new = known is None or repr(known) != repr(layout)
-        if known is None or not is_new:
-            if known is not None:
-                self._broadcast(torch.cat([torch.tensor([_UNCHANGED], dtype=torch.float64), numbers]), source)
-        else:
-            self._broadcast(torch.full((1 + self._sizes[kind],), _CHANGED, dtype=torch.float64), source)
-        if is_new:
-            dist.broadcast_object_list([(layout, numbers)], group=self._group, group_src=source)
-            self._layouts[kind], self._sizes[kind] = layout, numbers.numel()
+    def _send(self, outputs: list[StepOutput], source: int, key: str) -> None:
+        found = [number for output in outputs for number in (output.loss, output.weight, *output.metrics.values())]
+        flat = [_float64(number) for number in found if number is not None]
+        numbers = torch.stack(flat) if flat else torch.zeros(0, dtype=torch.float64)
+        layout = [_blank(output) for output in outputs]
+        if key in self._layouts:
+            is_new = repr(self._layouts[key]) != repr(layout)
+            message = torch.full((1 + self._sizes[key],), _CHANGED, dtype=torch.float64)
+            if not is_new:
+                message[0], message[1:] = _UNCHANGED, numbers
+            dist.broadcast(message, group=self._group, group_src=source)
+            if not is_new:
+                return
+        dist.broadcast_object_list([(layout, numbers)], group=self._group, group_src=source)
+        self._layouts[key], self._sizes[key] = layout, numbers.numel()
 
-    def _receive(self, source: int, kind: str) -> list[StepOutput]:
-        if kind in self._layouts:
-            numbers = torch.empty(1 + self._sizes[kind], dtype=torch.float64)
-            self._broadcast(numbers, source)
-            if float(numbers[0]) == _UNCHANGED:
-                return self._layouts[kind].fill(list(numbers[1:].to(self._device)))
-        box: list[tuple[_OutputLayout, Tensor] | None] = [None]
+    def _receive(self, source: int, key: str) -> list[StepOutput]:
+        if key in self._layouts:
+            message = torch.empty(1 + self._sizes[key], dtype=torch.float64)
+            dist.broadcast(message, group=self._group, group_src=source)
+            if float(message[0]) == _UNCHANGED:
+                return _filled(self._layouts[key], message[1:].to(self._device))
+        box: list[Any] = [None]
         dist.broadcast_object_list(box, group=self._group, group_src=source)
-        assert box[0] is not None
         layout, numbers = box[0]
-        self._layouts[kind], self._sizes[kind] = layout, numbers.numel()
-        return layout.fill(list(numbers.to(self._device)))
-
-    def _broadcast(self, numbers: Tensor, source: int) -> None:
-        dist.broadcast(numbers, group=self._group, group_src=source)
+        self._layouts[key], self._sizes[key] = layout, numbers.numel()
+        return _filled(layout, numbers.to(self._device))
 
 
-def _numbers(outputs: list[StepOutput]) -> Tensor:
-    found: list[Tensor | float] = []
-    for output in outputs:
-        if output.loss is not None:
-            found.append(output.loss)
-        found += [output.weight, *output.metrics.values()]
-    return (
-        torch.stack([torch.as_tensor(number).detach().reshape(()).to("cpu", torch.float64) for number in found])
-        if found
-        else torch.zeros(0, dtype=torch.float64)
+Number = Tensor | float
+
+
+def _with_numbers(output: StepOutput, function: Callable[[Number], Any]) -> StepOutput:
+    """Return the output with `function` applied to its loss, weight and metrics, in this order."""
+    return replace(
+        output,
+        loss=None if output.loss is None else function(output.loss),
+        weight=function(output.weight),
+        metrics={name: function(value) for name, value in output.metrics.items()},
     )
 
 
 def _blank(output: StepOutput) -> StepOutput:
-    """Return the output with zeros for its numbers."""
-    return replace(
-        output,
-        loss=None if output.loss is None else torch.zeros((), dtype=output.loss.dtype),
-        weight=torch.zeros((), dtype=output.weight.dtype) if isinstance(output.weight, Tensor) else 0.0,
-        metrics={
-            name: torch.zeros((), dtype=value.dtype) if isinstance(value, Tensor) else 0.0
-            for name, value in output.metrics.items()
-        },
-        objects=[counted._replace(metric=None) for counted in output.objects],
-    )
+    blank = _with_numbers(output, lambda n: torch.zeros((), dtype=n.dtype) if isinstance(n, Tensor) else 0.0)
+    blank.objects = [update._replace(metric=None) for update in output.objects]
+    return blank
+
+
+def _filled(layout: list[StepOutput], numbers: Tensor) -> list[StepOutput]:
+    rest = iter(numbers)
+
+    def fill(kind: Number) -> Number:
+        number = next(rest)
+        return number.to(kind.dtype) if isinstance(kind, Tensor) else float(number)
+
+    return [_with_numbers(output, fill) for output in layout]
+
+
+def _float64(number: Number) -> Tensor:
+    return torch.as_tensor(number).detach().reshape(()).to("cpu", torch.float64)

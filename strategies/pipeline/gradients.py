@@ -21,14 +21,14 @@ from .stage import Placement
 
 
 class StageGradients:
-    """Makes the gradients of this rank's parameters those of the whole step. To be made by all ranks at once.
+    """Reduces the gradients of this rank's parameters. The constructor is collective over all ranks.
 
     Args:
-        task: The task, whose parameters require a gradient as far as they are trained.
-        placement: Where they are.
-        mesh: Where this rank is.
-        failure_store: Where ranks publish why they stop.
-        phase: The parameters that a phase trains and their names, as far as its step uses them; `None`: all.
+        task: The task; its trained parameters require a gradient.
+        placement: Ranks of the parameters.
+        mesh: Position of this rank.
+        failure_store: Store in which ranks publish why they stop.
+        phase: The named parameters that a phase trains and its step uses; `None`: all.
 
     """
 
@@ -49,7 +49,7 @@ class StageGradients:
             if placement.is_held(name, mesh.stage) and parameter.requires_grad
         ]
         self._counted = [parameter for name, parameter in named.items() if placement.counted(name, mesh.stage)]
-        # The same on all stages, of which some may have no gradients: they must not judge a norm differently.
+        # The same on all stages, also those without gradients, so that they judge a norm equally.
         is_wide = any(parameter.dtype == torch.float64 for parameter in named.values())
         self._norm_type = torch.float64 if is_wide else torch.float32
         shared = placement.shared_by()
@@ -65,7 +65,7 @@ class StageGradients:
             self._reducer = Reducer(mine, group=mesh.replica_group, settings=settings, failure_store=failure_store)
 
     def reduce_around(self, actions: Sequence[Action]) -> Callable[[int], AbstractContextManager[Any]] | None:
-        """Return the context of each action: backwards add up gradients, and the last one reduces over replicas."""
+        """Return the context of each action: backwards accumulate, and the last one reduces over replicas."""
         reducer = self._reducer
         if reducer is None or not actions:
             return None
@@ -79,14 +79,14 @@ class StageGradients:
         return around
 
     def reduce_zeros(self) -> None:
-        """Take part in the reduction of replicas that have samples, without any; collective over copies."""
+        """Contribute zeros to the reduction if this replica has no samples. Collective over replicas."""
         if self._reducer is not None:
             self._reducer.reduce_zeros()
 
     def sum_shared(self) -> None:
-        """Leave on every stage that uses a parameter the sum of all stages' gradients; collective.
+        """Sum the gradients of each parameter over the stages that use it. Collective.
 
-        A parameter to which no stage gives a gradient in this step has none, as in one process.
+        A parameter without a gradient on any stage keeps none, as in one process.
         """
         for group, parameters in self._shared:
             on_host = "cpu" in dist.get_backend_config(group)
@@ -103,7 +103,7 @@ class StageGradients:
                     dist.all_reduce(parameter.grad, group=group)
 
     def norm(self, mesh: PipelineMesh, device: torch.device) -> Tensor:
-        """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
+        """Return the 2-norm of all stages' gradients; shared parameters count once. Collective."""
         gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
         square = total_norm(gradients, device).double().square().cpu()
         dist.all_reduce(square, group=mesh.stage_group)
@@ -116,18 +116,18 @@ class StageGradients:
 
 
 class SyncedScaler(PhaseOptimizer):
-    """An optimization whose scaler hears of an overflow on any stage."""
+    """A phase optimizer whose scaler sees an overflow on any stage."""
 
-    def __init__(self, inner: PhaseOptimizer, agree: Callable[[Tensor], Tensor]):
+    def __init__(self, inner: PhaseOptimizer, max_over_stages: Callable[[Tensor], Tensor]):
         self.__dict__ = inner.__dict__
-        self._agree_on_overflow = agree
+        self._max_over_stages = max_over_stages
 
     def unscale(self) -> None:
-        """Unscale this stage's gradients, and let all stages know of an overflow."""
+        """Unscale this stage's gradients, and report an overflow to all stages. Collective."""
         super().unscale()
         assert self._scaler is not None
         found = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
         device = next(iter(found), self.parameters[0].device)
         worst = sum(found.values(), start=torch.zeros((), device=device))
         found.clear()
-        found[device] = self._agree_on_overflow(worst)
+        found[device] = self._max_over_stages(worst)

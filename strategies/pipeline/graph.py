@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -14,11 +13,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from trainkit.tree import tensors_in, tree_leaves
+
 RETURN = "return"
+GRADIENT = "autograd.grad"
+"""Name of the node of `torch.autograd.grad`; the attribute `grad` has its own."""
+
+Call = Callable[..., Any]
+Step = Callable[[Any], Any]
 
 
 class ValueRef:
-    """Stands in a traced structure for the tensor of a value."""
+    """Placeholder of a value's tensor in a traced structure."""
 
     __slots__ = ("value",)
 
@@ -27,7 +33,7 @@ class ValueRef:
 
 
 class ParameterRef:
-    """Stands in a traced structure for a parameter or buffer of the task itself."""
+    """Placeholder of a parameter or buffer of the task in a traced structure."""
 
     __slots__ = ("name",)
 
@@ -36,13 +42,13 @@ class ParameterRef:
 
 
 class ScalarValue:
-    """Stands in a traced structure for a Python number, truth value or shape, which another batch may change."""
+    """Placeholder of a Python number, truth value or shape, which another batch may change, in a traced structure."""
 
     __slots__ = ("count", "kind", "start")
 
     def __init__(self, kind: type[Any], start: int, count: int):
         self.kind = kind
-        self.start = start  # its place among all numbers of the step, each of 64 bits
+        self.start = start  # first index among all numbers of the step, each of 64 bits
         self.count = count
 
     def __str__(self) -> str:
@@ -50,7 +56,7 @@ class ScalarValue:
 
 
 class Constant:
-    """Stands in a traced structure for an object that is neither tensor nor constant."""
+    """Placeholder of an object that is neither tensor nor constant in a traced structure."""
 
     __slots__ = ("kind",)
 
@@ -65,20 +71,17 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     local: bool
-    """Follows from the batch and constants alone, so that every stage can compute it for itself."""
+    """True if it depends on the batch and constants alone, so that every stage computes it."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOutput:
-    """A value that a node makes or writes, and whether gradients flow back to it from then on."""
+    """A value that a node makes or writes; `requires_grad` if gradients flow back to it from then on."""
 
     value: int
     requires_grad: bool
@@ -115,11 +118,11 @@ class Node:
     """`file:line` of that code."""
     inputs: tuple[int, ...] = ()
     num_given: int = 0
-    """Number of inputs, the first ones, that were arguments of the call; a leaf module found the others by itself."""
+    """Number of inputs, the first ones, that are arguments of the call; a leaf module uses the others without that."""
     result: Any = None
     """The result's structure, with a `ValueRef` for each tensor."""
     has_plain: bool = False
-    """A module whose result holds more than tensors: numbers, or constants that must stay the same."""
+    """True for a module whose result has more than tensors: numbers, or constants that must stay the same."""
     outputs: tuple[NodeOutput, ...] = ()
     written: tuple[int, ...] = ()
     """Inputs that the call writes in place."""
@@ -128,20 +131,20 @@ class Node:
     written_buffers: tuple[str, ...] = ()
     is_batch_only: bool = False
     reads: bool = False
-    """True if the call returns a number or a truth value taken from its inputs' elements."""
+    """True if the call returns a number or a truth value from its inputs' elements."""
     is_random: bool = False
     draws_in_python: bool = False
-    """A module that draws from the generators of Python or numpy."""
+    """True for a module that draws from the generators of Python or numpy."""
     checkpoint: int | None = None
-    """Index of the activation checkpoint around root-level code that makes the call, and makes it again in backward."""
+    """Index of the activation checkpoint around the call, which makes it again in backward."""
     key: int = 0
-    """Stable identity of the call, from its name and how often that was met before."""
+    """Stable identity of the call, from its name and the number of earlier calls of that name."""
     cost: NodeCost = field(default_factory=NodeCost)
 
     @property
     def has_numbers(self) -> bool:
-        """True for a module whose result holds numbers."""
-        return self.has_plain and any(isinstance(leaf, ScalarValue) for leaf in leaves(self.result))
+        """True for a module whose result has numbers."""
+        return self.has_plain and any(isinstance(leaf, ScalarValue) for leaf in tree_leaves(self.result))
 
     def __str__(self) -> str:
         what = f"module '{self.name}'" if self.is_leaf_module else f"`{self.name}`"
@@ -150,31 +153,31 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class CutConstraint:
-    """Events that must be in one stage, from `first` to `last`, and why."""
+    """Nodes that must be in one stage, from `first` to `last`, and the reason."""
 
     first: int
     last: int
     reason: str
     advice: str = ""
-    """Remedy, where one is known."""
+    """Remedy, if one is known."""
 
     def forbids(self, cut: int) -> bool:
-        """Check whether a stage that begins at node `cut` would violate the constraint."""
+        """Return True if a stage that begins at node `cut` would violate the constraint."""
         return self.first < cut <= self.last
 
 
 @dataclass(slots=True)
 class TracedGraph:
-    """A step as a list of nodes; the last one, `return`, uses what the step returns."""
+    """A step as a list of nodes; the last one, `return`, has the step's return values as inputs."""
 
     nodes: list[Node]
     values: list[Value]
     constraints: list[CutConstraint]
     parameter_bytes: dict[str, int]
-    """Of every parameter of the task, under its first name."""
+    """Bytes of every parameter of the task, under its first name."""
     trainable: frozenset[str]
     numbers: int | None = None
-    """The value that holds all numbers that modules return; none where they return tensors only."""
+    """The value with all numbers that modules return; `None` if they return tensors only."""
     measured: bool = False
     """True if seconds were measured, not estimated from FLOPs and bytes."""
 
@@ -189,7 +192,7 @@ class TracedGraph:
 
 
 _PROBABILITIES = ("p", "dropout_p", "dropout")
-"""Names of arguments with which a random call draws nothing where they are 0."""
+"""Names of arguments that switch a random call off if they are 0."""
 
 
 class FlopCounter(TorchDispatchMode):
@@ -223,7 +226,7 @@ def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def estimated_seconds(cost: NodeCost) -> float:
-    """Return about how long a forward takes: operations, memory traffic, and a price for each call."""
+    """Return the estimated seconds of a forward, from operations, memory traffic and calls."""
     return cost.flops / 3e10 + cost.moved_bytes / 5e9 + cost.num_calls * 5e-6
 
 
@@ -236,14 +239,14 @@ LARGEST = 1 << 63
 
 
 def is_number(value: Any) -> bool:
-    """Check whether a value can be sent as whole numbers of 64 bits: a number or truth value, or a shape."""
+    """Return True if a value can be sent as integers of 64 bits: a number, truth value or shape."""
     if isinstance(value, (torch.Size, float)):
         return True
     return isinstance(value, int) and -LARGEST <= value < LARGEST
 
 
 def encoded(value: Any) -> list[int]:
-    """Return a number, truth value or shape as whole numbers of 64 bits."""
+    """Return a number, truth value or shape as integers of 64 bits."""
     if isinstance(value, torch.Size):
         return list(value)
     if isinstance(value, float):
@@ -263,7 +266,7 @@ def decoded(number: ScalarValue, codes: Sequence[int]) -> Any:
 
 def changed(node: Node, result: Any) -> Iterator[tuple[ScalarValue, list[int]]]:
     """Yield the numbers in the result of a node, encoded; raises ValueError for another structure."""
-    traced, found = list(leaves(node.result)), list(leaves(result))
+    traced, found = list(tree_leaves(node.result)), list(tree_leaves(result))
     if len(traced) != len(found):
         raise ValueError(f"{len(found)} values in its result in place of {len(traced)}")
     for expected, value in zip(traced, found, strict=True):
@@ -273,76 +276,22 @@ def changed(node: Node, result: Any) -> Iterator[tuple[ScalarValue, list[int]]]:
                 raise ValueError(f"{value!r:.80} in its result where {expected} was")
             yield expected, codes
         elif isinstance(expected, (ValueRef, ParameterRef)) != isinstance(value, torch.Tensor):
-            raise ValueError(f"{type(value).__name__} in its result where {_described(expected)} was")
+            traced_type = type(expected).__name__ if isinstance(value, Tensor) else "a tensor"
+            raise ValueError(f"{type(value).__name__} in its result where {traced_type} was")
         elif isinstance(expected, (ValueRef, ParameterRef, Constant)):
             continue
         elif type(value) is not type(expected) or value != expected:
             raise ValueError(f"{value!r:.80} in its result where {expected!r:.80} was")
 
 
-def _described(traced: Any) -> str:
-    return "a tensor" if isinstance(traced, (ValueRef, ParameterRef)) else f"{type(traced).__name__}"
-
-
 Signature = tuple[tuple[tuple[int, ...], str], ...]
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in `value` and is not itself a container, in the order in which `rebuild` meets it.
-
-    A shape (`torch.Size`) is one leaf, as nothing but whole numbers can be in it.
-    """
-    if isinstance(value, (Tensor, torch.Size)):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from leaves(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves(item)
-    elif _is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from leaves(getattr(value, field.name))
-    else:
-        yield value
 
 
 def tensors(value: Any) -> list[Tensor]:
     """Return the tensors in `value`."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
-
-
-def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return `value` in new containers of the same types, each leaf replaced by `replace(leaf)`."""
-    if isinstance(value, (Tensor, torch.Size)):
-        return replace(value)
-    if isinstance(value, Mapping):
-        return _with_items(value, {key: rebuild(item, replace) for key, item in value.items()})
-    if isinstance(value, (list, tuple)):
-        items = [rebuild(item, replace) for item in value]
-        # A named tuple takes its items one by one; results such as `torch.return_types.max` do not.
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if _is_dataclass(value):
-        clone = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(clone, field.name, rebuild(getattr(value, field.name), replace))
-        return clone
-    return replace(value)
+    return list(tensors_in(value))
 
 
 def signature(value: Any) -> Signature:
-    """Return the shapes and types of the tensors in `value`: equal signatures give equal shapes in a step."""
+    """Return the shapes and types of the tensors in `value`: batches with equal ones have equal shapes in a step."""
     return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors(value))
-
-
-def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(value) is dict:
-        return items
-    clone: Any = copy.copy(value)
-    for key, item in items.items():
-        clone[key] = item
-    return clone
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)

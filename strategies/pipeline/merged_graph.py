@@ -1,4 +1,4 @@
-"""Graph of several steps of one task, so that one partition goes through all of them."""
+"""Merged graph of several steps of one task, for one partition of all of them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class MergedGraph:
         step of phase b    G1  G2  G1  G2  D  return
         merged              [G1 G2 G1 G2 G1 G2] [D D] [return return]
 
-    Nodes that must be in one stage are neighbours under one constraint: those that one step holds together, and the
-    users of a parameter in all steps. So every cut that violates no constraint puts each parameter in one stage.
+    Nodes that must be in one stage are neighbours under one constraint: those under a constraint of one step, and the
+    users of a parameter in all steps. So every cut that violates no constraint leaves each parameter in one stage.
     """
 
     graph: TracedGraph
     places: tuple[tuple[int, ...], ...]
-    """For each step, where its nodes are in the list."""
+    """For each step, the indices of its nodes in the list."""
 
     def partitions(self, whole: Partition, steps: Sequence[TracedGraph]) -> list[Partition]:
-        """Return how a partition of the list cuts each step; a stage may have no nodes of a step."""
+        """Return the partition of each step by a partition of the list; a stage may have no nodes of a step."""
         if len(steps) == 1:
             return [whole]
         return [
@@ -42,9 +42,9 @@ class MergedGraph:
 
 
 def merge_graphs(steps: Sequence[TracedGraph], shares: Sequence[float]) -> MergedGraph:
-    """Return the steps in one list; `shares` are how often each is made, for one of the task's steps.
+    """Return the steps in one list; `shares` are the calls of each per step of the task.
 
-    The order does not depend on what nodes cost. One step alone is its own list, with no constraints added.
+    The order does not depend on costs. A single step is unchanged.
     """
     if len(steps) == 1:
         return MergedGraph(steps[0], (tuple(range(len(steps[0].nodes))),))
@@ -60,14 +60,14 @@ def merge_graphs(steps: Sequence[TracedGraph], shares: Sequence[float]) -> Merge
         for step, index in piece:
             places[step][index] = len(nodes)
             node = _moved(steps[step].nodes[index], len(nodes), offset=offsets[step], share=shares[step])
-            if step != heaviest:  # phases are on one after the other, and so is what they keep for backward
+            if step != heaviest:  # phases run one after the other, and so does their memory for backward
                 node.cost.activation_bytes = 0.0
             nodes.append(node)
         if len(piece) > 1:
             constraints.append(CutConstraint(first, len(nodes) - 1, *reason))
     end = next(number for number, piece in enumerate(pieces) if any(_is_return(steps, key) for key in piece))
     start = sum(len(piece) for piece in pieces[:end])
-    only_returns = all(_is_return(steps, key) for key in pieces[end])  # and a stage does more than return
+    only_returns = all(_is_return(steps, key) for key in pieces[end])  # a stage needs more than a return
     constraints.append(CutConstraint(start - only_returns, len(nodes) - 1, RETURN_TOGETHER))
     values: list[Value] = [value for step in steps for value in step.values]
     whole = TracedGraph(
@@ -84,7 +84,7 @@ def merge_graphs(steps: Sequence[TracedGraph], shares: Sequence[float]) -> Merge
 NodeKey = tuple[int, int]
 """A step and a node of it."""
 Reason = tuple[str, str]
-"""Why nodes stay together, and what to do about it where that is known."""
+"""Reason why nodes must be in one stage, and a remedy or an empty string."""
 
 
 class _ConstraintGroups:
@@ -109,7 +109,7 @@ class _ConstraintGroups:
             self._group(users, f"'{name}' is used by {described}")
 
     def pieces(self) -> list[list[NodeKey]]:
-        """Return the nodes in pieces that stay together, ordered such that every step keeps its own order."""
+        """Return the groups of nodes, ordered so that every step keeps its order."""
         while True:
             self._close_gaps()
             members: dict[NodeKey, list[NodeKey]] = defaultdict(list)
@@ -130,7 +130,7 @@ class _ConstraintGroups:
             return self._in_order(sorter, members)
 
     def reasons(self, pieces: Sequence[Sequence[NodeKey]]) -> list[Reason]:
-        """Return the reason and the remedy of each piece; empty strings for one node alone."""
+        """Return the reason and the remedy of each group; empty strings for a single node."""
         strongest: dict[NodeKey, Reason] = {}
         for key, reason in self._reasons:
             strongest.setdefault(self._find(key), reason)
@@ -154,7 +154,7 @@ class _ConstraintGroups:
         return pieces
 
     def _close_gaps(self) -> None:
-        """Tie what lies between two nodes of a piece to them."""
+        """Add the nodes between two nodes of a group to it."""
         changed = True
         while changed:
             changed = False
@@ -174,7 +174,7 @@ class _ConstraintGroups:
 
     def _group_cycle(self, cycle: Sequence[NodeKey], members: dict[NodeKey, list[NodeKey]]) -> None:
         first, second = (self._node(members[leader][0]) for leader in cycle[:2])
-        self._group(cycle, f"the steps come to {first} and {second} in different orders", strongest=True)
+        self._group(cycle, f"the steps call {first} and {second} in different orders", strongest=True)
 
     def _group(self, keys: Sequence[NodeKey], reason: str, advice: str = "", *, strongest: bool = False) -> None:
         for key in keys[1:]:
@@ -210,7 +210,7 @@ def _users(steps: Sequence[TracedGraph]) -> dict[str, list[NodeKey]]:
 
 
 def _heaviest(piece: Sequence[NodeKey], steps: Sequence[TracedGraph]) -> int:
-    """Return the step that keeps most for the backward of a piece."""
+    """Return the step that keeps most activations of a group."""
     kept: dict[int, float] = defaultdict(float)
     for number, index in piece:
         kept[number] += steps[number].nodes[index].cost.activation_bytes
@@ -218,7 +218,7 @@ def _heaviest(piece: Sequence[NodeKey], steps: Sequence[TracedGraph]) -> int:
 
 
 def _moved(node: Node, index: int, *, offset: int, share: float) -> Node:
-    """Return a node at another place of a longer list."""
+    """Return a copy of a node at another index of the merged list."""
     cost = replace(
         node.cost,
         forward_seconds=share * node.cost.forward_seconds,

@@ -1,4 +1,4 @@
-"""Mesh of ranks: stages in one dimension, replicas in the other; its collectives and the errors of its ranks."""
+"""Mesh of ranks: stages in one dimension, replicas in the other; its collectives and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Holders = tuple[int, ...]
 
 
 class PipelineMesh:
-    """Coordinates of this rank, and the process groups along both dimensions.
+    """Position of this rank, and the process groups along both dimensions.
 
     Stages of one replica have consecutive ranks. `stage` and `replica` are 0 until `join`.
 
@@ -39,12 +39,8 @@ class PipelineMesh:
         self.stages, self.replicas = stages, replicas
         self.stage = self.replica = 0
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-        self._timeout = timedelta()
-
-    @property
-    def is_joined(self) -> bool:
-        """True while the process groups exist."""
-        return self._groups is not None
+        self.timeout = timedelta()
+        """Longest wait of a collective for another rank."""
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
@@ -58,11 +54,6 @@ class PipelineMesh:
         assert self._groups is not None, "the mesh is not joined"
         return self._groups[1]
 
-    @property
-    def timeout(self) -> timedelta:
-        """Longest wait of a collective for another rank."""
-        return self._timeout
-
     def join(self, *, timeout: timedelta) -> None:
         """Create the process groups. Collective over all ranks."""
         stages, replicas = self.stages, self.replicas
@@ -71,7 +62,7 @@ class PipelineMesh:
                 f"strategy.stages={stages} x strategy.replicas={replicas} need {stages * replicas} processes, "
                 f"but there are {dist.get_world_size()}."
             )
-        self._timeout = timeout
+        self.timeout = timeout
         self.replica, self.stage = divmod(dist.get_rank(), stages)
         # Every rank creates every group, in the same order.
         stage_groups = [
@@ -94,12 +85,12 @@ class PipelineMesh:
         return f"rank {process}, stage {stage} of replica {replica}"
 
     def holder_groups(self, holders: Iterable[Holders]) -> dict[Holders, dist.ProcessGroup]:
-        """Return for each set of stages their group in this rank's replica. Collective over all ranks."""
+        """Return the group of each set of stages in this rank's replica. Collective over all ranks."""
         groups: dict[Holders, dist.ProcessGroup] = {}
         wanted = sorted(holders)
         for replica in range(self.replicas):
             for stages in wanted:
-                group = dist.new_group([replica * self.stages + stage for stage in stages], timeout=self._timeout)
+                group = dist.new_group([replica * self.stages + stage for stage in stages], timeout=self.timeout)
                 if replica == self.replica:
                     groups[stages] = group
         return groups
@@ -168,7 +159,7 @@ class PipelineErrors:
     """Publisher of this rank's errors in the failure store that all ranks read.
 
     Args:
-        failure_store: Where the error is published.
+        failure_store: Store in which the error is published.
         name: Name of this rank in messages.
         step: Returns the current step.
 
@@ -182,7 +173,7 @@ class PipelineErrors:
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Publish an error of the block; one that another rank caused is raised with that cause."""
+        """Publish an error of the block; an error caused by another rank is raised with that cause."""
         try:
             yield
         except Exception as error:
@@ -190,15 +181,17 @@ class PipelineErrors:
             raise
 
     def explain(self, error: Exception, *, where: str = "") -> None:
-        """Publish an error and its place; raises RankError for one that another rank caused."""
+        """Publish an error and its place; raises RankError for an error caused by another rank."""
         if error is self._published or isinstance(error, RankError):
             return
         if isinstance(error, RuntimeError):
             self._explain_by_others(error)
         self._published = error
         self.publish(f"{type(error).__name__}: {error}", where=where)
-        if where:
-            _add_note(error, f"{self._name}, {where}")
+        if where and sys.version_info >= (3, 11):
+            error.add_note(f"{self._name}, {where}")
+        elif where:
+            logger.error("%s, %s: %s", self._name, where, error)
 
     def publish(self, why: str, *, where: str = "") -> None:
         """Publish why this rank stops; only the first message of all ranks is kept."""
@@ -212,11 +205,4 @@ class PipelineErrors:
             raise RankError(f"{first_line}\nbecause {cause}") from None
         if is_lost(error) and "imed out" in str(error):
             self._store.publish(f"{self._name}, in step {self._step()}: {first_line}")
-            raise RankError(f"{first_line}\nwho is where:\n{self._store.who_waits()}") from None
-
-
-def _add_note(error: Exception, place: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(place)
-    else:
-        logger.error("%s: %s", place, error)
+            raise RankError(f"{first_line}\nposition of each rank:\n{self._store.who_waits()}") from None

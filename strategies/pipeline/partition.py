@@ -13,42 +13,38 @@ from trainkit.errors import UserError, nearest
 from .graph import CutConstraint, Node, TracedGraph
 
 SLACK = 0.04
-"""Factor over the optimum that the slowest stage may take for fewer bytes across cuts, less one."""
+"""Fraction by which the slowest stage may exceed the optimum for fewer bytes across cuts."""
 SAME_STAGE_AT_MOST = 1.25
-"""Users of a shared parameter stay in one stage if the slowest stage takes at most this many times longer."""
+"""Users of a shared parameter stay in one stage unless that makes the slowest stage slower by this factor."""
 STATES_PER_PARAMETER = 4
 """Parameter, gradient and two moments of the optimizer."""
 MOST_CANDIDATES = 160
 
 SharedParameters = Literal["auto", "same_stage", "replicated"]
-"""Stage of a parameter that several nodes use; see `partition`."""
+"""Placement of a parameter that several nodes use; see `partition`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The first node of every stage but the first, and the parameters that more than one stage uses."""
+    """A division of the nodes of a step into stages of consecutive nodes."""
 
     cuts: tuple[int, ...]
+    """The first node of the second and later stages."""
     replicated: tuple[str, ...]
+    """The parameters that more than one stage uses."""
 
     def stage_of(self, node: int) -> int:
         """Return the stage that runs a node."""
         return sum(cut <= node for cut in self.cuts)
 
-    @property
-    def num_stages(self) -> int:
-        """One more than there are cuts."""
-        return len(self.cuts) + 1
-
     def bounds(self, num_nodes: int) -> list[tuple[int, int]]:
-        """Return each stage's first node and the one after its last."""
-        edges = [0, *self.cuts, num_nodes]
-        return list(pairwise(edges))
+        """Return for each stage its first node and the node after its last."""
+        return list(pairwise([0, *self.cuts, num_nodes]))
 
 
 @dataclass(slots=True)
 class StageCosts:
-    """Cost of a stage from one node to another, as a share of the whole step; found in constant time."""
+    """Costs of stages as shares of the whole step, each found in constant time from running sums."""
 
     seconds: list[float]
     parameter_bytes: list[float]
@@ -75,7 +71,7 @@ class StageCosts:
         )
 
     def __call__(self, stage: int, start: int, stop: int) -> float:
-        """Return the cost of stage number `stage` if it were the nodes from `start` to before `stop`."""
+        """Return the cost of stage number `stage` with the nodes from `start` to before `stop`."""
         time = (self.seconds[stop] - self.seconds[start]) / (self.seconds[-1] or 1.0)
         states = STATES_PER_PARAMETER * (self.parameter_bytes[stop] - self.parameter_bytes[start])
         in_flight = self.num_stages - stage
@@ -87,7 +83,7 @@ class StageCosts:
 def partition(
     graph: TracedGraph, *, num_stages: int, balance: float = 0.0, shared_parameters: SharedParameters = "auto"
 ) -> Partition:
-    """Return the cuts with the fastest slowest stage, and among nearly equal ones the fewest bytes across cuts.
+    """Return the partition whose slowest stage is fastest, and among nearly equal ones the fewest bytes across cuts.
 
     All users of a shared parameter are in one stage (`same_stage`), or anywhere (`replicated`: stages have copies,
     whose gradients are summed), or in one stage unless that is much slower (`auto`).
@@ -112,22 +108,19 @@ def partition(
 
 
 def replicate_shared(graph: TracedGraph, cuts: Sequence[int]) -> Partition:
-    """Return the partition with these cuts."""
-    bare = Partition(tuple(cuts), ())
-    replicated = tuple(
-        name for name, users in graph.parameter_users.items() if len({bare.stage_of(user) for user in users}) > 1
-    )
-    return Partition(tuple(cuts), replicated)
+    """Return the partition with these cuts, in which every stage has a copy of the parameters that it uses."""
+    stage_of = Partition(tuple(cuts), ()).stage_of
+    shared = (name for name, users in graph.parameter_users.items() if len({stage_of(user) for user in users}) > 1)
+    return Partition(tuple(cuts), tuple(shared))
 
 
 def slowest_stage(cuts: Sequence[int], num_nodes: int, costs: Callable[[int, int, int], float]) -> float:
     """Return the cost of the slowest stage."""
-    edges = [0, *cuts, num_nodes]
-    return max(costs(stage, edges[stage], edges[stage + 1]) for stage in range(len(edges) - 1))
+    return max(costs(stage, start, stop) for stage, (start, stop) in enumerate(pairwise([0, *cuts, num_nodes])))
 
 
 def crossing_bytes(graph: TracedGraph) -> list[int]:
-    """Return for each node the bytes that cross a cut before it."""
+    """Return for each node the bytes that are sent across a cut before it."""
     num_nodes = len(graph.nodes)
     made: dict[int, int] = {}
     used: dict[int, int] = {}
@@ -148,7 +141,7 @@ def crossing_bytes(graph: TracedGraph) -> list[int]:
 
 
 def candidates(graph: TracedGraph, constraints: Sequence[CutConstraint], crossing: Sequence[int]) -> list[int]:
-    """Return the nodes that may begin a stage: of very many, the one with the fewest bytes between two leaf modules."""
+    """Return the nodes that may begin a stage; of many, the one with the fewest bytes between two leaf modules."""
     leaf_modules = [node.index for node in graph.nodes if node.is_leaf_module or node.parameters]
     edges = sorted({0, *leaf_modules, len(graph.nodes) - 1})
     allowed = _allowed(graph, constraints)
@@ -170,26 +163,25 @@ def candidates(graph: TracedGraph, constraints: Sequence[CutConstraint], crossin
 
 
 def too_few_cut_points(graph: TracedGraph, num_stages: int, kept: Mapping[str, CutConstraint]) -> UserError:
-    """Return the error that says why the step does not come apart into so many stages; `kept` are shared parameters."""
-    crossing = crossing_bytes(graph)
-    found = len(candidates(graph, [*graph.constraints, *kept.values()], crossing)) + 1
-    message = f"the step can be cut into at most {found} stages, but strategy.stages={num_stages} were asked for."
+    """Return the error for a step that has too few cut points; `kept` are the constraints of shared parameters."""
+    found = len(candidates(graph, [*graph.constraints, *kept.values()], crossing_bytes(graph))) + 1
     if kept:
         names = ", ".join(f"'{name}'" for name in kept)
-        message += (
-            f" The users of {names} are to stay together; strategy.shared_parameters=auto lets stages have copies."
-        )
+        reason = f"The users of {names} must be in one stage; strategy.shared_parameters=auto lets stages have copies."
     elif graph.constraints:
         widest = max(graph.constraints, key=lambda constraint: constraint.last - constraint.first)
-        message += f" What holds it together: {widest.reason}.{widest.advice}"
+        reason = f"The longest stretch that cannot be cut: {widest.reason}.{widest.advice}"
     else:
         expensive = max(graph.nodes, key=lambda node: node.cost.seconds)
-        message += f" The slowest_stage piece that cannot be expanded is {expensive}."
-    return UserError(f"{message} Or type strategy.stages={max(found, 1)}.")
+        reason = f"The most expensive node is {expensive}, which cannot be expanded."
+    return UserError(
+        f"the step can be partitioned into at most {found} stages, but strategy.stages={num_stages}. {reason} Or type "
+        f"strategy.stages={max(found, 1)}."
+    )
 
 
 def sharing_constraints(graph: TracedGraph) -> dict[str, CutConstraint]:
-    """Return for each parameter that several nodes use the stretch that keeps them in one stage."""
+    """Return for each parameter that several nodes use the constraint that keeps these in one stage."""
     return {
         name: CutConstraint(users[0], users[-1], f"parameter '{name}' is shared")
         for name, users in graph.parameter_users.items()
@@ -216,7 +208,7 @@ def _least_cost(edges: Sequence[int], num_stages: int, costs: StageCosts) -> flo
     last = len(edges) - 1
     best = [0.0] + [float("inf")] * last
     for stage in range(num_stages):
-        # best[stop]: the slowest_stage of the stages so far, if they end before edge `stop`
+        # best[stop]: the cost of the slowest stage so far, if the stages end before edge `stop`
         best = [
             min(
                 (max(best[start], costs(stage, edges[start], edges[stop])) for start in range(stop)),
@@ -265,19 +257,19 @@ def _allowed(graph: TracedGraph, constraints: Sequence[CutConstraint]) -> list[b
 
 def manual_partition(
     graph: TracedGraph,
-    cuts: Sequence[str] | dict[str, int],
+    split_points: Sequence[str] | dict[str, int],
     *,
     num_stages: int,
     shared_parameters: SharedParameters = "auto",
 ) -> Partition:
-    """Return the cuts that a user asked for: names of the modules that begin a stage, or a stage for each pattern.
+    """Return the partition at the user's split points: modules that begin a stage, or a stage for each pattern.
 
-    Unless `shared` is `replicated`, they must not come between the users of a parameter.
+    Unless `shared_parameters` is `replicated`, no split point may be between the users of a parameter.
     """
-    if isinstance(cuts, dict):
-        places = _cuts_of_patterns(graph, cuts, num_stages)
+    if isinstance(split_points, dict):
+        places = _places_of_patterns(graph, split_points, num_stages)
     else:
-        places = [_first_node(graph, name) for name in cuts]
+        places = [_first_node(graph, name) for name in split_points]
         if len(places) != num_stages - 1:
             raise UserError(
                 f"strategy.split_points names {len(places)} modules, which makes {len(places) + 1} stages, but "
@@ -286,8 +278,8 @@ def manual_partition(
             )
         if places != sorted(set(places)) or 0 in places:
             raise UserError(
-                f"strategy.split_points={list(cuts)} must be in the order in which the step calls the modules, each "
-                "once, and not begin with the first one: a split point is the beginning of the second and later stages."
+                f"strategy.split_points={list(split_points)} must be in the order in which the step calls the modules, "
+                "each once, without the first one: split points begin the second and later stages."
             )
     for place in places:
         for constraint in graph.constraints:
@@ -322,10 +314,10 @@ def _first_node(graph: TracedGraph, name: str) -> int:
     if full is None:
         found = "more than one module" if matches else "no module that the step calls"
         raise UserError(f"strategy.split_points names '{name}', which is {found}.{nearest(name, names)}")
-    return min(node.index for node in graph.nodes if _is_in(node, full))
+    return min(node.index for node in graph.nodes if full in _ancestry(node))
 
 
-def _cuts_of_patterns(graph: TracedGraph, patterns: dict[str, int], num_stages: int) -> list[int]:
+def _places_of_patterns(graph: TracedGraph, patterns: dict[str, int], num_stages: int) -> list[int]:
     names = _module_names(graph)
     for pattern, stage in patterns.items():
         if not any(_matches(name, pattern) for name in names):
@@ -353,7 +345,7 @@ def _cuts_of_patterns(graph: TracedGraph, patterns: dict[str, int], num_stages: 
             places.append(node.index)
             current += 1
     if current < num_stages - 1:
-        raise UserError(f"strategy.split_points leaves stage {current + 1} empty. Give it a pattern of its own.")
+        raise UserError(f"strategy.split_points leaves stage {current + 1} empty. Add a pattern for it.")
     return places
 
 
@@ -368,7 +360,3 @@ def _module_names(graph: TracedGraph) -> list[str]:
 def _ancestry(node: Node) -> list[str]:
     parts = (node.name if node.is_leaf_module else node.path).split(".")
     return [".".join(parts[: length + 1]) for length in range(len(parts)) if parts[0]]
-
-
-def _is_in(node: Node, name: str) -> bool:
-    return name in _ancestry(node)

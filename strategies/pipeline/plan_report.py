@@ -17,7 +17,7 @@ from .stage import stage_graphs
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """One line of the table."""
+    """One stage in the table of a partition."""
 
     stage: int
     first: str
@@ -27,14 +27,14 @@ class StageSummary:
     memory_bytes: int
     """Parameters, gradients, two moments of the optimizer, and activations of the micro-batches in flight."""
     share: float
-    """Of the time of one micro-batch, forward and backward."""
+    """Share of the time of one micro-batch, forward and backward."""
     received_bytes: int
-    """For each micro-batch, forward."""
+    """Bytes received per micro-batch in forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """The stages of a task, what each costs, and how long they will wait for each other."""
+    """The stages of a task with their costs, and the idle share of the schedule."""
 
     stages: tuple[StageSummary, ...]
     replicated: tuple[str, ...]
@@ -57,8 +57,8 @@ class PlanReport:
             stages.append(
                 StageSummary(
                     index,
-                    names[0] if names else _what(nodes[0]),
-                    names[-1] if names else _what(nodes[-1]),
+                    names[0] if names else _described(nodes[0]),
+                    names[-1] if names else _described(nodes[-1]),
                     len(set(names)),
                     parameter_bytes,
                     int(STATES_PER_PARAMETER * parameter_bytes + (len(bounds) - index) * activations),
@@ -70,37 +70,24 @@ class PlanReport:
 
     @property
     def imbalance(self) -> float:
-        """The slowest stage's time over the mean."""
+        """Time of the slowest stage, relative to the mean."""
         return max(stage.share for stage in self.stages) * len(self.stages)
 
     @property
     def predicted_bubble(self) -> float:
-        """The idle share over all stages, with the time that the faster ones wait for the slowest."""
+        """Idle share over all stages, with the time that faster stages wait for the slowest."""
         return 1.0 - (1.0 - self.bubble) / max(self.imbalance, 1.0)
 
     def __str__(self) -> str:
-        rows = [["stage", "from", "to", "modules", "parameters", "memory", "time", "received"]]
+        rows = [("stage", "from", "to", "modules", "parameters", "memory", "time", "received")]
         for stage in self.stages:
-            rows.append(
-                [
-                    str(stage.stage),
-                    stage.first,
-                    stage.last,
-                    str(stage.num_modules),
-                    in_units(stage.parameter_bytes),
-                    in_units(stage.memory_bytes),
-                    f"{stage.share:.1%}",
-                    in_units(stage.received_bytes),
-                ]
-            )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column in (1, 2) else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+            sizes = (in_units(size) for size in (stage.parameter_bytes, stage.memory_bytes, stage.received_bytes))
+            parameters, memory, received = sizes
+            index, modules, time = str(stage.stage), str(stage.num_modules), f"{stage.share:.1%}"
+            rows.append((index, stage.first, stage.last, modules, parameters, memory, time, received))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cells = "  ".join(f"{{:{side}{width}}}" for side, width in zip("><<>>>>>", widths, strict=True))
+        lines = [cells.format(*row) for row in rows]
         source = "measured" if self.measured else "estimated from operations and bytes"
         lines.append(
             f"times {source}; slowest stage {self.imbalance:.2f} x the mean; predicted idle share "
@@ -112,7 +99,7 @@ class PlanReport:
 
 
 def in_units(num_bytes: float) -> str:
-    """Return bytes as a person reads them."""
+    """Return bytes in B, KiB, MiB or GiB."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -120,27 +107,27 @@ def in_units(num_bytes: float) -> str:
     return f"{num_bytes:.2f} GiB"
 
 
-def _what(node: Node) -> str:
+def _described(node: Node) -> str:
     return f"{node.name} ({node.location})"
 
 
 BAR_WIDTH = 60
 WORTH_ADVICE = 0.10  # of all ranks' time: idle beyond what the schedule itself costs
 COLUMNS = 150
-"""A schedule wider than this is drawn for fewer micro-batches."""
+"""Wider lines of a drawn schedule are cut off."""
 
 
 def write_plan(plan: PlanReport, folder: Path) -> None:
-    """Leave `partition.txt` and `partition.json` in the run's folder."""
+    """Write `partition.txt` and `partition.json` to the run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "partition.txt").write_text(f"{plan}\n\n{draw_stages(plan)}\n", encoding="utf-8")
     (folder / "partition.json").write_text(json.dumps(asdict(plan), indent=2) + "\n", encoding="utf-8")
 
 
 def write_timeline(spans: Sequence[Sequence[Span]], folder: Path, *, expected: float) -> None:
-    """Leave `timeline.svg` in the run's folder: the last window, with its idle share beside the expected one.
+    """Write a step to the run folder: a drawing, `timeline.svg`, and `timeline.json` for the report.
 
-    The same window is left as `timeline.json`, for the report.
+    `expected` is the idle share of the schedule with equal stages.
     """
     folder.mkdir(parents=True, exist_ok=True)
     timeline_of_step(spans, expected=expected).write(folder)
@@ -148,35 +135,34 @@ def write_timeline(spans: Sequence[Sequence[Span]], folder: Path, *, expected: f
 
 
 def timeline_of_step(spans: Sequence[Sequence[Span]], *, expected: float) -> Timeline:
-    """Return a step in the form that the report draws: one track per rank, one bar per action."""
+    """Return the timeline of a step for the report: one track per rank, one bar per action."""
     tracks = [Track(f"rank {rank}", [_bar(span) for span in rank_spans]) for rank, rank_spans in enumerate(spans)]
     num_micro_batches = len({span.action.micro_batch for rank_spans in spans for span in rank_spans})
     idle = idle_share(spans)
     figures = [
         TimelineFigure("bubble, measured", idle, note=f"{expected:.1%} with equal stages: (p-1)/(m+p-1)"),
-        TimelineFigure("one window", max((row[-1].end for row in spans if row), default=0.0), "seconds"),
+        TimelineFigure("one step", max((row[-1].end for row in spans if row), default=0.0), "seconds"),
         TimelineFigure("micro-batches", num_micro_batches, "count"),
     ]
     advice = []
     if idle > expected + WORTH_ADVICE:
         advice.append(
-            "Ranks are idle for longer than equal stages would be. Look at partition.txt for the slowest stage; "
-            "strategy.split_points sets where stages begin, and strategy.accumulate gives more micro-batches."
+            "Ranks are idle for longer than with equal stages. partition.txt shows the slowest stage; "
+            "strategy.split_points moves stages, and strategy.accumulate gives more micro-batches."
         )
-    return Timeline("pipeline", "Who does which micro-batch when, in one step", tracks, None, figures, advice)
+    return Timeline("pipeline", "Actions of each rank in one step", tracks, None, figures, advice)
 
 
 def _bar(span: Span) -> TimelineSpan:
     action = span.action
     kind = "forward" if action.kind == FORWARD else "backward"
-    name = f"{kind} of micro-batch {action.micro_batch} in stage {action.stage}"
-    return TimelineSpan(kind, span.start, span.end, name, str(action.micro_batch))
+    return TimelineSpan(kind, span.start, span.end, action.place(), str(action.micro_batch))
 
 
 def draw_stages(plan: PlanReport) -> str:
     """Return a bar for each stage, as long as its share of the time.
 
-    Each begins where the one before it ends::
+    Example::
 
         stage 0  ##########             embedding to blocks.3
                            | 64.0 KiB received for each micro-batch
@@ -197,7 +183,7 @@ def draw_stages(plan: PlanReport) -> str:
 
 
 def draw_schedule(actions: Sequence[Sequence[Action]], *, num_stages: int) -> str:
-    """Return who does which micro-batch when, if a forward takes one column and a backward two in every stage."""
+    """Return a drawing of the schedule in which a forward takes one column and a backward two in every stage."""
     costs = {(kind, stage): cost for kind, cost in ((FORWARD, 1.0), (BACKWARD, 2.0)) for stage in range(num_stages)}
     text = draw(simulate(actions, costs, num_stages), with_stage=num_stages > len(actions))
     lines = text.splitlines()
@@ -209,16 +195,16 @@ _COLOURS = {FORWARD: "#4c8bf5", "B": "#f5a04c"}
 
 
 def timeline_svg(spans: Sequence[Sequence[Span]], *, expected: float) -> str:
-    """Return an SVG picture of one window: a row for each rank, forwards blue, backwards orange, idle time white.
+    """Return an SVG of one step: a row for each rank, forwards blue, backwards orange, idle time white.
 
-    `spans` has seconds; `expected` is the idle share of the schedule with equal stages, written beside the measured.
+    `spans` are in seconds; `expected` is the idle share of the schedule with equal stages.
     """
     length = max((span.end for row in spans for span in row), default=0.0) or 1.0
     height = TOP_PIXELS + ROW_PIXELS * len(spans) + 6
     title = f"{length * 1e3:.1f} ms, idle {idle_share(spans):.1%} (equal stages: {expected:.1%})"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT_PIXELS + WIDTH_PIXELS + 10}" height="{height}" '
-        'font-alias_set="sans-serif" font-size="11">',
+        'font-family="sans-serif" font-size="11">',
         f'<text x="{LEFT_PIXELS}" y="15">{title}</text>',
     ]
     scale = WIDTH_PIXELS / length

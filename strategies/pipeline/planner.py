@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 
 from trainkit.errors import UserError
 
-from .graph import Node, TracedGraph, estimated_seconds
+from .graph import Node, Step, TracedGraph, estimated_seconds
 from .merged_graph import MergedGraph, merge_graphs
 from .partition import (
     Partition,
@@ -30,7 +30,7 @@ from .partition import (
     slowest_stage,
 )
 from .profile import NotRepeatable, estimate, measure
-from .tracer import Step, TraceResult, trace
+from .tracer import TraceResult, trace
 
 logger = logging.getLogger(__name__)
 
@@ -46,43 +46,52 @@ GRANULARITIES = (2, 4, 8, 16)
 """A module is expanded where it takes more than this part of a stage; tried in turn."""
 
 
-def _nothing() -> None:
-    """A task's only step needs nothing before it."""
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """A step by which a task, or one phase of it, is trained."""
+
+    step: Step
+    begin: Callable[[], None] | None = None
+    """Switches to the phase of the step; called before each run."""
+    share: float = 1.0
+    """Calls per step of the task."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceInput:
-    """A task's step with one batch, which can be traced as often as needed."""
+    """A training step with one batch, which can be traced as often as needed."""
 
     task: nn.Module
-    step: Step
+    training_step: TrainingStep
     batch: Any
     costs: Costs
-    begin: Callable[[], None] = _nothing
-    """Called before the step is run: it turns to the phase that the step belongs to."""
-    share: float = 1.0
-    """Calls per step of the task."""
+
+    def begin(self) -> Step:
+        """Switch to the phase of the step, and return the step."""
+        if self.training_step.begin is not None:
+            self.training_step.begin()
+        return self.training_step.step
 
     def trace(self, leaf_modules: frozenset[str], earlier: Sequence[weakref.ref[Tensor]] = ()) -> TraceResult:
         """Trace one run; raises UserError if the fake trace needs elements of a tensor."""
-        self.begin()
-        if self.costs != "fake":
-            return trace(self.task, self.step, self.batch, leaf_modules=leaf_modules, earlier=earlier)
+        step, fake = self.begin(), self.costs == "fake"
         try:
-            return trace(self.task, self.step, self.batch, leaf_modules=leaf_modules, fake=True, earlier=earlier)
+            return trace(self.task, step, self.batch, leaf_modules=leaf_modules, fake=fake, earlier=earlier)
         except NEEDS_ELEMENTS as error:
+            if not fake:
+                raise
             raise UserError(
-                f"{type(self.task).__name__}'s step looks at elements of a tensor ({error.func}), which are not known "
+                f"{type(self.task).__name__}'s step reads elements of a tensor ({error.func}), which are not known "
                 "while it is traced without computing anything. Give the task real parameters (not on the meta "
                 "device) and set strategy.trace=eager."
             ) from None
 
     def set_costs(self, graph: TracedGraph) -> None:
-        """Measure or estimate how long the nodes take."""
-        self.begin()
+        """Measure or estimate the seconds of the nodes."""
+        step = self.begin()
         if self.costs == "measured":
             try:
-                measure(graph, self.task, self.step, self.batch)
+                measure(graph, self.task, step, self.batch)
                 return
             except NotRepeatable as error:
                 logger.info("costs are estimated, not measured: %s", error)
@@ -91,15 +100,15 @@ class TraceInput:
 
 @dataclass(frozen=True, slots=True)
 class PartitionPlan:
-    """The traced steps of a task's phases, or its one step, and how they are cut together."""
+    """The traced steps of a task's phases, or its one step, with their common partition."""
 
     steps: tuple[TracedGraph, ...]
     whole: TracedGraph
-    """All of them in one list, as in `MergedGraph`; of one step that step itself."""
+    """All steps in one list, as in `MergedGraph`; a single step itself."""
     partition: Partition
-    """Of the whole."""
+    """Partition of the whole."""
     partitions: tuple[Partition, ...]
-    """Of each step."""
+    """Partition of each step."""
 
     @classmethod
     def of(cls, steps: Sequence[TracedGraph], merged: MergedGraph, partition: Partition) -> PartitionPlan:
@@ -118,15 +127,13 @@ def plan(
     shared_parameters: SharedParameters = "auto",
     costs: Costs = "measured",
 ) -> tuple[TracedGraph, Partition]:
-    """Return a graph of `step` and its partition: the user's `cuts`, or the best for this `balance`.
+    """Return a graph of `step` and its partition: at `split_points`, or the best for this `balance`.
 
-    `shared` says whether stages may have copies of one parameter, as in `partition`.
-    The step runs a few times on a copy of `batch`; the task is left as it was. Unless `costs` are `measured` they
-    follow from operations and bytes; `fake` computes nothing at all, and the task may lie on the meta device.
+    The step runs a few times on a copy of `batch`; the task is restored. Unless `costs` are `measured` they are
+    estimated from operations and bytes; `fake` computes nothing, and the task may be on the meta device.
     """
-    trace_inputs = [TraceInput(task, step, batch, costs)]
     planned = plan_steps(
-        trace_inputs,
+        [TraceInput(task, TrainingStep(step), batch, costs)],
         num_stages=num_stages,
         balance=balance,
         split_points=split_points,
@@ -143,7 +150,7 @@ def plan_steps(
     split_points: SplitPoints | None,
     shared_parameters: SharedParameters,
 ) -> PartitionPlan:
-    """Return graphs of all steps of a task, cut such that each parameter is in the same stage in all of them."""
+    """Return graphs of all steps of a task, partitioned so that each parameter is in the same stage in all of them."""
     surveys: list[TraceResult] = []
     for trace_input in trace_inputs:
         earlier = [tensor for survey in surveys for tensor in survey.made]
@@ -151,20 +158,21 @@ def plan_steps(
         surveys.append(survey)
         if not survey.graph.parameter_users:
             raise UserError(
-                f"{type(trace_input.task).__name__}'s step uses no parameter of the task: there is nothing to cut."
+                f"{type(trace_input.task).__name__}'s step uses no parameter of the task: nothing can be partitioned."
             )
-    together = len(trace_inputs) > 1
-    if together:  # the merged graph of several steps has constraints around what is shared
+    if len(trace_inputs) > 1:  # the merged graph has constraints around shared parameters
         shared_parameters = "replicated"
     if split_points is not None:
-        return _manual(trace_inputs, surveys, split_points, num_stages=num_stages, shared_parameters=shared_parameters)
+        return _plan_at_split_points(
+            trace_inputs, surveys, split_points, num_stages=num_stages, shared_parameters=shared_parameters
+        )
     best: PartitionPlan | None = None
     best_cost = float("inf")
     refusal: UserError | None = None
     previous: list[frozenset[str]] | None = None
     for granularity in GRANULARITIES:
         limit = 1.0 / (num_stages * granularity)
-        steps = _trace_alike(trace_inputs, surveys, limit=limit, expanded=frozenset())
+        steps = _trace_consistently(trace_inputs, surveys, limit=limit, expanded=frozenset())
         leaf_modules = [_leaf_modules(step) for step in steps]
         if leaf_modules == previous:
             continue
@@ -188,7 +196,7 @@ def plan_steps(
 
 
 def restore_plan(trace_inputs: Sequence[TraceInput], saved_partition: SavedPartition) -> PartitionPlan | None:
-    """Return the plan of `saved_partition`, or `None` if the steps make other calls than they did then."""
+    """Return the plan of `saved_partition`, or `None` if the steps make other calls now."""
     steps = [trace_input.trace(frozenset(saved_partition.leaf_modules)).graph for trace_input in trace_inputs]
     merged = _costed(trace_inputs, steps, measure=False)
     if not saved_partition.fits(merged.graph):
@@ -201,18 +209,17 @@ def _costed(trace_inputs: Sequence[TraceInput], steps: Sequence[TracedGraph], *,
     for trace_input, step in zip(trace_inputs, steps, strict=True):
         if measure:
             trace_input.set_costs(step)
-    return merge_graphs(steps, [trace_input.share for trace_input in trace_inputs])
+    return merge_graphs(steps, [trace_input.training_step.share for trace_input in trace_inputs])
 
 
 def _leaf_modules(step: TracedGraph) -> frozenset[str]:
     return frozenset(node.name for node in step.nodes if node.is_leaf_module)
 
 
-def _manual(
+def _plan_at_split_points(
     trace_inputs: Sequence[TraceInput],
     surveys: Sequence[TraceResult],
     split_points: SplitPoints,
-    *,
     num_stages: int,
     shared_parameters: SharedParameters,
 ) -> PartitionPlan:
@@ -225,20 +232,20 @@ def _manual(
         for ancestor in _ancestors(name)
     }
     limit = 0.0 if isinstance(split_points, Mapping) else 1.0  # patterns may name any module
-    steps = _trace_alike(trace_inputs, surveys, limit=limit, expanded=frozenset(expanded))
+    steps = _trace_consistently(trace_inputs, surveys, limit=limit, expanded=frozenset(expanded))
     merged = _costed(trace_inputs, steps)
     asked = dict(split_points) if isinstance(split_points, Mapping) else wanted
     found = manual_partition(merged.graph, asked, num_stages=num_stages, shared_parameters=shared_parameters)
     return PartitionPlan.of(steps, merged, found)
 
 
-def _trace_alike(
+def _trace_consistently(
     trace_inputs: Sequence[TraceInput], surveys: Sequence[TraceResult], *, limit: float, expanded: frozenset[str]
 ) -> list[TracedGraph]:
-    """Return graphs in which a module that is expanded in one of them is expanded in all, where it can be."""
+    """Return graphs in which a module that is expanded in one is expanded in all, where possible."""
     while True:
         steps = [
-            _record(trace_input, survey, limit=limit, expanded=expanded)
+            _trace_expanding(trace_input, survey, limit=limit, expanded=expanded)
             for trace_input, survey in zip(trace_inputs, surveys, strict=True)
         ]
         leaf_modules = frozenset().union(*map(_leaf_modules, steps))
@@ -248,8 +255,10 @@ def _trace_alike(
         expanded |= nested
 
 
-def _record(trace_input: TraceInput, survey: TraceResult, *, limit: float, expanded: frozenset[str]) -> TracedGraph:
-    """Return a graph whose leaf modules take at most `limit` of the step, where they can be expanded."""
+def _trace_expanding(
+    trace_input: TraceInput, survey: TraceResult, *, limit: float, expanded: frozenset[str]
+) -> TracedGraph:
+    """Return a graph whose leaf modules take at most `limit` of the step where they can be expanded."""
     kept_whole: frozenset[str] = frozenset()
     while True:
         leaf_modules = choose_leaf_modules(
@@ -275,8 +284,8 @@ def _refuse_reentrant(nodes: Sequence[Node]) -> None:
     if nodes:
         named = next((node for node in nodes if node.is_leaf_module), nodes[0])
         raise UserError(
-            f"{named} is called inside torch.utils.checkpoint with use_reentrant=True, which hides from the other "
-            "stages where gradients go. Pass use_reentrant=False, or call the checkpoint inside one module's forward."
+            f"{named} is called inside torch.utils.checkpoint with use_reentrant=True, which hides its gradients from "
+            "the other stages. Pass use_reentrant=False, or call the checkpoint inside one module's forward."
         )
 
 
@@ -321,7 +330,7 @@ def _ancestors(name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SavedPartition:
-    """Leaf modules and cuts of a partition, as a checkpoint keeps them: they follow from measured times."""
+    """Leaf modules and cuts of a partition, kept in a checkpoint because they depend on measured times."""
 
     settings: str
     """Settings of the strategy; with others, such as another number of stages, the task is partitioned again."""
@@ -332,13 +341,13 @@ class SavedPartition:
 
     @classmethod
     def of(cls, settings: str, graph: TracedGraph, partition: Partition) -> SavedPartition:
-        """Return the partition of a graph in the form that a checkpoint keeps."""
+        """Return the partition of a graph in the form of a checkpoint."""
         leaf_modules = sorted({node.name for node in graph.nodes if node.is_leaf_module})
         return cls(settings, tuple(leaf_modules), partition.cuts, _digest(graph))
 
     @classmethod
     def loaded(cls, saved: Mapping[str, Any]) -> SavedPartition:
-        """Return the partition that `saved` describes."""
+        """Return the partition from plain values."""
         return cls(saved["settings"], tuple(saved["leaf_modules"]), tuple(saved["cuts"]), saved["digest"])
 
     def saved(self) -> dict[str, Any]:
@@ -346,7 +355,7 @@ class SavedPartition:
         return asdict(self)
 
     def fits(self, graph: TracedGraph) -> bool:
-        """Check whether a graph has the nodes of this partition."""
+        """Return True if a graph has the nodes of this partition."""
         return _digest(graph) == self.digest
 
 

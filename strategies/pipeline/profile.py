@@ -11,27 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .graph import Node, TracedGraph, estimated_seconds, leaves, rebuild, tensors
-from .interception import GRADIENT, Call, ModuleInterceptor, TracingMode
-from .tracer import CONSTANTS, Step, copy_batch, preserve_state
+from trainkit.tree import tree_leaves, tree_map
+
+from .graph import GRADIENT, Call, Node, Step, TracedGraph, estimated_seconds, tensors
+from .stage_executor import ModuleInterceptor, TracingMode
+from .tracer import CONSTANTS, copy_batch, preserve_state
 
 WORTH_SECONDS = 50e-6
 """Calls that take less than this are not repeated."""
 BACKWARD_PER_FORWARD = 2.0
 UNREPEATED = frozenset({"__iter__", GRADIENT})
-"""Calls that are timed once: what they are given is used up, or is nothing without the graph behind it."""
+"""Calls that are timed once: their arguments are used up, or need the autograd graph behind them."""
 
 
 def measure(graph: TracedGraph, task: nn.Module, step: Step, batch: Any, *, repeats: int = 3) -> None:
-    """Set the seconds of every node: the least of `repeats` runs, equal calls pooled; the task is left as it was.
+    """Set the seconds of every node: the least of `repeats` runs, equal calls pooled; the task is restored.
 
     Raises `NotRepeatable` for a step that does not make the same calls again.
     """
     leaf_modules = {node.name for node in graph.nodes if node.is_leaf_module}
     interceptor = ModuleInterceptor({name: task.get_submodule(name) for name in leaf_modules})
-    passes = 1
-    while passes:
-        stopwatch = _Stopwatch(graph, interceptor, repeats if passes == 1 else 0)
+    for number in range(repeats):
+        stopwatch = _Stopwatch(graph, interceptor, 0 if number else repeats)
         own = copy_batch(batch)
         with ExitStack() as stack:
             stack.enter_context(preserve_state(task))
@@ -39,7 +40,8 @@ def measure(graph: TracedGraph, task: nn.Module, step: Step, batch: Any, *, repe
             stack.enter_context(interceptor.handled_by(stopwatch))
             stack.enter_context(stopwatch)
             step(own)
-        passes = passes + 1 if stopwatch.has_stateful and passes < repeats else 0
+        if not stopwatch.has_stateful:
+            break
     _pool(graph)
     graph.measured = True
 
@@ -52,7 +54,7 @@ def estimate(graph: TracedGraph) -> None:
 
 
 class NotRepeatable(Exception):
-    """Leaf modules that run several times change what the step does, for example by hooks that collect results."""
+    """The step changes if its leaf modules run several times, for example by hooks that collect results."""
 
 
 class _Stopwatch(TracingMode):
@@ -64,7 +66,7 @@ class _Stopwatch(TracingMode):
         self._interceptor = interceptor
         self._repeats = repeats
         self.has_stateful = False
-        """True if a leaf module was given an object with a state, such as a cache; such calls cannot be repeated."""
+        """True if a leaf module was given an object with state, such as a cache; such calls are not repeated."""
         self._next = 0
         self._inside = False
 
@@ -91,9 +93,9 @@ class _Stopwatch(TracingMode):
                 self._note(node, seconds)
                 worth = (node.is_leaf_module or seconds > WORTH_SECONDS) and not node.is_batch_only
                 if self._repeats and worth and not node.written and name not in UNREPEATED:
-                    if all(isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in leaves((args, kwargs))):
-                        # A checkpoint around the leaf module must not see what the repetitions save.
-                        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+                    if all(isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in tree_leaves((args, kwargs))):
+                        # A checkpoint around the leaf module must not see the tensors saved by repetitions.
+                        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
                             self._repeat(node, call, args, kwargs)
                     else:
                         self.has_stateful = True
@@ -112,14 +114,16 @@ class _Stopwatch(TracingMode):
     def _repeat(self, node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward, backward = [node.cost.forward_seconds], []
         for _ in range(self._repeats):
-            inputs, settings = rebuild((args, kwargs), _detached)
+            inputs, settings = tree_map(_detached, (args, kwargs))
             start = perf_counter()
             outputs = [tensor for tensor in tensors(call(*inputs, **settings)) if tensor.requires_grad]
             middle = perf_counter()
             forward.append(middle - start)
             if outputs:
                 sources = [tensor for tensor in tensors((inputs, settings)) if tensor.requires_grad]
-                sources += _reached_parameters(outputs, call)
+                module = getattr(call, "__self__", None)
+                if isinstance(module, nn.Module):
+                    sources += [parameter for parameter in module.parameters() if parameter.requires_grad]
                 gradients = [torch.ones_like(tensor) for tensor in outputs]
                 if sources:
                     middle = perf_counter()
@@ -128,18 +132,6 @@ class _Stopwatch(TracingMode):
         node.cost.forward_seconds = min(forward)
         if backward:
             node.cost.backward_seconds = min(backward)
-
-
-def _reached_parameters(outputs: list[Tensor], call: Call) -> list[Tensor]:
-    del outputs
-    module = getattr(call, "__self__", None)
-    if not isinstance(module, nn.Module):
-        return []
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _same(value: Tensor) -> Tensor:
-    return value
 
 
 def _detached(leaf: Any) -> Any:
@@ -153,7 +145,7 @@ def _has_gradient(node: Node) -> bool:
 
 
 def _pool(graph: TracedGraph) -> None:
-    """Set calls that do the same work to the same time, so that noise does not move the cuts."""
+    """Set calls with the same work to the same time, so that noise does not move the cuts."""
     groups: dict[Any, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         shapes = tuple(graph.values[value].shape for value in node.inputs)

@@ -11,24 +11,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.distributed.collectives import gather
 from trainkit.metrics.step_output import StepOutput
 from trainkit.rng import python_rng_state, set_python_rng_state
 
 from .communication import OutputBroadcast, PendingReceive, StageChannel
-from .graph import Signature, signature
+from .graph import Signature, Step, signature
 from .mesh import PipelineErrors, PipelineMesh
 from .schedules import BACKWARD, FORWARD, Action, Span
 from .stage import StageGraph, Transfer
-from .stage_executor import PartitionedStep, Shapes, TraceMismatchError
-from .tracer import Step
+from .stage_executor import Shapes, StageExecutor, TraceMismatchError
 
 AHEAD = 2
-"""Receives are posted so many actions before they are needed, so that messages travel while others compute."""
+"""Number of actions for which receives are posted in advance, so that messages arrive during computation."""
+FIRST_TAG = 1 << 8
+"""Lower tags are reserved for other uses of the group."""
+
 Around = Callable[[int], AbstractContextManager[Any]]
+ReadLoss = Callable[[int, Any], Tensor]
 
 
 class PipelineRuntime:
-    """Carries out the actions of one rank."""
+    """Carries out the actions of one rank.
+
+    Args:
+        mesh: The joined mesh.
+        device: Device of this rank.
+        errors: Publisher of this rank's errors.
+
+    """
 
     def __init__(self, mesh: PipelineMesh, *, device: torch.device, errors: PipelineErrors):
         self.waited_seconds = 0.0
@@ -36,9 +47,9 @@ class PipelineRuntime:
         self.began = 0.0
         """Clock time at which the last step began."""
         self.errors = errors
-        """Where errors of this rank are published."""
         self.spans: list[Span] = []
         """Actions of the last step, in seconds from its start, without waiting."""
+        self._group = mesh.stage_group
         self._stage = mesh.stage
         self._channel = StageChannel(mesh.stage_group, rank=mesh.stage, device=device)
         self._outputs = OutputBroadcast(mesh.stage_group, rank=mesh.stage, device=device)
@@ -46,7 +57,7 @@ class PipelineRuntime:
 
     def train(
         self,
-        partitioned: PartitionedStep,
+        executor: StageExecutor,
         step: Step,
         batches: Sequence[Any],
         *,
@@ -54,49 +65,54 @@ class PipelineRuntime:
         read_loss: ReadLoss,
         around: Around | None = None,
     ) -> None:
-        """Add to the gradients of this rank's parameters those of all micro-batches.
+        """Add the gradients of all micro-batches to those of this rank's parameters. Collective over the stages.
 
-        `around(index)` gives a context for each action, such as a session that reduces gradients.
-        `read_loss(micro_batch, returned)` gives the scalar that backward starts from, in the last stage. Every rank
-        of the pipeline calls this with the same batches and its own actions of one schedule.
+        `around(index)` returns a context for each action, such as a session that reduces gradients.
+        `read_loss(micro_batch, returned)` returns the scalar from which backward starts, in the last stage. Every
+        stage passes the same batches, and its own actions of one schedule.
         """
-        seed = _draw_seed()  # before the state of the generators is kept, so that the next step draws another
-        with preserve_generators(self._device):
-            run = StepRun(self._channel, self._device, partitioned, step, batches, seed, read_loss)
-            self._carry_out(run, actions, around)
+        run = StepRun(self._channel, self._device, executor, step, batches, _draw_seed(), read_loss)
+        self._carry_out(run, actions, around)
         busy = sum(span.end - span.start for span in self.spans)
         self.waited_seconds += perf_counter() - self.began - busy
 
     @torch.no_grad()
     def forward(
-        self, partitioned: PartitionedStep, step: Step, batches: Sequence[Any], *, actions: Iterable[Action]
+        self, executor: StageExecutor, step: Step, batches: Sequence[Any], *, actions: Iterable[Action]
     ) -> dict[int, Any]:
-        """Return the results of the step by micro-batch, on the rank of the last stage; elsewhere nothing."""
-        seed = _draw_seed()  # before the state of the generators is kept, so that the next step draws another
-        with preserve_generators(self._device):
-            run = StepRun(self._channel, self._device, partitioned, step, batches, seed, None)
-            self._carry_out(run, actions)
+        """Return the results of the step by micro-batch, on the last stage alone. Collective over the stages."""
+        run = StepRun(self._channel, self._device, executor, step, batches, _draw_seed(), None)
+        self._carry_out(run, actions)
         return run.returned
 
-    def broadcast_outputs(self, outputs: list[StepOutput], partitioned: PartitionedStep, key: str) -> list[StepOutput]:
-        """Return the outputs of the last stage, which alone gives any; collective over the stages.
+    def broadcast_outputs(self, outputs: list[StepOutput], executor: StageExecutor, key: str) -> list[StepOutput]:
+        """Return the outputs of the last stage; `key` names a sequence of outputs with the same names and types.
 
-        `key` names a sequence of outputs with the same names and types.
+        Collective over the stages.
         """
-        source = partitioned.stage_graphs[-1].rank
-        return self._outputs.share(outputs if source == self._stage else None, source=source, kind=key)
+        source = executor.stage_graphs[-1].rank
+        return self._outputs.broadcast(outputs, source=source, key=key)
+
+    def timeline(self) -> list[list[Span]]:
+        """Return the spans of every stage in the last step, on one clock from its first start. Collective."""
+        answers = gather((self.began, self.spans), self._group)
+        first = min(began for began, _ in answers)
+        return [
+            [Span(span.action, span.start + began - first, span.end + began - first) for span in spans]
+            for began, spans in answers
+        ]
 
     def _carry_out(self, run: StepRun, actions: Iterable[Action], around: Around | None = None) -> None:
         todo = list(actions)
         self.spans = []
         self.began = begin = perf_counter()
-        with run.partitioned.executor.interceptor.installed():
+        with preserve_generators(self._device), run.executor.interceptor.installed():
             for index, action in enumerate(todo):
                 for later in todo[index : index + 1 + AHEAD]:
                     if not run.post(later):
                         break  # or a later message would be received in place of an earlier one
                 with around(index) if around is not None else nullcontext():
-                    try:  # inside of `around`, which would tell the others less
+                    try:  # inside `around`, whose own message would say less
                         start = run.carry_out(action)
                     except Exception as error:
                         self.errors.explain(error, where=action.place())
@@ -106,13 +122,13 @@ class PipelineRuntime:
 
 
 def _draw_seed() -> int:
-    """Return a seed from torch's generator, which advances equally on all stages."""
+    """Return a seed from torch's generator, which advances equally on all stages; to be drawn outside of the run."""
     return int(torch.randint(2**62, ()).item())
 
 
 @contextmanager
 def preserve_generators(device: torch.device) -> Iterator[None]:
-    """Restore the random generators at the end: each stage draws differently, and ranks must stay in step."""
+    """Restore the random generators at the end: stages draw different numbers, but must have the same state."""
     torch_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     python_state = python_rng_state()
@@ -123,11 +139,6 @@ def preserve_generators(device: torch.device) -> Iterator[None]:
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state, device)
         set_python_rng_state(python_state)
-
-
-ReadLoss = Callable[[int, Any], Tensor]
-HEADERS = 1 << 8
-"""Tags below are kept for other uses of the group."""
 
 
 @dataclass(slots=True)
@@ -141,11 +152,11 @@ class _InFlight:
 
 @dataclass(slots=True)
 class StepRun:
-    """One step batch under way."""
+    """Execution of one step batch on one rank."""
 
     channel: StageChannel
     device: torch.device
-    partitioned: PartitionedStep
+    executor: StageExecutor
     step: Step
     batches: Sequence[Any]
     seed: int
@@ -156,11 +167,11 @@ class StepRun:
     _pending: dict[Action, list[tuple[Transfer, PendingReceive]]] = field(default_factory=dict)
 
     def post(self, action: Action) -> bool:
-        """Start receiving what an action needs, unless it has been started; return false if its shapes are unknown."""
+        """Start receiving the inputs of an action once; return False if their shapes are unknown."""
         if action in self._pending:
             return True
-        stage_graph = self.partitioned.stage_graphs[action.stage]
-        shapes = self.partitioned.shapes.get((stage_graph.index, self._signature(action.micro_batch)))
+        stage_graph = self.executor.stage_graphs[action.stage]
+        shapes = self.executor.shapes.get((stage_graph.index, self._signature(action.micro_batch)))
         if shapes is None:
             return False
         if action.kind == FORWARD:
@@ -176,7 +187,7 @@ class StepRun:
         return self._signatures[micro_batch]
 
     def carry_out(self, action: Action) -> float:
-        """Run an action, and return when it had all it needed."""
+        """Run an action, and return the time at which all its inputs were there."""
         try:
             return self._forward(action) if action.kind == FORWARD else self._backward(action)
         except TraceMismatchError as error:
@@ -188,52 +199,44 @@ class StepRun:
         assert shape is not None
         return self.channel.expect(
             shape,
-            self.partitioned.graph.values[transfer.value].dtype,
-            source=self.partitioned.stage_graphs[other].rank,
+            self.executor.graph.values[transfer.value].dtype,
+            source=self.executor.stage_graphs[other].rank,
             tag=self._tag(transfer, kind),
         )
 
     def _send(self, tensor: Tensor, transfer: Transfer) -> None:
         if tensor.requires_grad and not transfer.differentiable:
-            raise self._unexpected_gradient(transfer)
-        to = self.partitioned.stage_graphs[transfer.destination].rank
+            nodes = self.executor.graph.nodes
+            maker = next(node for node in nodes if any(output.value == transfer.value for output in node.outputs))
+            raise TraceMismatchError(
+                f"{maker} made a tensor that needs a gradient, and made one that needs none in the traced step. Freeze "
+                "parameters, and detach tensors, for the whole run or not at all, or train with strategy=ddp."
+            )
+        to = self.executor.stage_graphs[transfer.destination].rank
         self.channel.send(tensor.detach(), to=to, tag=self._tag(transfer, FORWARD))
 
-    def _send_gradient(self, of: Tensor, transfer: Transfer) -> None:
-        to = self.partitioned.stage_graphs[transfer.source].rank
-        self.channel.send_gradient(of.grad, of=of, to=to, tag=self._tag(transfer, BACKWARD))
-
-    def _unexpected_gradient(self, transfer: Transfer) -> TraceMismatchError:
-        nodes = self.partitioned.graph.nodes
-        maker = next(node for node in nodes if any(output.value == transfer.value for output in node.outputs))
-        return TraceMismatchError(
-            f"{maker} made a tensor that needs a gradient, and made one that needs none in the traced step. Freeze "
-            "parameters, and detach tensors, for the whole run or not at all, or train with strategy=ddp."
-        )
-
     def _tag(self, transfer: Transfer, kind: str) -> int:
-        """Return a number of its own for each value on each way; within it, micro-batches keep their order."""
-        way = (transfer.destination * 2 + (kind == BACKWARD)) * len(self.partitioned.graph.values)
-        return HEADERS + way + transfer.value
+        """Return a tag for each value and direction; within one tag, micro-batches keep their order."""
+        way = (transfer.destination * 2 + (kind == BACKWARD)) * len(self.executor.graph.values)
+        return FIRST_TAG + way + transfer.value
 
     # -- Forward
 
     def _forward(self, action: Action) -> float:
-        stage_graph = self.partitioned.stage_graphs[action.stage]
+        stage_graph = self.executor.stage_graphs[action.stage]
         batch = self.batches[action.micro_batch]
         key = (stage_graph.index, self._signature(action.micro_batch))
-        is_new = key not in self.partitioned.shapes
-        shapes = self._learn_shapes(stage_graph, action) if is_new else self.partitioned.shapes[key]
+        is_new = key not in self.executor.shapes
         if is_new:
-            self.partitioned.shapes[key] = shapes
+            self.executor.shapes[key] = self._receive_shapes(stage_graph, action)
+        shapes = self.executor.shapes[key]
         self.post(action)
         received, inputs = self._open_inputs(action, stage_graph)
         start = perf_counter()
-        result = self.partitioned.executor.run(
-            stage_graph, self.step, batch, received=received, shapes=shapes, seed=self._seed_of(action)
-        )
+        seed = (self.seed * 1_000_003 + action.micro_batch * 7_919) % 2**63
+        result = self.executor.run(stage_graph, self.step, batch, received=received, shapes=shapes, seed=seed)
         if is_new:
-            self._pass_on_shapes(stage_graph, shapes, result.values, batch)
+            self._send_shapes(stage_graph, shapes, result.values)
         for transfer in stage_graph.sends:
             self._send(result.values[transfer.value], transfer)
         loss = None
@@ -243,11 +246,8 @@ class StepRun:
             else:
                 loss = self.read_loss(action.micro_batch, result.returned)
         if self.read_loss is not None:
-            outputs = {
-                transfer.value: result.values[transfer.value]
-                for transfer in stage_graph.sends
-                if transfer.differentiable
-            }
+            sent = [transfer.value for transfer in stage_graph.sends if transfer.differentiable]
+            outputs = {value: result.values[value] for value in sent}
             self._in_flight[action.stage, action.micro_batch] = _InFlight(inputs, outputs, loss)
         return start
 
@@ -266,11 +266,11 @@ class StepRun:
                     received[transfer.value] = tensor.clone()  # a leaf must not be written in place
         return received, inputs
 
-    def _learn_shapes(self, stage_graph: StageGraph, action: Action) -> Shapes:
-        """Return the shapes that the stages before know for this new kind of batch."""
-        shapes: Shapes = [None] * len(self.partitioned.graph.values)
+    def _receive_shapes(self, stage_graph: StageGraph, action: Action) -> Shapes:
+        """Return the shapes that earlier stages know for a batch with a new signature."""
+        shapes: Shapes = [None] * len(self.executor.graph.values)
         if stage_graph.index > 0:
-            source = self.partitioned.stage_graphs[stage_graph.index - 1].rank
+            source = self.executor.stage_graphs[stage_graph.index - 1].rank
             header = self.channel.receive_header(
                 source=source, tag=stage_graph.index, what=_description(action, stage_graph.index - 1)
             )
@@ -278,16 +278,13 @@ class StepRun:
                 shapes[value] = shape
         return shapes
 
-    def _pass_on_shapes(self, stage_graph: StageGraph, shapes: Shapes, made: dict[int, Tensor], batch: Any) -> None:
+    def _send_shapes(self, stage_graph: StageGraph, shapes: Shapes, made: dict[int, Tensor]) -> None:
         for value, tensor in made.items():
             shapes[value] = tuple(tensor.shape)
         if not stage_graph.is_last:
             header = {value: shape for value, shape in enumerate(shapes) if shape is not None}
-            following = self.partitioned.stage_graphs[stage_graph.index + 1]
+            following = self.executor.stage_graphs[stage_graph.index + 1]
             self.channel.send_header(header, to=following.rank, tag=following.index)
-
-    def _seed_of(self, action: Action) -> int:
-        return (self.seed * 1_000_003 + action.micro_batch * 7_919) % 2**63
 
     # -- Backward
 
@@ -303,13 +300,14 @@ class StepRun:
         roots: list[Tensor] = [] if kept.loss is None else [kept.loss]
         root_gradients: list[Tensor | None] = [None] * len(roots)
         for value, gradient in gradients.items():
-            if kept.outputs[value].requires_grad:  # else it was detached for this batch alone
+            if kept.outputs[value].requires_grad:  # unless it was detached for this batch alone
                 roots.append(kept.outputs[value])
                 root_gradients.append(gradient)
         if roots:
             torch.autograd.backward(roots, root_gradients)
         for transfer, tensor in kept.inputs:
-            self._send_gradient(tensor, transfer)
+            to, tag = self.executor.stage_graphs[transfer.source].rank, self._tag(transfer, BACKWARD)
+            self.channel.send_gradient(tensor.grad, of=tensor, to=to, tag=tag)
         return start
 
 

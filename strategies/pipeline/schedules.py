@@ -11,7 +11,7 @@ BACKWARD = "B"
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work of a rank: the forward or the backward of one micro-batch through one stage."""
+    """The forward or the backward of one micro-batch through one stage."""
 
     kind: str
     stage: int
@@ -32,7 +32,7 @@ SYNONYMS = {"simple": "gpipe", "interleaved": "1f1b"}
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One of the schedules, for so many ranks; only `interleaved_1f1b` has several stages on each."""
+    """A schedule for a number of ranks; only `interleaved_1f1b` has several stages per rank."""
 
     name: str
     num_ranks: int
@@ -40,7 +40,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages of all ranks."""
+        """Number of stages on all ranks."""
         return self.num_ranks * self.stages_per_rank
 
     def actions(self, rank: int, num_micro_batches: int) -> list[Action]:
@@ -51,7 +51,7 @@ class Schedule:
         return list((gpipe if self.name == "gpipe" else one_f_one_b)(rank, self.num_ranks, num_micro_batches))
 
     def bubble(self, num_micro_batches: int) -> float:
-        """Return the idle share if all stages were equal."""
+        """Return the idle share with equal stages."""
         return bubble(self.num_ranks, max(num_micro_batches, 1), stages_per_rank=self.stages_per_rank)
 
 
@@ -72,7 +72,7 @@ def gpipe(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]
 
 
 def one_f_one_b(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
-    """Yield each backward as soon as it is possible; at most `num_ranks - rank` micro-batches are in flight.
+    """Yield each backward as early as possible; at most `num_ranks - rank` micro-batches are in flight.
 
     Three ranks, four micro-batches, a backward twice as long as a forward::
 
@@ -92,7 +92,7 @@ def interleaved_one_f_one_b(
     """Yield `1f1b` work over several stages a rank: stage `s` belongs to rank `s % num_ranks`.
 
     Micro-batches go in groups of `num_ranks` through all stages of a rank, so the pipeline fills in one
-    stage's time, not in one rank's: the idle share falls by `stages_per_rank`, for more channel and memory.
+    stage's time, not in one rank's: the idle share falls by `stages_per_rank`, for more messages and memory.
     Two ranks, two stages each, four micro-batches (`sFm`: stage s, micro-batch m), all equally long::
 
         rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 ... 2B2 ... 2B3 0B2 0B3
@@ -104,7 +104,7 @@ def interleaved_one_f_one_b(
     forwards = _grouped(FORWARD, range(rank, num_ranks * stages_per_rank, num_ranks), padded, num_ranks)
     backwards = _grouped(BACKWARD, range(rank, num_ranks * stages_per_rank, num_ranks)[::-1], padded, num_ranks)
     for action in _one_forward_one_backward(forwards, backwards, warm_up=warm_up):
-        # Whole groups never wait for themselves, and leaving actions out keeps it so.
+        # Whole groups cannot deadlock, and neither can they without some actions.
         if action.micro_batch < num_micro_batches:
             yield action
 
@@ -117,13 +117,13 @@ def forward_only(stages: Sequence[int], num_micro_batches: int) -> Iterator[Acti
 
 
 def bubble(num_ranks: int, num_micro_batches: int, *, stages_per_rank: int = 1) -> float:
-    """Return the idle share of balanced ranks: `(p - 1) / (m + p - 1)`, `m` once for each stage of a rank."""
+    """Return the idle share of balanced ranks: `(p - 1) / (m * stages_per_rank + p - 1)`."""
     return (num_ranks - 1) / (num_micro_batches * stages_per_rank + num_ranks - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action with its time: when it starts and ends, in the unit of the costs given."""
+    """An action with its start and end, in the unit of the costs."""
 
     action: Action
     start: float
@@ -133,10 +133,10 @@ class Span:
 def simulate(
     actions: Sequence[Sequence[Action]], costs: Mapping[tuple[str, int], float], num_stages: int
 ) -> list[list[Span]]:
-    """Return every rank's actions with their times, where messages cost nothing.
+    """Return every rank's actions with their times if messages take no time.
 
-    `actions` has one list for each rank; `costs` gives the time of ("F" or "B", stage). A schedule that waits
-    for itself raises `ValueError`.
+    `actions` has one list for each rank; `costs` has the time of ("F" or "B", stage). Raises ValueError for a
+    schedule that deadlocks.
     """
     spans: list[list[Span]] = [[] for _ in actions]
     ends: dict[Action, float] = {}
@@ -157,7 +157,7 @@ def simulate(
                 progress = True
         if not progress:
             waiting = [str(todo[len(done)]) for done, todo in zip(spans, actions, strict=True) if len(done) < len(todo)]
-            raise ValueError(f"the schedule waits for itself at {', '.join(waiting)}")
+            raise ValueError(f"the schedule deadlocks at {', '.join(waiting)}")
     return spans
 
 
@@ -174,7 +174,7 @@ def prerequisites(action: Action, num_stages: int) -> list[Action]:
 
 
 def draw(spans: Sequence[Sequence[Span]], *, with_stage: bool = False) -> str:
-    """Return a picture with a line for each rank, a column for each unit of time, dots where it is idle."""
+    """Return a drawing with a line for each rank and a column for each unit of time; dots are idle time."""
     length = round(max((rank_spans[-1].end for rank_spans in spans if rank_spans), default=0.0))
     lines = []
     for rank, rank_spans in enumerate(spans):
@@ -189,7 +189,7 @@ def draw(spans: Sequence[Sequence[Span]], *, with_stage: bool = False) -> str:
 
 
 def idle_share(spans: Sequence[Sequence[Span]]) -> float:
-    """Return the share of all ranks' time, from the first start to the last end, in which they do nothing."""
+    """Return the idle share of all ranks' time until the last end."""
     length = max((rank_spans[-1].end for rank_spans in spans if rank_spans), default=0.0)
     busy = sum(span.end - span.start for rank_spans in spans for span in rank_spans)
     return 1.0 - busy / (length * len(spans)) if length else 0.0

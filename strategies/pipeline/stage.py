@@ -1,4 +1,4 @@
-"""Stages of a partition: nodes, transfers and parameters of each, and their first values."""
+"""Stages of a partition: nodes, transfers and parameters of each, and initial values of meta parameters."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import UserError
+from trainkit.tree import tree_leaves
 
-from .graph import Node, ParameterRef, TracedGraph, ValueRef, leaves
+from .graph import Node, ParameterRef, TracedGraph, ValueRef
 from .partition import Partition
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A value on its way from the stage that last wrote it to a stage that uses it."""
+    """The transfer of a value from the stage that last wrote it to a stage that uses it."""
 
     value: int
     source: int
     destination: int
     differentiable: bool
-    """True if a gradient comes back."""
+    """True if a gradient is sent back."""
 
 
 @dataclass(slots=True)
 class StageGraph:
-    """The consecutive nodes that one stage runs, and what it needs for them."""
+    """The consecutive nodes that one stage runs, and their transfers."""
 
     index: int
     start: int
@@ -39,15 +40,15 @@ class StageGraph:
     rank: int
     is_last: bool
     executes: list[bool]
-    """For each node before `stop`: its own, those that follow from the batch, and questions about received values."""
+    """For each node before `stop`: true for its own nodes, batch-only ones, and those that read received values."""
     receives: list[Transfer]
     sends: list[Transfer]
     cloned: frozenset[int]
-    """Received values that its nodes write in place."""
+    """Received values that its nodes write in place, so that they need a copy."""
     given: dict[int, list[int]]
-    """For each of its nodes: the received values that are arguments of the call."""
+    """For each of its nodes: the received values among the arguments of the call."""
     made_by: dict[int, tuple[int, list[tuple[int, int]]]]
-    """For each of its nodes: how many tensors its result holds, and at which of these positions which values are."""
+    """For each of its nodes: the number of tensors in its result, and pairs of a position there and a value."""
 
 
 def stage_graphs(graph: TracedGraph, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> list[StageGraph]:
@@ -58,16 +59,15 @@ def stage_graphs(graph: TracedGraph, bounds: Sequence[tuple[int, int]], ranks: S
     for index, (start, stop) in enumerate(bounds):
         writers = last_written[index]
         own = graph.nodes[start:stop]
-        asked = [node for node in graph.nodes[:start] if node.reads and not node.is_batch_only]
-        needed = dict.fromkeys(value for node in [*asked, *own] for value in node.inputs)
+        reading = [node for node in graph.nodes[:start] if node.reads and not node.is_batch_only]
+        needed = dict.fromkeys(value for node in [*reading, *own] for value in node.inputs)
         receives = [
-            Transfer(value, _segment_of(writers[value][0], bounds), index, writers[value][1])
+            Transfer(value, _stage_of(writers[value][0], bounds), index, writers[value][1])
             for value in needed
             if value in writers and not graph.values[value].local
         ]
-        if graph.numbers is not None and any(
-            node.has_numbers and not node.is_batch_only for node in graph.nodes[:start]
-        ):
+        has_numbers = any(node.has_numbers and not node.is_batch_only for node in graph.nodes[:start])
+        if graph.numbers is not None and has_numbers:
             receives.append(Transfer(graph.numbers, index - 1, index, False))
         transfers += receives
         written = {value for node in own for value in node.written}
@@ -78,15 +78,12 @@ def stage_graphs(graph: TracedGraph, bounds: Sequence[tuple[int, int]], ranks: S
                 stop,
                 ranks[index],
                 index == len(bounds) - 1,
-                [
-                    node.is_batch_only or node.index >= start or (node.reads and not node.is_batch_only)
-                    for node in graph.nodes[:stop]
-                ],
+                [node.is_batch_only or node.reads or node.index >= start for node in graph.nodes[:stop]],
                 receives,
                 [],
                 frozenset(transfer.value for transfer in receives if transfer.value in written),
                 _given(own, {transfer.value for transfer in receives} - written),
-                {node.index: _places(node.result) for node in own if not node.is_batch_only},
+                {node.index: _positions(node.result) for node in own if not node.is_batch_only},
             )
         )
     for transfer in transfers:
@@ -100,7 +97,7 @@ def _given(nodes: Sequence[Node], received: set[int]) -> dict[int, list[int]]:
 
 
 def _last_writers(graph: TracedGraph, start: int) -> dict[int, tuple[int, bool]]:
-    """Return for each value made before `start` the last node that wrote it and whether gradients flow back."""
+    """Return for each value made before `start` the last node that wrote it, and true if gradients flow back."""
     writers = {}
     for node in graph.nodes[:start]:
         for output in node.outputs:
@@ -108,13 +105,13 @@ def _last_writers(graph: TracedGraph, start: int) -> dict[int, tuple[int, bool]]
     return writers
 
 
-def _segment_of(node: int, bounds: Sequence[tuple[int, int]]) -> int:
+def _stage_of(node: int, bounds: Sequence[tuple[int, int]]) -> int:
     return next(index for index, (start, stop) in enumerate(bounds) if start <= node < stop)
 
 
-def _places(outputs: object) -> tuple[int, list[tuple[int, int]]]:
-    slots = [leaf for leaf in leaves(outputs) if isinstance(leaf, (ValueRef, ParameterRef))]
-    return len(slots), [(place, slot.value) for place, slot in enumerate(slots) if isinstance(slot, ValueRef)]
+def _positions(result: object) -> tuple[int, list[tuple[int, int]]]:
+    refs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, (ValueRef, ParameterRef))]
+    return len(refs), [(position, ref.value) for position, ref in enumerate(refs) if isinstance(ref, ValueRef)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +123,15 @@ class Placement:
     """Parameters that training uses; the others are on every rank."""
 
     def is_held(self, name: str, rank: int) -> bool:
-        """Check whether a rank holds a parameter or buffer."""
+        """Return True if a rank holds a parameter or buffer."""
         return rank in self.holders[name]
 
     def counted(self, name: str, rank: int) -> bool:
-        """Check whether a rank counts a parameter in norms and checkpoints: the first of its holders does."""
+        """Return True if a rank counts a parameter in norms and checkpoints: the first of its holders does."""
         return self.holders[name][0] == rank
 
     def shared_by(self) -> dict[tuple[int, ...], list[str]]:
-        """Return the parameters that several ranks use, by those ranks."""
+        """Return the parameters that several ranks use, by the ranks."""
         found: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, ranks in self.holders.items():
             if name in self.used and len(ranks) > 1:
@@ -142,12 +139,12 @@ class Placement:
         return dict(found)
 
 
-def place_parameters(task: nn.Module, cut: Sequence[tuple[TracedGraph, Partition]], *, num_ranks: int) -> Placement:
-    """Return the ranks of all parameters and buffers for these steps; stage `s` is on rank `s % num_ranks`."""
+def place_parameters(task: nn.Module, steps: Sequence[tuple[TracedGraph, Partition]], *, num_ranks: int) -> Placement:
+    """Return the ranks of all parameters and buffers of these steps; stage `s` is on rank `s % num_ranks`."""
     everywhere = tuple(range(num_ranks))
     ranks: dict[str, set[int]] = defaultdict(set)
     used: set[str] = set()
-    for graph, partition in cut:
+    for graph, partition in steps:
         for node in graph.nodes:
             rank = partition.stage_of(node.index) % num_ranks
             for name in (*node.parameters, *node.buffers, *node.written_buffers):
@@ -159,9 +156,9 @@ def place_parameters(task: nn.Module, cut: Sequence[tuple[TracedGraph, Partition
 
 
 def keep_local_parameters(task: nn.Module, placement: Placement, *, rank: int, device: torch.device) -> None:
-    """Move what `rank` holds to `device`; everything else keeps identity, name and shape, but only one element.
+    """Move the parameters and buffers of `rank` to `device`, and reduce the others to one element in memory.
 
-    An optimizer may have been given the parameters before: those without a gradient are none of its business.
+    These keep identity, name and shape, since an optimizer may have them; without a gradient it ignores them.
     """
     for name, tensor in (*task.named_parameters(), *task.named_buffers()):
         if placement.is_held(name, rank):
@@ -173,9 +170,9 @@ def keep_local_parameters(task: nn.Module, placement: Placement, *, rank: int, d
 def stage_bounds(
     graph: TracedGraph, placement: Placement, *, num_ranks: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the stages of another step (evaluation), each on a rank that holds all that its nodes use.
+    """Return the bounds and ranks of the stages of an evaluation step, each on a rank that holds its parameters.
 
-    Parameters stay where training put them, so that the stages follow them, forwards and back if need be.
+    Parameters stay on the ranks that training chose; the step may return to an earlier rank.
     """
     cuts: list[int] = [0]
     ranks: list[int] = []
@@ -186,34 +183,29 @@ def stage_bounds(
         able = set(range(num_ranks)).intersection(*(placement.holders[name] for name in names))
         if not able:
             raise UserError(
-                f"{node} uses parameters that lie in different stages: {', '.join(names)}. Call the same modules as "
-                "training_step does, so that each part of this step finds its parameters in one stage."
+                f"{node} uses parameters of different stages: {', '.join(names)}. Call the same modules as "
+                "training_step, so that the parameters of each node are in one stage."
             )
         if not ranks:
             ranks.append(min(able))
         elif ranks[-1] not in able:
             cuts.append(node.index)
             ranks.append(min(able))
-    edges = [*cuts, len(graph.nodes)]
-    _check_constraints(graph, cuts[1:])
-    return list(pairwise(edges)), ranks or [0]
-
-
-def _check_constraints(graph: TracedGraph, cuts: list[int]) -> None:
-    for cut in cuts:
+    for cut in cuts[1:]:
         for constraint in graph.constraints:
             if constraint.forbids(cut):
                 raise UserError(
                     f"this step must change stage at {graph.nodes[cut]}, where its parameters are, but "
                     f"{constraint.reason}."
                 )
+    return list(pairwise([*cuts, len(graph.nodes)])), ranks or [0]
 
 
 RESETS = ("reset_parameters", "_reset_parameters")
 
 
 def has_meta(task: nn.Module) -> bool:
-    """Check whether any parameter or buffer is on the meta device."""
+    """Return True if any parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in chain(task.parameters(), task.buffers()))
 
 
@@ -224,17 +216,17 @@ def materialize(
     device: torch.device | str = "cpu",
     keep: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Create every parameter and buffer of the meta device with the values of its module's own reset.
+    """Create every parameter and buffer of the meta device by its module's `reset_parameters`.
 
-    Each module's `reset_parameters` draws from a generator seeded by `seed` and the module's name, so the values do not
-    depend on what else is made: stages that each `keep` a part have together what one process has. What is not kept
-    has its shape, but only one element. Raises UserError for a module that cannot reset itself.
+    It draws from a generator seeded by `seed` and the module's name, so stages that each `keep` a part have together
+    the values of one process. Tensors not kept have one element in memory. Raises UserError for a module without
+    `reset_parameters`.
     """
     names = {id(tensor): name for name, tensor in chain(task.named_parameters(), task.named_buffers())}
     owned = {id(tensor) for tensor in chain(task.parameters(), task.buffers()) if tensor.is_meta}
     device = torch.device(device)
     devices = [device] if device.type == "cuda" else []
-    # Children before parents, which may have more to say; of modules that share a parameter the first one last.
+    # Parents override their children, and the first of several modules that share a parameter overrides the others.
     for prefix, module in reversed(list(task.named_modules())):
         direct = [tensor for tensor in _direct_tensors(module) if id(tensor) in owned]
         reached = direct or [tensor for tensor in chain(module.parameters(), module.buffers()) if id(tensor) in owned]
@@ -243,25 +235,29 @@ def materialize(
         reset = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
         if reset is None:
             if direct:
-                raise _cannot_reset(module, prefix, names[id(direct[0])])
+                raise UserError(
+                    f"'{names[id(direct[0])]}' is on the meta device, and {type(module).__name__} "
+                    f"({prefix or 'the task'}) has no reset_parameters. Define reset_parameters(self) there to fill "
+                    "its parameters and buffers in place, or build the task outside of torch.device('meta')."
+                )
             continue
         for tensor in direct:
             if tensor.is_meta:
-                _become(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+                _replace_content(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             torch.manual_seed(_seed_of(seed, prefix))
             reset()
     for tensor in list(chain(task.parameters(), task.buffers())):
         if id(tensor) in owned and not keep(names[id(tensor)]):
-            _become(tensor, torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
+            _replace_content(tensor, torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
 
 
 def _direct_tensors(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
-def _become(tensor: Tensor, content: Tensor) -> None:
-    """Replace the contents and the device of a tensor; it stays the same object, which an optimizer may know."""
+def _replace_content(tensor: Tensor, content: Tensor) -> None:
+    """Replace the contents and the device of a tensor; it stays the same object, which an optimizer may have."""
     if isinstance(tensor, nn.Parameter):
         content = nn.Parameter(content, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, content)
@@ -269,11 +265,3 @@ def _become(tensor: Tensor, content: Tensor) -> None:
 
 def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
-
-
-def _cannot_reset(module: nn.Module, prefix: str, name: str) -> UserError:
-    return UserError(
-        f"'{name}' lies on the meta device, and {type(module).__name__}{f' ({prefix})' if prefix else ''} does not say "
-        "what it begins with. Define reset_parameters(self) there, which fills the module's own parameters and "
-        "buffers in place, or build the task outside of torch.device('meta')."
-    )

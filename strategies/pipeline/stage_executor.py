@@ -3,37 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from trainkit.errors import UserError
 from trainkit.metrics.sync import metrics_in
+from trainkit.optim.precision import Precision
 from trainkit.rng import seed_python, seeded_python
+from trainkit.tree import tree_map
 
 from .graph import (
+    GRADIENT,
     RETURN,
+    Call,
     Constant,
     Node,
     ParameterRef,
     ScalarValue,
     Signature,
+    Step,
     TracedGraph,
     ValueRef,
     changed,
     decoded,
-    rebuild,
     tensors,
 )
-from .interception import Call, ModuleInterceptor, TracingMode
 from .stage import StageGraph
-from .tracer import Step
 
 Shapes = list[tuple[int, ...] | None]
+"""Shape of each value of a step; `None` where it is not known yet."""
+
+# fmt: off
+METADATA = frozenset((
+    "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_sparse_csr", "is_quantized", "is_mps", "is_xla", "is_xpu", "is_nested", "is_mkldnn",
+    "is_vulkan", "is_ipu", "is_maia", "is_mtia", "itemsize", "nbytes", "names", "_version", "grad_fn", "_base",
+    "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "grad", "_grad", "size", "dim", "ndimension",
+    "numel", "nelement", "stride", "storage_offset", "is_contiguous", "is_floating_point", "is_complex",
+    "is_signed", "is_conj", "is_neg", "is_inference", "element_size", "get_device", "__len__", "__hash__",
+    "data_ptr", "storage", "untyped_storage", "_typed_storage", "is_same_size", "is_shared", "is_pinned",
+    "is_coalesced", "has_names", "is_tensor", "result_type", "promote_types", "can_cast", "output_nr",
+    "retains_grad", "dense_dim", "sparse_dim", "volatile", "is_distributed", "dim_order", "is_storage",
+    "__array_priority__", "__dlpack_device__", "is_set_to",
+))
+# fmt: on
+"""Calls about a tensor, not about its elements: placeholders answer them too."""
 
 
 class TraceMismatchError(UserError):
@@ -41,7 +61,7 @@ class TraceMismatchError(UserError):
 
 
 class _StageFinished(BaseException):
-    """Ends a step after the stage's last node; no `except Exception` of the user's stops it."""
+    """Ends a step after the stage's last node; a user's `except Exception` does not catch it."""
 
 
 @dataclass(slots=True)
@@ -55,17 +75,39 @@ class StageOutput:
 
 
 class StageExecutor:
-    """Executor of the stages of a traced step."""
+    """Executor of the stages of one traced step.
 
-    def __init__(self, graph: TracedGraph, task: nn.Module, device: torch.device):
+    Args:
+        graph: The traced step.
+        task: The task, whose leaf modules are intercepted.
+        stage_graphs: The stages of the step, on all ranks.
+        traced: Signature of the traced batch.
+        device: Device of this rank.
+
+    """
+
+    def __init__(
+        self,
+        graph: TracedGraph,
+        task: nn.Module,
+        stage_graphs: list[StageGraph],
+        *,
+        traced: Signature,
+        device: torch.device,
+    ):
         leaf_modules = {node.name for node in graph.nodes if node.is_leaf_module}
+        known: Shapes = [value.shape for value in graph.values]
         self.graph = graph
+        self.stage_graphs = stage_graphs
+        self.shapes = {(stage_graph.index, traced): known for stage_graph in stage_graphs}
+        """By stage and signature of a batch; the shapes of other batches are added when they come."""
         self.interceptor = ModuleInterceptor({name: task.get_submodule(name) for name in leaf_modules})
         self.device = device
-        self.metrics = metrics_in(task)
-        self.held: dict[str, Tensor] = {**dict(task.named_parameters()), **dict(task.named_buffers())}
         self.checkpoint_starts = _checkpoint_starts(graph.nodes)
         """For each node, whether a checkpoint begins with it that draws random numbers."""
+        self.tensors: dict[str, Tensor] = {**dict(task.named_parameters()), **dict(task.named_buffers())}
+        """Parameters and buffers by name."""
+        self._metrics = metrics_in(task)
         self._placeholders: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
     def run(
@@ -80,19 +122,17 @@ class StageExecutor:
     ) -> StageOutput:
         """Run `step` up to the end of the stage; the interceptor must be installed.
 
-        `shapes` are those of all values for a batch like this, `None` where they are not known yet; what the stage
-        makes must have them. Random nodes draw from generators seeded by `seed` and their own names.
+        `shapes` are those of all values for a batch of this signature; what the stage makes must have them. Random
+        nodes draw from generators seeded by `seed` and their names.
         """
-        if (
-            stage_graph.start == stage_graph.stop
-        ):  # this phase of the task has nothing to do here, and passes numbers on
+        if stage_graph.start == stage_graph.stop:  # this phase has no node here; the stage passes numbers on
             return StageOutput(None, dict(received))
         interpreter = _StageInterpreter(self, stage_graph, received, shapes, seed)
         seed_python(seed)
         with ExitStack() as stack:
             stack.enter_context(self.interceptor.handled_by(interpreter))
             if stage_graph.is_last:
-                stack.enter_context(interpreter.watching(self.metrics))
+                stack.enter_context(_checked_metrics(self._metrics, interpreter))
             stack.enter_context(interpreter)
             try:
                 returned = step(batch)
@@ -101,11 +141,12 @@ class StageExecutor:
             else:
                 interpreter.check_end()
         if self.graph.numbers is not None:
-            interpreter.values[self.graph.numbers] = interpreter.numbers()
+            numbers = torch.tensor(interpreter.numbers, dtype=torch.int64, device=self.device)
+            interpreter.values[self.graph.numbers] = numbers
         return StageOutput(returned, interpreter.values)
 
     def placeholder(self, value: int, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of one element that looks like the value."""
+        """Return a tensor with the shape and dtype of a value, but only one element in memory."""
         key = (value, shape)
         if key not in self._placeholders:
             dtype = self.graph.values[value].dtype
@@ -120,29 +161,118 @@ class StageExecutor:
             torch.cuda.manual_seed(mixed)
 
 
+def in_precision(precision: Precision, step: Step) -> Step:
+    """Return a step that runs in the forward context of `precision`."""
+    return partial(_call, precision, step)
+
+
+def _call(precision: Precision, step: Step, batch: Any) -> Any:
+    with precision.forward():
+        return step(batch)
+
+
 def _mixed(seed: int, node: Node) -> int:
     return (seed * 0x9E3779B97F4A7C15 + node.key * 0xBF58476D1CE4E5B9) % 2**63
 
 
 def _checkpoint_starts(nodes: list[Node]) -> list[bool]:
     random_ones = {node.checkpoint for node in nodes if node.is_random and node.checkpoint is not None}
-    seen: set[int] = set()
+    seen: set[int | None] = {None}
     starts = []
     for node in nodes:
         starts.append(node.checkpoint in random_ones and node.checkpoint not in seen)
-        if node.checkpoint is not None:
-            seen.add(node.checkpoint)
+        seen.add(node.checkpoint)
     return starts
 
 
-def _codes_of(graph: TracedGraph, received: Mapping[int, Tensor]) -> list[int]:
-    """Return the numbers that earlier stages have sent, with zeros where none has come to yet."""
-    if graph.numbers is None:
-        return []
-    if graph.numbers in received:
-        found: list[int] = received[graph.numbers].tolist()
-        return found
-    return [0] * graph.values[graph.numbers].shape[0]
+class CallHandler(Protocol):
+    """Handler of the calls of intercepted modules."""
+
+    def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the module `name`; `call` is the module without the interceptor."""
+
+
+class ModuleInterceptor:
+    """Interceptor of chosen modules: while installed, their class passes each call to the current handler.
+
+    Hooks, parameters, names and `isinstance` stay as they are; without a handler the modules behave as usual. The
+    class is swapped because a hook cannot prevent a call, and `__call__` is looked up on the class.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]):
+        self._modules = dict(modules)
+        self._names = {id(module): name for name, module in modules.items()}
+        self._classes: dict[type, type] = {}
+        self._handler: CallHandler | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Install the intercepting classes in the block."""
+        originals = [(module, type(module)) for module in self._modules.values()]
+        try:
+            for module, original in originals:
+                object.__setattr__(module, "__class__", self._intercepting(original))
+            yield
+        finally:
+            for module, original in originals:
+                object.__setattr__(module, "__class__", original)
+
+    @contextmanager
+    def handled_by(self, handler: CallHandler | None) -> Iterator[None]:
+        """Pass calls to `handler` in the block; with `None` the modules run as usual."""
+        outer, self._handler = self._handler, handler
+        try:
+            yield
+        finally:
+            self._handler = outer
+
+    def _intercepting(self, original: type) -> type:
+        if original not in self._classes:
+            names = self._names
+            original_call = original.__call__
+
+            def intercepted_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                handler = self._handler
+                name = names.get(id(module))  # none for a slice of a Sequential, which inherits the class
+                if handler is None or name is None:
+                    return original_call(module, *args, **kwargs)
+                return handler.module_call(name, original_call.__get__(module), args, kwargs)
+
+            namespace = {
+                "__call__": intercepted_call,
+                "__module__": original.__module__,
+                "__qualname__": original.__qualname__,
+                "__doc__": original.__doc__,
+            }
+            self._classes[original] = type(original)(original.__name__, (original,), namespace)
+        return self._classes[original]
+
+
+class TracingMode(TorchFunctionMode):
+    """Passes every torch call that is not about metadata to `torch_call`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer calls about metadata at once; every other call may be a node."""
+        name = _function_name(func)
+        if name in METADATA:
+            return func(*args, **(kwargs or {}))
+        return self.torch_call(name, func, args, kwargs or {})
+
+    def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a torch call."""
+        raise NotImplementedError
+
+
+def _function_name(function: Any) -> str:
+    """Return the short name of a torch function, method or property."""
+    name: str = getattr(function, "__name__", "") or type(function).__name__
+    if name == "__get__":
+        return str(function.__self__.__name__)
+    if name == "__set__":
+        return f"{function.__self__.__name__}="
+    return GRADIENT if function is torch.autograd.grad else name
 
 
 class _StageInterpreter(TracingMode):
@@ -158,29 +288,33 @@ class _StageInterpreter(TracingMode):
     ):
         super().__init__()
         self.values: dict[int, Tensor] = dict(received)
+        self.executes = stage_graph.executes
+        """For each node, whether this stage executes it."""
+        self.position = 0
+        """Index of the next node."""
+        self.numbers = _numbers(executor.graph, received)
+        """The numbers that leaf modules have returned so far, in this stage and earlier ones."""
         self._executor = executor
         self._nodes = executor.graph.nodes
         self._starts = executor.checkpoint_starts
         self._stage_graph = stage_graph
         self._shapes = shapes
         self._seed = seed
-        self._numbers = _codes_of(executor.graph, received)
-        self._next = 0
         self._inside = False
         self._seed_checkpoint(0)
 
-    def watching(self, metrics: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Return a context in which metrics are refused that count in another stage."""
-        return updates_watched(metrics, position=lambda: self._next, executes=self._stage_graph.executes)
-
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run or skip a leaf module."""
+        """Execute or skip a leaf module."""
         node = self._expect(name)
-        if not self._stage_graph.executes[node.index]:
+        if not self.executes[node.index]:
             return self._end(node, self._skip(node))
         with self._executor.interceptor.handled_by(None):
-            if _get_current_function_mode() is not self:
-                return self._end(node, self._run_inside(node, call, args, kwargs))
+            if _get_current_function_mode() is not self:  # a mode of the user is above this one: it cannot be left
+                self._inside = True
+                try:
+                    return self._end(node, self._execute(node, call, args, kwargs))
+                finally:
+                    self._inside = False
             self.__exit__(None, None, None)  # so that torch calls inside the leaf module cost nothing
             try:
                 result = self._execute(node, call, args, kwargs)
@@ -189,60 +323,47 @@ class _StageInterpreter(TracingMode):
         return self._end(node, result)
 
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run or skip a torch function between leaf modules."""
+        """Execute or skip a torch function between leaf modules."""
         if self._inside:
             return call(*args, **kwargs)
-        if self._next >= len(self._nodes) or self._nodes[self._next].name != name:
+        if self.position >= len(self._nodes) or self._nodes[self.position].name != name:
             if not tensors((args, kwargs)):
                 result = call(*args, **kwargs)
                 if not tensors(result):
                     return result  # such as `torch.is_grad_enabled()`: not a node
             raise self._mismatch(f"called `{name}`")
         node = self._expect(name)
-        if not self._stage_graph.executes[node.index]:
+        if not self.executes[node.index]:
             return self._end(node, self._skip(node))
         return self._end(node, self._execute(node, call, args, kwargs))
 
-    def numbers(self) -> Tensor:
-        """Return the numbers that modules have returned up to here, for the next stage."""
-        return torch.tensor(self._numbers, dtype=torch.int64, device=self._executor.device)
-
     def check_end(self) -> None:
-        """Raise unless the step has ended where the traced step ends."""
-        if self._nodes[self._next].name != RETURN:
+        """Raise TraceMismatchError unless the step has ended where the traced step ends."""
+        if self._nodes[self.position].name != RETURN:
             raise self._mismatch("ended")
 
     def _expect(self, name: str) -> Node:
-        node = self._nodes[min(self._next, len(self._nodes) - 1)]
+        node = self._nodes[min(self.position, len(self._nodes) - 1)]
         if node.name != name:
             raise self._mismatch(f"called '{name}'")
-        self._next += 1
+        self.position += 1
         return node
 
     def _end(self, node: Node, result: Any) -> Any:
         following = node.index + 1
         if following == self._stage_graph.stop and not self._stage_graph.is_last:
             raise _StageFinished
-        if self._starts[following]:
-            self._seed_checkpoint(following)
+        self._seed_checkpoint(following)
         return result
 
     def _seed_checkpoint(self, start: int) -> None:
-        """Seed a checkpoint that begins with the node `start`.
+        """Seed the generators if a checkpoint with random nodes begins with the node `start`.
 
-        A checkpoint keeps the generators' state of its beginning, and runs its calls again from there. So this is
-        where it is seeded, and nothing in it is seeded again.
+        A checkpoint keeps the generators' state of its beginning and runs its calls again from there, so nothing in
+        it is seeded again.
         """
         if self._starts[start]:
             self._executor.seed(self._seed, self._nodes[start])
-
-    def _run_inside(self, node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a leaf module under a mode of the user, which lies above this one and so cannot be left."""
-        self._inside = True
-        try:
-            return self._execute(node, call, args, kwargs)
-        finally:
-            self._inside = False
 
     def _execute(self, node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if node.is_random and node.checkpoint is None:
@@ -257,44 +378,42 @@ class _StageInterpreter(TracingMode):
         if node.name == "__iter__":
             result = list(result)
         if node.has_plain:
-            self._note_numbers(node, result)
-        made = self._stage_graph.made_by.get(node.index)
-        if made is not None:
-            self._keep(node, *made, tensors(result))
+            self._record_numbers(node, result)
+        if node.index in self._stage_graph.made_by:
+            self._record_values(node, [result] if isinstance(result, Tensor) else tensors(result))
         return iter(result) if node.name == "__iter__" else result
 
     def _check_given(self, node: Node, given: list[Tensor]) -> None:
-        """Raise unless the call is given what this stage received for it."""
+        """Raise TraceMismatchError unless the arguments of the call include what this stage received for it."""
         identities = {id(tensor) for tensor in given}
         for value in self._stage_graph.given[node.index]:
             if id(self.values[value]) not in identities:
-                maker = next(
-                    (e for e in self._nodes if any(output.value == value for output in e.outputs)), "the batch"
-                )
+                maker = next((n for n in self._nodes if any(out.value == value for out in n.outputs)), "the batch")
                 raise TraceMismatchError(
                     f"{node} was given another tensor than the one that {maker} made. A hook or an attribute carries "
                     "it past the step, and that does not happen in this stage. Return the tensor from the module's "
                     "forward, and use what the call returns."
                 )
 
-    def _note_numbers(self, node: Node, result: Any) -> None:
+    def _record_numbers(self, node: Node, result: Any) -> None:
         try:
             for number, codes in changed(node, result):
-                self._numbers[number.start : number.start + number.count] = codes
+                self.numbers[number.start : number.start + number.count] = codes
         except ValueError as error:
             raise TraceMismatchError(
                 f"{node} has {error}, and the other stages would not know. Return the same structure for every "
                 "batch, with what changes in tensors or numbers, or train with strategy=ddp."
             ) from None
 
-    def _keep(self, node: Node, count: int, places: list[tuple[int, int]], made: list[Tensor]) -> None:
+    def _record_values(self, node: Node, made: list[Tensor]) -> None:
+        count, positions = self._stage_graph.made_by[node.index]
         if len(made) != count:
             raise TraceMismatchError(
                 f"{node} has {len(made)} tensors in its result, and the traced step has {count} there. Return the "
                 "same structure for every batch, or train with strategy=ddp."
             )
-        for place, value in places:
-            tensor = made[place]
+        for position, value in positions:
+            tensor = made[position]
             shape = self._shapes[value]
             if shape is not None and not self._stage_graph.is_last and tensor.shape != shape:
                 raise TraceMismatchError(
@@ -307,7 +426,7 @@ class _StageInterpreter(TracingMode):
     def _skip(self, node: Node) -> Any:
         if isinstance(node.result, ValueRef):
             return self._look_up(node.result)
-        result = rebuild(node.result, self._look_up)
+        result = tree_map(self._look_up, node.result)
         return iter(result) if node.name == "__iter__" else result
 
     def _look_up(self, leaf: Any) -> Any:
@@ -316,20 +435,20 @@ class _StageInterpreter(TracingMode):
             if found is not None:
                 return found
             shape = self._shapes[leaf.value]
-            assert shape is not None, f"the shape of value {leaf.value} was not passed on"
-            outer, self._inside = self._inside, True  # what makes a placeholder is not a node
+            assert shape is not None, f"the shape of value {leaf.value} was not sent"
+            outer, self._inside = self._inside, True  # the calls that make a placeholder are not nodes
             try:
                 return self._executor.placeholder(leaf.value, shape)
             finally:
                 self._inside = outer
         if isinstance(leaf, ScalarValue):
-            return decoded(leaf, self._numbers)
+            return decoded(leaf, self.numbers)
         if isinstance(leaf, ParameterRef):
-            return self._executor.held[leaf.name]
+            return self._executor.tensors[leaf.name]
         return None if isinstance(leaf, Constant) else leaf
 
     def _mismatch(self, done: str) -> TraceMismatchError:
-        expected = self._nodes[min(self._next, len(self._nodes) - 1)]
+        expected = self._nodes[min(self.position, len(self._nodes) - 1)]
         return TraceMismatchError(
             f"the step {done}, but the traced step calls {expected} here. A pipeline needs a step that makes the "
             "same calls for every batch. Move the branch into one module's forward, which may run any code, or "
@@ -337,39 +456,25 @@ class _StageInterpreter(TracingMode):
         )
 
 
-@dataclass(slots=True)
-class PartitionedStep:
-    """One step of the task, divided among stages, and the shapes that its values have for each kind of batch."""
-
-    executor: StageExecutor
-    stage_graphs: list[StageGraph]
-    shapes: dict[tuple[int, Signature], Shapes] = field(default_factory=dict)
-    """By stage and batch; filled as batches of new shapes come."""
-
-    @classmethod
-    def of(cls, executor: StageExecutor, stage_graphs: list[StageGraph], traced: Signature) -> PartitionedStep:
-        """Return the step with the shapes of the batch that was traced."""
-        known: Shapes = [value.shape for value in executor.graph.values]
-        return cls(executor, stage_graphs, {(stage_graph.index, traced): known for stage_graph in stage_graphs})
-
-    @property
-    def graph(self) -> TracedGraph:
-        """The traced step."""
-        return self.executor.graph
+def _numbers(graph: TracedGraph, received: Mapping[int, Tensor]) -> list[int]:
+    """Return the numbers from earlier stages; zeros for those that no stage has sent yet."""
+    if graph.numbers is None:
+        return []
+    if graph.numbers in received:
+        numbers: list[int] = received[graph.numbers].tolist()
+        return numbers
+    return [0] * graph.values[graph.numbers].shape[0]
 
 
 @contextmanager
-def updates_watched(
-    metrics: Sequence[nn.Module], *, position: Callable[[], int], executes: Sequence[bool]
-) -> Iterator[None]:
-    """Raise UserError in this context if a metric is updated by calls that this stage does not execute.
+def _checked_metrics(metrics: Sequence[nn.Module], interpreter: _StageInterpreter) -> Iterator[None]:
+    """Raise UserError in this context if a metric is updated by calls of which this stage does not execute all.
 
-    `position` tells the next call of the step, and `executes` which of them this stage makes. What others make are
-    placeholders here, and would be counted.
+    The results of the others are placeholders here, and would be counted.
     """
     before = [(metric, vars(metric).get("update")) for metric in metrics]
     for metric in metrics:
-        vars(metric)["update"] = _watched(metric, position, executes)
+        vars(metric)["update"] = _checked_update(metric, interpreter)
     try:
         yield
     finally:
@@ -380,13 +485,13 @@ def updates_watched(
                 vars(metric)["update"] = update
 
 
-def _watched(metric: nn.Module, position: Callable[[], int], executes: Sequence[bool]) -> Callable[..., Any]:
+def _checked_update(metric: nn.Module, interpreter: _StageInterpreter) -> Callable[..., Any]:
     update: Callable[..., Any] = metric.update  # type: ignore[assignment]
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        first = position()
+    def checked_update(*args: Any, **kwargs: Any) -> Any:
+        first = interpreter.position
         result = update(*args, **kwargs)
-        if not all(executes[first : position()]):
+        if not all(interpreter.executes[first : interpreter.position]):
             raise UserError(
                 f"the metric {type(metric).__name__} is updated by calls of which an earlier stage than the last makes "
                 "some. Update metrics at the end of the step, after the loss, and begin the last stage before that: "
@@ -394,4 +499,4 @@ def _watched(metric: nn.Module, position: Callable[[], int], executes: Sequence[
             )
         return result
 
-    return watched
+    return checked_update

@@ -1,10 +1,9 @@
-"""Staged model: the steps of a task, traced and partitioned so that each part runs where its parameters are."""
+"""Staged model: the steps of a task, traced and partitioned into stages that hold its parameters."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, get_args
 
@@ -19,15 +18,24 @@ from trainkit.optim.precision import Precision
 from trainkit.task import TaskModule
 from trainkit.tree import to_device
 
-from .graph import Signature, TracedGraph, signature
+from .graph import Signature, Step, TracedGraph, signature
 from .mesh import PipelineMesh
 from .partition import SharedParameters
 from .plan_report import PlanReport, draw_schedule, draw_stages
-from .planner import Costs, PartitionPlan, SavedPartition, SplitPoints, TraceInput, plan_steps, restore_plan
+from .planner import (
+    Costs,
+    PartitionPlan,
+    SavedPartition,
+    SplitPoints,
+    TraceInput,
+    TrainingStep,
+    plan_steps,
+    restore_plan,
+)
 from .schedules import Schedule
 from .stage import Placement, has_meta, place_parameters, stage_bounds, stage_graphs
-from .stage_executor import PartitionedStep, StageExecutor
-from .tracer import Step, trace
+from .stage_executor import StageExecutor, in_precision
+from .tracer import trace
 
 logger = logging.getLogger(__name__)
 
@@ -38,58 +46,27 @@ BALANCES = {"speed": 0.0, "memory": 1.0}
 TRACE_MODES = ("auto", "eager", "fake")
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingStepSpec:
-    """A step that the task is trained by.
-
-    Args:
-        step: The step, called with a batch.
-        begin: Switches to the phase of the step.
-        share: Calls per step of the task.
-
-    """
-
-    step: Step
-    begin: Callable[[], None]
-    share: float
-
-
-def single_step(step: Step) -> TrainingStepSpec:
-    """Return the spec of a task without phases."""
-    return TrainingStepSpec(step, _nothing, 1.0)
-
-
 def training_steps(
     task: TaskModule,
     phase_optimizers: Mapping[str, PhaseOptimizer],
     *,
     precision: Precision,
     begin_phase: Callable[..., None],
-) -> dict[str, TrainingStepSpec]:
-    """Return the specs by step key: one for each phase, or one in all for a task without phases.
+) -> dict[str, TrainingStep]:
+    """Return the training steps by step key: one for each phase, or a single one for a task without phases.
 
-    `phase_optimizers` are those of the phases, by name; `begin_phase(optimization, step_name=...)` switches to one.
+    `phase_optimizers` has the optimizers by phase; `begin_phase(phase_optimizer, step_name=...)` switches to one.
     """
     if not any(phase_optimizers):
-        return {step_key("", "training_step"): single_step(in_precision(precision, task.training_step))}
+        return {step_key("", "training_step"): TrainingStep(in_precision(precision, task.training_step))}
     return {
-        step_key(phase, phase_optimizer.step_name): TrainingStepSpec(
+        step_key(phase, phase_optimizer.step_name): TrainingStep(
             in_precision(precision, getattr(task, phase_optimizer.step_name)),
             partial(begin_phase, phase_optimizer, step_name=phase_optimizer.step_name),
             1.0 / phase_optimizer.every,
         )
         for phase, phase_optimizer in phase_optimizers.items()
     }
-
-
-def in_precision(precision: Precision, step: Step) -> Step:
-    """Return a step that is run as the precision says."""
-    return partial(_call, precision, step)
-
-
-def _call(precision: Precision, step: Step, batch: Any) -> Any:
-    with precision.forward():
-        return step(batch)
 
 
 def step_key(phase: str, step_name: str) -> str:
@@ -103,7 +80,7 @@ class StagedModel:
     Args:
         schedule: The schedule, which knows the number of stages.
         split_points: Modules that begin a stage, or a stage for each pattern of names; `None`: balanced.
-        shared_parameters: Where parameters are that several nodes of the step use.
+        shared_parameters: Placement of parameters that several nodes of the step use.
         balance: `speed`, `memory`, or a share between 0 and 1 of memory against time.
         trace: `eager`, `fake`, or `auto`, which is `fake` for tasks on the meta device.
 
@@ -126,8 +103,8 @@ class StagedModel:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all steps."""
-        self.steps: dict[str, PartitionedStep] = {}
+        """Drop all steps and their partition."""
+        self.steps: dict[str, StageExecutor] = {}
         self.placement: Placement | None = None
         """The stages of each parameter, once the task has been partitioned."""
         self.plan: PartitionPlan | None = None
@@ -142,12 +119,12 @@ class StagedModel:
         return {} if self._restored is None else {"pipeline": self._restored.saved()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Partition the task as `state` says, if its settings are those of this run; ignored after `partition`."""
+        """Repeat the partition in `state` if its settings are those of this run; ignored after `partition`."""
         if "pipeline" in state and self.placement is None:
             self._restored = SavedPartition.loaded(state["pipeline"])
 
     def report(self, num_micro_batches: int) -> PlanReport:
-        """Return the stages, what each costs, and the idle share of the schedule."""
+        """Return the stages with their costs, and the idle share of the schedule."""
         assert self.plan is not None
         bubble = self.schedule.bubble(num_micro_batches)
         return PlanReport.of(self.plan.whole, self.plan.partition, bubble=bubble)
@@ -164,7 +141,7 @@ class StagedModel:
     def partition(
         self,
         task: nn.Module,
-        specs: Mapping[str, TrainingStepSpec],
+        steps: Mapping[str, TrainingStep],
         batch: Any,
         *,
         mesh: PipelineMesh,
@@ -180,23 +157,23 @@ class StagedModel:
 
         def planned() -> tuple[PartitionPlan, Signature]:
             on_host = batch if device.type == "cpu" else to_device(batch, torch.device("cpu"))
-            return self._plan(self._trace_inputs(task, specs, on_host, device)), signature(batch)
+            return self._plan(self._trace_inputs(task, steps, on_host, device)), signature(batch)
 
         self.plan, traced = _on_one_rank(task, planned, mesh, all_replicas=all_replicas)
         parts = list(zip(self.plan.steps, self.plan.partitions, strict=True))
         num_ranks = self.schedule.num_ranks
         self.placement = place_parameters(task, parts, num_ranks=num_ranks)
-        for name, (graph, partition) in zip(specs, parts, strict=True):
+        for name, (graph, partition) in zip(steps, parts, strict=True):
             bounds = partition.bounds(len(graph.nodes))
             ranks = [index % num_ranks for index in range(len(bounds))]
-            executor = StageExecutor(graph, task, device)
-            self.steps[name] = PartitionedStep.of(executor, stage_graphs(graph, bounds, ranks), traced)
+            stages = stage_graphs(graph, bounds, ranks)
+            self.steps[name] = StageExecutor(graph, task, stages, traced=traced, device=device)
         return self.placement
 
     def add_step(
         self, name: str, task: nn.Module, step: Step, batch: Any, *, mesh: PipelineMesh, device: torch.device
     ) -> None:
-        """Trace `step` on one rank, and divide it on all so that it follows the parameters.
+        """Trace `step` on one rank, and partition it on all ranks so that it follows the parameters.
 
         Collective over the stages of this replica. Raises on every rank the error of the tracing one.
         """
@@ -210,24 +187,24 @@ class StagedModel:
 
         graph, seen = _on_one_rank(task, traced, mesh, all_replicas=False)
         bounds, ranks = stage_bounds(graph, self.placement, num_ranks=self.schedule.num_ranks)
-        executor = StageExecutor(graph, task, device)
-        self.steps[name] = PartitionedStep.of(executor, stage_graphs(graph, bounds, ranks), seen)
+        stages = stage_graphs(graph, bounds, ranks)
+        self.steps[name] = StageExecutor(graph, task, stages, traced=seen, device=device)
 
-    def training_step(self, task: nn.Module, phase: str, step_name: str) -> PartitionedStep:
-        """Return a phase's partitioned step; raises UserError for a step that is not the phase's own."""
+    def training_step(self, task: nn.Module, phase: str, step_name: str) -> StageExecutor:
+        """Return the executor of a phase's step; raises UserError for another step of the task."""
         partitioned = self.steps.get(step_key(phase, step_name))
         if partitioned is None:
             prefix = step_key(phase, "")
             own = next(key for key in self.steps if key.startswith(prefix)).removeprefix(prefix)
             raise UserError(
-                f"{type(task).__name__} trains the phase '{phase}' by {step_name}, but a pipeline cuts the "
-                f"task by {own}, the phase's own step. Leave step={step_name!r} out of control.backward, or type "
+                f"{type(task).__name__} trains the phase '{phase}' by {step_name}, but a pipeline partitions the "
+                f"task by {own}, the phase's own step. Remove step={step_name!r} from control.backward, or type "
                 "strategy=ddp."
             )
         return partitioned
 
     def phase_parameters(self, task: nn.Module, phase_optimizer: PhaseOptimizer) -> dict[str, nn.Parameter]:
-        """Return the named parameters that a phase trains, as far as its step uses them."""
+        """Return by name the parameters that a phase trains and its step uses."""
         trained = {id(parameter) for parameter in phase_optimizer.parameters}
         users = self.steps[step_key(phase_optimizer.phase, phase_optimizer.step_name)].graph.parameter_users
         named = task.named_parameters()
@@ -236,23 +213,23 @@ class StagedModel:
     def preview(
         self,
         task: nn.Module,
-        specs: Mapping[str, TrainingStepSpec],
+        steps: Mapping[str, TrainingStep],
         batch: Any,
         *,
         device: torch.device,
         num_micro_batches: int,
     ) -> tuple[PlanReport, str]:
         """Return the report of the partition and its drawing; nothing is placed, and no other rank takes part."""
-        self.plan = self._plan(self._trace_inputs(task, specs, batch, device))
+        self.plan = self._plan(self._trace_inputs(task, steps, batch, device))
         report, schedule = self.report(num_micro_batches), self.schedule
         actions = [schedule.actions(rank, num_micro_batches) for rank in range(schedule.num_ranks)]
         return report, f"{draw_stages(report)}\n\n{draw_schedule(actions, num_stages=schedule.num_stages)}"
 
     def _trace_inputs(
-        self, task: nn.Module, specs: Mapping[str, TrainingStepSpec], batch: Any, device: torch.device
+        self, task: nn.Module, steps: Mapping[str, TrainingStep], batch: Any, device: torch.device
     ) -> list[TraceInput]:
         costs = cost_source(self.trace_mode, task, device)
-        return [TraceInput(task, spec.step, batch, costs, spec.begin, spec.share) for spec in specs.values()]
+        return [TraceInput(task, step, batch, costs) for step in steps.values()]
 
     def _plan(self, trace_inputs: Sequence[TraceInput]) -> PartitionPlan:
         if self._restored is not None and self._restored.settings == self._settings:
@@ -295,20 +272,20 @@ def _memory_share(balance: str | float) -> float:
 def _refuse_compiled(task: nn.Module) -> None:
     if task._compiled_call_impl is not None:
         raise UserError(
-            f"{type(task).__name__}'s forward is compiled as one piece, which cannot be cut into stages. Set "
+            f"{type(task).__name__}'s forward is compiled as one piece, which cannot be partitioned. Set "
             "trainer.compile=false, or compile modules in the task's constructor: self.block.compile()."
         )
 
 
 def _on_one_rank(task: nn.Module, compute: Callable[[], T], mesh: PipelineMesh, *, all_replicas: bool) -> T:
-    """Return on every rank the result of one of them, or raise its error."""
+    """Return on every rank the result of one of them, or raise its error. Collective."""
     group = None if all_replicas else mesh.stage_group
     source = 0 if all_replicas else dist.get_global_rank(mesh.stage_group, 0)
     box: list[Any] = [None]
     failure: Exception | None = None
     if dist.get_rank() == source:
         try:
-            with detach_metrics(metrics_in(task)):  # the traced batch counts once more in training or evaluation
+            with detach_metrics(metrics_in(task)):  # or the traced batch would count twice
                 box = [compute()]
         except Exception as error:
             box, failure = [error], error
@@ -319,7 +296,3 @@ def _on_one_rank(task: nn.Module, compute: Callable[[], T], mesh: PipelineMesh, 
         raise box[0]
     result: T = box[0]
     return result
-
-
-def _nothing() -> None:
-    """Do nothing: a task without phases has none to begin."""

@@ -1,4 +1,4 @@
-"""State of a partitioned task and its optimizers: whole, or in the shards of each stage."""
+"""State of a partitioned task and its optimizers, whole or sharded by stage."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .stage import Placement, has_meta, keep_local_parameters, materialize
 
 
 class PipelineState:
-    """State of a task and its optimizers, of which each stage holds a part from `keep_local` on."""
+    """State of a task and its optimizers; from `keep_local` on each stage has a part of it."""
 
     def __init__(self) -> None:
         self._placement: Placement | None = None
         self._group: dist.ProcessGroup | None = None
         self._stage = 0
-        # What was loaded while parameters lay on the meta device.
+        # Loaded while parameters are on the meta device, to be applied once they exist.
         self._waiting_task: dict[str, Any] | None = None
         self._waiting_optimizers: list[tuple[Optimizer, dict[str, Any]]] = []
 
@@ -42,8 +42,8 @@ class PipelineState:
         """
         self._placement, self._group, self._stage = placement, group, group.rank()
         if has_meta(task):
-            # Replicas train together; they evaluate each for itself.
-            seed = _agreed_seed(None if optimizers else group)
+            # Replicas train together, but evaluate separately.
+            seed = _common_seed(None if optimizers else group)
             materialize(task, seed=seed, device=device, keep=self._is_held)
         keep_local_parameters(task, placement, rank=self._stage, device=device)
         for optimizer in optimizers:
@@ -61,7 +61,7 @@ class PipelineState:
     # ---- The task
 
     def gather_task(self, task: nn.Module) -> dict[str, Any]:
-        """Return the task's state dict, complete in stage 0: each stage sends what it holds. Collective over stages."""
+        """Return the task's state dict, complete in stage 0. Collective over stages."""
         state: dict[str, Any] = task.state_dict()
         if self._placement is None:
             return state
@@ -79,7 +79,7 @@ class PipelineState:
         return state
 
     def load_task(self, task: nn.Module, saved: dict[str, Any]) -> None:
-        """Load the part of a whole state dict that this stage holds."""
+        """Load this stage's part of a whole state dict."""
         current = task.state_dict()
         if set(current) != set(saved) or (self._placement is None and not has_meta(task)):
             task.load_state_dict(saved)  # raises with the names that differ
@@ -120,7 +120,7 @@ class PipelineState:
     def shards(
         self, task: nn.Module, optimizers: Sequence[Optimizer], *, writes: bool, all_gather: AllGather
     ) -> ShardedState | None:
-        """Return the state with this stage's pieces of it; `None` while every stage has the whole. Collective."""
+        """Return the state with this stage's shards, or `None` while every stage has the whole. Collective."""
         if self._placement is None:
             return None
         stage = ShardedStateDict(task, self._placement, self._stage, writes)
@@ -128,7 +128,7 @@ class PipelineState:
         return ShardedState(stage.of_task(_canonical_names(task)), described, list(stage.pieces.values()))
 
     def load_optimizer(self, task: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Load the optimizer state of the parameters that this stage holds."""
+        """Load this stage's part of an optimizer's state."""
         if self._placement is None and has_meta(task):
             self._waiting_optimizers.append((optimizer, saved))
             return
@@ -137,7 +137,7 @@ class PipelineState:
             names = {id(parameter): name for name, parameter in task.named_parameters()}
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             states = {index: state for index, state in states.items() if self._is_held(names[id(parameters[index])])}
-        # Which kernels are used is this run's own choice, not the one that was saved.
+        # The kernels are those of this run, not those that were saved.
         groups = [
             {**old, **{key: new[key] for key in ("fused", "foreach") if key in new}}
             for old, new in zip(saved["param_groups"], optimizer.param_groups, strict=True)
@@ -145,7 +145,7 @@ class PipelineState:
         optimizer.load_state_dict({**saved, "state": states, "param_groups": groups})
 
     def _keep_own_optimizer_state(self, optimizer: Optimizer, task: nn.Module, device: torch.device) -> None:
-        """Drop the state of parameters that this stage does not hold, and move the rest to `device`."""
+        """Drop the state of parameters of other stages, and move the rest to `device`."""
         for name, parameter in task.named_parameters():
             if parameter not in optimizer.state:
                 continue
@@ -158,7 +158,7 @@ class PipelineState:
                     state[key] = torch.zeros_like(value, device=device) if value.is_meta else value.to(device)
 
 
-def _agreed_seed(group: dist.ProcessGroup | None) -> int:
+def _common_seed(group: dist.ProcessGroup | None) -> int:
     """Return the seed of the group's first rank, or of rank 0 of all; collective."""
     seed = torch.tensor([torch.initial_seed() % 2**62])
     dist.broadcast(seed, group=group, group_src=0)
@@ -177,7 +177,7 @@ AllGather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class ShardedStateDict:
-    """Describes the whole state, and takes the pieces of it that one stage writes: what it is the first to hold."""
+    """The whole state as placeholders, and the tensors of it that one stage writes."""
 
     task: nn.Module
     placement: Placement
@@ -186,20 +186,20 @@ class ShardedStateDict:
     pieces: dict[str, TensorShard] = field(default_factory=dict)
 
     def of_task(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Return the task's state dict, in which every parameter and buffer (`names`: key to name) is elsewhere."""
+        """Return the task's state dict with placeholders for parameters and buffers (`names`: key to name)."""
         state: dict[str, Any] = self.task.state_dict()
         for key, name in names.items():
-            state[key] = self._taken(f"task.{name}", state[key], owner=name)
+            state[key] = self._placeholder(f"task.{name}", state[key], owner=name)
         return state
 
     def of_optimizer(self, optimizer: Optimizer, number: int, all_gather: AllGather) -> dict[str, Any]:
-        """Return an optimizer's state dict, in which every tensor is elsewhere. Collective."""
+        """Return an optimizer's state dict with placeholders for tensors. Collective."""
         names = {id(parameter): name for name, parameter in self.task.named_parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         whole: dict[str, Any] = optimizer.state_dict()
         described = {
             index: {
-                key: self._taken(f"optimizer_{number}.{index}.{key}", value, owner=names[id(parameters[index])])
+                key: self._placeholder(f"optimizer_{number}.{index}.{key}", value, owner=names[id(parameters[index])])
                 for key, value in state.items()
             }
             for index, state in whole["state"].items()
@@ -207,7 +207,7 @@ class ShardedStateDict:
         known = {index: state for part in reversed(all_gather(described)) for index, state in part.items()}
         return {**whole, "state": dict(sorted(known.items()))}
 
-    def _taken(self, place: str, value: Any, *, owner: str) -> Any:
+    def _placeholder(self, place: str, value: Any, *, owner: str) -> Any:
         if not isinstance(value, Tensor) or (value.dim() == 0 and not place.startswith("task.")):
             return value  # a count of steps
         if self.writes and self.placement.counted(owner, self.stage):

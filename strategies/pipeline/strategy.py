@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from math import ceil
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from trainkit.checkpoint.shard_files import ShardedState
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch
 from trainkit.data.data import StageData
 from trainkit.data.open_loader import open_loader
-from trainkit.distributed.collectives import Collectives, broadcast, check_same_model, gather, tensors_of
+from trainkit.distributed.collectives import Collectives, broadcast, check_same_model, tensors_of
 from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
@@ -33,14 +33,12 @@ from .gradients import StageGradients, SyncedScaler
 from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh
 from .partition import SharedParameters
 from .plan_report import PlanReport, write_plan, write_timeline
+from .planner import TrainingStep
 from .runtime import PipelineRuntime
-from .schedules import SCHEDULES, SYNONYMS, Schedule, Span, forward_only
-from .stage_executor import PartitionedStep
-from .staged_model import StagedModel, check_name, in_precision, single_step, step_key, training_steps
+from .schedules import SCHEDULES, SYNONYMS, Schedule, forward_only
+from .stage_executor import StageExecutor, in_precision
+from .staged_model import StagedModel, check_name, step_key, training_steps
 from .state import PipelineState
-
-if TYPE_CHECKING:
-    from trainkit.cli.main import Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -57,37 +55,39 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         replica 0   rank 0 --> rank 1
         replica 1   rank 2 --> rank 3
 
-    The task needs no change: its step is traced on the first batch, partitioned, and run again on every rank, which
-    executes only the nodes of its own stage.
+    The task needs no change: its step is traced on the first batch and partitioned; then each rank runs the step,
+    but executes only the nodes of its stage.
 
     Args:
         stages: Number of pipeline stages (processes per replica).
         replicas: Copies of the task, which train on different samples.
         schedule: `gpipe` (all forwards, then all backwards), `1f1b` (each backward as soon as possible) or
-            `interleaved_1f1b` (`1f1b` with several stages per rank). `simple` and `interleaved` also name the first
-            two.
+            `interleaved_1f1b` (`1f1b` with several stages per rank). `simple` and `interleaved` are synonyms of the
+            first two.
         stages_per_rank: Stages on each rank, for `interleaved_1f1b`.
         split_points: Names of the modules that begin the second and later stages, or a stage for each pattern of
             names; by default found from the cost of each module.
-        shared_parameters: Stage of a parameter that several nodes of the step use, such as tied embeddings:
+        shared_parameters: Placement of a parameter that several nodes of the step use, such as tied embeddings:
             `same_stage` (all its users are in one stage), `replicated` (each stage that uses it has a copy, and
-            gradients are summed), `auto` (`same_stage`, unless that is much slower or split points come between).
+            gradients are summed), `auto` (`same_stage`, unless that is much slower).
         balance: `speed`, `memory`, or a share between 0 and 1 of memory against time.
         trace: `eager` (run and time one step on the CPU), `fake` (FakeTensor, no compute; times are estimated from
             operations), `auto` (`fake` for a task on the meta device).
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each replica; by default two for each stage.
         micro_batch_size: Largest number of samples of a micro-batch, in place of `accumulate`.
-        broadcast_buffers: Whether buffers (batch-norm statistics) are those of the first replica after every step.
-        timeline: Whether each step writes a picture of its schedule to the run's folder.
+        broadcast_buffers: Give all replicas the buffers (batch-norm statistics) of the first one after every step.
+        record_timeline: Write a drawing of each step's schedule to the run folder.
         timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed, for the communication of
             replicas; stages always use gloo.
-        launcher: Who starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
+        launcher: Starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
 
     """
 
     supports_module_hooks = False
+
+    runtime: PipelineRuntime  # from `setup` on
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         accumulate: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
         broadcast_buffers: bool = True,
-        timeline: bool = False,
+        record_timeline: bool = False,
         timeout_seconds: float = 1800.0,
         backend: str = "auto",
         launcher: str = "local",
@@ -118,10 +118,8 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
-        self.num_micro_batches = accumulate or MICRO_BATCHES_PER_STAGE * stages
-        known = check_name("schedule", schedule, [*SCHEDULES, *SYNONYMS])
-        known = SYNONYMS.get(known, known)
-        self.schedule = Schedule(known, stages, stages_per_rank if known == "interleaved_1f1b" else 1)
+        name = SYNONYMS.get(schedule, check_name("schedule", schedule, [*SCHEDULES, *SYNONYMS]))
+        self.schedule = Schedule(name, stages, stages_per_rank if name == "interleaved_1f1b" else 1)
         self.mesh = PipelineMesh(stages=stages, replicas=replicas)
         self.staged_model = StagedModel(
             schedule=self.schedule,
@@ -131,16 +129,14 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             trace=trace,
         )
         self.state = PipelineState()
-        self.runtime: PipelineRuntime | None = None
-        """The runtime of this rank, from `setup` on."""
         self.plan_report: PlanReport | None = None
-        """The stages, from the first step on."""
-        self.writes_timeline = timeline
+        """The stages, once the task is partitioned."""
+        self.record_timeline = record_timeline
         self._gradients: dict[str, StageGradients] = {}  # by phase
-        self._optimizations: dict[str, PhaseOptimizer] = {}  # by phase
+        self._phase_optimizers: dict[str, PhaseOptimizer] = {}  # by phase
         self._phase = ""
-        self._begun: Iterator[StepBatch] | None = None  # training's batches, of which the first has been traced
-        self._waited_before: float | None = None  # `waited_seconds` at the start of the overlap profile
+        self._begun: Iterator[StepBatch] | None = None  # training's batches; the first one has been traced
+        self._waited_before: float | None = None  # at the start of the overlap profile
 
     # ---- Ranks
 
@@ -151,11 +147,6 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
     def rank_name(self, process: int) -> str:
         """Return the name of a process in messages, with its stage."""
         return self.mesh.rank_name(process)
-
-    @property
-    def stage(self) -> int:
-        """The stage of this rank; for `interleaved_1f1b` the first of them."""
-        return self.mesh.stage
 
     def setup(self, precision: Precision) -> None:
         """Join the other ranks, with nothing partitioned; collective."""
@@ -171,11 +162,11 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         self.runtime = PipelineRuntime(mesh, device=self.device, errors=errors)
         self.staged_model.clear()
         self.state = PipelineState()
-        self._optimizations, self._gradients, self._phase, self._begun = {}, {}, "", None
+        self._phase_optimizers, self._gradients, self._phase, self._begun = {}, {}, "", None
 
     def publish_failure(self, why: str) -> None:
         """Publish why this rank stops."""
-        if self.runtime is not None:
+        if hasattr(self, "runtime"):
             self.runtime.errors.publish(why)
 
     def teardown(self) -> None:
@@ -190,29 +181,29 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
     # ---- Preparation
 
     def plan(self, batch_size: int, *, even: bool = True) -> BatchPlan:
-        """Return how a global batch is split; by default into enough micro-batches for all stages."""
+        """Return the split of a global batch; by default into enough micro-batches for all stages."""
         if self.accumulate is not None or self.micro_batch_size is not None:
             return super().plan(batch_size, even=even)
-        share = -(-batch_size // self.comm.world_size)
-        size = -(-share // min(self.num_micro_batches, share))
-        return BatchPlan(batch_size, self.comm.world_size, -(-share // size), size)
+        per_replica = ceil(batch_size / self.comm.world_size)
+        size = ceil(per_replica / min(MICRO_BATCHES_PER_STAGE * self.mesh.stages, per_replica))
+        return BatchPlan(batch_size, self.comm.world_size, ceil(per_replica / size), size)
 
     def check_phases(self, task: TaskModule) -> None:
         """Raise UserError for phases with replicated parameters, which are not supported together."""
         if self.staged_model.shared_parameters == "replicated":
             raise UserError(
-                f"{type(task).__name__} has phases, and strategy.shared_parameters=replicated would give stages copies "
-                "of what several of them use. Each parameter is in one stage there: type "
+                f"{type(task).__name__} has phases, and strategy.shared_parameters=replicated would copy parameters "
+                "that several stages use. With phases each parameter is in one stage: type "
                 "strategy.shared_parameters=same_stage."
             )
 
     def prepare(self, task: TaskModule) -> None:
-        """Leave rank 0's parameters and buffers on every rank, in host memory until the first step is partitioned.
+        """Copy rank 0's parameters and buffers to every rank, in host memory until the task is partitioned. Collective.
 
         Tensors on the meta device stay there until then, and are created only on the ranks that hold them.
         """
         self.precision.prepare(task)
-        check_same_model(tensors_of(task), self._all_ranks)  # or the broadcasts that follow might crash or hang
+        check_same_model(tensors_of(task), self._all_ranks)  # or the broadcasts below could crash or hang
         everything = [tensor for tensor in (*task.parameters(), *task.buffers()) if not tensor.is_meta]
         for tensor in everything:
             tensor.data = tensor.data.cpu()
@@ -223,50 +214,49 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         broadcast(everything, self.mesh.stage_group)
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
-        """Register an optimizer, whose state follows the parameters to their stages."""
-        if not callable(getattr(task, phase_optimizer.step_name, None)):
+        """Register an optimizer; its state will follow the parameters to their stages."""
+        step_name = phase_optimizer.step_name
+        if not callable(getattr(task, step_name, None)):
             raise UserError(
-                f"{type(task).__name__} has no method {phase_optimizer.step_name}, by which a pipeline would partition "
-                f"it for the phase '{phase_optimizer.phase}'. Define {phase_optimizer.step_name}(self, batch), which returns the "
-                "loss, or type strategy=ddp."
+                f"{type(task).__name__} has no method {step_name}, by which a pipeline would partition it for the "
+                f"phase '{phase_optimizer.phase}'. Define {step_name}(self, batch), which returns the loss, or type "
+                "strategy=ddp."
             )
-        self._optimizations[phase_optimizer.phase] = phase_optimizer
+        self._phase_optimizers[phase_optimizer.phase] = phase_optimizer
 
     def prepare_steps(self, task: TaskModule, batches: Iterator[StepBatch]) -> None:
-        """Trace training's first micro-batch, partition the task, and keep each stage's part; collective."""
+        """Trace training's first micro-batch, partition the task, and keep the local part of it. Collective."""
         first = next(batches, None)
         if first is None:
             return
         self._begun = chain([first], batches)
         task.train()
-        traced = [self._move_for_evaluation(micro_batch.batch) for micro_batch in first.micro_batches[:1]]
-        assert self.runtime is not None
+        traced = self._move_for_evaluation(first.micro_batches[0].batch) if first.micro_batches else None
         with self.runtime.errors.published():
             self._partition(task, traced, len(first.micro_batches))
 
     def step_batches(self, batches: Iterator[StepBatch], *, pin_memory: bool) -> Iterator[StepBatch]:
-        """Return the batches with their micro-batches on the device, beginning with the traced one."""
+        """Yield the batches with their micro-batches on the device, beginning with the traced one."""
         begun, self._begun = self._begun, None
         return super().step_batches(batches if begun is None else begun, pin_memory=pin_memory)
 
     def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
-        """Make the next `forward_backward` train the parameters of a phase alone, by the method `step_name`."""
+        """Restrict the next `forward_backward` to the parameters of a phase and its method `step_name`."""
         super().begin_phase(phase_optimizer, step_name=step_name)
         self._phase = phase_optimizer.phase
 
     def end_phases(self) -> None:
-        """Make every parameter require a gradient again that some phase trains."""
+        """Make every parameter that some phase trains require a gradient again."""
         super().end_phases()
         self._phase = ""
 
-    def _partition(self, task: TaskModule, batches: Sequence[Any], num_micro_batches: int) -> None:
-        """Partition the task by its training steps, and keep this stage's part on the device. Collective."""
+    def _partition(self, task: TaskModule, batch: Any, num_micro_batches: int) -> None:
+        """Partition the task by its training steps, and keep the local part on the device. Collective."""
         phase, step_name = self._phase, self._step_name
-        batch = batches[0] if batches else None
-        specs = training_steps(task, self._optimizations, precision=self.precision, begin_phase=self.begin_phase)
+        steps = training_steps(task, self._phase_optimizers, precision=self.precision, begin_phase=self.begin_phase)
         model, mesh = self.staged_model, self.mesh
-        placement = model.partition(task, specs, batch, mesh=mesh, device=self.device, all_replicas=True)
-        if any(self._optimizations):  # phases: without them, what is frozen stays so
+        placement = model.partition(task, steps, batch, mesh=mesh, device=self.device, all_replicas=True)
+        if any(self._phase_optimizers):  # phases; otherwise frozen parameters must stay frozen
             self.end_phases()
         self._keep_local(task, num_micro_batches)
         self._gradients = {
@@ -275,53 +265,48 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
                 placement,
                 mesh,
                 failure_store=self.comm.failure_store,
-                phase=model.phase_parameters(task, self._optimizations[name]) if name else None,
+                phase=model.phase_parameters(task, self._phase_optimizers[name]) if name else None,
             )
-            for name in self._optimizations or [""]
+            for name in self._phase_optimizers or [""]
         }
         if self.broadcast_buffers:
             self._buffers = BroadcastBuffers(task, is_shared=lambda name: placement.is_held(name, mesh.stage))
         if phase:
-            self.begin_phase(self._optimizations[phase], step_name=step_name)
+            self.begin_phase(self._phase_optimizers[phase], step_name=step_name)
 
     def _keep_local(self, task: TaskModule, num_micro_batches: int) -> None:
-        placement = self.staged_model.placement
-        assert placement is not None
-        optimizers = [phase_optimizer.optimizer for phase_optimizer in self._optimizations.values()]
-        self.state.keep_local(task, optimizers, placement, group=self.mesh.stage_group, device=self.device)
+        assert self.staged_model.placement is not None
+        optimizers = [phase_optimizer.optimizer for phase_optimizer in self._phase_optimizers.values()]
+        placement, group = self.staged_model.placement, self.mesh.stage_group
+        self.state.keep_local(task, optimizers, placement, group=group, device=self.device)
         self.mesh.sync_rng()
         self.plan_report = report = self.staged_model.report(num_micro_batches)
-        if not self.comm.is_main:
-            return
-        if not self._optimizations or self.log_dir is None:
+        if self.comm.is_main and self._phase_optimizers and self.log_dir is not None:
+            print(f"Pipeline of {len(report.stages)} stages\n{report}", flush=True)
+            write_plan(report, self.log_dir)
+        elif self.comm.is_main:
             logger.info("pipeline:\n%s", report)
-            return
-        print(f"Pipeline of {len(report.stages)} stages\n{report}", flush=True)
-        write_plan(report, Path(self.log_dir))
 
     # ---- Training
 
     def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
-        """Leave in every `.grad` of this stage the gradient of the weighted mean loss over the global batch.
+        """Compute in every `.grad` of this stage the gradient of the weighted mean loss over the global batch.
 
         Returns the outputs of this replica's micro-batches, on every stage. Collective.
         """
-        assert self.runtime is not None
         self._steps += 1
         with self.runtime.errors.published():
             outputs = self._forward_backward(task, batch)
-            if self.writes_timeline and batch.micro_batches:
-                spans = self.timeline()
+            if self.record_timeline and batch.micro_batches:
+                spans = self.runtime.timeline()
                 if self.comm.is_main and self.log_dir is not None:
-                    bubble = self.schedule.bubble(len(batch.micro_batches))
-                    write_timeline(spans, Path(self.log_dir), expected=bubble)
+                    write_timeline(spans, self.log_dir, expected=self.schedule.bubble(len(batch.micro_batches)))
             return outputs
 
     def _forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
-        assert self.runtime is not None
         batches = [micro_batch.batch for micro_batch in batch.micro_batches]
         if self.staged_model.placement is None:
-            self._partition(task, batches, len(batches))
+            self._partition(task, batches[0] if batches else None, len(batches))
         partitioned = self.staged_model.training_step(task, self._phase, self._step_name)
         outputs: dict[int, StepOutput] = {}
 
@@ -334,7 +319,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             outputs[index] = output
             return self.precision.scale(loss * loss_weight(output, micro_batch, batch))
 
-        self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss, on every stage
+        self.precision.scale(torch.zeros((), device=self.device))  # on every stage the scaler must have seen a loss
         gradients = self._gradients[self._phase]
         actions = self.schedule.actions(self.mesh.stage, len(batches))
         self.runtime.train(
@@ -360,7 +345,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         return self._gradients[phase_optimizer.phase].norm(self.mesh, self.device)
 
     def optimizer_step(self, phase_optimizer: PhaseOptimizer) -> Tensor | None:
-        """Update this stage's parameters; a step that fp16 skips on one stage is skipped on all. Collective."""
+        """Update this stage's parameters. A step that fp16 skips on one stage is skipped on all. Collective."""
         if self.precision.scaler is None:
             return super().optimizer_step(phase_optimizer)
         return super().optimizer_step(SyncedScaler(phase_optimizer, self.mesh.max_over_stages))
@@ -368,15 +353,11 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
     # ---- Evaluation
 
     def evaluate(
-        self,
-        task: TaskModule,
-        micro_batch: MicroBatch,
-        step_name: Literal["validation_step", "test_step"],
+        self, task: TaskModule, micro_batch: MicroBatch, step_name: Literal["validation_step", "test_step"]
     ) -> StepOutput:
         """Return the metrics of one batch, on every stage of this replica; collective over its stages."""
         if self._evaluates_whole:
             return super().evaluate(task, micro_batch, step_name)
-        assert self.runtime is not None
         with self.runtime.errors.published():
             partitioned, returned = self._forward(task, step_name, micro_batch)
             outputs = [read_evaluation_output(value, micro_batch.num_samples, task, step_name) for value in returned]
@@ -386,7 +367,6 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         """Return the predictions for one batch, on every stage of this replica; collective over its stages."""
         if self._evaluates_whole:
             return super().predict(task, micro_batch)
-        assert self.runtime is not None
         with self.runtime.errors.published():
             partitioned, returned = self._forward(task, "predict_step", micro_batch)
             box = returned or [None]
@@ -394,17 +374,16 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             dist.broadcast_object_list(box, group=self.mesh.stage_group, group_src=source)
             return box[0]
 
-    def _forward(self, task: TaskModule, step_name: str, micro_batch: MicroBatch) -> tuple[PartitionedStep, list[Any]]:
-        """Return the step, and what it returned for the batch: on the last stage one value, elsewhere none."""
-        assert self.runtime is not None
+    def _forward(self, task: TaskModule, step_name: str, micro_batch: MicroBatch) -> tuple[StageExecutor, list[Any]]:
+        """Return the executor of the step and, on the last stage alone, what the step returned, in a list."""
         model, mesh = self.staged_model, self.mesh
         step = in_precision(self.precision, getattr(task, step_name))
         batch = self._move_for_evaluation(micro_batch.batch)
         key = f"{step_name} in training mode" if task.training else step_name
-        if key not in model.steps:  # partitioned by this replica alone: replicas have unequal numbers of batches
+        if key not in model.steps:  # by this replica alone, as replicas have unequal numbers of batches
             if model.placement is None:
-                specs = {key: single_step(step)}
-                model.partition(task, specs, batch, mesh=mesh, device=self.device, all_replicas=False)
+                steps = {key: TrainingStep(step)}
+                model.partition(task, steps, batch, mesh=mesh, device=self.device, all_replicas=False)
                 self._keep_local(task, 1)
             else:
                 model.add_step(key, task, step, batch, mesh=mesh, device=self.device)
@@ -415,8 +394,8 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
 
     @property
     def _evaluates_whole(self) -> bool:
-        """Whether training will partition the task but has not begun: an evaluation must not partition it."""
-        return bool(self._optimizations) and self.staged_model.placement is None
+        """True if training will partition the task but has not begun: an evaluation must not partition it."""
+        return bool(self._phase_optimizers) and self.staged_model.placement is None
 
     def _move_for_evaluation(self, batch: Any) -> Any:
         if self._evaluates_whole:
@@ -428,7 +407,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
     def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
         """Return the trained weights on the main rank if the caller is in another process.
 
-        Ranks that were started by others (torchrun) all have the whole task again, in host memory.
+        Ranks started by another launcher (torchrun) all have the whole task afterwards, in host memory.
         """
         if self._environment is None:
             self.state.make_whole(task)
@@ -441,16 +420,13 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         return self.state.gather_task(task) if self.comm.rank == 0 else task.state_dict()
 
     def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
-        """Load into each stage its part of the parameters and buffers in `saved`."""
+        """Load this stage's part of the parameters and buffers in `saved`."""
         self.state.load_task(task, saved)
 
     def local_state(self, task: TaskModule) -> dict[str, Tensor]:
-        """Return the parameters and buffers of this stage by name; all of them before the task is partitioned."""
-        everything = named_state(task)
-        placement = self.staged_model.placement
-        if placement is None:
-            return everything
-        return {name: tensor for name, tensor in everything.items() if placement.is_held(name, self.mesh.stage)}
+        """Return the parameters and buffers of this stage by name, all of them before the task is partitioned."""
+        placement, stage, named = self.staged_model.placement, self.mesh.stage, named_state(task).items()
+        return {name: tensor for name, tensor in named if placement is None or placement.is_held(name, stage)}
 
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
         """Return the optimizer's state, complete on the main rank."""
@@ -461,55 +437,44 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
     def load_optimizer_state_dict(
         self, task: TaskModule, phase_optimizer: PhaseOptimizer, saved: dict[str, Any]
     ) -> None:
-        """Load into this stage's optimizer the state of its own parameters in `saved`."""
+        """Load the optimizer state of this stage's parameters in `saved`."""
         self.state.load_optimizer(task, phase_optimizer.optimizer, saved)
 
     def shards(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> ShardedState | None:
-        """Return the state with the shards of this stage; `None` before the task is partitioned."""
+        """Return the state with the shards of this stage, or `None` before the task is partitioned. Collective."""
         optimizers = [phase_optimizer.optimizer for phase_optimizer in phase_optimizers]
         return self.state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=self.comm.all_gather_object)
 
     def strategy_state(self) -> dict[str, Any]:
-        """Return the partition, so that a resumed run has the same."""
+        """Return the partition, which a resumed run repeats."""
         return self.staged_model.state()
 
     def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
-        """Load the partition of the run that is resumed, if it has as many stages."""
+        """Load the partition of the run that is resumed."""
         self.staged_model.load_state(saved)
 
     # ---- Profiles
 
     @property
     def waited_seconds(self) -> float | None:
-        """Seconds in which this stage has waited for others."""
-        return None if self.runtime is None else self.runtime.waited_seconds
+        """Seconds for which this stage has waited for others; `None` before `setup`."""
+        return self.runtime.waited_seconds if hasattr(self, "runtime") else None
 
     def start_overlap_profile(self) -> None:
         """Start the overlap profile."""
         self._waited_before = self.waited_seconds
 
     def stop_overlap_profile(self, steps: int) -> Overlap | None:
-        """Return this stage's waiting time since `start_overlap_profile`; messages that nobody waits for are hidden."""
-        before, after = self._waited_before, self.waited_seconds
-        self._waited_before = None
+        """Return the mean waiting time of this stage since `start_overlap_profile`; other messages are hidden."""
+        before, after, self._waited_before = self._waited_before, self.waited_seconds, None
         if self.comm.num_processes == 1:
             return NO_COMMUNICATION
         if before is None or after is None or not steps:
             return None
         return Overlap((after - before) / steps, steps=steps, note="messages and the schedule's bubble, on this stage")
 
-    def timeline(self) -> list[list[Span]]:
-        """Return the actions of each stage of this replica in the last step; collective over its stages."""
-        assert self.runtime is not None
-        answers = gather((self.runtime.began, self.runtime.spans), self.mesh.stage_group)
-        first = min(began for began, _ in answers)
-        return [
-            [Span(span.action, span.start + began - first, span.end + began - first) for span in spans]
-            for began, spans in answers
-        ]
-
-    def preview(self, task: TaskModule, source: StageData, *, precision: Precision) -> tuple[PlanReport, str]:
-        """Return the partition for training on `source` and its drawing, in this process; the task stays whole."""
+    def preview(self, task: TaskModule, source: StageData, *, precision: Precision) -> str:
+        """Return the number of stages for training on `source`, their table and a drawing; the task stays whole."""
         alone: Strategy = self
         alone.comm = Collectives(world_size=self.mesh.replicas)
         self.precision = precision
@@ -518,48 +483,21 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         self._all_trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         if has_phases(task):
             self.check_phases(task)
-            clip, steps = GradientClipping(), 1000  # the partition does not depend on either
-            phases = configure_optimizers(
-                task, clip=clip, precision=precision, total_steps=steps, fused=False, skip=False
+            phases = configure_optimizers(  # the partition does not depend on clipping and steps
+                task, clip=GradientClipping(), precision=precision, total_steps=1000, fused=False, skip=False
             )
-            self._optimizations = {phase_optimizer.phase: phase_optimizer for phase_optimizer in phases}
+            self._phase_optimizers = {phase_optimizer.phase: phase_optimizer for phase_optimizer in phases}
         step_batches = open_loader(source, alone, seed=0).step_batches(0, 0)
         first = next(self.step_batches(step_batches, pin_memory=source.pin_memory))
         try:
-            return self.staged_model.preview(
+            report, drawing = self.staged_model.preview(
                 task.train(),
-                training_steps(task, self._optimizations, precision=self.precision, begin_phase=self.begin_phase),
+                training_steps(task, self._phase_optimizers, precision=self.precision, begin_phase=self.begin_phase),
                 first.micro_batches[0].batch,
                 device=self.device,
                 num_micro_batches=len(first.micro_batches),
             )
+            return f"{len(report.stages)} stages\n{report}\n\n{drawing}"
         finally:
             self.end_phases()
-            self._optimizations = {}
-
-
-def partition_command(arguments: Arguments) -> int:
-    """Print and draw the partition of a task; its step runs a few times on one batch in this process."""
-    from torch.utils.data import DataLoader
-
-    from trainkit.cli.compose import compose_config
-
-    chosen = arguments.take("strategy")
-    if chosen not in (None, "pipeline"):
-        raise UserError(f"strategy={chosen} has no stages; only strategy=pipeline cuts a task. Leave strategy= out.")
-    with compose_config(arguments.config_dirs) as composer:
-        settings = composer.settings(["strategy=pipeline", *arguments.overrides], needs_task=not arguments.cfg)
-    if arguments.cfg:
-        print(settings.as_yaml() if arguments.resolve else settings.unresolved, end="")
-        return 0
-    from trainkit.cli.run_commands import assemble
-    from trainkit.data.data import Data
-
-    run = assemble(settings, run_dir=None, loggers=False)
-    strategy = run.trainer.strategy
-    if not isinstance(strategy, PipelineStrategy):
-        raise UserError(f"{type(strategy).__name__} has no stages to show; only strategy=pipeline cuts a task.")
-    data = Data(train=run.data) if isinstance(run.data, DataLoader) else run.data
-    report, drawing = strategy.preview(run.task, data.stage_data("train"), precision=run.trainer.fit_config.precision)
-    print(f"{settings.name} in {len(report.stages)} stages\n{report}\n\n{drawing}")
-    return 0
+            self._phase_optimizers = {}

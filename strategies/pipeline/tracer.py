@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainkit.errors import UserError
-from trainkit.rng import python_rng_state, set_python_rng_state
+from trainkit.rng import preserve_rng, python_rng_state
+from trainkit.tree import map_tensors, tree_leaves, tree_map
 
 from .graph import (
+    GRADIENT,
     RETURN,
+    Call,
     Constant,
     CutConstraint,
     FlopCounter,
@@ -29,20 +32,20 @@ from .graph import (
     NodeOutput,
     ParameterRef,
     ScalarValue,
+    Step,
     TracedGraph,
     Value,
     ValueRef,
     encoded,
     estimated_seconds,
     is_number,
-    leaves,
     num_bytes,
-    rebuild,
     tensors,
 )
-from .interception import GRADIENT, SIDE_EFFECTS, Call, ModuleInterceptor, TracingMode
+from .stage_executor import ModuleInterceptor, TracingMode
 
-Step = Callable[[Any], Any]
+SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
+"""Calls without a tensor as result that are made once, in the stage they belong to."""
 
 
 def trace(
@@ -56,9 +59,9 @@ def trace(
 ) -> TraceResult:
     """Trace one run of `step` on a copy of `batch`; the task and all generators are restored.
 
-    Calls of the modules named in `leaf_modules` are one node each; every torch call outside of them is one too. With
-    `fake` nothing is computed and no memory is taken: parameters may lie on the meta device. `earlier` are tensors
-    of other steps, which this one cannot use.
+    Calls of the modules named in `leaf_modules` are one node each, and so is every torch call outside of them. With
+    `fake` nothing is computed and no memory is used: parameters may be on the meta device. `earlier` are tensors
+    of the steps of other phases; using one is an error.
     """
     modules = {name: module for name, module in task.named_modules() if name}
     interceptor = ModuleInterceptor(modules)
@@ -72,14 +75,10 @@ def trace(
             tracing.enter_context(interceptor.installed())
             tracing.enter_context(interceptor.handled_by(tracer))
             tracing.enter_context(tracer.counter)
-            tracing.enter_context(torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, _same))
+            tracing.enter_context(torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, lambda saved: saved))
             tracing.enter_context(tracer)
             result = step(batch)
         return tracer.finish(result)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 @dataclass(slots=True)
@@ -93,18 +92,18 @@ class ModuleCall:
 
 @dataclass(slots=True)
 class TraceResult:
-    """A graph, with what is needed to choose other leaf modules: the module calls, and what prevents expanding them."""
+    """A graph, and the information from which other leaf modules are chosen."""
 
     graph: TracedGraph
     module_calls: dict[str, ModuleCall]
     opaque_leaf_modules: set[str]
-    """Leaf modules whose result holds objects that a later stage could not be given."""
+    """Leaf modules whose result contains objects that cannot be sent to a later stage."""
     reading_modules: set[str]
-    """Expanded modules whose own code looks at elements of values that only one stage has."""
+    """Expanded modules whose own code reads elements of values that only one stage has."""
     reentrant: list[Node]
     """Calls inside a checkpoint with `use_reentrant=True`, which hides their gradients from the other stages."""
     made: list[weakref.ref[Tensor]]
-    """Tensors that the step made; an attribute may keep one for the step of another phase."""
+    """Tensors that the step made; an attribute may pass one to the step of another phase."""
 
 
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
@@ -115,18 +114,8 @@ CARRIED = (
 )
 
 
-@dataclass(slots=True)
-class _Mark:
-    """The counters when a call began."""
-
-    flops: float
-    moved_bytes: float
-    num_calls: int
-    activation_bytes: float
-
-
 class Tracer(TracingMode):
-    """Observes one run of a step."""
+    """Records one run of a step as a graph."""
 
     def __init__(
         self,
@@ -160,7 +149,7 @@ class Tracer(TracingMode):
         self._made_inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._views: dict[int, list[int]] = {}
         self._written_alias_sets: list[tuple[list[int], int]] = []
-        self._num_codes = 0  # of all numbers that leaf_modules returned
+        self._num_codes = 0  # of all numbers that leaf modules returned
         self._constraints: list[CutConstraint] = []
         self._occurrences: dict[str, int] = {}
         self._node: Node | None = None
@@ -171,18 +160,17 @@ class Tracer(TracingMode):
         self._module_calls: dict[str, ModuleCall] = {"": ModuleCall(num_calls=1)}
         self._opaque_leaf_modules: set[str] = set()
         self._saved_storages: set[int] = set()
-        self._activation_bytes = 0.0
         for tensor in tensors(batch):
             self._new_value(tensor, local=True)
 
-    # -- What is called
+    # -- Calls
 
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module: as one node if it is a leaf module, else as code whose calls are nodes."""
         statistics = self._module_calls.setdefault(name, ModuleCall())
         self._module_calls[self._path[-1]].callees.add(name)
         statistics.num_calls += 1
-        mark = self._mark()
+        before = replace(self.counter.total)
         self._path.append(name)
         try:
             if self._node is None and name in self._leaf_modules:
@@ -190,17 +178,17 @@ class Tracer(TracingMode):
             return call(*args, **kwargs)
         finally:
             self._path.pop()
-            self._add_since(mark, statistics.cost)
+            self._add_since(before, statistics.cost)
 
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function: as a node outside of leaf modules, else to see what it uses."""
+        """Run a torch function: as a node outside of leaf modules; inside one, to record the tensors it uses."""
         if self._is_muted:
             return call(*args, **kwargs)
         if self._node is not None:
             return self._watch(self._node, call, args, kwargs)
         if name == "backward":
             raise UserError(
-                f"the step calls `backward` itself (at {caller_location()}), but in a pipeline backward goes from "
+                f"the step calls `backward` itself (at {caller_location()}), but a pipeline runs backward from "
                 "stage to stage. Return the loss from training_step, and trainkit runs backward."
             )
         return self._record(name, call, args, kwargs, is_leaf_module=False)
@@ -225,7 +213,7 @@ class Tracer(TracingMode):
         watched = [*given, *buffers]
         versions = [_version(tensor) for tensor in watched]
         state, python_state = self._random_state(), python_rng_state() if is_leaf_module else ()
-        mark = self._mark()
+        before = replace(self.counter.total)
         for tensor in given:
             self._use(node, tensor)
         node.num_given = len(node.inputs)
@@ -239,8 +227,8 @@ class Tracer(TracingMode):
             result = list(result)
         made = tensors(result)
         if not (given or made or is_leaf_module):
-            return result  # such as `torch.is_grad_enabled()`: nothing to do with the flow of values
-        self._add_since(mark, node.cost)
+            return result  # such as `torch.is_grad_enabled()`: not a node
+        self._add_since(before, node.cost)
         node.is_random = state != self._random_state()
         node.draws_in_python = is_leaf_module and python_state != python_rng_state()
         written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
@@ -268,7 +256,7 @@ class Tracer(TracingMode):
         finally:
             self._is_muted = False
 
-    # -- What a call uses and makes
+    # -- Inputs and outputs
 
     def _use(self, node: Node, tensor: Tensor) -> None:
         key = id(tensor)
@@ -288,13 +276,13 @@ class Tracer(TracingMode):
                 self._constraints.append(CutConstraint(first, node.index, reason, CARRIED))
         elif key in self._earlier:
             raise UserError(
-                f"{node} uses a tensor that the step of another phase has left behind. That is in one stage, and of "
+                f"{node} uses a tensor that the step of another phase has left behind. It exists in one stage, for "
                 "one micro-batch. Compute it again in this step, or type strategy=ddp."
             )
 
     def _complete(self, node: Node, result: Any, written: list[Tensor]) -> None:
         outputs: dict[int, bool] = {}
-        node.result = rebuild(result, lambda leaf: self._traced_leaf(node, leaf, outputs))
+        node.result = tree_map(lambda leaf: self._traced_leaf(node, leaf, outputs), result)
         for tensor in written:
             if id(tensor) in self._buffers:
                 node.written_buffers += (self._buffers[id(tensor)],)
@@ -305,13 +293,13 @@ class Tracer(TracingMode):
             if len(alias_set) > 1:
                 self._written_alias_sets.append((list(alias_set), node.index))
         node.has_plain = node.is_leaf_module and not all(
-            isinstance(leaf, (ValueRef, ParameterRef)) for leaf in leaves(node.result)
+            isinstance(leaf, (ValueRef, ParameterRef)) for leaf in tree_leaves(node.result)
         )
         node.outputs = tuple(NodeOutput(value, requires_grad) for value, requires_grad in outputs.items())
-        held = {leaf.name for leaf in leaves(node.result) if isinstance(leaf, ParameterRef)}
-        if held and not outputs:  # such as `weight.to(dtype)` that has nothing to do: no use of the weight
-            node.parameters = tuple(name for name in node.parameters if name not in held)
-            node.buffers = tuple(name for name in node.buffers if name not in held)
+        returned = {leaf.name for leaf in tree_leaves(node.result) if isinstance(leaf, ParameterRef)}
+        if returned and not outputs:  # such as `weight.to(dtype)` that changes nothing: not a use of the weight
+            node.parameters = tuple(name for name in node.parameters if name not in returned)
+            node.buffers = tuple(name for name in node.buffers if name not in returned)
         occurrence = self._occurrences[node.name] = self._occurrences.get(node.name, -1) + 1
         node.key = zlib.crc32(f"{node.name}#{occurrence}".encode())
         self._nodes.append(node)
@@ -346,31 +334,27 @@ class Tracer(TracingMode):
         self._views.setdefault(id(_base(tensor)), []).append(index)
         return index
 
-    # -- What a call takes
+    # -- Costs
 
     def count_saved(self, tensor: Tensor) -> Tensor:
-        """Count what autograd keeps for backward, each storage once, parameters not at all."""
+        """Count a tensor that autograd saves for backward, each storage once, parameters not at all."""
         key = tensor.untyped_storage()._cdata
         if key not in self._saved_storages and id(_base(tensor)) not in self._parameters:
             self._saved_storages.add(key)
-            self._activation_bytes += num_bytes(tensor)
+            self.counter.total.activation_bytes += num_bytes(tensor)
         return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
 
-    def _mark(self) -> _Mark:
+    def _add_since(self, before: NodeCost, cost: NodeCost) -> None:
         total = self.counter.total
-        return _Mark(total.flops, total.moved_bytes, total.num_calls, self._activation_bytes)
+        cost.flops += total.flops - before.flops
+        cost.moved_bytes += total.moved_bytes - before.moved_bytes
+        cost.num_calls += total.num_calls - before.num_calls
+        cost.activation_bytes += total.activation_bytes - before.activation_bytes
 
-    def _add_since(self, mark: _Mark, cost: NodeCost) -> None:
-        total = self.counter.total
-        cost.flops += total.flops - mark.flops
-        cost.moved_bytes += total.moved_bytes - mark.moved_bytes
-        cost.num_calls += total.num_calls - mark.num_calls
-        cost.activation_bytes += self._activation_bytes - mark.activation_bytes
-
-    # -- What it comes to
+    # -- Result
 
     def finish(self, result: Any) -> TraceResult:
-        """Return the result of the trace; called with what the step returned, before the task is restored."""
+        """Return the result of the trace; `result` is what the step returned. Called before the task is restored."""
         self._module_calls[""].cost = self.counter.total
         last = Node(len(self._nodes), RETURN, False, "", "the end of the step")
         for tensor in tensors(result):
@@ -404,7 +388,7 @@ class Tracer(TracingMode):
         return TraceResult(graph, self._module_calls, self._opaque_leaf_modules, reading, self._reentrant, made)
 
     def _replaced_buffers(self) -> dict[int, str]:
-        """Return the values that were assigned to buffers in caller_location of the tensors there."""
+        """Return the names of buffers to which the step assigned new tensors, by the values of these."""
         return {
             self._value_of[id(buffer)]: name
             for name, buffer in self._task.named_buffers()
@@ -422,14 +406,14 @@ def _version(tensor: Tensor) -> int:
 
 
 CHEAP_SHARE = 0.01
-"""Nodes that depend on the batch alone are computed by every stage if they take less than this share of the step,"""
+"""Every stage computes the nodes that depend on the batch alone if they take less than this share of the step,"""
 CHEAP_SECONDS = 1e-4
 """or less than this."""
 _SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
 
 
 def mark_batch_only_nodes(nodes: Sequence[Node], values: Sequence[Value]) -> None:
-    """Mark the nodes and values that follow from the batch and constants alone, except expensive ones."""
+    """Mark the nodes and values that depend on the batch and constants alone, except expensive ones."""
     expensive = max(CHEAP_SHARE * sum(estimated_seconds(node.cost) for node in nodes), CHEAP_SECONDS)
     tainted: set[int] = set()
     while True:
@@ -462,9 +446,9 @@ def written_buffer_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]
 
 
 def alias_constraints(nodes: Sequence[Node], writes: Sequence[tuple[Sequence[int], int]]) -> Iterator[CutConstraint]:
-    """Yield constraints that keep views of one memory together, from the first of them to a write through one of them.
+    """Yield constraints from the first of several views of one memory to a write through one of them.
 
-    `writes` are pairs of the values that share memory and the node that writes to it.
+    `writes` are pairs of the values that share memory and the index of the node that writes to it.
     """
     makers: dict[int, int] = {}
     for node in nodes:
@@ -477,16 +461,16 @@ def alias_constraints(nodes: Sequence[Node], writes: Sequence[tuple[Sequence[int
 
 
 def gradient_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
-    """Yield constraints from what a call of `torch.autograd.grad` differentiates by to the call."""
+    """Yield constraints from the inputs by which a call of `torch.autograd.grad` differentiates to the call."""
     for node in nodes:
         if node.name == GRADIENT and not node.is_leaf_module:
             first = 0 if node.parameters else _first_touched(nodes[: node.index], node.inputs)
-            reason = f"{node} differentiates by what {nodes[first]} is given, and looks back at all in between"
+            reason = f"{node} differentiates by what {nodes[first]} is given, and needs all nodes in between"
             yield CutConstraint(first, node.index, reason)
 
 
 def _first_touched(nodes: Sequence[Node], given: Sequence[int]) -> int:
-    """Return the first node, not made by every stage for itself, that makes or uses what follows from values."""
+    """Return the index of the first node of one stage alone that makes or uses what depends on the values `given`."""
     followers = set(given)
     touching = []
     for node in nodes:
@@ -500,7 +484,7 @@ def _first_touched(nodes: Sequence[Node], given: Sequence[int]) -> int:
 
 
 def checkpoint_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
-    """Yield constraints around what a checkpoint runs again: it can do so only where everything in it was run."""
+    """Yield a constraint around the nodes of each activation checkpoint, which backward runs again together."""
     calls: dict[int, list[Node]] = {}
     for node in nodes:
         if node.checkpoint is not None and not node.is_batch_only:
@@ -512,7 +496,7 @@ def checkpoint_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
 
 
 def mark_replaced_buffers(nodes: Sequence[Node], replaced: Mapping[int, str]) -> None:
-    """Count a buffer that was assigned a new tensor as written by the node that made it; `replaced` has the values."""
+    """Mark the buffers in `replaced` (by value) as written by the nodes that made their new tensors."""
     for node in nodes:
         for output in node.outputs:
             if output.value in replaced:
@@ -520,7 +504,7 @@ def mark_replaced_buffers(nodes: Sequence[Node], replaced: Mapping[int, str]) ->
 
 
 def reading_modules(nodes: Sequence[Node]) -> set[str]:
-    """Return the expanded modules whose own code looks at elements of values that only one stage has."""
+    """Return the expanded modules whose own code reads elements of values that only one stage has."""
     return {
         node.path
         for node in nodes
@@ -535,9 +519,9 @@ _TENSORS = ("_parameters", "_buffers", "_modules")
 def fake_tensors(task: nn.Module) -> Iterator[None]:
     """Replace the parameters and buffers of the task by fake tensors in the block.
 
-    What is computed with them is fake too, and on the CPU as far as the step can tell. What follows from the batch
-    alone is computed, so that the step takes the same branches as ever. Whatever the step leaves in attributes of
-    modules is dropped again, since it may be fake.
+    Results of computations with them are fake too, with the device CPU. What depends on the batch alone is computed,
+    so that the step takes its usual branches. Attributes of modules that the step sets are dropped at the end, since
+    they may be fake.
     """
     attributes = [(module, dict(module.__dict__)) for module in task.modules()]
     contents = [(module, [dict(getattr(module, kind)) for kind in _TENSORS]) for module in task.modules()]
@@ -584,13 +568,10 @@ def preserve_state(task: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     contents = [buffer.detach().clone() for _, _, buffer in places]
-    python_state = python_rng_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with preserve_rng():
             yield
     finally:
-        set_python_rng_state(python_state)
         with torch.no_grad():
             for (module, name, buffer), content in zip(places, contents, strict=True):
                 module._buffers[name] = buffer
@@ -598,23 +579,18 @@ def preserve_state(task: nn.Module) -> Iterator[None]:
                     buffer.copy_(content)
 
 
-def with_tensors(batch: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    """Return the batch with each of its tensors replaced."""
-    return rebuild(batch, lambda leaf: replace(leaf) if isinstance(leaf, Tensor) else leaf)
-
-
 def copy_batch(batch: Any) -> Any:
     """Return the batch with copies of its tensors."""
-    return with_tensors(batch, lambda tensor: tensor.detach().clone())
+    return map_tensors(batch, lambda tensor: tensor.detach().clone())
 
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
-_CHECKPOINT = str(Path(torch.__file__).parent / "utils" / "checkpoint.py")
+_CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
 
 
 def caller_location() -> str:
-    """Return `file:line` of the innermost call that is neither torch's nor ours."""
+    """Return `file:line` of the innermost call outside of torch and this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
@@ -625,7 +601,7 @@ def caller_location() -> str:
 
 
 def checkpoint_frames() -> list[FrameType]:
-    """Return the frames of torch's activation checkpoints that the present call is made in, innermost first."""
+    """Return the frames of torch's activation checkpoints around the present call, innermost first."""
     frames = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""The command that shows how a pipeline would be cut."""
+"""`trainkit partition`."""
 
 import multiprocessing
 import subprocess
@@ -36,23 +36,23 @@ def test_the_plan_and_its_drawing_are_printed_and_nothing_is_started_or_written(
 
     shown = capsys.readouterr().out
     assert "char_lm in 3 stages" in shown
-    assert "gradients added up: tokens.weight" in shown
+    assert "gradients summed: tokens.weight" in shown
     assert shown.count("received for each micro-batch") == 2
     assert "stage 2" in shown and "rank 2  .. .. F0 B0 B0 F1" in shown
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_strategy_is_refused(capsys):
+def test_another_strategy_is_an_error(capsys):
     assert main(["partition", *SMALL, "strategy=ddp"]) == 2
-    assert "only strategy=pipeline cuts a task" in capsys.readouterr().err
+    assert "only strategy=pipeline partitions a task" in capsys.readouterr().err
 
 
-def test_a_cut_that_names_nothing_is_told_with_the_nearest(capsys):
+def test_a_split_point_that_names_no_module_is_reported_with_the_nearest_name(capsys):
     assert main(["partition", *SMALL, "strategy.split_points=[block.1]"]) == 2
     assert "blocks.1" in capsys.readouterr().err
 
 
-def test_a_task_with_phases_is_cut_where_it_can_be_in_all_of_them(capsys):
+def test_a_task_with_phases_is_partitioned_where_all_phases_allow_it(capsys):
     assert main(["partition", "recipe=gan", "task.width=16"]) == 0
     shown = capsys.readouterr().out
     first, second = (line.split() for line in shown.splitlines()[2:4])
@@ -60,6 +60,6 @@ def test_a_task_with_phases_is_cut_where_it_can_be_in_all_of_them(capsys):
     assert first[1].startswith("generator") and second[1].startswith("discriminator")
 
     assert main(["partition", "recipe=gan", "task.width=16", "strategy.split_points=[discriminator.2]"]) == 2
-    told = capsys.readouterr().err
-    assert "a stage cannot begin at module 'discriminator.2'" in told
-    assert "`autograd.grad`" in told and "differentiates by what module 'discriminator.0'" in told
+    message = capsys.readouterr().err
+    assert "a stage cannot begin at module 'discriminator.2'" in message
+    assert "`autograd.grad`" in message and "differentiates by what module 'discriminator.0'" in message

@@ -56,7 +56,7 @@ COMMANDS = {
         flags=("--json",),
     ),
     "partition": Command(
-        "trainkit.strategies.pipeline.strategy:partition_command",
+        "trainkit.cli.partition:partition",
         "show how a pipeline would be partitioned, without training",
         "recipe=digits strategy.stages=4",
     ),

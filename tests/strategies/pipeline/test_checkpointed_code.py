@@ -104,6 +104,6 @@ def test_no_stage_begins_inside_a_checkpoint():
         _plan(_Checkpointed(), split_points=["net.8"])
 
 
-def test_a_reentrant_checkpoint_in_the_step_itself_is_refused_with_the_remedy():
+def test_a_reentrant_checkpoint_in_the_step_itself_is_an_error_with_the_remedy():
     with pytest.raises(UserError, match=r"module 'net.1'.*use_reentrant=True.*Pass use_reentrant=False"):
         _plan(_Reentrant(), split_points=CUTS)

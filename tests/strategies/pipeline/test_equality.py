@@ -190,7 +190,7 @@ class _CompiledParts(Mlp):
             layer.compile(backend="eager")
 
 
-def test_compiled_modules_are_units_of_their_own():
+def test_compiled_modules_are_leaf_modules():
     _assert_equal(2, [_case(_CompiledParts, num_steps=2)], tolerance=DOUBLE)
 
 
@@ -285,7 +285,7 @@ def _both_masks():
     return _masks("gpipe", "net.7"), _masks("1f1b", "net.7"), _masks("1f1b", "net.18")
 
 
-def test_the_same_random_numbers_are_drawn_under_every_schedule_and_cut():
+def test_the_same_random_numbers_are_drawn_under_every_schedule_and_partition():
     (simple, drawn), interleaved, (elsewhere, drawn_elsewhere) = run_ranks(_both_masks, 2, timeout=60)[0]
 
     assert torch.equal(simple, interleaved[0]) and drawn == interleaved[1] == drawn_elsewhere

@@ -55,7 +55,7 @@ def _train(model, timeout):
     training.run(step_batches(model, sizes=[5, 3, 2], num_steps=2))
 
 
-def test_a_departure_from_the_recording_is_named_on_every_rank():
+def test_a_trace_mismatch_is_named_on_every_rank():
     outcomes = rank_outcomes(_train, 2, _Departs, 60.0, timeout=60)
 
     for outcome in outcomes:
@@ -74,7 +74,7 @@ def _thaw_between_steps():
     training.step(second)
 
 
-def test_a_crossing_tensor_that_needs_a_gradient_which_none_did_when_recorded_is_refused():
+def test_a_sent_tensor_that_needs_a_gradient_but_needed_none_in_the_trace_is_an_error():
     sender, receiver = rank_outcomes(_thaw_between_steps, 2, timeout=60)
 
     made = r"forward of micro-batch 0 in stage 0: module 'net.\d+' .*made a tensor that needs a gradient, and made one"
@@ -144,7 +144,7 @@ def _reasons():
     return reasons
 
 
-def test_every_stage_is_told_which_one_stopped_and_where():
+def test_every_stage_names_the_stage_that_failed_and_the_place():
     (told, told_of_backward), (_, own) = run_ranks(_reasons, 2, timeout=60)
 
     assert "stage 1 of replica 0 stopped in step 0: ValueError: a callback's mistake" in told

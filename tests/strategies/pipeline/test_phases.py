@@ -7,7 +7,7 @@ from torch.optim import SGD
 from trainkit.strategies.pipeline.graph import RETURN, CutConstraint, Node, NodeCost, NodeOutput, TracedGraph, Value
 from trainkit.strategies.pipeline.merged_graph import merge_graphs
 from trainkit.strategies.pipeline.partition import partition
-from trainkit.strategies.pipeline.planner import TraceInput, plan_steps
+from trainkit.strategies.pipeline.planner import TraceInput, TrainingStep, plan_steps
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.pipeline.tracer import trace
 
@@ -107,7 +107,7 @@ def test_phases_in_two_stages_have_the_weights_of_one_process_and_state_where_th
 
     assert max(differences) <= 1e-10, differences
     assert first == {"first"} and second == set()  # SGD without momentum has no state
-    assert "by first_step, but a pipeline cuts the task by second_step" in refused
+    assert "by first_step, but a pipeline partitions the task by second_step" in refused
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_a_step_that_is_made_less_often_counts_less():
     assert partition(seldom.graph, num_stages=2, shared_parameters="replicated").cuts == (3,)
 
 
-def test_steps_that_use_modules_in_opposite_orders_cannot_be_cut_between_them():
+def test_steps_that_use_modules_in_opposite_orders_cannot_be_split_between_them():
     merged = merge_graphs([_step("a", "b"), _step("b", "a")], [1.0, 1.0])
 
     with pytest.raises(UserError, match=r"at most 1 stages.*module '[ab]'.*module '[ab]'.*in different orders"):
@@ -219,7 +219,7 @@ def test_what_a_gradient_is_asked_for_of_is_in_one_stage():
     names = [node.name for node in graph.nodes]
     assert names[constraint.last] == "autograd.grad" and names[constraint.first] in ("net.5", "detach")
     made = graph.nodes[constraint.last].outputs
-    assert [product.requires_grad for product in made] == [True]
+    assert [output.requires_grad for output in made] == [True]
 
 
 class _Leaves(Elsewhere):
@@ -233,10 +233,12 @@ class _Leaves(Elsewhere):
         return (self.second(self.kept.detach()) - 1).square().mean()
 
 
-def test_a_tensor_that_one_phase_leaves_for_another_is_refused():
+def test_a_tensor_that_one_phase_leaves_for_another_is_an_error():
     task = _Leaves()
     batch = _Leaves.batch(4, torch.Generator())
-    trace_inputs = [TraceInput(task, step, batch, "estimated") for step in (task.first_step, task.second_step)]
+    trace_inputs = [
+        TraceInput(task, TrainingStep(step), batch, "estimated") for step in (task.first_step, task.second_step)
+    ]
 
     with pytest.raises(UserError, match=r"`detach`.*uses a tensor that the step of another phase has left behind"):
         plan_steps(trace_inputs, num_stages=2, balance=0.0, split_points=None, shared_parameters="auto")

@@ -107,7 +107,7 @@ def _same(first, second):
 def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, stages, schedule, tmp_path):
     expected, _, _, single = _fit(name, SingleStrategy(device="cpu"), tmp_path / "single")
 
-    pipeline = PipelineStrategy(stages=stages, schedule=schedule, device="cpu", timeline=True)
+    pipeline = PipelineStrategy(stages=stages, schedule=schedule, device="cpu", record_timeline=True)
     task, _, _, result = _fit(name, pipeline, tmp_path / "pipeline")
 
     assert _difference(task, expected) <= 1e-10

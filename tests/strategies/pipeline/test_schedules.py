@@ -137,10 +137,10 @@ def test_two_stages_a_rank_are_idle_for_half_as_long():
     assert idle_share(two) < idle_share(one)
 
 
-def test_a_schedule_that_waits_for_itself_is_refused():
+def test_a_schedule_that_deadlocks_is_an_error():
     first, second = _actions(gpipe, 2, 1)
 
-    with pytest.raises(ValueError, match="waits for itself at 0B0, 1B0"):
+    with pytest.raises(ValueError, match="deadlocks at 0B0, 1B0"):
         simulate([first[::-1], second[::-1]], _costs(2), 2)
 
 

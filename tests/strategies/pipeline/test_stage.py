@@ -55,7 +55,7 @@ def _described(graph):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_what_is_recorded_without_computing_is_what_a_real_run_shows(name):
+def test_a_fake_trace_equals_an_eager_trace(name):
     task = OWN[name]()
     before = {name: (id(tensor), tensor.clone()) for name, tensor in task.state_dict(keep_vars=True).items()}
 
@@ -83,7 +83,7 @@ def test_a_step_is_timed_only_where_it_is_run_on_the_device_that_trains(record, 
     assert cost_source(record, model(), torch.device(device)) == costs
 
 
-def test_a_task_on_the_meta_device_cannot_be_recorded_for_real():
+def test_a_task_on_the_meta_device_cannot_be_traced_eagerly():
     with pytest.raises(UserError, match=r"strategy\.trace=eager needs a task with real parameters"):
         cost_source("real", _on_meta(Mlp), torch.device("cpu"))
 
@@ -101,7 +101,7 @@ def test_a_task_of_a_terabyte_is_planned():
     assert not graph.measured
 
 
-def test_what_a_recording_leaves_in_modules_is_gone():
+def test_attributes_set_by_a_fake_trace_are_dropped():
     class Keeps(Mlp):
         def training_step(self, batch):
             self.kept = self.net(batch[0])
@@ -113,14 +113,14 @@ def test_what_a_recording_leaves_in_modules_is_gone():
     assert not hasattr(task, "kept")
 
 
-def test_a_step_that_looks_at_elements_is_refused_with_the_remedy():
+def test_a_step_that_reads_elements_is_an_error_with_the_remedy():
     class Looks(Mlp):
         def training_step(self, batch):
             logits = self.net(batch[0])
             return logits.sum() if logits.max() > 0 else logits.mean()
 
     task = Looks()
-    with pytest.raises(UserError, match=r"Looks's step looks at elements.*strategy.trace=eager"):
+    with pytest.raises(UserError, match=r"Looks's step reads elements.*strategy.trace=eager"):
         plan(task, task.training_step, _batch(Mlp), num_stages=2, costs="fake")
 
 
@@ -133,7 +133,7 @@ def test_a_module_that_cannot_reset_itself_is_named_with_the_remedy():
     with torch.device("meta"):
         task = nn.Sequential(nn.Linear(3, 3), Silent())
 
-    with pytest.raises(UserError, match=r"'1.weight' lies on the meta device.*Silent \(1\).*reset_parameters"):
+    with pytest.raises(UserError, match=r"'1.weight' is on the meta device.*Silent \(1\).*reset_parameters"):
         materialize(task, seed=0)
 
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trainkit.strategies.pipeline.graph import signature
 from trainkit.strategies.pipeline.planner import plan
 from trainkit.strategies.pipeline.stage import stage_graphs
 from trainkit.strategies.pipeline.stage_executor import StageExecutor, TraceMismatchError
@@ -15,18 +16,20 @@ class _Chain:
     def __init__(self, task, batch, num_stages, **settings):
         self.task = task
         graph, partition = plan(task, task.training_step, batch, num_stages=num_stages, costs="estimated", **settings)
-        self.executor = StageExecutor(graph, task, torch.device("cpu"))
         self.shapes = [value.shape for value in graph.values]
         self.stage_graphs = stage_graphs(graph, partition.bounds(len(graph.nodes)), list(range(num_stages)))
+        self.executor = StageExecutor(
+            graph, task, self.stage_graphs, traced=signature(batch), device=torch.device("cpu")
+        )
         self.values = {}
 
     def run(self, batch, *, only=None):
-        for segment in self.stage_graphs:
-            if only is None or segment.index == only:
-                received = {transfer.value: self.values[transfer.value] for transfer in segment.receives}
+        for stage_graph in self.stage_graphs:
+            if only is None or stage_graph.index == only:
+                received = {transfer.value: self.values[transfer.value] for transfer in stage_graph.receives}
                 with self.executor.interceptor.installed():
                     result = self.executor.run(
-                        segment, self.task.training_step, batch, received=received, shapes=self.shapes, seed=0
+                        stage_graph, self.task.training_step, batch, received=received, shapes=self.shapes, seed=0
                     )
                 self.values.update(result.values)
         return result.returned
@@ -71,7 +74,7 @@ def test_skips_are_received_from_the_stage_that_made_them():
     assert len(sources) > 1
 
 
-def test_hooks_and_classes_of_modules_are_the_same_after_a_replay():
+def test_hooks_and_classes_of_modules_are_the_same_after_a_run():
     task = Gpt()
     classes = [type(module) for module in task.modules()]
     chain = _Chain(task, _batch(Gpt), 2)
@@ -94,7 +97,7 @@ class _Branches(nn.Module):
         return self.second(hidden).sum()
 
 
-def test_a_call_that_was_not_recorded_is_named_with_the_one_that_was():
+def test_a_call_that_was_not_traced_is_named_with_the_traced_one():
     chain = _Chain(_Branches(), torch.ones(2, 3), 2)
     chain.task.branch = True
 
@@ -132,7 +135,7 @@ THREE = torch.tensor(3)
         ((THREE,), (THREE, THREE), "has 3 tensors in its result, and the traced step has 2 there"),
     ],
 )
-def test_a_module_whose_result_is_built_otherwise_than_recorded_is_refused(recorded, found, message):
+def test_a_module_whose_result_has_another_structure_than_traced_is_an_error(recorded, found, message):
     task = _Findings()
     task.finds.found = recorded
     chain = _Chain(task, torch.ones(2, 3), 2, split_points=["second"])
@@ -148,7 +151,7 @@ class _EndsEarly(_Branches):
         return self.first(batch).sum() if self.branch else super().training_step(batch)
 
 
-def test_a_step_that_ends_before_its_recorded_end_is_refused():
+def test_a_step_that_ends_before_its_traced_end_is_an_error():
     chain = _Chain(_EndsEarly(), torch.ones(2, 3), 2, split_points=["second"])
     chain.run(torch.ones(2, 3))
     chain.task.branch = True
@@ -163,7 +166,7 @@ class _ReturnsEarly(_Branches):
         return hidden if self.branch else hidden.sum()
 
 
-def test_a_step_that_returns_before_its_last_call_is_refused():
+def test_a_step_that_returns_before_its_last_call_is_an_error():
     chain = _Chain(_ReturnsEarly(), torch.ones(2, 3), 2, split_points=["second"])
     chain.run(torch.ones(2, 3))
     chain.task.branch = True
@@ -173,7 +176,7 @@ def test_a_step_that_returns_before_its_last_call_is_refused():
 
 
 class _Hooked(nn.Module):
-    """Keeps a unit's result by a hook, and goes on from there."""
+    """Keeps a leaf module's result by a hook, and goes on from there."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +189,7 @@ class _Hooked(nn.Module):
         return self.second(self.kept["first"]).sum()
 
 
-def test_a_tensor_that_a_hook_carries_to_another_stage_is_refused_by_name():
+def test_a_tensor_that_a_hook_carries_to_another_stage_is_an_error():
     chain = _Chain(_Hooked(), torch.ones(2, 3), 2, split_points=["second"])
 
     chain.run(torch.ones(2, 3), only=0)
@@ -199,7 +202,7 @@ def test_a_tensor_that_a_hook_carries_to_another_stage_is_refused_by_name():
 
 
 class _Asks(nn.Module):
-    """Looks at a value of the first stage at its very end."""
+    """Reads a value of the first stage at its very end."""
 
     def __init__(self):
         super().__init__()
@@ -213,7 +216,7 @@ class _Asks(nn.Module):
 
 def test_a_number_read_in_an_early_stage_is_read_again_in_the_later_one():
     task = _Asks()
-    batch = torch.full((2, 3), 5.0)  # not the one that was recorded
+    batch = torch.full((2, 3), 5.0)  # not the traced one
     expected = task.training_step(batch)
 
     chain = _Chain(task, torch.ones(2, 3), 2, split_points=["second"])
@@ -267,6 +270,8 @@ def test_a_tensor_written_in_every_stage_comes_from_the_stage_that_wrote_it_last
 
     assert torch.allclose(chain.run(torch.ones(2, 3)), expected)
     table = chain.stage_graphs[1].receives[-1].value
-    arrivals = [transfer for segment in chain.stage_graphs for transfer in segment.receives if transfer.value == table]
+    arrivals = [
+        transfer for stage_graph in chain.stage_graphs for transfer in stage_graph.receives if transfer.value == table
+    ]
     assert [(transfer.source, transfer.differentiable) for transfer in arrivals] == [(0, True), (1, True)]
     assert table in chain.stage_graphs[1].cloned

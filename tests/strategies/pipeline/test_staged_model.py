@@ -145,7 +145,7 @@ def test_no_sample_of_a_stream_is_lost_by_looking_at_the_first_ones():
     assert _found()["left"] == 0
 
 
-def test_an_evaluation_before_training_goes_through_the_stages_that_training_cut():
+def test_an_evaluation_before_training_uses_the_stages_of_training():
     first, second = _found()["evaluated"]
 
     assert first["side"] == 1  # when the step was recorded

@@ -1,4 +1,4 @@
-"""What the strategy promises beside equal weights; the ranks are started once for all facts."""
+"""Facts about the strategy other than equal weights; the ranks are started once for all of them."""
 
 import copy
 import functools
@@ -66,7 +66,7 @@ def _saving():
         training.strategy.load_optimizer_state_dict(training.task, training.phase_optimizer, copy.deepcopy(optimizer))
         return training
 
-    placed = _pipeline(Gpt).run(steps[:1])  # already cut into stages when it is given the saved state
+    placed = _pipeline(Gpt).run(steps[:1])  # already partitioned when it is given the saved state
     again = resumed(placed).run(steps[3:]).weights()
     fresh = resumed(_pipeline(Gpt)).run(steps[3:]).weights()
     if dist.get_rank():
@@ -96,7 +96,7 @@ class _SlowElsewhere(_Uneven):
 
 
 def _resuming():
-    """Go on with a run whose cuts followed from times that are measured otherwise by now."""
+    """Go on with a run whose partition depends on times that differ now."""
     steps = step_batches(_Uneven, sizes=SIZES, num_steps=4)
     first = _pipeline(_Uneven).run(steps[:2])
     weights, optimizer = first.weights(), first.strategy.optimizer_state_dict(first.task, first.phase_optimizer)
@@ -171,7 +171,7 @@ def _scaler():
     training.step(steps[0])
     before, scale = training.weights(), training.precision.scaler.get_scale()
     training.strategy.forward_backward(training.task, steps[1])
-    if training.strategy.stage == 1:
+    if training.strategy.mesh.stage == 1:
         next(p.grad for p in training.task.parameters() if p.grad is not None).fill_(float("inf"))
     training.strategy.optimizer_step(training.phase_optimizer)
     return {
@@ -221,7 +221,7 @@ def _peak_of_saved_bytes(training, step_batch):
 
 
 def _new_shapes():
-    """Train on batches of sizes, then of widths of another kind, than the one recorded."""
+    """Train on batches of sizes, then of widths of another kind, than the traced one."""
     training = _pipeline(ManyInputs)
     reference = Training(make(ManyInputs), SingleStrategy(device="cpu"))
     for sizes in ([4, 4], [5, 2], [1], [2, 3, 4, 5, 1]):
@@ -234,7 +234,7 @@ def _new_shapes():
 
 def _timeline():
     training = _pipeline(Mlp, split_points=["net.7"]).run(step_batches(Mlp, sizes=SIZES, num_steps=1))
-    spans = training.strategy.timeline()
+    spans = training.strategy.runtime.timeline()
     return {"timeline": [[str(span.action) for span in stage] for stage in spans]}
 
 
@@ -314,12 +314,12 @@ def test_a_saved_run_goes_on_under_other_strategies():
     assert found["pipeline to single"] <= 1e-10
 
 
-def test_a_resumed_run_is_cut_as_before_and_equal_to_the_bit_with_dropout():
+def test_a_resumed_run_has_the_same_partition_and_is_bit_equal_with_dropout():
     assert _found()["cut as before"]
     assert _found()["resumed to the bit"]
 
 
-def test_a_resumed_run_with_other_stages_or_another_step_is_cut_anew():
+def test_a_resumed_run_with_other_stages_or_another_step_is_partitioned_again():
     assert _found()["cut anew"]
 
 
@@ -398,7 +398,7 @@ def test_batches_of_new_shapes_are_negotiated():
     assert _found()["new shapes"] <= 1e-10
 
 
-def test_the_timeline_has_every_stage_of_the_last_window():
+def test_the_timeline_has_every_stage_of_the_last_step():
     assert _found()["timeline"] == [
         ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"],
         ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"],
@@ -428,12 +428,12 @@ def _train(model, cuts):
     _pipeline(model, split_points=cuts).run(step_batches(model, sizes=[5, 3, 2], num_steps=3))
 
 
-def test_a_step_that_departs_from_the_recording_stops_with_the_place_and_the_remedy():
+def test_a_step_that_differs_from_the_trace_fails_with_the_place_and_the_remedy():
     with pytest.raises(RankFailure, match=r"micro-batch 2 in stage .*called `sin`.*.*Move the branch"):
         run_ranks(_train, 2, _Departs, ["net.8"], timeout=60)
 
 
-def test_a_shape_that_depends_on_values_is_refused_at_a_cut():
+def test_a_shape_that_depends_on_values_is_an_error_between_stages():
     with pytest.raises(RankFailure, match="its shape depends on the values"):
         run_ranks(_train, 2, _Selects, ["net.9"], timeout=60)
 
@@ -444,7 +444,7 @@ class _Compiled(Mlp):
         self.compile()
 
 
-def test_a_task_compiled_as_one_piece_is_refused_with_the_remedy():
+def test_a_task_compiled_as_one_piece_is_an_error_with_the_remedy():
     with pytest.raises(RankFailure, match=r"compiled as one piece.*trainer.compile=false"):
         run_ranks(_train, 2, _Compiled, None, timeout=60)
 

@@ -10,7 +10,7 @@ from tests.strategies.pipeline.models import Gpt, Mlp, ResNet
 from trainkit.errors import UserError
 
 
-def _record(task, batch, *leaf_modules, step=None):
+def _trace(task, batch, *leaf_modules, step=None):
     return trace(task, step or task.training_step, batch, leaf_modules=frozenset(leaf_modules)).graph
 
 
@@ -31,22 +31,22 @@ def _names(graph):
     return [node.name for node in graph.nodes]
 
 
-def test_a_unit_is_one_event_and_every_torch_call_between_units_is_another():
+def test_a_leaf_module_is_one_node_and_so_is_every_torch_call_between_leaf_modules():
     def step(task, batch):
         return F.relu(task.first(batch) + 1).mean()
 
-    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _trace(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
     assert _names(graph) == ["first", "add", "relu", "mean", "return"]
 
 
-def test_questions_about_shapes_are_no_events():
+def test_calls_about_shapes_are_not_nodes():
     def step(task, batch):
         rows, width = batch.shape
         assert batch.dim() == 2 and len(batch) == rows and batch.size(1) == width and not batch.is_complex()
         return task.first(batch).sum()
 
-    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _trace(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
     assert _names(graph) == ["first", "sum", "return"]
 
@@ -56,23 +56,23 @@ def test_what_follows_from_the_batch_alone_is_batch_only():
         mask = torch.ones(2, dtype=torch.bool) & (batch["x"].sum(1) > 0)
         return (task.first(batch["x"]).sum(1) * mask).sum()
 
-    graph = _record(_Step(step, first=nn.Linear(64, 64)), {"x": torch.randn(2, 64)}, "first")
+    graph = _trace(_Step(step, first=nn.Linear(64, 64)), {"x": torch.randn(2, 64)}, "first")
 
     local = {node.name: node.is_batch_only for node in graph.nodes}
     assert local["__and__"] and local["gt"] and local["ones"]
     assert not local["first"] and not local["mul"]
 
 
-def test_a_write_in_place_makes_a_new_product_of_the_same_value():
+def test_a_write_in_place_is_a_new_output_with_the_same_value():
     def step(task, batch):
         hidden = task.first(batch)
         hidden += 1
         return hidden.sum()
 
-    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _trace(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
     first, added, *_ = graph.nodes
-    assert [product.value for product in first.outputs] == [product.value for product in added.outputs]
+    assert [output.value for output in first.outputs] == [output.value for output in added.outputs]
     assert added.written == added.inputs
 
 
@@ -82,12 +82,12 @@ def test_a_constant_that_a_model_value_is_written_to_is_not_local():
         table[:, 0] = task.first(batch)
         return table.sum()
 
-    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _trace(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
     assert [node.name for node in graph.nodes if node.is_batch_only] == []
 
 
-def test_writing_through_a_view_binds_all_that_share_the_memory():
+def test_a_write_through_a_view_constrains_all_tensors_that_share_the_memory():
     def step(task, batch):
         hidden = task.first(batch)
         part = hidden[:, :1]
@@ -95,14 +95,14 @@ def test_writing_through_a_view_binds_all_that_share_the_memory():
         part.mul_(2)
         return hidden.sum() + part.sum()
 
-    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _trace(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
     assert any(
         constraint.forbids(2) and "several tensors share" in constraint.reason for constraint in graph.constraints
     )
 
 
-def test_a_tensor_left_behind_in_a_module_binds_its_maker_and_its_user():
+def test_a_tensor_kept_in_a_module_constrains_its_maker_and_its_user():
     class Leaves(nn.Module):
         def __init__(self):
             super().__init__()
@@ -116,13 +116,13 @@ def test_a_tensor_left_behind_in_a_module_binds_its_maker_and_its_user():
         out = task.last(task.first(batch))
         return (out + task.first.left).sum()
 
-    graph = _record(_Step(step, first=Leaves(), last=nn.Linear(3, 3)), torch.randn(2, 3), "first", "last")
+    graph = _trace(_Step(step, first=Leaves(), last=nn.Linear(3, 3)), torch.randn(2, 3), "first", "last")
 
     assert [(constraint.first, constraint.last) for constraint in graph.constraints] == [(0, 2)]
     assert "module 'first'" in graph.constraints[0].reason
 
 
-def test_a_buffer_that_is_written_binds_all_its_users():
+def test_a_buffer_that_is_written_constrains_all_its_users():
     class Task(_Step):
         def __init__(self):
             super().__init__(None, first=nn.Linear(3, 3), last=nn.Linear(3, 3))
@@ -133,7 +133,7 @@ def test_a_buffer_that_is_written_binds_all_its_users():
             self.mean += hidden.detach().mean(0)
             return (self.last(hidden) - self.mean).sum()
 
-    graph = _record(Task(), torch.randn(2, 3), "first", "last")
+    graph = _trace(Task(), torch.randn(2, 3), "first", "last")
 
     assert any("buffer 'mean'" in constraint.reason for constraint in graph.constraints)
 
@@ -143,14 +143,14 @@ def test_a_number_read_from_a_model_value_is_marked():
         hidden = task.first(batch)
         return hidden.sum() if hidden.abs().max() < 100 else hidden.mean()
 
-    graph = _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+    graph = _trace(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
 
     assert [node.name for node in graph.nodes if node.reads] == ["__bool__"]
 
 
 def test_parameters_are_found_where_they_are_used():
     task = Gpt()
-    graph = _record(task, Gpt.batch(2, torch.Generator()), "tokens", "head", *(f"blocks.{i}" for i in range(4)))
+    graph = _trace(task, Gpt.batch(2, torch.Generator()), "tokens", "head", *(f"blocks.{i}" for i in range(4)))
 
     users = {name: [graph.nodes[i].name for i in users] for name, users in graph.parameter_users.items()}
     assert users["tokens.weight"] == ["tokens", "head"]
@@ -158,7 +158,7 @@ def test_parameters_are_found_where_they_are_used():
     assert users["blocks.1.qkv.bias"] == ["blocks.1"]
 
 
-def test_recording_leaves_buffers_gradients_batch_and_generators_as_they_were():
+def test_a_trace_preserves_buffers_gradients_batch_and_generators():
     task = ResNet()
     batch = ResNet.batch(4, torch.Generator())
     before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
@@ -169,7 +169,7 @@ def test_recording_leaves_buffers_gradients_batch_and_generators_as_they_were():
         batch["image"] += torch.randn(()) * random.random()
         return task.training_step(batch)
 
-    _record(task, batch, "stem", step=step)
+    _trace(task, batch, "stem", step=step)
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in task.state_dict().items())
     assert all(parameter.grad is None for parameter in task.parameters())
@@ -178,23 +178,23 @@ def test_recording_leaves_buffers_gradients_batch_and_generators_as_they_were():
     assert type(task.stem) is nn.Sequential
 
 
-def test_a_task_on_the_meta_device_is_recorded_with_its_operations_and_bytes():
+def test_a_task_on_the_meta_device_is_traced_with_its_operations_and_bytes():
     with torch.device("meta"):
         task = Mlp()
         batch = (torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
 
-    graph = _record(task, batch, *(f"net.{index}" for index in range(20)))
+    graph = _trace(task, batch, *(f"net.{index}" for index in range(20)))
 
     linear = next(node for node in graph.nodes if node.name == "net.1")
     assert linear.cost.flops == 2 * 4 * 16 * 16
     assert linear.cost.activation_bytes == 4 * 16 * 4
 
 
-def test_a_step_that_runs_backward_itself_is_refused():
+def test_a_step_that_runs_backward_itself_is_an_error():
     def step(task, batch):
         loss = task.first(batch).sum()
         loss.backward()
         return loss
 
     with pytest.raises(UserError, match="Return the loss"):
-        _record(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+        _trace(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")

@@ -17,7 +17,7 @@ from trainkit.task import has_phases
 
 
 def step_batches(model, *, sizes, num_steps, replica=0, num_replicas=1, dtype=torch.float64, seed=5):
-    """Return windows with micro-batches of `sizes` samples, all replicas' or one's."""
+    """Return step batches with micro-batches of `sizes` samples, all replicas' or one's."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(num_steps):
