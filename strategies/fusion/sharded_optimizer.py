@@ -23,7 +23,7 @@ from torch.optim import (
     RMSprop,
 )
 
-from trainkit.checkpoint.shard_files import ShardedState, TensorShard, shard_placeholder
+from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
 from trainkit.errors import UserError
 
 from ..ddp.bucket import Bucket, shaped_like
@@ -259,12 +259,12 @@ class ShardedOptimizer:
         for piece in self._pieces:
             index, name = self._indices[id(piece.owner)], names[id(piece.owner)]
             weights = _in_memory_order(piece.owner)[piece.start : piece.stop]
-            shards.pieces.append(TensorShard(f"task.{name}", weights, piece.start, piece.owner.numel()))
+            shards.shards.append(TensorShard(f"task.{name}", weights, piece.start, piece.owner.numel()))
             for key, value in self.optimizer.state.get(piece.parameter, {}).items():
                 told = value
                 if _is_cut(key, value, piece):
                     place = f"optimizer.{index}.{key}"
-                    shards.pieces.append(TensorShard(place, value, piece.start, piece.owner.numel()))
+                    shards.shards.append(TensorShard(place, value, piece.start, piece.owner.numel()))
                     told = shard_placeholder(place, _flat_layout(piece.owner, value.dtype))
                 state.setdefault(index, {})[key] = told
         for told_by_rank in all_gather(state):

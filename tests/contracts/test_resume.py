@@ -121,7 +121,7 @@ EVERY_STEP = {
 
 @pytest.mark.parametrize("name", EVERY_STEP)
 @pytest.mark.parametrize("stop", [2, 7])
-def test_a_schedule_of_every_step_goes_on_where_it_was(make_trainer, name, stop):
+def test_a_schedule_of_every_step_continues_where_it_stopped(make_trainer, name, stop):
     whole, resumed = both_ways(
         make_trainer, lambda: dropout_task(with_schedule(EVERY_STEP[name])), plain_data, stop=stop
     )
@@ -129,14 +129,14 @@ def test_a_schedule_of_every_step_goes_on_where_it_was(make_trainer, name, stop)
 
 
 @STOPS
-def test_a_schedule_of_every_epoch_goes_on_where_it_was(make_trainer, stop):
+def test_a_schedule_of_every_epoch_continues_where_it_stopped(make_trainer, stop):
     schedule = with_schedule(lambda o: LRSchedule(lr_scheduler.ExponentialLR(o, 0.5), every="epoch"))
     whole, resumed = both_ways(make_trainer, lambda: dropout_task(schedule), plain_data, stop=stop)
     assert_same_bits(resumed, whole)
 
 
 @pytest.mark.parametrize("stop", [3, 4, 5, 8])
-def test_a_schedule_on_a_metric_goes_on_where_it_was(make_trainer, stop):
+def test_a_schedule_on_a_metric_continues_where_it_stopped(make_trainer, stop):
     plateau = with_schedule(
         lambda o: LRSchedule(
             lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=1e9),  # nothing is an improvement
@@ -171,7 +171,7 @@ class Augmented(Dataset):
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("stop", [2, 7])
-def test_random_augmentation_goes_on_where_it_was_with_any_number_of_workers(make_trainer, workers, stop):
+def test_random_augmentation_continues_with_any_number_of_workers(make_trainer, workers, stop):
     whole, resumed = both_ways(
         make_trainer,
         dropout_task,
@@ -201,7 +201,7 @@ def test_the_number_of_workers_does_not_change_the_weights(make_trainer):
     ],
     ids=["weighted", "weighted with a generator", "with replacement"],
 )
-def test_a_users_own_sampler_goes_on_where_it_was(make_trainer, sampler, stop):
+def test_a_users_own_sampler_continues_where_it_stopped(make_trainer, sampler, stop):
     def data():
         dataset = regression_data(18)
         return Data(train=DataLoader(dataset, batch_size=4, sampler=sampler(dataset)))
@@ -211,7 +211,7 @@ def test_a_users_own_sampler_goes_on_where_it_was(make_trainer, sampler, stop):
 
 
 @STOPS
-def test_ready_made_batches_go_on_where_they_were(make_trainer, stop):
+def test_ready_made_batches_continue_where_they_stopped(make_trainer, stop):
     def data():
         batches = zip(*(tensor.split(4) for tensor in regression_data(18).tensors), strict=True)
         return Data(train=[list(batch) for batch in batches])
@@ -248,7 +248,7 @@ class StatefulStream(Stream):
 
 @STOPS
 @pytest.mark.parametrize("stream", [Stream, StatefulStream])
-def test_a_stream_goes_on_where_it_was(make_trainer, stream, stop):
+def test_a_stream_continues_where_it_stopped(make_trainer, stream, stop):
     whole, resumed = both_ways(make_trainer, dropout_task, lambda: Data(train=stream(), batch_size=4), stop=stop)
     assert_same_bits(resumed, whole)
 
@@ -266,7 +266,7 @@ def test_a_stream_that_keeps_its_position_is_not_read_again(make_trainer, stop):
     assert streams[-1].read == 3 * 18 - trained_before
 
 
-def test_a_stream_without_a_position_of_its_own_says_that_it_is_read_again(make_trainer, caplog):
+def test_a_stream_without_a_position_warns_that_it_is_read_again(make_trainer, caplog):
     both_ways(make_trainer, dropout_task, lambda: Data(train=Stream(), batch_size=4), stop=2)
     assert "first 8 samples are read again" in caplog.text
 
@@ -307,7 +307,7 @@ def test_saving_does_not_change_training(make_trainer):
     assert_same_bits(saving, whole)
 
 
-def test_the_counters_go_on_where_they_were(make_trainer):
+def test_the_counters_continue_where_they_stopped(make_trainer):
     class Counters(Callback):
         def __init__(self):
             self.seen = []
@@ -352,7 +352,7 @@ def test_the_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(make_tra
     assert loggers[1].rows + loggers[2].rows == loggers[0].rows
 
 
-def test_loggers_are_opened_in_the_same_folder_at_the_step_that_training_goes_on_from(make_trainer):
+def test_loggers_are_opened_in_the_same_folder_at_the_resumed_step(make_trainer):
     logger = MemoryLogger()
     trainer = make_trainer(callbacks=[StopAt(3)])
     trainer.fit(Regression(), plain_data())
@@ -362,7 +362,7 @@ def test_loggers_are_opened_in_the_same_folder_at_the_step_that_training_goes_on
     assert result.run_dir == trainer.run_dir
 
 
-def test_the_state_of_callbacks_goes_on_where_it_was(make_trainer):
+def test_the_state_of_callbacks_continues_where_it_stopped(make_trainer):
     class Counter(Callback):
         def __init__(self):
             self.count = 0
@@ -408,7 +408,7 @@ def test_evaluations_of_a_resumed_run_come_at_the_steps_of_an_uninterrupted_one(
     assert not recorder.steps_of("on_evaluation_start sanity")
 
 
-def test_an_evaluation_that_a_signal_broke_off_is_made_up_when_the_run_goes_on(make_trainer):
+def test_an_evaluation_that_a_signal_interrupted_is_made_after_the_resume(make_trainer):
     class Terminated(Regression):
         def __init__(self, optimizer, *, dies):
             super().__init__(optimizer, hidden=8, dropout=0.5)
@@ -481,7 +481,7 @@ def test_a_run_that_has_reached_its_duration_is_resumed_without_a_step(make_trai
     assert not recorder.steps_of("on_step_end")
 
 
-def test_a_longer_duration_lets_a_finished_run_go_on(make_trainer):
+def test_a_longer_duration_continues_a_finished_run(make_trainer):
     whole, resumed = dropout_task(), dropout_task()
     make_trainer(max_duration="2epoch").fit(whole, plain_data())
     trainer = make_trainer(max_duration="1epoch", callbacks=[SaveAtEnd()])
@@ -516,7 +516,7 @@ def test_resuming_a_task_of_other_shapes_lists_the_shapes(make_trainer, stopped_
         make_trainer().fit(Wide(), plain_data(), resume=stopped_run)
 
 
-def test_resuming_where_nothing_is_names_what_is_there(make_trainer, stopped_run):
+def test_resuming_from_a_missing_path_names_the_existing_ones(make_trainer, stopped_run):
     near = stopped_run.with_name(stopped_run.name + "x")
     with pytest.raises(UserError, match=f"no run or checkpoint at .*Did you mean '{stopped_run.name}'"):
         make_trainer().fit(Regression(), plain_data(), resume=near)
