@@ -310,7 +310,7 @@ def _is_worth_saving(error: BaseException) -> bool:
 
 def _has_other_ranks(strategy: Strategy) -> bool:
     """Return whether saving would wait for ranks that the exception may not have reached."""
-    return strategy.comm.num_processes > 1
+    return type(strategy).all_gather_object is not Strategy.all_gather_object
 
 
 def _was_updating(error: BaseException, strategy: Strategy) -> bool:

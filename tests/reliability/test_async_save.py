@@ -76,7 +76,7 @@ def wait_for_writer() -> None:
 @pytest.mark.parametrize("kept", [1, 3, None])
 def test_the_same_checkpoints_are_kept_as_without_a_background(make_trainer, monkeypatch, kept):
     slowly(monkeypatch, lambda step: time.sleep(0.2 if step <= 4 else 0.0))
-    kept = []
+    saved = []
     for background in (False, True):
         checkpoint = Checkpoint(
             every="7step",
@@ -88,10 +88,10 @@ def test_the_same_checkpoints_are_kept_as_without_a_background(make_trainer, mon
         )
         trainer = make_trainer(callbacks=[checkpoint], max_duration="20step", evaluate_every="2step")
         trainer.fit(Regression(), data())
-        kept.append(entries(trainer))
-    assert kept[0] == kept[1]
-    assert kept[0][-1][:2] == (20, "end")
-    assert any(reason == "best" for _, reason, _ in kept[0])
+        saved.append(entries(trainer))
+    assert saved[0] == saved[1]
+    assert saved[0][-1][:2] == (20, "end")
+    assert any(reason == "best" for _, reason, _ in saved[0])
 
 
 class SaveAt(Callback):

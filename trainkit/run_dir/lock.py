@@ -83,7 +83,7 @@ def lock_run_dir(folder: Path, *, timeout: float = _WAIT_SECONDS) -> Iterator[No
             raise _in_use(folder) from None
         if no_locks is not None:
             logger.warning(
-                "%s is on a file system without locks (%s): a second process that trains in the same folder "
+                "%s is on a file system without locks (%s): another process that trains in the same folder "
                 "is not detected.",
                 folder,
                 no_locks.strerror,
