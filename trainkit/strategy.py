@@ -29,7 +29,7 @@ from trainkit.task import TaskModule
 from trainkit.tree import to_device
 
 if TYPE_CHECKING:
-    from trainkit.checkpoint.shard_files import ShardedState
+    from trainkit.checkpoint.sharded_state import ShardedState
     from trainkit.data.data import StageData
     from trainkit.profiling.timeline import Overlap
 

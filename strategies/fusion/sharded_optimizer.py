@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from trainkit.checkpoint.shard_files import ShardedState, TensorShard, shard_placeholder
+from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
 from trainkit.errors import UserError
 
 from ..ddp.bucket import Bucket, shaped_like
@@ -242,12 +242,12 @@ class ShardedOptimizer:
         for shard, state in self._states():
             owner, index = shard.owner, self._indices[id(shard.owner)]
             weights = _in_memory_order(owner)[shard.start : shard.stop]
-            sharded.pieces.append(TensorShard(f"task.{names[id(owner)]}", weights, shard.start, owner.numel()))
+            sharded.shards.append(TensorShard(f"task.{names[id(owner)]}", weights, shard.start, owner.numel()))
             for key, value in state.items():
                 entry = value
                 if _is_sharded(key, value, shard):
                     place = f"optimizer.{index}.{key}"
-                    sharded.pieces.append(TensorShard(place, value, shard.start, owner.numel()))
+                    sharded.shards.append(TensorShard(place, value, shard.start, owner.numel()))
                     entry = shard_placeholder(place, _flat_layout(owner, value.dtype))
                 own.setdefault(index, {})[key] = entry
         sharded.optimizers[0]["state"] = _merge_states(all_gather(own))

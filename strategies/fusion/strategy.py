@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.checkpoint.shard_files import ShardedState
+from trainkit.checkpoint.sharded_state import ShardedState
 from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import gather
 from trainkit.errors import UserError, nearest

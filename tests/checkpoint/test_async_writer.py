@@ -14,19 +14,19 @@ from trainkit.checkpoint.store import CheckpointEntry, CheckpointError, Checkpoi
 from trainkit.errors import UserError
 
 
-class HeldStore(CheckpointStore):
-    """A store whose saves begin when the test lets them."""
+class BlockedStore(CheckpointStore):
+    """A store whose saves wait until the test releases them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.may_save = threading.Event()
+        self.released = threading.Event()
         self.running = 0
         self.most_running = 0
 
     def save(self, *arguments: Any, **named: Any) -> CheckpointEntry:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        assert self.may_save.wait(30)
+        assert self.released.wait(30)
         try:
             return super().save(*arguments, **named)
         finally:
@@ -37,15 +37,15 @@ def place(step: int) -> dict[str, Any]:
     return {"name": f"step_{step}", "step": step, "epoch": 0}
 
 
-def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
-    store = HeldStore(tmp_path)
+def test_the_saved_state_is_that_of_the_call(tmp_path: Path) -> None:
+    store = BlockedStore(tmp_path)
     weight, history, metrics = torch.zeros(1000), [1, 2], {"loss": 1.0}
     with AsyncWriter(store) as writer:
         writer.save({"weight": weight, "history": history}, metrics=metrics, **place(1))
         weight.fill_(7)
         history.append(3)
         metrics["loss"] = 9.0
-        store.may_save.set()
+        store.released.set()
         entry = writer.wait()
     assert entry is not None and entry.metrics == {"loss": 1.0}
     loaded = store.load(entry)
@@ -53,19 +53,19 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
 
 
 def test_call_returns_before_the_save_is_done(tmp_path: Path) -> None:
-    store = HeldStore(tmp_path)
+    store = BlockedStore(tmp_path)
     writer = AsyncWriter(store)
     writer.save({"a": torch.ones(3)}, **place(1))
     assert writer.busy and store.entries() == []
     writer.check()
-    store.may_save.set()
+    store.released.set()
     writer.close()
     assert not writer.busy and len(store.entries()) == 1
 
 
 def test_one_save_at_most_is_in_flight(tmp_path: Path) -> None:
-    store = HeldStore(tmp_path)
-    store.may_save.set()
+    store = BlockedStore(tmp_path)
+    store.released.set()
     with AsyncWriter(store) as writer:
         for step in range(6):
             writer.save({"a": torch.full((50_000,), float(step))}, **place(step))
@@ -105,7 +105,7 @@ def test_writer_works_again_after_an_error(tmp_path: Path) -> None:
     assert entry is not None and entry.step == 2
 
 
-def test_error_of_what_follows_a_save_is_raised_too(tmp_path: Path) -> None:
+def test_error_of_the_callback_after_a_save_is_raised(tmp_path: Path) -> None:
     def fail(entry: CheckpointEntry) -> None:
         raise RuntimeError(f"after {entry.name}")
 
@@ -130,7 +130,7 @@ def test_payload_that_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> 
         assert not writer.busy
 
 
-def test_interpreter_that_ends_lets_the_save_end(tmp_path: Path) -> None:
+def test_interpreter_waits_for_the_save_before_it_exits(tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"
         "from trainkit.checkpoint.store import CheckpointStore\n"

@@ -146,7 +146,7 @@ def test_payload_is_not_changed_by_saving(tmp_path: Path) -> None:
     assert list(payload) == ["task"] and payload["task"] is inner and inner["weight"] is parameter
 
 
-def test_size_is_foretold_to_a_few_percent(tmp_path: Path) -> None:
+def test_size_is_estimated_to_a_few_percent(tmp_path: Path) -> None:
     payload = {
         "large": torch.ones(100_000),
         "many": {str(index): torch.ones(10) for index in range(100)},

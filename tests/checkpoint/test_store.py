@@ -126,7 +126,7 @@ def test_either_hash_detects_a_changed_byte(tmp_path: Path, monkeypatch: pytest.
         store.verify(entry)
 
 
-def test_metrics_that_are_no_numbers_survive_the_manifest(tmp_path: Path) -> None:
+def test_metrics_that_are_not_finite_survive_the_manifest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(payload_of(0), name="a", step=0, epoch=0, metrics={"x": float("nan"), "y": float("-inf"), "z": 0.1})
     metrics = store.entries()[0].metrics
@@ -172,7 +172,7 @@ def test_delete_takes_only_that_checkpoint(tmp_path: Path) -> None:
     assert [entry.step for entry in store.entries()] == [0, 2]
 
 
-def test_prune_leaves_what_is_to_keep(tmp_path: Path) -> None:
+def test_prune_leaves_the_checkpoints_to_keep(tmp_path: Path) -> None:
     store = filled(tmp_path, [3.0, 1.0, 2.0, 4.0])
     removed = store.prune([store.entries()[3], store.entries()[1]])
     assert [entry.step for entry in removed] == [0, 2]
@@ -233,7 +233,7 @@ def test_without_fallback_the_damage_is_raised(tmp_path: Path) -> None:
         store.load_last(fallback=False)
 
 
-def test_when_all_are_damaged_every_reason_is_told(tmp_path: Path) -> None:
+def test_an_error_names_every_reason_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
     store = filled(tmp_path, [3.0, 2.0])
     for entry in store.entries():
         cut(entry.path, 10)
@@ -264,7 +264,7 @@ def test_named_file_outside_any_manifest_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["remove", "empty", "cut", "other", "list", "text"])
-def test_lost_manifest_is_made_anew_from_undamaged_files(
+def test_lost_manifest_is_rebuilt_from_undamaged_files(
     tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = filled(tmp_path, [3.0, 2.0, 1.0])
@@ -308,7 +308,7 @@ def test_edited_manifest_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
-    from trainkit.checkpoint.files import digest_of_text
+    from trainkit.checkpoint.files import text_digest
 
     store = filled(tmp_path / "checkpoints", [3.0])
     (tmp_path / "precious.txt").write_text("x")
@@ -316,7 +316,7 @@ def test_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     document = json.loads(manifest.read_text())
     document["checkpoints"][0]["file"] = "../precious.txt"
     del document["digest"]
-    document["digest"] = digest_of_text(json.dumps(document, sort_keys=True))
+    document["digest"] = text_digest(json.dumps(document, sort_keys=True))
     manifest.write_text(json.dumps(document))
     for entry in store.entries():
         store.delete(entry)
@@ -371,7 +371,7 @@ def test_pickle_that_holds_code_is_refused_and_never_run(tmp_path: Path, legacy:
 
 
 def test_listed_file_that_holds_code_is_refused_too(tmp_path: Path) -> None:
-    from trainkit.checkpoint.files import digest_of
+    from trainkit.checkpoint.files import file_digest
     from trainkit.checkpoint.manifest import Manifest, write_manifest
 
     store = filled(tmp_path, [1.0])
@@ -379,7 +379,7 @@ def test_listed_file_that_holds_code_is_refused_too(tmp_path: Path) -> None:
     entry = store.entries()[0]
     torch.save({"x": Evil(trap)}, entry.path)
     with open(entry.path, "rb", buffering=0) as file:
-        size, digest = digest_of(file, "sha256")
+        size, digest = file_digest(file, "sha256")
     forged = CheckpointEntry(**{**vars(entry), "size": size, "digest": digest})
     write_manifest(tmp_path, Manifest([forged], None))
     with pytest.raises(CheckpointError, match=r"it names \S*mkdir"):
@@ -390,13 +390,13 @@ def test_listed_file_that_holds_code_is_refused_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"x", b"hello world" * 50, pickle.dumps({"a": 1}), pickle.dumps([1], protocol=0)]
 )
-def test_file_that_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_file_that_is_not_a_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "some.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"some\.pt"):
         load_from(tmp_path / "some.pt")
 
 
-def test_zip_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_zip_file_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "some.pt", "w") as archive:
         archive.writestr("a.txt", "hello")
     with pytest.raises(CheckpointError, match=r"some\.pt"):
@@ -413,7 +413,7 @@ def test_state_dict_of_another_program_is_refused_with_what_to_type(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../a", ".hidden", "a b", "a\n"])
-def test_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
+def test_name_that_is_not_a_file_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="name"):
         CheckpointStore(tmp_path).save({}, name=name, step=0, epoch=0)
 
@@ -532,7 +532,7 @@ def small_file_limit() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("tensors", [1, 1000])
-def test_disk_that_takes_no_more_is_told_and_earlier_ones_are_intact(
+def test_full_disk_raises_and_earlier_checkpoints_are_intact(
     tmp_path: Path, small_file_limit: None, tensors: int
 ) -> None:
     store = filled(tmp_path, [3.0])
@@ -546,7 +546,7 @@ def test_disk_that_takes_no_more_is_told_and_earlier_ones_are_intact(
     store.save(payload_of(1), name="step_1", step=1, epoch=0)
 
 
-def test_file_in_place_of_the_folder_is_told(tmp_path: Path) -> None:
+def test_file_in_place_of_the_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     for folder in (tmp_path / "checkpoints", tmp_path / "checkpoints" / "inner"):
         with pytest.raises(CheckpointError, match="could not be saved"):
@@ -643,7 +643,7 @@ def test_writers_of_one_folder_wait_for_each_other(tmp_path: Path) -> None:
         CheckpointStore(tmp_path).verify(entry)
 
 
-def test_writer_that_never_ends_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_that_never_ends_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainkit.checkpoint.files import only_writer
 
     monkeypatch.setattr("trainkit.checkpoint.files._WAIT_SECONDS", 0.2)

@@ -73,25 +73,25 @@ def wait_for_writer() -> None:
             thread.join(30)
 
 
-@pytest.mark.parametrize("keep_last", [1, 3, None])
-def test_the_same_checkpoints_are_kept_as_without_a_background(make_trainer, monkeypatch, keep_last):
+@pytest.mark.parametrize("kept", [1, 3, None])
+def test_the_same_checkpoints_are_kept_as_without_a_background(make_trainer, monkeypatch, kept):
     slowly(monkeypatch, lambda step: time.sleep(0.2 if step <= 4 else 0.0))
-    kept = []
+    saved = []
     for background in (False, True):
         checkpoint = Checkpoint(
             every="7step",
             monitor="validation/loss",
             mode="max",
             save_top_k=1,
-            save_last_k=keep_last,
+            save_last_k=kept,
             async_save=background,
         )
         trainer = make_trainer(callbacks=[checkpoint], max_duration="20step", evaluate_every="2step")
         trainer.fit(Regression(), data())
-        kept.append(entries(trainer))
-    assert kept[0] == kept[1]
-    assert kept[0][-1][:2] == (20, "end")
-    assert any(reason == "best" for _, reason, _ in kept[0])
+        saved.append(entries(trainer))
+    assert saved[0] == saved[1]
+    assert saved[0][-1][:2] == (20, "end")
+    assert any(reason == "best" for _, reason, _ in saved[0])
 
 
 class SaveAt(Callback):
@@ -105,7 +105,7 @@ class SaveAt(Callback):
             run.checkpointer.save(reason="test", background=True)
 
 
-def test_a_checkpoint_has_the_weights_of_its_step_although_training_went_on_meanwhile(make_trainer, monkeypatch):
+def test_a_checkpoint_has_the_weights_of_its_step_although_training_continues(make_trainer, monkeypatch):
     went_on = threading.Event()
     slowly(monkeypatch, lambda step: wait_for(went_on))
     weights = Weights()
@@ -146,7 +146,7 @@ def test_an_error_of_the_last_save_is_raised_too(make_trainer, monkeypatch):
     assert [step for step, _, _ in entries(trainer)] == [5]
 
 
-def test_the_end_of_training_waits_for_what_is_being_written(make_trainer, monkeypatch):
+def test_the_end_of_training_waits_for_the_save(make_trainer, monkeypatch):
     slowly(monkeypatch, lambda step: time.sleep(0.2))
     trainer = make_trainer(callbacks=[Checkpoint(every="10step", async_save=True)], max_duration="10step")
     trainer.fit(Regression(momentum), data())
@@ -163,7 +163,7 @@ def test_an_exception_leaves_the_last_complete_step(make_trainer):
     assert [(step, reason) for step, reason, _ in entries(trainer)] == [(7, "exception")]
 
 
-def test_a_run_goes_on_from_what_was_written_in_the_background_to_the_last_bit(make_trainer):
+def test_a_run_resumed_from_a_background_save_is_bit_equal(make_trainer):
     whole, resumed = Regression(momentum, hidden=8, dropout=0.5), Regression(momentum, hidden=8, dropout=0.5)
     make_trainer(max_duration="15step").fit(whole, data())
     trainer = make_trainer(callbacks=[Checkpoint(every="3step", async_save=True)], max_duration="7step")

@@ -64,7 +64,7 @@ def savers() -> Iterator[Savers]:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_kill_at_any_instant_costs_only_what_was_not_saved(tmp_path: Path, savers: Savers, mode: str) -> None:
+def test_kill_at_any_instant_costs_only_unsaved_work(tmp_path: Path, savers: Savers, mode: str) -> None:
     store = CheckpointStore(tmp_path)
     chance = random.Random(mode)
     pace = seconds_of_a_save(tmp_path / "pace")
@@ -86,7 +86,7 @@ def test_kill_at_any_instant_costs_only_what_was_not_saved(tmp_path: Path, saver
 
 
 def seconds_of_a_save(folder: Path) -> float:
-    """Return what a save takes on this machine just now: kills are to fall into saves, and into later ones too."""
+    """Return the seconds of a save on this machine now: kills are to fall into saves, and into later ones too."""
     start = time.monotonic()
     for step in range(3):
         CheckpointStore(folder).save(payload_of(step), name=f"step_{step}", step=step, epoch=0)
@@ -146,7 +146,7 @@ def test_part_that_is_marked_as_a_folder_is_detected_without_a_manifest(tmp_path
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_every_cut_is_detected_and_the_previous_one_used(tmp_path: Path, listed: bool) -> None:
+def test_every_truncation_is_detected_and_the_previous_checkpoint_loaded(tmp_path: Path, listed: bool) -> None:
     store, content = two_checkpoints(tmp_path)
     last = store.entries()[-1]
     lengths = [*range(0, len(content), EVERY_BYTES), len(content) - 1]
@@ -184,7 +184,7 @@ def test_every_flipped_byte_of_the_manifest_leaves_the_last_checkpoint(tmp_path:
         assert loaded.skipped == [] and loaded.entry.step == 2 and loaded.payload["step"] == 2
 
 
-def test_full_disk_is_told_and_earlier_checkpoints_are_intact(tmp_path: Path, small_disk: Path) -> None:
+def test_full_disk_raises_and_earlier_checkpoints_are_intact(tmp_path: Path, small_disk: Path) -> None:
     store = CheckpointStore(small_disk / "checkpoints")
     saved = 0
     with pytest.raises(CheckpointError) as caught:
@@ -228,7 +228,7 @@ def test_full_disk_reaches_the_caller_of_a_background_save(small_disk: Path) -> 
     assert is_whole(store.load_last().payload)
 
 
-def test_read_only_disk_is_told_and_can_still_be_read(small_disk: Path) -> None:
+def test_read_only_disk_raises_and_can_still_be_read(small_disk: Path) -> None:
     store = CheckpointStore(small_disk / "checkpoints")
     store.save(payload_of(0), name="step_0", step=0, epoch=0)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

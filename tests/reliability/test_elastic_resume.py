@@ -1,7 +1,7 @@
-"""A run goes on where it was on any strategy and any number of ranks (contracts C2 and C6).
+"""A run is resumed on any strategy and any number of ranks (contracts C2 and C6).
 
 saved by ddp on 3 ranks       | in the middle of epoch 1
-single, dp, ddp on 2 ranks,   |   goes on with exactly the samples that are left, in the same order
+single, dp, ddp on 2 ranks,   |   continues with exactly the samples that are left, in the same order
 fusion, pipeline              |
 """
 
@@ -117,7 +117,7 @@ def in_global_order(reads: Reads) -> dict[int, list[int]]:
     """Return the samples of each step in the order of their positions: rank r has every W-th."""
     by_step: dict[int, dict[int, list[int]]] = {}
     for rank, step, indices in reads:
-        assert by_step.setdefault(step, {}).setdefault(rank, indices) == indices  # stages of a pipeline read alike
+        assert by_step.setdefault(step, {}).setdefault(rank, indices) == indices  # all stages read the same
     ordered = {}
     for step, ranks in by_step.items():
         whole = [-1] * sum(map(len, ranks.values()))
@@ -168,11 +168,11 @@ def three_ranks(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> tuple[Weights, Reads]:
-    """What one device makes of the three epochs without a break."""
+    """The weights and reads of one device over three uninterrupted epochs."""
     return train(SingleStrategy(device="cpu"), folder / "single")
 
 
-def test_on_the_same_ranks_a_resumed_run_is_that_of_an_uninterrupted_one_to_the_last_bit(three_ranks):
+def test_on_the_same_ranks_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(three_ranks):
     for whole_weights, resumed_weights, _ in three_ranks:
         assert_same_bits(resumed_weights, whole_weights)
         assert_same_bits(resumed_weights, three_ranks[0][0])
@@ -199,7 +199,7 @@ def saved_copy(folder: Path, name: str) -> Path:
     return copy
 
 
-def assert_goes_on_like(whole: tuple[Weights, Reads], weights: Weights, reads: Reads) -> None:
+def assert_continues_like(whole: tuple[Weights, Reads], weights: Weights, reads: Reads) -> None:
     expected = in_global_order(whole[1])
     assert in_global_order(reads) == {step: expected[step] for step in range(STOP + 1, 3 * STEPS_PER_EPOCH + 1)}
     assert_close(weights, whole[0])
@@ -207,17 +207,17 @@ def assert_goes_on_like(whole: tuple[Weights, Reads], weights: Weights, reads: R
 
 @pytest.mark.usefixtures("three_ranks")
 @pytest.mark.parametrize("name", ["single", "accumulating", "dp"])
-def test_one_process_goes_on_with_the_samples_that_three_ranks_left(folder, whole, name):
+def test_one_process_continues_with_the_samples_that_three_ranks_left(folder, whole, name):
     strategy = {
         "single": lambda: SingleStrategy(device="cpu"),
         "accumulating": lambda: SingleStrategy(device="cpu", micro_batch_size=5),
         "dp": lambda: DataParallelStrategy(devices=["cpu", "cpu"]),
     }[name]()
-    assert_goes_on_like(whole, *train(strategy, saved_copy(folder, name), resume=True))
+    assert_continues_like(whole, *train(strategy, saved_copy(folder, name), resume=True))
 
 
 def on_two_ranks(copies: dict[str, Path]) -> dict[str, tuple[Weights, Reads]]:
-    """Return what each strategy of two ranks makes of the rest."""
+    """Return the weights and reads of each strategy of two ranks over the rest."""
     strategies = {
         "ddp": lambda: DDPStrategy(device="cpu"),
         "fusion": lambda: FusionStrategy(device="cpu"),
@@ -228,11 +228,11 @@ def on_two_ranks(copies: dict[str, Path]) -> dict[str, tuple[Weights, Reads]]:
 
 
 @pytest.mark.usefixtures("three_ranks")
-def test_two_ranks_go_on_with_the_samples_that_three_ranks_left(folder, whole):
+def test_two_ranks_continue_with_the_samples_that_three_ranks_left(folder, whole):
     copies = {name: saved_copy(folder, f"two_{name}") for name in ("ddp", "fusion", "sharded", "pipeline")}
     first, second = run_ranks(on_two_ranks, 2, copies)
     for name in copies:
-        assert_goes_on_like(whole, first[name][0], first[name][1] + second[name][1])
+        assert_continues_like(whole, first[name][0], first[name][1] + second[name][1])
         if name != "pipeline":  # whose ranks hold a part of the task each
             assert_same_bits(first[name][0], second[name][0])
 

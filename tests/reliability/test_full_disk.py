@@ -12,7 +12,7 @@ from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.checkpoint.store import CheckpointStore
 
 
-def test_training_goes_on_while_the_disk_is_full_and_saves_when_there_is_room(small_disk: Path) -> None:
+def test_training_continues_while_the_disk_is_full_and_saves_when_there_is_room(small_disk: Path) -> None:
     filler = small_disk / "filler"
 
     class Cleaner(Callback):

@@ -1,4 +1,4 @@
-"""Checkpoints of which each rank writes what it holds: as safe as those in one file, and read on any layout."""
+"""Sharded checkpoints: each rank writes its shard; as safe as one file, and loaded on any layout."""
 
 import os
 import pickle
@@ -77,7 +77,7 @@ def fusion() -> Strategy:
 
 
 def resumed(folder: Path, copy: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a run that goes on in one process, in a copy of its folder."""
+    """Return the weights of a run that is resumed in one process, in a copy of its folder."""
     shutil.copytree(folder, copy)
     task = Regression()
     fit(copy, SingleStrategy(device="cpu"), 12, task=task)
@@ -109,7 +109,7 @@ def saved_on_two_ranks(folder: Path) -> list[str]:
 
 
 class Steps(Callback):
-    """Calls functions after steps, before the callbacks behind it, and knows the last step."""
+    """Calls functions after steps, before the callbacks behind it, and keeps the last step."""
 
     def __init__(self, functions: dict[int, Callable[[], object]]) -> None:
         self.functions, self.last = functions, 0
@@ -126,21 +126,21 @@ def wait_for_threads() -> None:
 
 
 def save_in_background(folder: Path) -> None:
-    write, went_on = ShardWriter.write, threading.Event()
+    write, continued = ShardWriter.write, threading.Event()
 
-    def later(writing: ShardWriter) -> Any:
-        assert went_on.wait(20), "training did not go on while the shards were written"
-        return write(writing)
+    def later(writer: ShardWriter) -> Any:
+        assert continued.wait(20), "training did not continue while the shards were written"
+        return write(writer)
 
-    def slowly(writing: ShardWriter) -> Any:
+    def slowly(writer: ShardWriter) -> Any:
         time.sleep(0.5 * dist.get_rank())
-        return write(writing)
+        return write(writer)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardWriter, "write", later)
-        fit(folder / "background", fusion(), 8, first=[Steps({7: went_on.set})], sharded=True, async_save=True)
-        went_on.clear()
-        first = [Steps({3: went_on.set})]
+        fit(folder / "background", fusion(), 8, first=[Steps({7: continued.set})], sharded=True, async_save=True)
+        continued.clear()
+        first = [Steps({3: continued.set})]
         fit(
             folder / "staged_background",
             PipelineStrategy(device="cpu", stages=2),
@@ -154,6 +154,7 @@ def save_in_background(folder: Path) -> None:
         stop = Steps({5: lambda: os.kill(os.getpid(), signal.SIGTERM)} if dist.get_rank() == 1 else {})
         with pytest.raises(Stopped):
             fit(folder / "stopped", fusion(), 200, first=[stop], sharded=True, async_save=True)
+    (folder / f"stopped_after_{dist.get_rank()}").write_text(str(stop.last))
 
 
 def refuse(*arguments: Any) -> Any:
@@ -166,7 +167,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(folder: Path) -> list[list[str]]:
+def errors(folder: Path) -> list[list[str]]:
     return run_ranks(saved_on_two_ranks, 2, folder)
 
 
@@ -180,14 +181,14 @@ def same_bits(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_what_two_ranks_have_written_is_what_one_would_have(folder, told):
+def test_shards_of_two_ranks_equal_a_checkpoint_in_one_file(folder, errors):
     whole, sharded = load_from(folder / "whole").payload, load_from(folder / "sharded").payload
     for part in ("task", "optimizer", "rng", "schedules"):
         assert same_bits(whole[part], sharded[part]), part
     assert sharded["task"]["mixing"].stride() == whole["task"]["mixing"].stride() == (1, 16)
 
 
-def test_each_rank_writes_about_half_and_the_manifest_knows_all_files(folder, told):
+def test_each_rank_writes_about_half_and_the_manifest_lists_all_files(folder, errors):
     for entry in CheckpointStore(folder / "sharded" / "checkpoints").entries():
         shards = entry.path.with_suffix(".shards")
         assert sorted(shard.file for shard in entry.shards) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
@@ -196,19 +197,19 @@ def test_each_rank_writes_about_half_and_the_manifest_knows_all_files(folder, to
     assert 0.5 < first / second < 2
 
 
-def test_each_stage_of_a_pipeline_writes_what_it_holds(folder, told):
+def test_each_stage_of_a_pipeline_writes_its_shard(folder, errors):
     whole, staged = load_from(folder / "staged_whole"), load_from(folder / "staged")
     for part in ("task", "optimizer"):
         assert same_bits(whole.payload[part], staged.payload[part]), part
     assert sorted(shard.file for shard in staged.entry.shards) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
 
 
-def test_a_run_goes_on_in_one_process_to_the_same_bits_as_from_one_file(folder, told, tmp_path):
+def test_resuming_shards_in_one_process_is_bit_equal_to_resuming_one_file(folder, errors, tmp_path):
     one, other = (resumed(folder / name, tmp_path / name) for name in ("whole", "sharded"))
     assert same_bits(dict(one), dict(other))
 
 
-def test_weights_are_exported_whole(folder, told, tmp_path):
+def test_weights_are_exported_to_one_file(folder, errors, tmp_path):
     from safetensors.torch import load_file
 
     export_weights(folder / "sharded", tmp_path / "model.safetensors")
@@ -218,13 +219,13 @@ def test_weights_are_exported_whole(folder, told, tmp_path):
     assert set(exported) | {"tied"} == set(weights)
 
 
-def test_retention_removes_the_shards_too(folder, told):
+def test_retention_removes_the_shards_too(folder, errors):
     names = {path.name for path in (folder / "pruned" / "checkpoints").iterdir()}
     assert names == {"manifest.json", f"{NAMES[1]}.pt", f"{NAMES[1]}.shards"}
 
 
-def test_a_rank_that_cannot_write_is_told_on_every_rank_and_leaves_what_was_saved(folder, told):
-    assert all("process 1 could not write its shard: OSError: [Errno 28] No space left" in error for error, _ in told)
+def test_a_rank_that_cannot_write_raises_on_every_rank_and_earlier_checkpoints_stay(folder, errors):
+    assert all("process 1 could not write its shard: OSError: [Errno 28] No space left" in error for error, _ in errors)
     store = CheckpointStore(folder / "failed" / "checkpoints")
     assert store.load_last().entry.step == 4
     assert {path.name for path in store.folder.iterdir()} == {"manifest.json", f"{NAMES[0]}.pt", f"{NAMES[0]}.shards"}
@@ -232,7 +233,7 @@ def test_a_rank_that_cannot_write_is_told_on_every_rank_and_leaves_what_was_save
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata", None])
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_damaged_shard_is_noticed_and_the_checkpoint_before_it_used(folder, told, tmp_path, file, listed):
+def test_a_damaged_shard_is_detected_and_the_checkpoint_before_it_loaded(folder, errors, tmp_path, file, listed):
     store = CheckpointStore(shutil.copytree(folder / "sharded" / "checkpoints", tmp_path / "checkpoints"))
     shards = store.folder / f"{NAMES[1]}.shards"
     if file is None:
@@ -261,16 +262,16 @@ def test_names_of_shards_are_on_the_disk_before_the_checkpoint_is_listed(tmp_pat
 
         return noting
 
-    for name in ("sync_folder", "move", "replace_manifest"):
+    for name in ("sync_folder", "move", "write_manifest"):
         monkeypatch.setattr(store_module, name, noted(name))
     store = CheckpointStore(tmp_path / "checkpoints")
-    with store.receiving_shards("a") as folder:
-        store.list_shards({"task": {}}, folder, [], name="a", step=1, epoch=0)
+    with store.shard_folder("a") as folder:
+        store.register_shards({"task": {}}, folder, [], name="a", step=1, epoch=0)
     moved = [("move", ".a.shards.part"), ("move", ".a.pt.part")]
-    assert done == [("sync_folder", ".a.shards.part"), *moved, ("replace_manifest", "checkpoints")]
+    assert done == [("sync_folder", ".a.shards.part"), *moved, ("write_manifest", "checkpoints")]
 
 
-def test_a_lost_manifest_is_made_from_files_with_shards(folder, told, tmp_path):
+def test_a_lost_manifest_is_rebuilt_from_files_with_shards(folder, errors, tmp_path):
     store = CheckpointStore(shutil.copytree(folder / "sharded" / "checkpoints", tmp_path / "checkpoints"))
     listed = store.entries()
     (store.folder / "manifest.json").unlink()
@@ -284,11 +285,11 @@ def test_metadata_that_names_code_is_refused_and_never_run(tmp_path):
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match=r"names posix\.mkdir, which can run code"):
-        shard_files.filled({}, tmp_path)
+        shard_files.load_shards({}, tmp_path)
     assert not (tmp_path / "trap").exists()
 
 
-def test_shards_written_in_the_background_are_those_of_their_step(folder, told):
+def test_shards_written_in_the_background_are_those_of_their_step(folder, errors):
     for name, background in (("sharded", "background"), ("staged", "staged_background")):
         for one, other in zip(
             *(CheckpointStore(folder / n / "checkpoints").entries() for n in (name, background)), strict=True
@@ -301,17 +302,21 @@ def test_shards_written_in_the_background_are_those_of_their_step(folder, told):
     assert names == {"manifest.json", f"{NAMES[1]}.pt", f"{NAMES[1]}.shards"}
 
 
-def test_a_run_that_is_told_to_stop_waits_for_the_shards_of_all_ranks(folder, told):
+def test_a_stopped_run_waits_for_the_shards_of_all_ranks(folder, errors):
     store = CheckpointStore(folder / "stopped" / "checkpoints")
     first, *_, last = store.entries()
-    assert (first.step, last.reason) == (4, "SIGTERM")
+    agreed, other = (int((folder / f"stopped_after_{rank}").read_text()) for rank in range(2))
+    # Ranks agree some steps later, and a step that an interval has saved already is not saved again.
+    reason = "interval" if agreed % 4 == 0 else "SIGTERM"
+    assert (first.step, last.step, last.reason) == (4, agreed, reason)
+    assert agreed == other
     for entry in store.entries():
         store.verify(entry)
         assert len(entry.shards) == 3
 
 
-def test_a_rank_that_cannot_write_in_the_background_is_told_on_every_rank_after_the_next_step(folder, told):
-    for _, error in told:
+def test_a_rank_that_cannot_write_in_the_background_raises_on_every_rank_after_the_next_step(folder, errors):
+    for _, error in errors:
         assert error.startswith("9: process 1 could not write its shard: OSError: [Errno 28] No space left"), error
 
 
@@ -328,7 +333,7 @@ def killed_while_saving(folder: Path, rank: int, at: str, background: bool) -> N
 @pytest.mark.parametrize(
     "kill", [(1, "writing", False), (0, "listing", False), (1, "writing", True), (0, "listing", True)]
 )
-def test_a_kill_while_ranks_save_costs_only_the_work_since_the_last_checkpoint(tmp_path, folder, told, kill):
+def test_a_kill_while_ranks_save_costs_only_the_work_since_the_last_checkpoint(tmp_path, folder, errors, kill):
     rank = kill[0]
     outcomes = rank_outcomes(killed_while_saving, 2, tmp_path / "killed", *kill, patience=20)
     assert "SIGKILL" in str(outcomes[rank].failure)

@@ -1,4 +1,4 @@
-"""Weights that are not finite never take the place of a sound checkpoint, whatever the policy and whoever asks (C9)."""
+"""Weights that are not finite never replace a sound checkpoint, with any policy and any caller (C9)."""
 
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def test_skipped_steps_can_be_saved():
 
 
 @pytest.mark.parametrize("policy", ["raise", "stop", "skip", "rollback"])
-def test_a_mask_of_minus_infinity_is_no_reason_not_to_save(policy):
+def test_a_mask_of_minus_infinity_does_not_prevent_a_save(policy):
     fit("run", policy, bad=None)
     assert is_sound("run", step=STEPS)
 

@@ -68,34 +68,34 @@ class Regression(TaskModule):
         return optimizer, [by_step, LRSchedule(plateau, every="metric", metric="validation/loss")]
 
 
-class Tell(Callback):
-    """Tells the parent where training starts and when it saves."""
+class Reporter(Callback):
+    """Reports to the parent where training starts and when it saves."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self.tell = tell
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self.report = report
 
     def on_fit_start(self, run: Any) -> None:
-        self.tell(f"started {run.state.step}")
+        self.report(f"started {run.state.step}")
 
     def on_save(self, run: Any, payload: dict[str, Any]) -> None:
-        self.tell("saving")
+        self.report("saving")
 
 
-class TellingStore(CheckpointStore):
-    """Says when a checkpoint has been listed."""
+class ReportingStore(CheckpointStore):
+    """Reports when a checkpoint has been listed."""
 
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
 
     def save(self, payload: Any, **keywords: Any) -> Any:
-        entry = CheckpointStore.whole_save(self, payload, **keywords)  # type: ignore[attr-defined]
-        TellingStore.tell(f"saved {keywords['step']}")
+        entry = CheckpointStore.original_save(self, payload, **keywords)  # type: ignore[attr-defined]
+        ReportingStore.report(f"saved {keywords['step']}")
         return entry
 
 
-def train(run_dir: Path, tell: Callable[[str], None], *, background: bool) -> None:
-    TellingStore.tell = tell
-    CheckpointStore.whole_save = CheckpointStore.save  # type: ignore[attr-defined]
-    CheckpointStore.save = TellingStore.save  # type: ignore[method-assign]
+def train(run_dir: Path, report: Callable[[str], None], *, background: bool) -> None:
+    ReportingStore.report = report
+    CheckpointStore.original_save = CheckpointStore.save  # type: ignore[attr-defined]
+    CheckpointStore.save = ReportingStore.save  # type: ignore[method-assign]
     saving = Checkpoint(
         every="3step", monitor="validation/loss", save_last_k=2, save_on_exception=False, async_save=background
     )
@@ -104,7 +104,7 @@ def train(run_dir: Path, tell: Callable[[str], None], *, background: bool) -> No
         max_duration=f"{STEPS}step",
         evaluate_every="5step",
         log_every="3step",
-        callbacks=[Tell(tell), saving],
+        callbacks=[Reporter(report), saving],
         loggers=[JsonlLogger()],
         run_dir=run_dir,
     )

@@ -107,7 +107,7 @@ def test_the_config_of_an_earlier_part_of_the_run_is_kept(tmp_path):
     assert earlier.read_text() == "a: 1\n"
 
 
-def test_without_a_folder_of_its_own_a_run_makes_one_below_runs(make_trainer, tmp_path, monkeypatch):
+def test_a_run_without_run_dir_makes_a_folder_below_runs(make_trainer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = make_trainer(run_dir=None).fit(Regression(), DATA)
     assert (tmp_path / result.run_dir).parent == tmp_path / "runs" / "Regression"

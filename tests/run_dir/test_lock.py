@@ -1,4 +1,4 @@
-"""One live process for each run folder: a second one is told who trains there; dead ones are in nobody's way."""
+"""One process trains in a run folder: a second one gets an error that names it; the lock of a dead one is free."""
 
 import errno
 import fcntl
@@ -35,7 +35,7 @@ with lock_run_dir(Path(sys.argv[1])):
 
 @contextmanager
 def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the folder; it ends when it is told to, or is killed."""
+    """Another process that locks the folder; it ends after a line on its standard input, or is killed."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder)],
         stdin=subprocess.PIPE,
@@ -78,7 +78,7 @@ def test_a_killed_process_is_in_nobodys_way_though_its_workers_live_on(tmp_path)
                 pass
 
 
-def test_a_process_that_ends_lets_go_at_once_though_its_workers_live_on(tmp_path):
+def test_a_process_that_ends_releases_the_lock_although_its_workers_live_on(tmp_path):
     with holder(tmp_path) as other:
         assert other.stdin is not None
         other.stdin.write("\n")

@@ -1,4 +1,4 @@
-"""Which run `resume=auto` goes on with."""
+"""The run that `resume=auto` continues."""
 
 import json
 import logging
@@ -63,14 +63,14 @@ def runs():
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
-def test_where_no_run_is_training_starts_anew_and_says_so(fit, caplog):
+def test_a_new_run_starts_and_logs_it_if_there_is_none_to_resume(fit, caplog):
     with caplog.at_level(logging.INFO, logger="trainkit"):
         assert fit()[1] == 0
-    assert "resume=auto: starting anew, as no run in runs/Regression can be continued." in caplog.messages
+    assert "resume=auto: starting a new run, as no run in runs/Regression can be resumed." in caplog.messages
 
 
 @pytest.mark.parametrize("number", [None, 2, 15], ids=["exception", "SIGINT", "SIGTERM"])
-def test_a_run_that_was_ended_early_goes_on_to_the_weights_of_a_whole_one(fit, make_trainer, caplog, number):
+def test_a_run_that_was_ended_early_resumes_to_the_weights_of_an_uninterrupted_one(fit, make_trainer, caplog, number):
     whole, resumed = Regression(hidden=8, dropout=0.5), Regression(hidden=8, dropout=0.5)
     make_trainer(max_duration="5step").fit(whole, DATA)
     with pytest.raises((RuntimeError, Stopped)):
@@ -83,7 +83,7 @@ def test_a_run_that_was_ended_early_goes_on_to_the_weights_of_a_whole_one(fit, m
     assert_same_bits(resumed, whole)
 
 
-def test_a_run_that_was_killed_left_no_summary_and_goes_on(fit):
+def test_a_run_that_was_killed_has_no_summary_and_is_resumed(fit):
     fit(max_duration="3step")
     os.remove(os.path.join("runs", "Regression", runs()[0], "summary.json"))
     assert fit()[1] == 3
@@ -123,7 +123,7 @@ def test_the_newest_run_that_can_be_continued_is_chosen(fit):
     assert (result.run_dir.name, first) == ("2026-01-03_00-00-00_2", 3)
 
 
-def test_the_given_folder_is_the_one_that_goes_on_whatever_else_is_there(fit):
+def test_the_given_folder_is_resumed_also_if_there_are_newer_runs(fit):
     with pytest.raises(RuntimeError, match="broken"):
         fit(Fail(3))
     assert fit(run_dir="mine")[1] == 0
@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_is_passed_over(fit):
     assert fit(run_dir="mine")[1] == 2
 
 
-def test_a_folder_in_which_every_checkpoint_is_damaged_is_started_anew(fit):
+def test_a_folder_in_which_every_checkpoint_is_damaged_starts_a_new_run(fit):
     fit(run_dir="mine")
     for entry in CheckpointStore("mine/checkpoints").entries():
         os.truncate(entry.path, 10)
@@ -149,7 +149,7 @@ def test_a_folder_in_which_every_checkpoint_is_damaged_is_started_anew(fit):
     assert load_from("mine").entry.step == 5
 
 
-def test_the_command_line_goes_on_with_a_run_and_says_which(capfd):
+def test_the_command_line_resumes_a_run_and_names_it(capfd):
     argv = ["fit", *TINY, *CHECKPOINTS, "resume=auto"]
     assert main([*argv, "trainer.max_duration=2step"]) == 0
     assert main([*argv, "trainer.max_duration=4step"]) == 0
@@ -161,7 +161,7 @@ def test_the_command_line_goes_on_with_a_run_and_says_which(capfd):
 
 
 @pytest.mark.parametrize("words", [["resume=runs/x"], ["resume=auto", "-m", "seed=1,2"]])
-def test_the_command_line_refuses_what_it_cannot_resume(words, capsys):
+def test_the_command_line_refuses_a_run_that_cannot_be_resumed(words, capsys):
     assert main(["fit", *TINY, *words]) == 2
     assert "resume" in capsys.readouterr().err
 

@@ -1,68 +1,89 @@
-"""The manifest of a folder of checkpoints: what is there, and how it was saved."""
+"""manifest.json: the checkpoints of a folder, with size and hash of each file."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from trainkit.checkpoint.entry import (
-    FORMAT_VERSION,
-    HEADER,
-    MANIFEST,
-    SUFFIX,
-    CheckpointEntry,
-    CheckpointError,
-    Monitor,
-    marker_of,
-    too_new,
-)
-from trainkit.checkpoint.files import digest_of, digest_of_text, fastest_algorithm, write_text
-from trainkit.checkpoint.serialization import opened, read_checkpoint
+from trainkit.checkpoint.files import text_digest, write_text
+from trainkit.errors import UserError
 
-logger = logging.getLogger(__name__)
+FORMAT_VERSION = 2
+"""1: one file for each checkpoint; 2: shards beside it."""
+HEADER = "trainkit_checkpoint"
+"""The key under which a checkpoint file holds its own metadata."""
+MANIFEST = "manifest.json"
+SUFFIX = ".pt"
+SHARDS = ".shards"
+UNLISTED = ".unlisted"
+NAMES_SHOWN = 10  # of a list in a message
+
+
+class CheckpointError(UserError):
+    """A checkpoint that could not be written, found or used."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is missing, cut off or altered: an earlier one can take its place."""
+
+
+class Monitor(NamedTuple):
+    """The metric by which checkpoints are compared, and whether a small or a large value is good."""
+
+    metric: str
+    mode: Literal["min", "max"]
+
+
+class ShardFile(NamedTuple):
+    """One file that a rank wrote beside the checkpoint's own."""
+
+    file: str
+    size: int  # bytes
+    digest: str
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """One checkpoint in the manifest."""
+
+    path: Path
+    name: str
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
+    reason: str
+    saved_at: str  # UTC, ISO 8601
+    size: int  # bytes
+    digest: str  # "sha256:..." or "blake2b:...", in hexadecimal
+    format_version: int
+    shards: tuple[ShardFile, ...] = ()  # none: the file holds every tensor
+
+    @staticmethod
+    def of(path: Path, fields: Mapping[str, Any], **more: Any) -> CheckpointEntry:
+        """Return the entry that a manifest's or a checkpoint's own fields describe, with `more` fields."""
+        shards = tuple(ShardFile(**shard) for shard in fields.get("shards", ()))
+        return CheckpointEntry(path=path, **{**fields, **more, "shards": shards})
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The checkpoints of a folder in the order of saving, and what makes one of them the best."""
+    """The checkpoints of a folder in the order of saving, and the metric by which the best is chosen."""
 
     entries: list[CheckpointEntry]
     monitor: Monitor | None
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the folder's manifest; one that is lost or damaged is made anew from the undamaged files, in memory."""
-    try:
-        return parse_manifest(folder)
-    except FileNotFoundError:
-        reason = "is missing"
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        reason = "is damaged"
-    entries = _rebuilt(folder)
-    if entries or reason == "is damaged":
-        logger.warning(
-            "%s %s; the %d undamaged checkpoints in the folder are used as they are",
-            folder / MANIFEST,
-            reason,
-            len(entries),
-        )
-    return Manifest(entries, None)
-
-
 def parse_manifest(folder: Path) -> Manifest:
-    """Return the manifest as it stands in its file; raise ValueError, TypeError or KeyError for one that is damaged."""
+    """Return the manifest in the folder's file; raises ValueError, TypeError or KeyError if it is damaged."""
     document = json.loads((folder / MANIFEST).read_bytes())
     version = document["format_version"]
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise too_new(folder / MANIFEST, version)
-    if document["digest"] != digest_of_text(_canonical(document)):
+    if document["digest"] != text_digest(_canonical(document)):
         raise ValueError("the manifest was altered")
     monitor = document["monitor"]
     return Manifest(
@@ -72,43 +93,48 @@ def parse_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace the folder's manifest at one instant; after the call it is on the disk."""
+    """Replace the folder's manifest atomically; after the call it is on the disk."""
     document: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "monitor": None if manifest.monitor is None else manifest.monitor._asdict(),
         "checkpoints": [_fields(entry) for entry in manifest.entries],
     }
-    document["digest"] = digest_of_text(_canonical(document))
+    document["digest"] = text_digest(_canonical(document))
     write_text(folder / MANIFEST, json.dumps(document, indent=2) + "\n")
 
 
-def _rebuilt(folder: Path) -> list[CheckpointEntry]:
-    entries = []
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        if marker_of(path).exists():
-            continue
-        try:
-            entries.append(_inspected(path))
-        except CheckpointError as error:
-            logger.warning("left out: %s", error)
-    return sorted(entries, key=lambda entry: entry.saved_at)
+def shards_folder(path: Path) -> Path:
+    """Return the folder beside the checkpoint at `path` that holds its shards."""
+    return path.with_suffix(SHARDS)
 
 
-def _inspected(path: Path) -> CheckpointEntry:
-    """Return the entry that a file's own header and content give it."""
-    header = read_checkpoint(path, None, map_location="cpu")[HEADER]
-    with opened(path) as file:
-        size, digest = digest_of(file, fastest_algorithm())
-    return CheckpointEntry.of(path, {**header, "size": size, "digest": digest})
+def unlisted_marker(path: Path) -> Path:
+    """Return the empty file that stands beside a checkpoint while it is about to be listed, or to be removed."""
+    return path.with_name(f".{path.name}{UNLISTED}")
 
 
-def _entry(folder: Path, fields: dict[str, Any]) -> CheckpointEntry:
+def too_new(path: Path, version: int) -> CheckpointError:
+    """Return the error of a file that a later version of trainkit wrote."""
+    return CheckpointError(
+        f"{path} was written by a newer trainkit (format {version}, this one reads up to {FORMAT_VERSION}). "
+        f"Type: pip install --upgrade trainkit"
+    )
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first of many names, for a message."""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+def _entry(folder: Path, fields: Mapping[str, Any]) -> CheckpointEntry:
     known = dict(fields)
     file = known.pop("file")
     if Path(file).name != file:
         raise ValueError(f"the manifest names a file outside its folder: {file!r}")
-    known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
-    return CheckpointEntry.of(folder / file, known)
+    return CheckpointEntry.of(
+        folder / file, known, metrics={key: float(value) for key, value in known["metrics"].items()}
+    )
 
 
 def _fields(entry: CheckpointEntry) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: tensors, and plain Python values and containers."""
+"""Payloads in bytes and back: tensors, plain Python values and containers; nothing in a file can run code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.entry import (
+from trainkit.checkpoint.files import ALGORITHMS, FileDigest, file_digest
+from trainkit.checkpoint.manifest import (
     FORMAT_VERSION,
     HEADER,
     NAMES_SHOWN,
@@ -26,10 +27,9 @@ from trainkit.checkpoint.entry import (
     DamagedCheckpoint,
     ShardFile,
     first_names,
-    shards_of,
+    shards_folder,
     too_new,
 )
-from trainkit.checkpoint.files import ALGORITHMS, FileDigest, digest_of
 from trainkit.errors import UserError, nearest
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
@@ -37,29 +37,49 @@ _SEQUENCES: tuple[type, ...] = (list, tuple, set)
 _MAPPINGS: tuple[type, ...] = (dict, OrderedDict, Counter)
 
 
-def plain(payload: dict[str, Any]) -> dict[str, Any]:
-    """Return the payload as it can be saved: without numpy's types, and with each tensor's own bytes only.
+def with_metadata(
+    payload: dict[str, Any], *, name: str, step: int, epoch: int, metrics: Mapping[str, float], reason: str
+) -> dict[str, Any]:
+    """Return the content of a file: the payload, with the metadata that the manifest lists in front."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*", name):
+        raise UserError(f"A checkpoint's name consists of letters, digits and '_.=+-', got {name!r}.")
+    if HEADER in payload:
+        raise UserError(f"The key '{HEADER}' of a checkpoint is reserved; use another one.")
+    header = {
+        "name": name,
+        "step": int(step),
+        "epoch": int(epoch),
+        "metrics": {key: float(value) for key, value in metrics.items()},
+        "reason": reason,
+        "saved_at": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        "format_version": FORMAT_VERSION,
+    }
+    return {HEADER: header, **plain(payload)}
 
-    A view of a larger storage (a gradient bucket, a fusion buffer) is copied, since `torch.save` would write the whole
-    storage; tensors that are the same bytes stay one. Raises UserError with the place of a value that would need
-    code to be read back.
+
+def plain(payload: dict[str, Any]) -> dict[str, Any]:
+    """Return the payload in the form that is saved: without numpy's types, each tensor with its own bytes only.
+
+    A view of a larger storage (a gradient bucket, a fusion buffer) is copied, since `torch.save` would write all of the
+    storage; tensors that share their bytes share the copy. Raises UserError with the place of a value that could not
+    be read back without running code.
     """
     copies: dict[tuple[object, ...], Tensor] = {}
 
     def own_bytes(tensor: Tensor, place: str) -> Tensor:
         if tensor.layout is not torch.strided or _bytes_of(tensor) >= tensor.untyped_storage().nbytes():
             return tensor
-        identity = storage_key(tensor)
-        if identity not in copies:
-            copies[identity] = tensor.clone()
-        return copies[identity]
+        key = storage_key(tensor)
+        if key not in copies:
+            copies[key] = tensor.clone()
+        return copies[key]
 
     converted: dict[str, Any] = PayloadVisitor(own_bytes).convert(payload, "")
     return converted
 
 
 def payload_bytes(payload: object) -> int:
-    """Return about how many bytes the payload takes in a file."""
+    """Return the approximate size of the payload in a file, in bytes."""
     if isinstance(payload, Tensor):
         return _bytes_of(payload) + 256
     if isinstance(payload, dict):
@@ -69,8 +89,97 @@ def payload_bytes(payload: object) -> int:
     return len(payload) + 8 if isinstance(payload, (str, bytes)) else 8
 
 
+def read_checkpoint(path: Path, entry: CheckpointEntry | None) -> dict[str, Any]:
+    """Return the content of a checkpoint file, its header included, after verifying that it is what was saved.
+
+    Without an entry the file is verified by the checksums inside it.
+    """
+    with open_file(path) as file:
+        if entry is None:
+            _check_archive(file, path)
+        else:
+            check_digest(file, path, FileDigest(entry.size, entry.digest))
+        content = _unpickled(file, path, verified=entry is not None)
+    header = content.get(HEADER) if isinstance(content, dict) else None
+    if not isinstance(header, dict):
+        raise _not_a_checkpoint(path, content)
+    if header["format_version"] > FORMAT_VERSION:
+        raise too_new(path, header["format_version"])
+    if header["format_version"] < 1:
+        raise CheckpointError(
+            f"{path} has format {header['format_version']}, which no released trainkit wrote; it cannot be read."
+        )
+    verified: dict[str, Any] = content
+    return _with_shards(verified, path) if header.get("shards") else verified
+
+
+def check_digest(file: FileIO, path: Path, saved: FileDigest) -> None:
+    """Raise DamagedCheckpoint unless the open file has the size and hash that were saved."""
+    algorithm = saved.digest.partition(":")[0]
+    if algorithm not in ALGORITHMS:
+        raise too_new(path, FORMAT_VERSION + 1)
+    found = file_digest(file, algorithm)
+    if found.size != saved.size:
+        raise DamagedCheckpoint(
+            f"{path} is cut off or altered: it has {found.size:,} bytes, {saved.size:,} were saved."
+        )
+    if found.digest != saved.digest:
+        raise DamagedCheckpoint(f"{path} was altered after it was saved: its {algorithm} hash is another one.")
+
+
+def check_shards(path: Path, shards: Iterable[ShardFile]) -> None:
+    """Raise DamagedCheckpoint unless the shards of the checkpoint at `path` are the files that were saved."""
+    for shard in shards:
+        name = shards_folder(path) / shard.file
+        with open_file(name) as file:
+            check_digest(file, name, FileDigest(shard.size, shard.digest))
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[FileIO]:
+    """Open the file for reading; raises DamagedCheckpoint if it is missing or cannot be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            yield file
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path} is missing.") from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def check_state_dict_keys(expected: Iterable[str], found: Iterable[str], where: str) -> None:
+    """Raise CheckpointError unless `found` has exactly the expected keys; `where` names the checkpoint."""
+    wanted, present = dict.fromkeys(expected), dict.fromkeys(found)
+    missing = [key for key in wanted if key not in present]
+    unexpected = [key for key in present if key not in wanted]
+    if not missing and not unexpected:
+        return
+    lines = [f"{where} belongs to another task, or to this one with other settings:"]
+    if missing:
+        lines.append(f"  {len(missing)} missing: {first_names(missing)}")
+    if unexpected:
+        lines.append(f"  {len(unexpected)} unexpected: {first_names(unexpected)}")
+    raise CheckpointError("\n".join([*lines, _remedy(missing, unexpected)]))
+
+
+def check_shapes(expected: Mapping[str, Any], found: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError if tensors of the same name differ in shape; `where` names the checkpoint."""
+    differing = [
+        f"{key}: {tuple(found[key].shape)} saved, {tuple(tensor.shape)} expected"
+        for key, tensor in expected.items()
+        if isinstance(tensor, Tensor) and isinstance(found.get(key), Tensor) and found[key].shape != tensor.shape
+    ]
+    if differing:
+        shown = "\n".join(f"  {line}" for line in differing[:NAMES_SHOWN])
+        more = f"\n  and {len(differing) - NAMES_SHOWN} more" if len(differing) > NAMES_SHOWN else ""
+        raise CheckpointError(
+            f"{where} has tensors of other shapes than the task:\n{shown}{more}\n"
+            f"  Give the task the settings it was trained with; they are in the run folder's config.yaml."
+        )
+
+
 def storage_key(tensor: Tensor) -> tuple[object, ...]:
-    """Return what two tensors have in common exactly when they are the same bytes in the same arrangement."""
+    """Return a key that two tensors share exactly if they are the same bytes in the same arrangement."""
     storage = tensor.untyped_storage()
     return (
         storage.device,
@@ -84,14 +193,14 @@ def storage_key(tensor: Tensor) -> tuple[object, ...]:
 
 
 class PayloadVisitor:
-    """Converts a payload, container by container, and gives every tensor to `take` with its place in the payload."""
+    """Converts a payload, container by container, and calls `take` with every tensor and its place in the payload."""
 
     def __init__(self, take: Callable[[Tensor, str], Tensor]) -> None:
         self._take = take
         self._open: set[int] = set()
 
     def convert(self, value: Any, place: str) -> Any:
-        """Return the value with its tensors as `take` returned them; raise UserError for what cannot be saved."""
+        """Return the value with its tensors replaced by `take`; raises UserError for a value that cannot be saved."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, Tensor):
@@ -100,7 +209,7 @@ class PayloadVisitor:
             return self._container(value, place)
         if type(value) is torch.Size:
             return tuple(value)
-        return self._foreign(value, place)
+        return self._numpy(value, place)
 
     def _container(self, value: Any, place: str) -> Any:
         if id(value) in self._open:
@@ -117,9 +226,9 @@ class PayloadVisitor:
         converted = type(value)()
         for key, item in value.items():
             inner = f"{place}.{key}" if place else str(key)
-            # What follows a key is a name, so a key is never a tensor.
+            # The place after a key is its name, so a key is never a tensor.
             if isinstance(key, Tensor):
-                raise _refused(key, f"{inner} (the key)")
+                raise _not_plain(key, f"{inner} (the key)")
             plain_key = self.convert(key, f"{inner} (the key)")
             converted[plain_key] = self.convert(item, inner)
         versions = getattr(value, "_metadata", None)  # of a module's state dict: load_state_dict reads it
@@ -127,7 +236,7 @@ class PayloadVisitor:
             converted._metadata = self.convert(versions, f"{place}._metadata")
         return converted
 
-    def _foreign(self, value: Any, place: str) -> Any:
+    def _numpy(self, value: Any, place: str) -> Any:
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.generic):
             item = value.item()
@@ -137,13 +246,13 @@ class PayloadVisitor:
             try:
                 return self._take(torch.from_numpy(value.copy()), place)
             except TypeError:
-                raise _refused(value, place) from None
-        raise _refused(value, place)
+                raise _not_plain(value, place) from None
+        raise _not_plain(value, place)
 
 
 def _plain_tensor(tensor: Tensor, place: str) -> Tensor:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
-        raise _refused(tensor, place)
+        raise _not_plain(tensor, place)
     return tensor.detach()
 
 
@@ -151,7 +260,7 @@ def _bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _refused(value: Any, place: str) -> UserError:
+def _not_plain(value: Any, place: str) -> UserError:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, Tensor) and value.is_meta:
@@ -163,99 +272,17 @@ def _refused(value: Any, place: str) -> UserError:
     )
 
 
-def with_metadata(
-    payload: dict[str, Any], *, name: str, step: int, epoch: int, metrics: Mapping[str, float], reason: str
-) -> dict[str, Any]:
-    """Return what goes into a file: the payload, with what the manifest will say of it in front."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*", name):
-        raise UserError(f"A checkpoint's name is made of letters, digits and '_.=+-', got {name!r}.")
-    if HEADER in payload:
-        raise UserError(f"The key '{HEADER}' of a checkpoint is reserved; use another one.")
-    header = {
-        "name": name,
-        "step": int(step),
-        "epoch": int(epoch),
-        "metrics": {key: float(value) for key, value in metrics.items()},
-        "reason": reason,
-        "saved_at": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
-        "format_version": FORMAT_VERSION,
-    }
-    return {HEADER: header, **plain(payload)}
-
-
-def read_checkpoint(path: Path, entry: CheckpointEntry | None, *, map_location: Any) -> dict[str, Any]:
-    """Return what a checkpoint file holds, its header included, after checking that it is what was saved.
-
-    Without an entry the checksums inside the file are what it is checked by.
-    """
-    with opened(path) as file:
-        if entry is None:
-            _check_archive(file)
-        else:
-            check_digest(file, path, FileDigest(entry.size, entry.digest))
-        content = _unpickled(file, path, map_location=map_location, verified=entry is not None)
-    header = content.get(HEADER) if isinstance(content, dict) else None
-    if not isinstance(header, dict):
-        raise _foreign(path, content)
-    if header["format_version"] > FORMAT_VERSION:
-        raise too_new(path, header["format_version"])
-    if header["format_version"] < 1:
-        raise CheckpointError(
-            f"{path} has format {header['format_version']}, which no released trainkit wrote; it is not read."
-        )
-    checked: dict[str, Any] = content
-    return _with_shards(checked, path, map_location=map_location) if header.get("shards") else checked
-
-
-def check_digest(file: FileIO, path: Path, saved: FileDigest) -> None:
-    """Raise DamagedCheckpoint unless the open file has the size and hash that were saved."""
-    algorithm = saved.digest.partition(":")[0]
-    if algorithm not in ALGORITHMS:
-        raise too_new(path, FORMAT_VERSION + 1)
-    found = digest_of(file, algorithm)
-    if found.size != saved.size:
-        raise DamagedCheckpoint(
-            f"{path} is cut off or altered: it has {found.size:,} bytes, {saved.size:,} were saved."
-        )
-    if found.digest != saved.digest:
-        raise DamagedCheckpoint(f"{path} was altered after it was saved: its {algorithm} hash is another one.")
-
-
-def check_shards(path: Path, shards: Iterable[ShardFile]) -> None:
-    """Raise DamagedCheckpoint unless the files beside the checkpoint at `path` are those that were saved."""
-    for shard in shards:
-        name = shards_of(path) / shard.file
-        with opened(name) as file:
-            check_digest(file, name, FileDigest(shard.size, shard.digest))
-
-
-def _with_shards(content: dict[str, Any], path: Path, *, map_location: Any) -> dict[str, Any]:
+def _with_shards(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the content with the tensors that several ranks have written."""
     from trainkit.checkpoint.shard_files import load_shards  # which takes half a second to import
 
-    check_shards(path, CheckpointEntry.of(path, {**content[HEADER], "size": 0, "digest": ""}).shards)
-    whole = load_shards(content, shards_of(path))
-    if str(map_location) == "cpu":
-        return whole
-    moved: dict[str, Any] = PayloadVisitor(lambda tensor, place: tensor.to(map_location)).convert(whole, "")
-    return moved
+    check_shards(path, CheckpointEntry.of(path, content[HEADER], size=0, digest="").shards)
+    return load_shards(content, shards_folder(path))
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[FileIO]:
-    """Give the file, open for reading; raise DamagedCheckpoint where it is missing or the disk does not give it."""
+def _unpickled(file: FileIO, path: Path, *, verified: bool) -> Any:
     try:
-        with open(path, "rb", buffering=0) as file:
-            yield file
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path} is missing.") from None
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-def _unpickled(file: FileIO, path: Path, *, map_location: Any, verified: bool) -> Any:
-    try:
-        return torch.load(file, map_location=map_location, weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
         raise _holds_code(path, error) from error
     except (OSError, MemoryError):
@@ -263,12 +290,11 @@ def _unpickled(file: FileIO, path: Path, *, map_location: Any, verified: bool) -
     except Exception as error:
         if verified:
             raise
-        # Whatever an altered archive makes torch raise: the bytes are unknown, so the kinds of errors are too.
+        # An altered archive makes torch raise errors of any kind.
         raise DamagedCheckpoint(f"{path} is damaged: {str(error).splitlines()[0]}.") from error
 
 
-def _check_archive(file: FileIO) -> None:
-    path = getattr(file, "name", "the file")
+def _check_archive(file: FileIO, path: Path) -> None:
     start = file.read(4)
     if start[:2] == b"\x80\x02" or start[:1] in b"(}]c":
         raise CheckpointError(
@@ -277,11 +303,11 @@ def _check_archive(file: FileIO) -> None:
         )
     try:
         with zipfile.ZipFile(file) as archive:
-            # A part that is marked as a folder is left out by torch, which then reads memory that nobody has written.
+            # torch skips a part that is marked as a folder, and then reads memory that nobody has written.
             odd = [part.filename for part in archive.infolist() if part.external_attr or part.compress_type]
             damaged = odd[0] if odd else archive.testzip()
     except Exception as error:
-        # Of an altered archive zipfile raises a dozen kinds of errors.
+        # An altered archive makes zipfile raise a dozen kinds of errors.
         raise DamagedCheckpoint(f"{path} is not a checkpoint, or is cut off: {error}.") from error
     if damaged is not None:
         raise DamagedCheckpoint(f"{path} is damaged: its part '{damaged}' is not what was saved.")
@@ -297,43 +323,12 @@ def _holds_code(path: Path, error: UnpicklingError) -> CheckpointError:
     )
 
 
-def _foreign(path: Path, content: object) -> CheckpointError:
+def _not_a_checkpoint(path: Path, content: object) -> CheckpointError:
     keys = f" Its keys: {', '.join(map(str, list(content)[:10]))}." if isinstance(content, dict) else ""
     return CheckpointError(
         f"{path} was not saved by trainkit, so there is no run to continue in it.{keys} To start from its weights, "
         f"load them in your task's constructor: self.load_state_dict(torch.load(path, weights_only=True))"
     )
-
-
-def check_state_dict_keys(expected: Iterable[str], found: Iterable[str], where: str) -> None:
-    """Raise UserError with the keys that are missing in `found` or not expected there; `where` names the checkpoint."""
-    wanted, present = list(expected), list(found)
-    missing = [key for key in wanted if key not in set(present)]
-    unexpected = [key for key in present if key not in set(wanted)]
-    if not missing and not unexpected:
-        return
-    lines = [f"{where} belongs to another task, or to this one with other settings:"]
-    if missing:
-        lines.append(f"  {len(missing)} missing: {first_names(missing)}")
-    if unexpected:
-        lines.append(f"  {len(unexpected)} unexpected: {first_names(unexpected)}")
-    raise CheckpointError("\n".join([*lines, _remedy(missing, unexpected)]))
-
-
-def check_shapes(expected: Mapping[str, Any], found: Mapping[str, Any], where: str) -> None:
-    """Raise UserError with the tensors that have the same name but another shape; `where` names the checkpoint."""
-    differing = [
-        f"{key}: {tuple(found[key].shape)} saved, {tuple(tensor.shape)} expected"
-        for key, tensor in expected.items()
-        if isinstance(tensor, Tensor) and isinstance(found.get(key), Tensor) and found[key].shape != tensor.shape
-    ]
-    if differing:
-        shown = "\n".join(f"  {line}" for line in differing[:NAMES_SHOWN])
-        more = f"\n  and {len(differing) - NAMES_SHOWN} more" if len(differing) > NAMES_SHOWN else ""
-        raise CheckpointError(
-            f"{where} has tensors of other shapes than the task:\n{shown}{more}\n"
-            f"  Give the task the settings it was trained with; they are in the run folder's config.yaml."
-        )
 
 
 def _remedy(missing: list[str], unexpected: list[str]) -> str:

@@ -1,17 +1,18 @@
-"""Shards on the disk: what one rank holds of a payload's tensors, through torch.distributed.checkpoint.
+"""The shards of one checkpoint on the disk, through torch.distributed.checkpoint.
 
-step_100.shards/
-__0_0.distcp       the pieces that process 0 holds
-__1_0.distcp
-.metadata          which piece is where; read as data, never as code
+    step_100.shards/
+        __0_0.distcp       the shards that process 0 holds
+        __1_0.distcp
+        .metadata          the file and position of each shard; read as data, never as code
+
+Importing this module takes half a second, so others import it when they need it.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,68 +24,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from trainkit.checkpoint.entry import CheckpointError, DamagedCheckpoint, ShardFile
-from trainkit.checkpoint.files import digest_of, fastest_algorithm
-from trainkit.tree import tree_map
+from trainkit.checkpoint.files import fastest_algorithm, file_digest
+from trainkit.checkpoint.manifest import CheckpointError, DamagedCheckpoint, ShardFile
+from trainkit.checkpoint.sharded_state import TensorShard, empty_tensors, fill_placeholders
+from trainkit.distributed.collectives import Collectives
 
-_PLACE = "trainkit_shard"
+T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class TensorShard:
-    """A run of a tensor's elements that this rank holds, in the order in which they lie in memory."""
-
-    name: str  # of the tensor; the same on every rank
-    elements: Tensor  # (elements,)
-    start: int
-    whole: int  # elements of the whole tensor
-
-
-@dataclass
-class ShardedState:
-    """The state of a task and its optimizers with placeholders for tensors, and this rank's shards of these."""
-
-    task: dict[str, Any]
-    optimizers: list[dict[str, Any]]
-    pieces: list[TensorShard] = field(default_factory=list)
-
-
-def shard_placeholder(name: str, like: Tensor) -> dict[str, Any]:
-    """Return what stands in a payload for a tensor that is written in pieces."""
-    return {_PLACE: name, "shape": tuple(like.shape), "stride": tuple(like.stride()), "dtype": like.dtype}
-
-
-def is_shard_placeholder(value: Any) -> bool:
-    """Whether a value stands for a tensor that is written in pieces."""
-    return isinstance(value, dict) and _PLACE in value
-
-
-def wanted_tensors(payload: dict[str, Any]) -> dict[str, tuple[int, torch.dtype]]:
-    """Return the elements and the type of every tensor that the payload only names."""
-    wanted: dict[str, tuple[int, torch.dtype]] = {}
-
-    def note(place: Mapping[str, Any]) -> None:
-        wanted[place[_PLACE]] = (torch.Size(place["shape"]).numel(), place["dtype"])
-
-    _replace(payload, note)
-    return wanted
-
-
-def with_tensors(payload: dict[str, Any], elements: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the payload with tensors where it names them."""
-    whole: dict[str, Any] = _replace(
-        payload, lambda place: elements[place[_PLACE]].as_strided(place["shape"], place["stride"])
-    )
-    return whole
-
-
-def _replace(payload: Any, by: Callable[[dict[str, Any]], Any]) -> Any:
-    return tree_map(
-        lambda leaf: by(leaf) if is_shard_placeholder(leaf) else leaf, payload, is_leaf=is_shard_placeholder
-    )
-
-
-_ALLOWED = {  # of what `.metadata` may name
+_ALLOWED = {  # classes and functions that `.metadata` may name
     "torch": {"Size", "device"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
@@ -100,54 +47,80 @@ _ALLOWED = {  # of what `.metadata` may name
     "pathlib": {"PosixPath", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath"},  # Python 3.13
 }
-AllGather = Callable[[Any], list[Any]]
-T = TypeVar("T")
-
-
-class ShardWriter:
-    """Every process's pieces on their way into files of one folder, on a file system that all processes share."""
-
-    def __init__(self, folder: Path, pieces: Sequence[TensorShard], *, process: int, all_gather: AllGather) -> None:
-        """Know which process writes what; collective. Raises CheckpointError on every process if one of them failed."""
-        self._folder, self._process = folder, process
-        self._planner = _PiecePlanner(pieces)
-        self._writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-        self._planner.set_up_planner({}, is_coordinator=process == 0)
-        self._writer.set_up_storage_writer(process == 0)
-        plans = check_all_ranks(
-            all_gather(capture_error(lambda: self._writer.prepare_local_plan(self._planner.create_local_plan())))
-        )
-        plans, self._metadata = self._planner.create_global_plan(plans)
-        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[process])
-
-    def write(self) -> ShardResult:
-        """Leave this process's pieces in files, on the disk; may be called in any thread."""
-        results = self._writer.write_data(self._plan, self._planner).wait()
-        return ShardResult(results, _described(self._folder, f"__{self._process}_*"))
-
-    def finish(self, wrote: Sequence[ShardResult]) -> list[ShardFile]:
-        """Describe on the main process what all have written, and return all files."""
-        self._writer.finish(self._metadata, [part.results for part in wrote])
-        return [*(file for part in wrote for file in part.files), *_described(self._folder, ".metadata")]
 
 
 class ShardResult(NamedTuple):
-    """What one process has written."""
+    """The files that one process has written."""
 
     results: list[WriteResult]
     files: list[ShardFile]
 
 
+class ShardWriter:
+    """Writes the shards of all processes to one folder, on a file system that they share.
+
+    Making one is collective: processes learn which of them writes which shards. Raises CheckpointError on every process
+    if one of them failed.
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[TensorShard], comm: Collectives) -> None:
+        self._folder, self._process = folder, comm.process
+        self._planner = _ShardPlanner(shards)
+        self._writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        self._planner.set_up_planner({}, is_coordinator=comm.is_main)
+        self._writer.set_up_storage_writer(comm.is_main)
+        plans = check_all_ranks(comm, lambda: self._writer.prepare_local_plan(self._planner.create_local_plan()))
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[comm.process])
+
+    def write(self) -> ShardResult:
+        """Write this process's shards to files, on the disk afterwards; may be called in any thread."""
+        results = self._writer.write_data(self._plan, self._planner).wait()
+        return ShardResult(results, _shard_files(self._folder, f"__{self._process}_*"))
+
+    def finish(self, results: Sequence[ShardResult]) -> list[ShardFile]:
+        """Write `.metadata` on the main process, from the results of all processes; return all files."""
+        self._writer.finish(self._metadata, [result.results for result in results])
+        return [*(file for result in results for file in result.files), *_shard_files(self._folder, ".metadata")]
+
+
 def load_shards(payload: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the payload with its tensors, read from the shards in the folder, which have been checked."""
-    wanted = wanted_tensors(payload)
-    flats = {name: torch.empty(elements, dtype=dtype) for name, (elements, dtype) in wanted.items()}
-    _read(folder, {name: flat for name, flat in flats.items() if len(flat)})
-    return with_tensors(payload, flats)
+    """Return the payload with its tensors, read from the shards in the folder, which have been verified."""
+    tensors = empty_tensors(payload)
+    _read(folder, {name: tensor for name, tensor in tensors.items() if len(tensor)})
+    return fill_placeholders(payload, tensors)
+
+
+def capture_error(work: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return the result of the work, or its error as text, for the other processes."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error_text(error)
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error in words."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def check_all_ranks(comm: Collectives, work: Callable[[], T]) -> list[T]:
+    """Return the results of all processes' work; raises CheckpointError on every process if one failed. Collective."""
+    results: list[Any] = []
+    for process, (result, error) in enumerate(comm.all_gather_object(capture_error(work))):
+        if error is not None:
+            raise CheckpointError(shard_error(process, error))
+        results.append(result)
+    return results
+
+
+def shard_error(process: int, error: str) -> str:
+    """Return the message for a process that could not write its shard."""
+    return f"process {process} could not write its shard: {error}. Earlier checkpoints are intact."
 
 
 def _read(folder: Path, state: dict[str, Any]) -> None:
-    """Fill the tensors of `state`, whole, by reading in this process alone."""
+    """Fill the complete tensors of `state`, reading in this process alone."""
     reader = _Reader(folder)
     metadata = reader.read_metadata()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -158,41 +131,49 @@ def _read(folder: Path, state: dict[str, Any]) -> None:
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-class _PiecePlanner(DefaultSavePlanner):
-    """Plans to write pieces, each as a part of a one-dimensional tensor."""
+def _shard_files(folder: Path, pattern: str) -> list[ShardFile]:
+    files = []
+    for path in sorted(folder.glob(pattern)):
+        with open(path, "rb", buffering=0) as file:
+            files.append(ShardFile(path.name, *file_digest(file, fastest_algorithm())))
+    return files
 
-    def __init__(self, pieces: Sequence[TensorShard]) -> None:
+
+class _ShardPlanner(DefaultSavePlanner):
+    """Plans to write shards, each as a chunk of a one-dimensional tensor."""
+
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = {(piece.name, piece.start): piece for piece in pieces if len(piece.elements)}
+        self._shards = {(shard.name, shard.start): shard for shard in shards if len(shard.elements)}
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_item(piece) for piece in self._pieces.values()])
+        self.plan = SavePlan([_item(shard) for shard in self._shards.values()])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         index = write_item.index
         assert index.offset is not None
-        return self._pieces[index.fqn, index.offset[0]].elements.detach()
+        return self._shards[index.fqn, index.offset[0]].elements.detach()
 
 
-def _item(piece: TensorShard) -> WriteItem:
-    chunk = ChunkStorageMetadata(offsets=torch.Size([piece.start]), sizes=piece.elements.size())
-    properties = TensorProperties(dtype=piece.elements.dtype)
+def _item(shard: TensorShard) -> WriteItem:
+    chunk = ChunkStorageMetadata(offsets=torch.Size([shard.start]), sizes=shard.elements.size())
+    properties = TensorProperties(dtype=shard.elements.dtype)
     return WriteItem(
-        index=MetadataIndex(piece.name, torch.Size([piece.start])),
+        index=MetadataIndex(shard.name, torch.Size([shard.start])),
         type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size([piece.whole])),
+        tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size([shard.numel])),
     )
 
 
 class _Reader(FileSystemReader):
-    """Reads the metadata as what it is: numbers, names, and the few classes that hold them."""
+    """Reads the metadata as numbers, names and the few classes that hold them."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         metadata = _Unpickler(io.BytesIO(path.read_bytes()), path).load()
         if not isinstance(metadata, Metadata):
-            raise DamagedCheckpoint(f"{path} holds no description of shards.")
+            raise DamagedCheckpoint(f"{path} does not describe shards.")
         return metadata
 
 
@@ -206,29 +187,3 @@ class _Unpickler(pickle.Unpickler):
         if is_type or name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise CheckpointError(f"{self._path} names {module}.{name}, which can run code, so it is refused.")
-
-
-def _described(folder: Path, pattern: str) -> list[ShardFile]:
-    files = []
-    for path in sorted(folder.glob(pattern)):
-        with open(path, "rb", buffering=0) as file:
-            files.append(ShardFile(path.name, *digest_of(file, fastest_algorithm())))
-    return files
-
-
-def capture_error(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return what the work returns, or why it failed: the other processes wait to be told."""
-    try:
-        return work(), None
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
-
-
-def check_all_ranks(told: Sequence[tuple[Any, str | None]]) -> list[Any]:
-    """Return what all processes have come to; raise CheckpointError if one of them failed."""
-    for process, (_, why) in enumerate(told):
-        if why is not None:
-            raise CheckpointError(
-                f"process {process} could not write its shard: {why}. Earlier checkpoints are intact."
-            )
-    return [value for value, _ in told]

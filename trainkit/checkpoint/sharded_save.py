@@ -1,250 +1,192 @@
-"""Saving shards in the background: every process copies its pieces and goes on, and a thread of each writes them.
+"""Save sharded state: each process writes its shards, at once or in a background thread.
 
-    main thread     copy  step  ask  step  ask: all have written  step  ask: listed
-    every process         writes its shard .............
+    main thread     copy  step  poll  step  poll: all have written  step  poll: listed
+    every process         writes its shards ............
     main process                                          lists the checkpoint ....
 
-Threads only write files. What has become of them the processes ask each other after each step while a save is going
-on, on their main threads, so that all of them go on, raise, or are done after the same step.
+Threads only write files. Processes exchange their status after each step of a background save, on their main threads,
+so that all of them continue, raise, or are done after the same step. Import this module when it is needed: it takes
+half a second.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from trainkit.checkpoint.async_writer import CpuSnapshot
-from trainkit.checkpoint.entry import CheckpointEntry, CheckpointError
-from trainkit.checkpoint.shard_files import TensorShard
+from trainkit.checkpoint.files import BackgroundThread
+from trainkit.checkpoint.manifest import CheckpointEntry, CheckpointError
+from trainkit.checkpoint.shard_files import (
+    ShardResult,
+    ShardWriter,
+    capture_error,
+    check_all_ranks,
+    error_text,
+    shard_error,
+)
+from trainkit.checkpoint.sharded_state import TensorShard
 from trainkit.checkpoint.store import CheckpointStore
-
-if TYPE_CHECKING:
-    from trainkit.checkpoint.shard_files import ShardResult, ShardWriter
-
+from trainkit.distributed.collectives import Collectives
 
 T = TypeVar("T")
 
-
-class SaveGroup(Protocol):
-    """What is needed of the processes that save: a strategy's `comm` has it."""
-
-    @property
-    def process(self) -> int:
-        """Which of them this one is; 0 is the main one."""
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Return what each process gave; collective."""
-
-    def broadcast_object(self, value: T) -> T:
-        """Return what the main process gave; collective."""
+logger = logging.getLogger(__name__)
 
 
 def save_sharded(
     store: CheckpointStore,
     payload: dict[str, Any],
-    pieces: Sequence[TensorShard],
+    shards: Sequence[TensorShard],
     *,
-    together: SaveGroup,
-    name: str,
-    step: int,
-    epoch: int,
-    metrics: Mapping[str, float],
-    reason: str,
+    comm: Collectives,
     then: Callable[[CheckpointEntry], object] | None = None,
+    **labels: Any,
 ) -> CheckpointEntry:
-    """Have the main process's payload and all processes' pieces on the disk and listed as one checkpoint; collective.
+    """Save the main process's payload and all processes' shards as one checkpoint, and return its entry; collective.
 
-    `then` is called with the entry on the main process. Raises CheckpointError on every process if one of them failed;
-    what was saved earlier is intact then.
+    Raises CheckpointError on every process if one of them failed; earlier checkpoints are intact then.
+
+    Args:
+        store: Where the checkpoint is listed.
+        payload: The main process's payload, with placeholders for sharded tensors.
+        shards: The shards of this process.
+        comm: The processes that save.
+        then: Called with the entry on the main process.
+        labels: `name`, `step`, `epoch`, `metrics` and `reason`, as for `CheckpointStore.save`.
+
     """
-    from trainkit.checkpoint.shard_files import (  # which takes half a second to import
-        ShardWriter,
-        capture_error,
-        check_all_ranks,
-    )
-
-    with ExitStack() as stack:
-        folder = shared_folder(store, name, stack=stack, together=together)
-        writing = ShardWriter(folder, pieces, process=together.process, all_gather=together.all_gather_object)
-        wrote = check_all_ranks(together.all_gather_object(capture_error(writing.write)))
-        labels: dict[str, Any] = {"name": name, "step": step, "epoch": epoch, "metrics": metrics, "reason": reason}
-        entry = on_main(together, lambda: store.list_shards(payload, folder, writing.finish(wrote), **labels))
-    if then is not None:
-        on_main(together, partial(_tell, then, entry))  # after the folder is let go, since it may prune
-    return entry
+    save = _begin(store, payload, shards, comm=comm, then=then, labels=labels)
+    with save.folder_lock:
+        results = check_all_ranks(comm, save.writer.write)
+        return on_main(comm, lambda: save.register(results))
 
 
-def shared_folder(store: CheckpointStore, name: str, *, stack: ExitStack, together: SaveGroup) -> Path:
-    """Return the folder for the shards of a checkpoint, which the main process holds as long as its stack; collective.
-
-    Raises CheckpointError on every process if one of them does not see it.
-    """
-    folder = on_main(together, lambda: stack.enter_context(store.receiving_shards(name)))
-    if not all(together.all_gather_object(folder.is_dir())):
-        raise CheckpointError(
-            f"sharded=true has every machine write into {folder.parent}, but not all of them see it; put the run's "
-            "folder on a file system that they share (run_dir=PATH), or set callbacks.checkpoint.sharded=false."
-        )
-    return folder
-
-
-def _tell(then: Callable[[CheckpointEntry], object], entry: CheckpointEntry) -> None:
-    then(entry)
-
-
-def on_main(together: SaveGroup, work: Callable[[], T]) -> T:
-    """Return on every process what the main one's work returns, or raise there what it raises; collective."""
-    told: tuple[Any, str | None] = (None, None)
-    if together.process == 0:
-        try:
-            told = (work(), None)
-        except Exception as error:
-            told = (None, f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
-    value, why = together.broadcast_object(told)
-    if why is not None:
-        raise CheckpointError(why)
-    result: T = value
-    return result
-
-
-logger = logging.getLogger(__name__)
-
-
-class Status(NamedTuple):
-    """How far one process is with a save."""
-
-    phase: Literal["writing", "written", "listing", "listed"] = "writing"
-    why: str | None = None
-    """Why it failed."""
+def on_main(comm: Collectives, work: Callable[[], T]) -> T:
+    """Return on every process the result of the main one's work, or raise its error as CheckpointError; collective."""
+    result: Any
+    result, error = comm.broadcast_object(capture_error(work) if comm.is_main else (None, None))
+    if error is not None:
+        raise CheckpointError(error)
+    value: T = result
+    return value
 
 
 class ShardedWriter:
-    """Saves a payload with every process's pieces into a store, one checkpoint at a time."""
+    """Saves a payload and every process's shards from background threads, one checkpoint at a time."""
 
-    def __init__(self, store: CheckpointStore, together: SaveGroup) -> None:
+    def __init__(self, store: CheckpointStore, comm: Collectives) -> None:
         self._store = store
-        self._together = together
-        self._payload_copy, self._pieces_copy = CpuSnapshot(), CpuSnapshot()
-        self._thread: threading.Thread | None = None
-        self._saving: _Saving | None = None  # the same on every process
-        self._status = Status()
-        self._wrote: ShardResult | None = None
+        self._comm = comm
+        self._payload_snapshot, self._shard_snapshot = CpuSnapshot(), CpuSnapshot()
+        self._thread: BackgroundThread[None] | None = None
+        self._save: _Save | None = None  # set on every process or on none
+        self._status = _Status()
+        self._result: ShardResult | None = None
 
-    def prepare(self, pieces: Sequence[TensorShard]) -> None:
-        """Have memory ready for copies of pieces like these; a second thread touches it."""
-        self._start(self._pieces_copy.reserve(_by_place(pieces)), "checkpoint-memory")
+    def prepare(self, shards: Sequence[TensorShard]) -> None:
+        """Allocate memory for copies of shards like these; a background thread touches it."""
+        touch = self._shard_snapshot.reserve({shard.place: shard.elements for shard in shards})
+        self._thread = BackgroundThread(touch, name="checkpoint-memory")
 
     def save(
         self,
         payload: dict[str, Any],
-        pieces: Sequence[TensorShard],
+        shards: Sequence[TensorShard],
         *,
         then: Callable[[CheckpointEntry], object] | None = None,
         **labels: Any,
     ) -> None:
-        """Have the main process's payload and all processes' pieces on their way to the disk; collective.
+        """Copy the payload and the shards and save the copies in the background; collective.
 
-        Waits for the save before it, if that is still going on. `then` is called with the entry in the background
-        thread of the main process; its errors are the save's.
+        Waits for an earlier save. `then` is called with the entry in the main process's background thread; its errors
+        are the save's. `labels` are those of `CheckpointStore.save`.
         """
-        from trainkit.checkpoint.shard_files import ShardWriter  # which takes half a second to import
-
         self.finish()
         self._join()
-        together = self._together
-        copied = self._pieces_copy.take(_by_place(pieces))
-        copies = [replace(piece, elements=copied[_place(piece)]) for piece in pieces]
-        kept = self._payload_copy.take(payload) if together.process == 0 else {}
-        with ExitStack() as stack:
-            folder = shared_folder(self._store, labels["name"], stack=stack, together=together)
-            writing = ShardWriter(folder, copies, process=together.process, all_gather=together.all_gather_object)
-            self._saving = _Saving(self._store, writing, kept, labels, folder, stack.pop_all(), then)
-        self._status = Status()
-        self._start(self._write, f"checkpoint-{labels['name']}")
+        elements = self._shard_snapshot.take({shard.place: shard.elements for shard in shards})
+        copies = [replace(shard, elements=elements[shard.place]) for shard in shards]
+        copied = self._payload_snapshot.take(payload) if self._comm.is_main else {}
+        self._save = _begin(self._store, copied, copies, comm=self._comm, then=then, labels=labels)
+        self._status = _Status()
+        self._thread = BackgroundThread(self._write, name=f"checkpoint-{labels['name']}")
 
     def check(self) -> bool:
-        """Return whether a save has just become complete, or raise why it failed; collective while one is going on."""
-        return self._saving is not None and self._ask()
+        """Return True if a save has just become complete; raises its error. Collective during a save."""
+        return self._save is not None and self._poll()
 
     def finish(self) -> bool:
-        """Wait for a save that is going on, and return whether there was one, or raise why it failed; collective."""
-        while self._saving is not None:
+        """Wait for a save; return True if there was one, or raise its error. Collective."""
+        while self._save is not None:
             self._join()
-            if self._ask():
+            if self._poll():
                 return True
         return False
 
     def close(self) -> None:
-        """Give up a save that is going on: the run fails, and other processes may be gone. Not collective."""
-        saving, self._saving = self._saving, None
+        """Abort a save: the run failed, and other processes may have ended. Not collective."""
+        save, self._save = self._save, None
         self._join()
-        if saving is not None:
-            saving.give_up("the run ended before")
-        self._payload_copy, self._pieces_copy = CpuSnapshot(), CpuSnapshot()
+        if save is not None:
+            save.abort("the run ended before")
+        self._payload_snapshot, self._shard_snapshot = CpuSnapshot(), CpuSnapshot()
 
-    def _ask(self) -> bool:
-        """Return whether the save is complete; raises CheckpointError on every process if one of them failed."""
-        told: list[Status] = self._together.all_gather_object(self._status)
-        failed = next((process for process, status in enumerate(told) if status.why is not None), None)
-        if failed is not None:
-            self._fail(f"{told[failed].why}")
-        if any(status.phase == "writing" for status in told):
+    def _poll(self) -> bool:
+        """Return True if the save is complete; raises CheckpointError on every process if one failed. Collective."""
+        statuses = self._comm.all_gather_object(self._status)
+        for status in statuses:
+            if status.error is not None:
+                self._fail(status.error)
+        if any(status.phase == "writing" for status in statuses):
             return False
-        if told[0].phase == "listed":
-            self._saving = None
+        if statuses[0].phase == "listed":
+            self._save = None
             self._join()
             return True
-        if told[0].phase == "written":
-            self._begin_listing([part for part in self._together.all_gather_object(self._wrote) if part is not None])
+        if statuses[0].phase == "written":
+            self._begin_listing([result for result in self._comm.all_gather_object(self._result) if result is not None])
         return False
 
-    def _begin_listing(self, wrote: list[ShardResult]) -> None:
-        self._wrote = None
-        if self._together.process == 0:
+    def _begin_listing(self, results: list[ShardResult]) -> None:
+        self._result = None
+        if self._comm.is_main:
             self._join()
-            self._status = Status("listing")
-            self._start(lambda: self._list(wrote), "checkpoint-listing")
+            self._status = _Status("listing")
+            self._thread = BackgroundThread(lambda: self._list(results), name="checkpoint-listing")
 
-    def _fail(self, why: str) -> None:
-        """Leave nothing of the save on any process, and raise."""
-        saving, self._saving = self._saving, None
+    def _fail(self, error: str) -> None:
+        """Remove all files of the save and raise, on every process; collective."""
+        save, self._save = self._save, None
         self._join()
-        self._together.all_gather_object(None)  # nobody writes any more into what is removed now
-        assert saving is not None
-        saving.give_up(why)
-        raise CheckpointError(why)
+        self._comm.barrier()  # no process writes any more into the folder that is removed now
+        assert save is not None
+        save.abort(error)
+        raise CheckpointError(error)
 
     def _write(self) -> None:
-        assert self._saving is not None
+        assert self._save is not None
         try:
-            self._wrote = self._saving.writing.write()
-            self._status = Status("written")
+            self._result = self._save.writer.write()
+            self._status = _Status("written")
         except BaseException as error:
-            process = self._together.process
-            why = f"process {process} could not write its shard: {type(error).__name__}: {error}"
-            logger.error("checkpoint '%s' was not saved: %s", self._saving.labels["name"], why)
-            self._status = Status(why=f"{why}. Earlier checkpoints are intact.")
+            self._note_failure(shard_error(self._comm.process, error_text(error)))
 
-    def _list(self, wrote: list[ShardResult]) -> None:
-        assert self._saving is not None
+    def _list(self, results: list[ShardResult]) -> None:
+        assert self._save is not None
         try:
-            self._saving.list(wrote)
-            self._status = Status("listed")
+            self._save.register(results)
+            self._status = _Status("listed")
         except BaseException as error:
-            why = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            logger.error("checkpoint '%s' was not saved: %s", self._saving.labels["name"], why)
-            self._status = Status(why=why)
+            self._note_failure(error_text(error))
 
-    def _start(self, work: Callable[[], None], name: str) -> None:
-        # Not a daemon: the interpreter waits for what is being written when it ends.
-        self._thread = threading.Thread(target=work, name=name)
-        self._thread.start()
+    def _note_failure(self, error: str) -> None:
+        assert self._save is not None
+        logger.error("checkpoint '%s' was not saved: %s", self._save.labels["name"], error)
+        self._status = _Status(error=error)
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -252,40 +194,65 @@ class ShardedWriter:
             self._thread = None
 
 
-class _Saving(NamedTuple):
-    """One save that is going on."""
+class _Status(NamedTuple):
+    """The progress of one process's background save."""
+
+    phase: Literal["writing", "written", "listing", "listed"] = "writing"
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One save in progress."""
 
     store: CheckpointStore
-    writing: ShardWriter
+    writer: ShardWriter
     payload: dict[str, Any]
-    labels: dict[str, Any]
-    folder: Any
-    held: ExitStack
-    """Holds the folder against other writers, on the main process."""
+    labels: Mapping[str, Any]
+    folder: Path
+    folder_lock: ExitStack
+    """Locks the folder against other writers, on the main process; an error that leaves it removes the shards."""
     then: Callable[[CheckpointEntry], object] | None
 
-    def list(self, wrote: list[ShardResult]) -> None:
-        """Have the checkpoint listed, let the folder go, and tell of it."""
-        with self.held:
-            files = self.writing.finish(wrote)
-            entry = self.store.list_shards(self.payload, self.folder, files, **self.labels)
+    def register(self, results: Sequence[ShardResult]) -> CheckpointEntry:
+        """List the checkpoint, release the folder, and call `then`; on the main process."""
+        with self.folder_lock:
+            files = self.writer.finish(results)
+            entry = self.store.register_shards(self.payload, self.folder, files, **self.labels)
         if self.then is not None:
-            self.then(entry)  # after the folder is let go, since it may prune
+            self.then(entry)  # after the folder is released, since it may prune
+        return entry
 
-    def give_up(self, why: str) -> None:
-        """Let the folder go, and remove what is in it."""
-        error = CheckpointError(why)
+    def abort(self, reason: str) -> None:
+        """Remove the shards and release the folder."""
+        error = CheckpointError(reason)
         try:
-            with self.held:
+            with self.folder_lock:
                 raise error
         except CheckpointError as raised:
             if raised is not error:
                 logger.error("%s", raised)
 
 
-def _by_place(pieces: Sequence[TensorShard]) -> dict[str, Any]:
-    return {_place(piece): piece.elements for piece in pieces}
+def _begin(
+    store: CheckpointStore,
+    payload: dict[str, Any],
+    shards: Sequence[TensorShard],
+    *,
+    comm: Collectives,
+    then: Callable[[CheckpointEntry], object] | None,
+    labels: Mapping[str, Any],
+) -> _Save:
+    """Return a save whose folder the main process has locked; collective.
 
-
-def _place(piece: TensorShard) -> str:
-    return f"{piece.name} from {piece.start}"
+    Raises CheckpointError on every process if one of them failed or does not see the folder.
+    """
+    with ExitStack() as stack:
+        folder = on_main(comm, lambda: stack.enter_context(store.shard_folder(labels["name"])))
+        if not all(comm.all_gather_object(folder.is_dir())):
+            raise CheckpointError(
+                f"sharded=true has every machine write into {folder.parent}, but not all of them see it; put the run's "
+                "folder on a file system that they share (run_dir=PATH), or set callbacks.checkpoint.sharded=false."
+            )
+        writer = ShardWriter(folder, shards, comm)
+        return _Save(store, writer, payload, labels, folder, stack.pop_all(), then)

@@ -13,7 +13,6 @@ from trainkit.errors import UserError
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import PhaseOptimizer
-from trainkit.optim.phase import by_phase, saved_by_phase
 from trainkit.optim.precision import Precision
 from trainkit.rng import rng_state, seed_everything, set_rng_state
 from trainkit.state import TrainState
@@ -22,19 +21,19 @@ from trainkit.task import TaskModule
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.async_writer import AsyncWriter
-    from trainkit.checkpoint.shard_files import ShardedState
     from trainkit.checkpoint.sharded_save import ShardedWriter
+    from trainkit.checkpoint.sharded_state import ShardedState
     from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
 
 
 class StatefulCallback(Protocol):
-    """A callback, as far as checkpoints are concerned."""
+    """The part of a callback that a checkpoint keeps."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save."""
+        """Return the state."""
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore a saved state."""
+        """Restore the state."""
 
 
 class CheckpointedRun(Protocol):
@@ -56,21 +55,21 @@ class CheckpointedRun(Protocol):
 
     @property
     def weights_are_finite(self) -> Callable[[], bool]:
-        """Returns True if the weights may be saved; collective."""
+        """Returns True if the weights are worth saving; collective."""
 
     @property
     def callbacks(self) -> Sequence[StatefulCallback]:
         """The callbacks whose state is saved."""
 
     def metrics_of_this_step(self) -> dict[str, float]:
-        """Return the metrics that were logged at the present step."""
+        """Return the metrics that were measured with the present weights."""
 
     def emit(self, hook: str, *arguments: Any) -> None:
         """Call the callbacks' methods of a hook."""
 
 
 class Checkpointer:
-    """Saves and restores one run; its methods are collective, except `close`."""
+    """Saves and restores one run; its methods are collective unless they say otherwise."""
 
     def __init__(self, run: CheckpointedRun) -> None:
         self._run = run
@@ -96,12 +95,16 @@ class Checkpointer:
     ) -> CheckpointEntry | None:
         """Write a checkpoint of the present state; collective.
 
-        With `background` the state is copied and a thread writes it; `poll` and `wait` raise its errors. With
-        `sharded` each rank writes its shard, if the strategy shards the state. `then` is called on the main rank
-        with the entry, once it is listed.
+        Args:
+            reason: Listed with the checkpoint.
+            background: Copy the state and write it in a thread; `poll` and `wait` raise its errors.
+            sharded: Each rank writes its shard, if the strategy shards the state.
+            then: Called on the main rank with the entry, once it is listed.
 
-        Returns the entry on the main rank; `None` in the background, without a folder, and if the weights are not
-        finite.
+        Returns:
+            The entry on the main rank; `None` in the background, without a folder, or if a loss was not finite, so that
+            the weights are not worth saving.
+
         """
         run, strategy = self._run, self._run.strategy
         if self.store is None or not run.weights_are_finite():
@@ -109,40 +112,30 @@ class Checkpointer:
         self._wait_for_shards()
         shards = self._shards() if sharded else None
         payload = self._payload(shards)
-        if shards is not None and background:
-            self.wait()
-            self._open_sharded_writer().save(payload, shards.pieces, then=then, **self._labels(reason))
-            return None
-        if shards is not None:
+        state = run.state
+        labels = {"step": state.step, "epoch": state.epoch, "metrics": run.metrics_of_this_step(), "reason": reason}
+        labels["name"] = f"step_{state.step:08d}"
+        if shards is None:
+            return self._save_on_main(payload, background=background, then=then, labels=labels)
+        if not background:
             from trainkit.checkpoint.sharded_save import save_sharded
 
-            return save_sharded(
-                self.store, payload, shards.pieces, together=strategy.comm, then=then, **self._labels(reason)
-            )
-        entry: CheckpointEntry | None = None
-        failure: UserError | None = None
-        if strategy.comm.is_main:
-            try:
-                entry = self._write(payload, reason=reason, background=background, then=then)
-            except UserError as error:
-                failure = error
-        failure = strategy.comm.broadcast_object(failure)
-        if failure is not None:
-            raise failure
-        return entry
+            return save_sharded(self.store, payload, shards.shards, comm=strategy.comm, then=then, **labels)
+        self.wait()
+        self._shard_writer(self.store).save(payload, shards.shards, then=then, **labels)
+        return None
 
     def prepare(self, *, sharded: bool = False) -> None:
         """Allocate memory for background saves, so that the first one stalls training no longer than others."""
         if self.store is None:
             return
-        run = self._run
         shards = self._shards() if sharded else None
         if shards is not None:
-            self._open_sharded_writer().prepare(shards.pieces)
+            self._shard_writer(self.store).prepare(shards.shards)
             return
         payload = self._task_and_optimizers()
-        if run.strategy.comm.is_main:
-            self._open_writer().prepare(payload)
+        if self._run.strategy.comm.is_main:
+            self._async_writer(self.store).prepare(payload)
 
     def poll(self) -> bool:
         """Raise the error of a background save that failed, without waiting for the disk.
@@ -156,7 +149,7 @@ class Checkpointer:
     def wait(self) -> bool:
         """Wait for a background save, and raise its error if it failed.
 
-        Returns True if ranks have saved shards. Collective while ranks save shards.
+        Returns True if ranks were saving shards. Collective while they do.
         """
         if self._writer is not None:
             self._writer.wait()
@@ -174,14 +167,15 @@ class Checkpointer:
     # ---- Restoring
 
     def restore(self, payload: dict[str, Any], *, where: str) -> None:
-        """Restore the run, except its random generators, from a checkpoint that any strategy wrote; collective.
+        """Restore the run from a checkpoint that any strategy wrote; collective.
 
-        Raises UserError if the checkpoint is of another task.
+        Random generators continue exactly on the layout that was saved, and from a new seed on another. Raises
+        UserError if the checkpoint is another task's.
         """
         run, strategy = self._run, self._run.strategy
         assert run.loader is not None
         self.load_weights(payload, where=where)
-        saved = saved_by_phase(payload["optimizer"], payload["schedules"], run.phase_optimizers, where=where)
+        saved = _saved_by_phase(payload["optimizer"], payload["schedules"], run.phase_optimizers, where=where)
         for phase_optimizer, (optimizer, schedules) in zip(run.phase_optimizers, saved, strict=True):
             phase_optimizer.check_saved(optimizer, schedules, where=where)
             strategy.load_optimizer_state_dict(run.task, phase_optimizer, optimizer)
@@ -203,17 +197,17 @@ class Checkpointer:
             run.reference_batch_size = ReferenceBatchSize(payload["batch_size"], "the resumed run")
 
     def load_weights(self, payload: dict[str, Any], *, where: str, to_evaluate: bool = False) -> None:
-        """Load a checkpoint's parameters and buffers into the task; raises UserError if they are of another task.
+        """Load a checkpoint's parameters and buffers into the task; raises UserError if they are another task's.
 
-        `to_evaluate` takes the weights that the run was validated with, if those differ (an average).
+        `to_evaluate` loads the weights that the run was validated with, if they differ (an average).
         """
         from trainkit.checkpoint.serialization import check_shapes, check_state_dict_keys
 
         task, strategy = self._run.task, self._run.strategy
         saved = payload.get("evaluation_weights", payload["task"]) if to_evaluate else payload["task"]
-        present = strategy.state_dict(task)
-        check_state_dict_keys(present, saved, where)
-        check_shapes(present, saved, where)
+        own = strategy.state_dict(task)
+        check_state_dict_keys(own, saved, where)
+        check_shapes(own, saved, where)
         strategy.load_state_dict(task, saved)
 
     def restore_rng(self, payload: dict[str, Any]) -> None:
@@ -235,8 +229,12 @@ class Checkpointer:
         assert run.loader is not None
         payload = {
             **self._task_and_optimizers(shards),
-            "schedules": by_phase([item.schedule_state() for item in run.phase_optimizers], run.phase_optimizers),
-            "spikes": [{} if item.spikes is None else item.spikes.state_dict() for item in run.phase_optimizers],
+            "schedules": _by_phase(
+                [optimizer.schedule_state() for optimizer in run.phase_optimizers], run.phase_optimizers
+            ),
+            "spikes": [
+                {} if optimizer.spikes is None else optimizer.spikes.state_dict() for optimizer in run.phase_optimizers
+            ],
             "strategy": strategy.strategy_state(),
             "scaler": run.precision.state_dict(),
             "state": run.state.state_dict(),
@@ -253,18 +251,12 @@ class Checkpointer:
         return payload
 
     def _task_and_optimizers(self, shards: ShardedState | None = None) -> dict[str, Any]:
-        """Return the state of the task and its optimizers: the shards, or complete on the main rank; collective."""
-        run, strategy, phase_optimizers = self._run, self._run.strategy, self._run.phase_optimizers
+        """Return the task's and its optimizers' state, complete on the main rank or with placeholders; collective."""
+        run = self._run
         if shards is not None:
-            return {"task": shards.task, "optimizer": by_phase(shards.optimizers, phase_optimizers)}
-        optimizers = [strategy.optimizer_state_dict(run.task, phase_optimizer) for phase_optimizer in phase_optimizers]
-        return {"task": strategy.state_dict(run.task), "optimizer": by_phase(optimizers, phase_optimizers)}
-
-    def _labels(self, reason: str) -> dict[str, Any]:
-        """Return the keywords under which a checkpoint of the present state is listed."""
-        state = self._run.state
-        labels = {"step": state.step, "epoch": state.epoch, "metrics": self._run.metrics_of_this_step()}
-        return {"name": f"step_{state.step:08d}", **labels, "reason": reason}
+            return {"task": shards.task, "optimizer": _by_phase(shards.optimizers, run.phase_optimizers)}
+        optimizers = [run.strategy.optimizer_state_dict(run.task, each) for each in run.phase_optimizers]
+        return {"task": run.strategy.state_dict(run.task), "optimizer": _by_phase(optimizers, run.phase_optimizers)}
 
     def _shards(self) -> ShardedState | None:
         strategy, run = self._run.strategy, self._run
@@ -275,39 +267,59 @@ class Checkpointer:
 
     # ---- Writing
 
+    def _save_on_main(
+        self,
+        payload: dict[str, Any],
+        *,
+        background: bool,
+        then: Callable[[CheckpointEntry], object] | None,
+        labels: dict[str, Any],
+    ) -> CheckpointEntry | None:
+        """Write the payload on the main rank, and raise its UserError on every rank; collective."""
+        comm = self._run.strategy.comm
+        entry: CheckpointEntry | None = None
+        failure: UserError | None = None
+        if comm.is_main:
+            try:
+                entry = self._write(payload, background=background, then=then, labels=labels)
+            except UserError as error:
+                failure = error
+        failure = comm.broadcast_object(failure)
+        if failure is not None:
+            raise failure
+        return entry
+
     def _write(
         self,
         payload: dict[str, Any],
         *,
-        reason: str,
         background: bool,
         then: Callable[[CheckpointEntry], object] | None,
+        labels: dict[str, Any],
     ) -> CheckpointEntry | None:
         assert self.store is not None
         if self._writer is not None:
             self._writer.wait()
         if background:
-            self._open_writer().save(payload, then=then, **self._labels(reason))
+            self._async_writer(self.store).save(payload, then=then, **labels)
             return None
-        entry = self.store.save(payload, **self._labels(reason))
+        entry = self.store.save(payload, **labels)
         if then is not None:
             then(entry)
         return entry
 
-    def _open_writer(self) -> AsyncWriter:
+    def _async_writer(self, store: CheckpointStore) -> AsyncWriter:
         if self._writer is None:
             from trainkit.checkpoint.async_writer import AsyncWriter
 
-            assert self.store is not None
-            self._writer = AsyncWriter(self.store)
+            self._writer = AsyncWriter(store)
         return self._writer
 
-    def _open_sharded_writer(self) -> ShardedWriter:
+    def _shard_writer(self, store: CheckpointStore) -> ShardedWriter:
         if self._sharded_writer is None:
             from trainkit.checkpoint.sharded_save import ShardedWriter
 
-            assert self.store is not None
-            self._sharded_writer = ShardedWriter(self.store, self._run.strategy.comm)
+            self._sharded_writer = ShardedWriter(store, self._run.strategy.comm)
         return self._sharded_writer
 
     def _wait_for_shards(self) -> bool:
@@ -315,7 +327,7 @@ class Checkpointer:
 
 
 def _named(callbacks: Sequence[StatefulCallback]) -> list[tuple[str, StatefulCallback]]:
-    """Return the callbacks with unique names: their class, and a number from the second of a class on."""
+    """Return the callbacks with their class names, numbered from the second of a class on."""
     seen: dict[str, int] = {}
     named = []
     for callback in callbacks:
@@ -323,3 +335,25 @@ def _named(callbacks: Sequence[StatefulCallback]) -> list[tuple[str, StatefulCal
         seen[kind] = seen.get(kind, 0) + 1
         named.append((kind if seen[kind] == 1 else f"{kind}_{seen[kind]}", callback))
     return named
+
+
+def _by_phase(states: Sequence[Any], phase_optimizers: Sequence[PhaseOptimizer]) -> Any:
+    """Return the state of the one optimizer of a task without phases, else the states by the names of the phases."""
+    if phase_optimizers[0].phase == "":
+        return states[0]
+    return {optimizer.phase: state for optimizer, state in zip(phase_optimizers, states, strict=True)}
+
+
+def _saved_by_phase(
+    optimizers: Any, schedules: Any, phase_optimizers: Sequence[PhaseOptimizer], *, where: str
+) -> list[tuple[Any, Any]]:
+    """Return each optimizer's saved state and schedules; raises UserError if they are of other phases."""
+    names = [optimizer.phase for optimizer in phase_optimizers]
+    saved = [""] if "param_groups" in optimizers else list(optimizers)
+    if sorted(saved) != sorted(names):
+        raise UserError(f"{where} was saved {_described(saved)}, and this task is trained {_described(names)}.")
+    return [(optimizers, schedules)] if saved == [""] else [(optimizers[name], schedules[name]) for name in names]
+
+
+def _described(phases: list[str]) -> str:
+    return "without phases" if phases == [""] else f"with the phases {', '.join(phases)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -103,25 +103,3 @@ def check_disjoint(phase_optimizers: Sequence[TrainedParameters], task: nn.Modul
                     f"{phase_optimizer.phase!r} of {type(task).__name__}; a parameter belongs to one. "
                     "Add up the losses in one phase to train shared layers."
                 )
-
-
-def by_phase(states: Sequence[Any], phase_optimizers: Sequence[NamedPhase]) -> Any:
-    """Return the states by the names of the phases; of a task without phases the one state."""
-    if phase_optimizers[0].phase == "":
-        return states[0]
-    return {part.phase: state for part, state in zip(phase_optimizers, states, strict=True)}
-
-
-def saved_by_phase(
-    optimizers: Any, schedules: Any, phase_optimizers: Sequence[NamedPhase], *, where: str
-) -> list[tuple[Any, Any]]:
-    """Return each optimizer's saved state and schedules; raises UserError if they are of other phases."""
-    names = [part.phase for part in phase_optimizers]
-    saved = [""] if "param_groups" in optimizers else list(optimizers)
-    if sorted(saved) != sorted(names):
-        raise UserError(f"{where} was saved {_described(saved)}, and this task is trained {_described(names)}.")
-    return [(optimizers, schedules)] if saved == [""] else [(optimizers[name], schedules[name]) for name in names]
-
-
-def _described(phases: list[str]) -> str:
-    return "without phases" if phases == [""] else f"with the phases {', '.join(phases)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
-_ANY_WIDTH = 10_000  # columns of a text that is not wrapped
+_ANY_WIDTH = 10_000  # columns: lines are not wrapped
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Table:
 
 
 def on_terminal() -> bool:
-    """Return whether standard output is a terminal that a display can be drawn on again and again."""
+    """Return True if standard output is a terminal that a live display can be drawn on."""
     return bool(sys.stdout) and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
@@ -63,7 +63,7 @@ def plain(table: Table) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number as a person reads it: `12,345`, `0.01235`, `1.2e-05`."""
+    """Return a number for people: `12,345`, `0.01235`, `1.2e-05`."""
     if isinstance(value, int) or (value == value // 1 and abs(value) < 1e15):
         return f"{int(value):,}"
     return f"{value:,.1f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
@@ -84,6 +84,6 @@ def _drawn(table: Table) -> Any:
     for index, column in enumerate(table.columns):
         drawing.add_column(column, justify="right" if index else "left", overflow="fold")
     for index, row in enumerate(table.rows):
-        # Text: what looks like markup in a name is not.
+        # Text: brackets in a name are not markup.
         drawing.add_row(*map(Text, row), style="bold green" if index in table.highlighted else None)
     return drawing

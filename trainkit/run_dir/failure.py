@@ -1,7 +1,8 @@
-"""What a rank knew when an error ended its run: `failure_rank_<k>.json` in the run's folder.
+"""Failures and warnings of a run, in its folder.
 
-Every rank writes its own, so that the report can show the rank that failed first and where the others were then. The
-caller, who also learns of ranks that were killed and could not write any more, leaves `failure.json`.
+failure_rank_<k>.json   the error that ended the run on a rank, and the rank's position then
+failure.json            the error that the caller of all ranks got, also for ranks that were killed
+warnings.jsonl          each different warning once
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from trainkit.loops.run import Run
 
-
-logger = logging.getLogger(__name__)
-
 CALLERS = "failure.json"
+FILENAME = "warnings.jsonl"
+_MAX_WARNINGS = 200  # different ones of a rank
 _TASK_METHODS = ("training_step", "validation_step", "test_step", "predict_step", "configure_optimizers")
-_PHASES = {
+PHASE_OF_FUNCTION = {
     "backward": "backward",
     "optimizer_step": "the optimizer's step",
     "_normalize_gradients": "adding up gradients",
@@ -39,6 +39,9 @@ _PHASES = {
     "forward_backward": "forward and backward",
     "prepare_fit": "preparing the run",
 }
+"""The description of each function of trainkit, as the phase of a failure."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +55,17 @@ class FailureRecord:
     when: float
     """Seconds since 1970."""
     process: int | None = None
-    """Which of all processes; `None`: the caller of all of them."""
+    """Index of the process; `None`: the caller of all of them."""
     step: int | None = None
-    """Steps that were complete."""
+    """Complete steps."""
     epoch: int | None = None
     phase: str = ""
     evaluation: str = ""
-    """The evaluation that was under way."""
+    """The evaluation in progress."""
 
 
 def record_failure(run: Run, error: BaseException) -> None:
-    """Leave what this rank knows in the run's folder; never raises, and is not collective."""
+    """Write this rank's failure to the run's folder; never raises, and is not collective."""
     if run.run_dir is None:
         return
     progress, process = run.evaluation, run.strategy.comm.process
@@ -81,18 +84,18 @@ def record_failure(run: Run, error: BaseException) -> None:
 
 
 def record_failure_of_caller(folder: Path, error: BaseException) -> None:
-    """Leave what the caller of all ranks was told; never raises."""
+    """Write the failure that the caller of all ranks got; never raises."""
     _write(folder / CALLERS, FailureRecord(type(error).__name__, str(error), _text_of(error), time.time()))
 
 
 def clear_failures(folder: Path) -> None:
-    """Remove what earlier parts of the run left."""
+    """Remove the records of earlier parts of the run."""
     for path in (folder / CALLERS, *folder.glob("failure_rank_*.json")):
         path.unlink(missing_ok=True)
 
 
 def read_failures(folder: Path) -> list[FailureRecord]:
-    """Return what was left in a run's folder, the earliest first."""
+    """Return the records in a run's folder, the earliest first; unreadable ones are skipped."""
     records = []
     for path in (folder / CALLERS, *sorted(folder.glob("failure_rank_*.json"))):
         try:
@@ -103,15 +106,15 @@ def read_failures(folder: Path) -> list[FailureRecord]:
 
 
 def phase_of(error: BaseException) -> str:
-    """Return what the run was doing when the error was raised: the innermost activity that a user has a name for."""
+    """Return the phase of the run in which the error was raised: the innermost one that a user has a name for."""
     return phase_in(_frames(error))
 
 
 def phase_in(frames: Iterable[FrameType]) -> str:
-    """Return what a call stack, the outermost frame first, is doing."""
+    """Return the phase of a call stack, the outermost frame first; empty if it is unknown."""
     for frame in reversed(list(frames)):
         name, owner = frame.f_code.co_name, frame.f_locals.get("self")
-        # By name, as this file is read by strategies that import no callback, task or data.
+        # By name: strategies import this file, and it must not import callbacks, tasks or data.
         bases = {base.__name__ for base in type(owner).__mro__ if base.__module__.startswith("trainkit.")}
         if "Callback" in bases and (name.startswith("on_") or name == "close"):
             return f"the callback {type(owner).__name__}.{name}"
@@ -122,47 +125,14 @@ def phase_in(frames: Iterable[FrameType]) -> str:
         stage = getattr(getattr(owner, "source", None), "stage", None)
         if isinstance(stage, str):
             return f"reading {stage} data"
-        if name in _PHASES:
-            return _PHASES[name]
+        if name in PHASE_OF_FUNCTION:
+            return PHASE_OF_FUNCTION[name]
     return ""
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-
-
-def _text_of(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
-
-
-def _write(path: Path, record: FailureRecord) -> None:
-    try:
-        path.write_text(json.dumps(_plain(asdict(record)), indent=2) + "\n", encoding="utf-8")
-    except OSError as problem:
-        logger.warning("what went wrong could not be kept in %s: %s", path, problem)
-
-
-def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    """Return texts that every encoding takes: a message may hold halves of a character."""
-    return {
-        key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-        for key, value in record.items()
-    }
-
-
-FILENAME = "warnings.jsonl"
-_MOST = 200  # different ones of a rank
 
 
 @contextmanager
 def warnings_kept(folder: Path | None, *, process: int) -> Iterator[None]:
-    """Enter with a file that takes each different warning once, whoever else is shown it; `None`: keep nothing.
-
-    Costs nothing until something warns.
-    """
+    """Write each different warning of the block to the folder once, besides showing it; `None` writes nothing."""
     if folder is None:
         yield
         return
@@ -191,8 +161,34 @@ def warnings_kept(folder: Path | None, *, process: int) -> Iterator[None]:
             warnings.showwarning = show
 
 
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _text_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _write(path: Path, record: FailureRecord) -> None:
+    try:
+        path.write_text(json.dumps(_plain(asdict(record)), indent=2) + "\n", encoding="utf-8")
+    except OSError as problem:
+        logger.warning("the failure could not be written to %s: %s", path, problem)
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with strings that can be encoded: a message may hold halves of a character."""
+    return {
+        key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        for key, value in record.items()
+    }
+
+
 class _Handler(logging.Handler):
-    """Writes warnings and errors of trainkit's loggers, and passes them on to the console where nobody else would."""
+    """Writes warnings and errors of trainkit's loggers, and shows them on the console if no other handler does."""
 
     def __init__(self, path: Path, process: int) -> None:
         super().__init__(logging.WARNING)
@@ -206,11 +202,11 @@ class _Handler(logging.Handler):
         except Exception:
             self.handleError(record)
         if not logging.getLogger().handlers and logging.lastResort is not None:
-            logging.lastResort.handle(record)  # logging does so only where it finds no handler at all
+            logging.lastResort.handle(record)  # logging does so only if there are no handlers at all
 
     def keep(self, text: str, *, where: str, level: str = "WARNING") -> None:
-        """Write a warning that was not written before; a disk that takes no more is no reason to stop."""
-        if text in self._seen or len(self._seen) >= _MOST:
+        """Write a warning that was not written before; a disk error does not end the run."""
+        if text in self._seen or len(self._seen) >= _MAX_WARNINGS:
             return
         self._seen.add(text)
         line: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The folder that a run writes into.
+"""The folder of a run: its config, summary and environment.
 
 runs/<name>/<date_time>/
 config.yaml  metrics.jsonl  tensorboard/  checkpoints/  rank_<k>.log  summary.json
@@ -22,12 +22,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import UninitializedParameter
 
 from trainkit.checkpoint.files import write_text
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
     from trainkit.loops.run import Run
+
+FILENAME = "environment.json"
+_GIT_SECONDS = 2.0
+_PACKAGES = ("numpy", "transformers", "lightning", "torchmetrics", "datasets")
+
+logger = logging.getLogger(__name__)
 
 
 def choose_run_dir(name: str, *, parent: Path = Path("runs")) -> Path:
@@ -38,7 +45,7 @@ def choose_run_dir(name: str, *, parent: Path = Path("runs")) -> Path:
 
 
 def check_run_dir(folder: Path) -> None:
-    """Raise UserError if the folder is not there and cannot be made, or cannot be written to; changes nothing."""
+    """Raise UserError if the folder cannot be made or cannot be written to; changes nothing."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"the run folder {folder} cannot be made: {existing} is a file. Set run_dir to another path.")
@@ -47,7 +54,7 @@ def check_run_dir(folder: Path) -> None:
 
 
 def make_run_dir(folder: Path) -> None:
-    """Have the folder; raises UserError if it cannot be written to."""
+    """Make the folder if it does not exist; raises UserError if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -60,7 +67,7 @@ def make_run_dir(folder: Path) -> None:
 
 
 def write_config(folder: Path, config: str) -> None:
-    """Keep the run's settings as `config.yaml`, and those of an earlier part of the run if they differ."""
+    """Write the run's settings to `config.yaml`; those of an earlier part of the run are kept if they differ."""
     path = folder / "config.yaml"
     if path.exists() and path.read_text() != config:
         path.rename(folder / f"config_until_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}.yaml")
@@ -73,44 +80,28 @@ def clear_summary(folder: Path) -> None:
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json`: what the run came to and why it ended."""
+    """Write `summary.json`: the result of the run and the reason why it ended."""
     known = {key: _as_json(value) for key, value in summary.items() if key != "weights"}
     write_text(folder / "summary.json", json.dumps(known, indent=2, allow_nan=False) + "\n")
 
 
-def _as_json(value: Any) -> Any:
-    """Return what stands for a value in JSON, which knows no paths and no numbers that are not finite."""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _as_json(part) for key, part in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-logger = logging.getLogger(__name__)
-
-FILENAME = "environment.json"
-_GIT_SECONDS = 2.0
-_PACKAGES = ("numpy", "transformers", "lightning", "torchmetrics", "datasets")
-
-
 def write_environment(run: Run) -> None:
-    """Keep versions, device, system, the state of the git repository and the layout; never raises."""
+    """Write `environment.json`: versions, device, system, git commit and layout; never raises."""
     if run.run_dir is None:
         return
     try:
-        (run.run_dir / FILENAME).write_text(json.dumps(environment(run), indent=2) + "\n", encoding="utf-8")
+        (run.run_dir / FILENAME).write_text(json.dumps(_environment(run), indent=2) + "\n", encoding="utf-8")
     except (OSError, ValueError) as error:
-        logger.warning("the environment could not be kept in %s: %s", run.run_dir, error)
+        logger.warning("the environment could not be written to %s: %s", run.run_dir, error)
 
 
-def environment(run: Run) -> dict[str, Any]:
-    """Return what the report's header shows."""
-    task, strategy = run.task, run.strategy
-    parameters = [parameter for parameter in task.parameters() if not _is_lazy(parameter)]
+def _environment(run: Run) -> dict[str, Any]:
+    """Return the values that the report's header shows."""
+    task, strategy, device = run.task, run.strategy, run.strategy.device
+    parameters = [parameter for parameter in task.parameters() if not isinstance(parameter, UninitializedParameter)]
     return {
         "started": time.time(),
-        "command": command(sys.argv),
+        "command": _command(sys.argv),
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
@@ -119,19 +110,19 @@ def environment(run: Run) -> dict[str, Any]:
         "plan": None if run.plan is None else str(run.plan),
         "max_steps": run.max_steps,
         "precision": run.precision.name,
-        "device": device_name(strategy.device),
+        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
         "seed": run.seed,
         "resumed_from": run.resumed_from,
-        "versions": versions(),
+        "versions": _versions(),
         "system": f"{platform.system()} {platform.release()} ({platform.machine()})",
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "git": git_state(Path.cwd()),
+        "git": _git_state(Path.cwd()),
     }
 
 
-def command(argv: Sequence[str]) -> str:
-    """Return what was typed, without the folders that programs lie in; nothing for what was not started by a file."""
+def _command(argv: Sequence[str]) -> str:
+    """Return the command line with the program's name for its path; empty if no file was started."""
     if not argv or not argv[0] or argv[0].startswith("-"):
         return ""
     program = Path(argv[0])
@@ -139,8 +130,8 @@ def command(argv: Sequence[str]) -> str:
     return " ".join([name, shlex.join(argv[1:])]).strip()
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of what is imported already."""
+def _versions() -> dict[str, str]:
+    """Return the versions of packages that are imported already."""
     from trainkit import __version__
 
     found = {"trainkit": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
@@ -153,13 +144,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def device_name(device: torch.device) -> str:
-    """Return the device as torch writes it, with its model where that is known."""
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-
-
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return the commit that is checked out, and whether tracked files differ from it; `None` outside of git."""
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Return the commit that is checked out, and if tracked files differ from it; `None` outside of git."""
     if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
         return None  # without starting a process
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -171,5 +157,10 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
 
 
-def _is_lazy(parameter: torch.nn.Parameter) -> bool:
-    return isinstance(parameter, torch.nn.parameter.UninitializedParameter)
+def _as_json(value: Any) -> Any:
+    """Return the value in a form that JSON has: paths as strings, numbers that are not finite as null."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _as_json(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,7 +1,7 @@
-"""One process per run folder: a lock that the main rank holds while it trains there.
+"""A lock on the run folder, so that one process at a time trains there.
 
 .lock       the lock file; the system releases it when its process dies
-.owner      the process that holds it, as JSON
+.owner      the process that has locked it, as JSON
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class LockOwner:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it will release the lock by itself: an earlier part of this job, or a process of this host that died.
+        """True if the lock will be released soon: the owner is an earlier part of this job, or a process that died.
 
-        The workers of a process that died may hold its lock for some seconds.
+        The workers of a process that died may keep its lock for some seconds.
         """
         own = LockOwner.this_process()
         if self.host == own.host:
@@ -59,32 +59,32 @@ class LockOwner:
 
 @contextmanager
 def lock_run_dir(folder: Path, *, timeout: float = _WAIT_SECONDS) -> Iterator[None]:
-    """Hold the run folder against every other process.
+    """Lock the run folder against every other process.
 
-    Where the file system has no locks, a warning is logged and nothing is held.
+    On a file system without locks, a warning is logged and nothing is locked.
 
     Args:
         folder: The run folder.
-        timeout: Seconds to wait for an earlier part of the same job (a restart by torchrun, a job that SLURM queued
-            again), which is about to end.
+        timeout: Seconds to wait for an owner that is about to end, such as an earlier part of the same job.
 
     Raises:
         UserError: Another process trains in the folder.
 
     """
     owner = _read(folder)
-    waits = owner is not None and owner.is_ending
-    if waits and owner is not None:
+    if owner is not None and owner.is_ending:
         logger.info("waiting for process %d on %s to release %s", owner.pid, owner.host, folder)
+    else:
+        timeout = 0
     with ExitStack() as stack:
         try:
-            no_locks = stack.enter_context(file_lock(folder / LOCK, timeout=timeout if waits else 0))
+            no_locks = stack.enter_context(file_lock(folder / LOCK, timeout=timeout))
         except Timeout:
             raise _in_use(folder) from None
         if no_locks is not None:
             logger.warning(
-                "%s is on a file system without locks (%s): another process that trains in the same folder is not "
-                "noticed.",
+                "%s is on a file system without locks (%s): another process that trains in the same folder "
+                "is not detected.",
                 folder,
                 no_locks.strerror,
             )
@@ -95,7 +95,7 @@ def lock_run_dir(folder: Path, *, timeout: float = _WAIT_SECONDS) -> Iterator[No
 
 
 def check_not_locked(folder: Path) -> None:
-    """Raise UserError if another process trains in the folder, unless it is about to end."""
+    """Raise UserError if another process trains in the folder and is not about to end."""
     if "RANK" in os.environ:
         return  # one of several ranks that were started separately: the main rank may hold the lock already
     owner = _read(folder)
@@ -121,7 +121,7 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 

@@ -1,4 +1,4 @@
-"""Which run `resume=auto` goes on with: the newest one that has something to go on from and something left to do."""
+"""The run that `resume=auto` continues: the newest unfinished one with a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AutoResume:
-    """A run to go on with, or why there is none."""
+    """The run to resume, or `None` for a new one, and the reason."""
 
     run_dir: Path | None
     why: str
 
     def log(self) -> None:
-        """Say what was chosen; once, also where torchrun has started every rank by itself."""
+        """Log the choice, on one rank also if torchrun has started every rank."""
         if os.environ.get("RANK", "0") == "0":
             logger.info("resume=auto: %s", self.why)
 
@@ -34,23 +34,23 @@ def find_run_to_resume(
 ) -> AutoResume:
     """Return the run in `run_dir`, finished or not, or else the newest unfinished one of `parent/name`.
 
-    A run can be continued if one of its checkpoints is whole; it is unfinished if it was stopped, failed or was
+    A run can be resumed if one of its checkpoints is complete. It is unfinished if it was stopped, failed or was
     killed, or reached another `max_duration` than the present one.
     """
     if run_dir is not None:
         entry = latest_complete(run_dir)
         if entry is None:
-            return AutoResume(None, f"starting anew in {run_dir}, where no complete checkpoint is.")
-        return _continuing(run_dir, entry)
+            return AutoResume(None, f"starting a new run in {run_dir}, which has no complete checkpoint.")
+        return _resuming(run_dir, entry)
     for folder in _newest_first(parent / name):
         entry = None if _is_finished(folder, max_duration) else latest_complete(folder)
         if entry is not None:
-            return _continuing(folder, entry)
-    return AutoResume(None, f"starting anew, as no run in {parent / name} can be continued.")
+            return _resuming(folder, entry)
+    return AutoResume(None, f"starting a new run, as no run in {parent / name} can be resumed.")
 
 
 def latest_complete(run_dir: Path) -> CheckpointEntry | None:
-    """Return the latest checkpoint of a run whose bytes are those that were written; reads files, changes none."""
+    """Return the latest checkpoint of a run that is undamaged; reads files, changes none."""
     folder = run_dir / CHECKPOINTS
     if not folder.is_dir():
         return None
@@ -62,12 +62,12 @@ def latest_complete(run_dir: Path) -> CheckpointEntry | None:
     return None
 
 
-def _continuing(run_dir: Path, entry: CheckpointEntry) -> AutoResume:
+def _resuming(run_dir: Path, entry: CheckpointEntry) -> AutoResume:
     return AutoResume(run_dir, f"continuing {run_dir} from step {entry.step}.")
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Return the folders `<date_time>` and `<date_time>_<n>`; those of sweeps hold other runs."""
+    """Return the folders `<date_time>` and `<date_time>_<n>` without those of sweeps, which hold other runs."""
     if not folder.is_dir():
         return []
     runs = [path for path in folder.iterdir() if path.is_dir() and not (path / "multirun.yaml").exists()]
@@ -75,7 +75,8 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def _started(run_dir: Path) -> tuple[str, int]:
-    stamp, suffix = run_dir.name[: len("2026-01-31_12-00-00")], run_dir.name[len("2026-01-31_12-00-00") + 1 :]
+    length = len("2026-01-31_12-00-00")
+    stamp, suffix = run_dir.name[:length], run_dir.name[length + 1 :]
     return stamp, int(suffix) if suffix.isdigit() else 0
 
 
@@ -84,6 +85,6 @@ def _is_finished(run_dir: Path, max_duration: Sequence[Duration]) -> bool:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         status, reason = str(summary["status"]), str(summary["exit_reason"])
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # it was killed before it could say how it ended
+        return False  # killed before it wrote a summary
     reached = reason.removeprefix("reached max_duration=")
     return status == "finished" and (reached == reason or reached in map(str, max_duration))
