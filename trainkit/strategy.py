@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.shard_files import ShardedState
+from trainkit.checkpoint.shards import ShardedState
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch, split_error
 from trainkit.data.prefetch import prefetched
 from trainkit.data.sampler import Order, ShardSampler

@@ -23,7 +23,7 @@ from torch.optim import (
     RMSprop,
 )
 
-from trainkit.checkpoint.shard_files import ShardedState, TensorShard, shard_placeholder
+from trainkit.checkpoint.shards import ShardedState, TensorShard, shard_placeholder
 from trainkit.errors import UserError
 
 from ..ddp.bucket import Bucket, shaped_like

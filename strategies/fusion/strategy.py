@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.checkpoint.shard_files import ShardedState
+from trainkit.checkpoint.shards import ShardedState
 from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore

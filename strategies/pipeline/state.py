@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.checkpoint.shard_files import ShardedState, TensorShard, shard_placeholder
+from trainkit.checkpoint.shards import ShardedState, TensorShard, shard_placeholder
 
 from .stage import Placement, has_meta, keep_local_parameters, materialize
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.checkpoint.shard_files import ShardedState
+from trainkit.checkpoint.shards import ShardedState
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch
 from trainkit.data.data import StageData
 from trainkit.data.open_loader import open_loader

@@ -83,7 +83,7 @@ def test_a_mistyped_command_or_option_is_named_with_the_nearest(capsys):
     assert "Did you mean '--config-dir'?" in _errors(capsys, "fit", "--config-dri", "x")
 
 
-@pytest.mark.parametrize("strategy", ["single", "dp"])
+@pytest.mark.parametrize("strategy", ["single", "dp", "pipeline"])
 def test_an_error_in_the_config_takes_at_most_1_3_times_the_import_of_torch_and_hydra(strategy):
     wrong = ["trainer.max_epoch=3", "strategy.acumulate=2", "task.lrr=1"]
     pairs = []

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from trainkit.checkpoint.async_writer import CpuSnapshot
 from trainkit.checkpoint.entry import CheckpointEntry, CheckpointError
-from trainkit.checkpoint.shard_files import TensorShard
+from trainkit.checkpoint.shards import TensorShard
 from trainkit.checkpoint.store import CheckpointStore
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from trainkit.checkpoint.async_writer import AsyncWriter
 from trainkit.checkpoint.serialization import check_shapes, check_state_dict_keys
-from trainkit.checkpoint.shard_files import ShardedState
 from trainkit.checkpoint.sharded_save import ShardedWriter, save_sharded
+from trainkit.checkpoint.shards import ShardedState
 from trainkit.checkpoint.store import CHECKPOINTS, CheckpointEntry, CheckpointStore
 from trainkit.data.batch import BatchPlan
 from trainkit.data.loader import BatchLoader
