@@ -93,7 +93,7 @@ def test_every_key_of_the_package_is_described_by_a_docstring():
     choices += [f"{group}=[{','.join(registry.names(group))}]" for group in ("callbacks", "logger")]
     with compose_config() as composer:
         for choice in choices:
-            tree = composer.settings([choice], needs_task=False, here=False).tree
+            tree = composer.settings([choice], needs_task=False, check_devices=False).tree
             silent = [key.path for key in known_keys(tree) if not key.parameter.doc and "hook" not in key.path]
             assert silent == [], choice
 

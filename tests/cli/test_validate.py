@@ -336,7 +336,7 @@ def test_a_parameter_whose_type_only_a_type_checker_imports_takes_anything(tmp_p
 
 def test_settings_can_be_composed_for_devices_of_another_machine():
     with compose_config() as composer:
-        assert composer.settings(["recipe=digits", "strategy.device=cuda"], here=False).tree
+        assert composer.settings(["recipe=digits", "strategy.device=cuda"], check_devices=False).tree
 
 
 def test_a_pipeline_under_torchrun_needs_a_process_for_each_stage(monkeypatch):
