@@ -147,7 +147,7 @@ class _Explanations:
             return str(unknown_key(path, valid, all_keys=self._known))
         near = closest(path, [*SECTIONS, *self._known])
         near += closest(path, sorted({key.rpartition(".")[2] for key, _ in self._all_known()}))
-        return f"unknown key '{path}'. {did_you_mean(near) if near else 'trainkit explain trainer lists some.'}"
+        return f"unknown key '{path}'. {did_you_mean(near) if near else 'Type trainkit explain for all keys.'}"
 
 
 def _first_sentence(text: str) -> str:

@@ -166,7 +166,7 @@ class Signature:
 
 @cache
 def signature_of(target: str) -> Signature:
-    """Return the signature of the class or function at the dotted path `target`; raises TargetError if there is none."""
+    """Return the signature of the class or function at the path `target`; raises TargetError if there is none."""
     found = _imported(target)
     summary, docs = _documentation(found)
     constructor = found.__init__ if inspect.isclass(found) else found

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any, TypeGuard
 
 from trainkit.cli.signatures import MISSING, Signature, TargetError, ValueType, signature_of
@@ -139,7 +139,9 @@ def unknown_key(path: str, valid: Iterable[str], *, all_keys: Iterable[str]) -> 
     known |= {key.rpartition(".")[0] for key in known}  # sections are meant too
     near = [_FAMILIAR[name]] if _FAMILIAR.get(name) in known else []
     # The same name in another section is nearer than another name in this one.
-    near = near or [key for key in sorted(known) if key.rpartition(".")[2] == name] or closest(path, paths)
+    by_name = {key.rpartition(".")[2]: key for key in sorted(known, reverse=True)}
+    near = near or [by_name[name] for name in (name,) if name in by_name] or closest(path, paths)
+    near = near or [by_name[other] for other in get_close_matches(name, by_name, n=1, cutoff=0.85)]
     return Problem(path, f"unknown key. {did_you_mean(near) if near else list_choices(paths)}")
 
 
@@ -249,10 +251,9 @@ class _Check:
             )
         elif required:
             own = "MyTask" if section == "task" else "MyData"
-            recipes = " or ".join(f"recipe={name}" for name in self._options.get("recipe", ()))
-            yield Problem(
-                section, f"is missing. Type {recipes}, or your own: {section}._target_=my_package.{own}", origin=""
-            )
+            recipes = ", ".join(self._options.get("recipe", ()))
+            message = f"is missing. Type recipe=NAME ({recipes}), or your own: {section}._target_=my_package.{own}"
+            yield Problem(section, message, origin="")
 
     def _strategy(self, node: Any) -> Iterator[Problem]:
         options = self._options.get("strategy", ())
