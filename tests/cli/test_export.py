@@ -65,7 +65,7 @@ def test_a_checkpoint_can_be_named(run_dir, tmp_path):
         (["out=m.safetensors"], "export needs a run"),
         (["checkpoint=RUN"], "export needs a run and a file to write"),
         (["checkpoint=RUN", "out=model.pt"], "must end in .safetensors for the weights, or in .pt2"),
-        (["checkpoint=RUN", "out=model.pt2"], "holds no settings"),
+        (["checkpoint=RUN", "out=model.pt2"], "is empty: the run was started from Python"),
         (["checkpoint=RUN", "out=m.safetensors", "checkpont=best"], "Did you mean 'checkpoint'?"),
         (["checkpoint=RUN/step_9", "out=m.safetensors"], "has no checkpoint 'step_9'"),
         (["checkpoint=RUN", "out=FILE/m.safetensors"], "cannot be written"),

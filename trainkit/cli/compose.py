@@ -16,6 +16,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -81,7 +82,9 @@ class ConfigComposer:
 
     def options(self, group: str) -> list[str]:
         """Return the choices of a group."""
-        return self.loader.get_group_options(group)
+        # The loader's own method copies all configs that were read, for each call.
+        options: list[str] = self.loader.repository.get_group_options(group, ObjectType.CONFIG)  # type: ignore[attr-defined]
+        return options
 
     def content(self, group: str, name: str) -> dict[str, Any]:
         """Return the content of a choice's file or plugin."""

@@ -269,7 +269,7 @@ def overview() -> str:
 def command_page(arguments: Arguments) -> str:
     """Return the text of `trainkit COMMAND --help`."""
     command = COMMANDS[arguments.command]
-    lines = [f"usage: trainkit {arguments.command} {command.usage}".rstrip(), "", f"{command.summary[0].upper()}{command.summary[1:]}.", ""]
+    lines = [f"usage: trainkit {arguments.command} {command.usage}".rstrip(), "", f"{command.summary}.", ""]
     if arguments.command == "fit":
         lines += [_FIT_OPTIONS, *_groups(arguments), *_keys(arguments)]
     elif arguments.command in ("validate", "test", "predict", "resume"):

@@ -218,7 +218,7 @@ class KeyOrigins:
 
     def add_file(self, path: Path, *, package: str = "") -> None:
         """Record the keys of a YAML file whose content goes below `package`."""
-        document = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        document = yaml.compose(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         for key, line in _lines(document, package):
             self._places[key] = f"{_short(path)}:{line}"
 

@@ -139,9 +139,10 @@ def unknown_key(path: str, valid: Iterable[str], *, all_keys: Iterable[str]) -> 
     known |= {key.rpartition(".")[0] for key in known}  # sections are meant too
     near = [_FAMILIAR[name]] if _FAMILIAR.get(name) in known else []
     # The same name in another section is nearer than another name in this one.
-    by_name = {key.rpartition(".")[2]: key for key in sorted(known, reverse=True)}
-    near = near or [by_name[name] for name in (name,) if name in by_name] or closest(path, paths)
-    near = near or [by_name[other] for other in get_close_matches(name, by_name, n=1, cutoff=0.85)]
+    near = near or [key for key in sorted(known) if key.rpartition(".")[2] == name] or closest(path, paths)
+    if not near:
+        similar = get_close_matches(name, [key.rpartition(".")[2] for key in sorted(known)], n=1, cutoff=0.85)
+        near = [key for key in sorted(known) if key.rpartition(".")[2] in similar]
     return Problem(path, f"unknown key. {did_you_mean(near) if near else list_choices(paths)}")
 
 
