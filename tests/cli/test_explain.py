@@ -1,4 +1,4 @@
-"""`trainkit explain` and `trainkit config-schema`: what keys mean, and where their values come from."""
+"""`trainkit explain` and `trainkit config-schema`: descriptions, values and origins of keys."""
 
 import json
 import sys
@@ -103,7 +103,7 @@ def test_the_page_of_keys_has_every_key_with_its_default():
 
     page = key_reference()
     for row in (
-        "| `trainer.max_grad_norm` | a number or null | `null` | Largest global norm of the gradient. |",
+        "| `trainer.max_grad_norm` | a number or null | `null` | Clip gradients to this global norm. |",
         "| `strategy.stages` | a whole number | `2` |",
         "| `callbacks.early_stopping.patience` | a whole number | `3` |",
     ):

@@ -1,4 +1,4 @@
-"""The command that shows how a pipeline would be cut."""
+"""`trainkit partition`: the partition of a pipeline without training."""
 
 import multiprocessing
 import subprocess
@@ -36,7 +36,7 @@ def test_the_plan_and_its_drawing_are_printed_and_nothing_is_started_or_written(
 
     shown = capsys.readouterr().out
     assert "char_lm in 3 stages" in shown
-    assert "gradients added up: tokens.weight" in shown
+    assert "gradients summed: tokens.weight" in shown
     assert shown.count("received for each micro-batch") == 2
     assert "stage 2" in shown and "rank 2  .. .. F0 B0 B0 F1" in shown
     assert list(tmp_path.iterdir()) == []
