@@ -172,7 +172,7 @@ def test_what_is_no_setting_is_told_how_to_write_one():
     assert "cannot be read" in _message("recipe=digits", "run_dir=a=b")
     assert "add -m to try one after the other" in _message("recipe=digits", "task.lr=1,2")
     assert "'vars.lr' not found" in _message("recipe=digits", "task.lr=${vars.lr}")
-    assert "has no value yet" in _message("recipe=digits", "task.lr=???")
+    assert "has no value; type" in _message("recipe=digits", "task.lr=???")
 
 
 def test_missing_arguments_are_named(tmp_path):

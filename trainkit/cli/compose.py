@@ -176,7 +176,7 @@ class ConfigComposer:
         if size != FULL and f"{recipe}_{size}" not in sizes:
             recipes = [name.removesuffix(f"_{size}") for name in sizes if name.endswith(f"_{size}")]
             own = f"; for your own recipe, write {SIZES}/{recipe}_{size}.yaml beside its folder" if recipe else ""
-            message = f"recipe={recipe} has no size '{size}'" if recipe else f"size={size} needs a recipe"
+            message = f"recipe={recipe} has no such size" if recipe else f"size={size} needs a recipe"
             yield Problem("size", f"{message}. Recipes that have it: {', '.join(recipes)}{own}.")
 
     def _checked(

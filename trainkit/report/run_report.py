@@ -339,8 +339,8 @@ def reported(
 ) -> Iterator[None]:
     """Write the report of the run in `folder` when the block ends, with or without an error; not if it is `None`.
 
-    For the process that starts the ranks, or each rank under torchrun: `is_main`, called at the end, returns True if this
-    one writes. `config_diff` returns the differences of the config to its recipe, `None` if unknown. An error in
+    For the process that starts the ranks, or each rank under torchrun: `is_main`, called at the end, returns True if it
+    writes. `config_diff` returns the differences of the config to its recipe, `None` if unknown. An error in
     writing is only logged.
     """
     if folder is None:
