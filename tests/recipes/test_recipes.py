@@ -57,7 +57,7 @@ def test_a_size_that_a_recipe_does_not_come_in_is_told_and_full_is_the_recipes_o
         assert composer.settings(["recipe=mine", "size=full"]).tree == full
         with pytest.raises(UserError, match=r"recipe=mine has no such size.*recipe_size/mine_tiny\.yaml"):
             composer.settings(["recipe=mine", "size=tiny"])
-        with pytest.raises(UserError, match=r"size=full leaves a recipe"):
+        with pytest.raises(UserError, match=r"type size=full for the recipe's own size"):
             composer.settings(["recipe=mine", "size=null"])
     (tmp_path / "conf/recipe_size").mkdir()
     (tmp_path / "conf/recipe_size/mine_tiny.yaml").write_text("# @package _global_\ntask:\n  width: 2\n")
