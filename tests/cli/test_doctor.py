@@ -1,4 +1,4 @@
-"""`trainkit doctor`: what it finds, what it says to do, and its exit code."""
+"""`trainkit doctor`: its checks, remedies and exit code."""
 
 import io
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.cli import doctor as doctor_module
-from trainkit.cli.doctor import OK, PROBLEM, WARNING, Finding, run_checks
+from trainkit.cli.doctor import OK, PROBLEM, WARNING, Check, run_checks
 from trainkit.cli.main import main
 
 
@@ -20,31 +20,33 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_ranks(monkeypatch):
-    monkeypatch.setattr(doctor_module, "_collective", lambda ranks: Finding(f"{ranks} ranks", OK, "not started here"))
+    monkeypatch.setattr(doctor_module, "_collective", lambda ranks: Check(f"{ranks} ranks", OK, "not started here"))
 
 
 def _found(folder="runs"):
-    return {finding.subject: finding for finding in run_checks(Path(folder))}
+    return {result.subject: result for result in run_checks(Path(folder))}
 
 
-def test_a_machine_that_can_train_gets_0_and_nothing_is_left(no_ranks, capsys, tmp_path):
+def test_a_machine_that_can_train_gets_exit_code_0_and_no_file_is_left(no_ranks, capsys, tmp_path):
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     for subject in ("python", "torch", "devices", "backends", "packages", "shared memory", "open files", "clock"):
         assert f"  {subject}" in shown
-    assert "runs can be written" in shown and "2 ranks" in shown and "0 problems" in shown
+    assert "runs is writable" in shown and "2 ranks" in shown and "0 problems" in shown
     assert "\x1b" not in shown
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_folder_that_cannot_be_written_is_a_problem_with_what_to_do(no_ranks, capsys):
+def test_an_unwritable_run_folder_is_a_problem_with_a_remedy(no_ranks, capsys):
     Path("file").write_text("")
     assert main(["doctor", "run_dir=file/runs"]) == 1
     shown = capsys.readouterr().out
-    assert "PROBLEM  run folder" in shown and "-> choose another: run_dir=PATH" in shown and "1 problem," in shown
+    assert (
+        "PROBLEM  run folder" in shown and "-> choose another folder: run_dir=PATH" in shown and "1 problem," in shown
+    )
 
 
-def test_little_room_is_a_warning(no_ranks, monkeypatch):
+def test_little_free_space_is_a_warning(no_ranks, monkeypatch):
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000_000))
     found = _found()
@@ -60,7 +62,7 @@ def test_few_open_files_are_a_warning_with_the_command(no_ranks, monkeypatch):
     assert (found.state, found.remedy) == (WARNING, "worker processes need more: ulimit -n 4096")
 
 
-def test_ranks_that_do_not_come_together_are_a_problem(monkeypatch):
+def test_ranks_that_cannot_connect_are_a_problem(monkeypatch):
     from trainkit.strategies.ddp.strategy import DDPStrategy
 
     def launch(self, run):
@@ -69,10 +71,10 @@ def test_ranks_that_do_not_come_together_are_a_problem(monkeypatch):
     monkeypatch.setattr(DDPStrategy, "launch", launch)
     found = _found()["2 ranks"]
     assert found.state == PROBLEM
-    assert "connection refused" in found.found and "127.0.0.1" in found.remedy
+    assert "connection refused" in found.text and "127.0.0.1" in found.remedy
 
 
-def test_on_a_terminal_states_have_colours(no_ranks, monkeypatch):
+def test_states_are_coloured_on_a_terminal(no_ranks, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -90,6 +92,6 @@ def test_another_key_is_refused(capsys):
 
 
 @pytest.mark.slow
-def test_two_ranks_are_started_and_add_up(capsys):
+def test_two_ranks_are_started_and_run_an_all_reduce(capsys):
     assert main(["doctor"]) == 0
-    assert "a sum over them takes" in capsys.readouterr().out
+    assert "an all-reduce takes" in capsys.readouterr().out

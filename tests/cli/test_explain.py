@@ -1,4 +1,4 @@
-"""`trainkit explain` and `trainkit config-schema`: what keys mean, and where their values come from."""
+"""`trainkit explain` and `trainkit config-schema`: descriptions, values and origins of keys."""
 
 import json
 import sys
@@ -36,9 +36,9 @@ def test_a_key_is_explained_by_meaning_type_default_and_origin(capsys):
     assert "How long to train." in shown
     assert "a duration such as 500step" in shown
     assert "default  1epoch" in shown
-    assert "now      20epoch, from " in shown and "conf/recipe/digits.yaml:" in shown
+    assert "value    20epoch, from " in shown and "conf/recipe/digits.yaml:" in shown
     typed = _explained(capsys, "trainer.max_duration", "recipe=digits", "trainer.max_duration=3step")
-    assert "now      3step, from the command line: trainer.max_duration=3step" in typed
+    assert "value    3step, from the command line: trainer.max_duration=3step" in typed
 
 
 def test_a_key_of_another_choice_says_what_to_choose(capsys):
@@ -48,12 +48,12 @@ def test_a_key_of_another_choice_says_what_to_choose(capsys):
 
 def test_the_end_of_a_key_is_enough_where_there_is_one(capsys):
     assert _explained(capsys, "max_grad_norm").startswith("trainer.max_grad_norm\n")
-    assert "'metric' is several keys. Did you mean" in _refused(capsys, "metric", "+callbacks=early_stopping")
+    assert "several keys end in 'monitor'. Did you mean" in _refused(capsys, "monitor", "+callbacks=early_stopping")
 
 
 def test_a_section_lists_its_choices_and_keys(capsys):
     shown = _explained(capsys, "strategy", "strategy=ddp")
-    for part in ("choose with strategy=NAME", "pipeline ", "strategy.bucket_cap_mb ", "DDPStrategy"):
+    for part in ("choices (strategy=NAME)", "pipeline ", "strategy.bucket_cap_mb ", "DDPStrategy"):
         assert part in shown
 
 
@@ -70,7 +70,7 @@ def test_a_class_without_docstrings_is_explained_by_the_comment_in_its_file(tmp_
     )
     shown = _explained(capsys, "task.rate", "--config-dir", "conf", "recipe=mine")
     assert "  how fast it goes\n" in shown
-    assert "default  0.5" in shown and "now      0.25, from conf/recipe/mine.yaml:4" in shown
+    assert "default  0.5" in shown and "value    0.25, from conf/recipe/mine.yaml:4" in shown
 
 
 def test_the_config_is_yaml_with_the_origin_of_every_value(capsys):
@@ -93,7 +93,7 @@ def test_every_key_of_the_package_is_described_by_a_docstring():
     choices += [f"{group}=[{','.join(registry.names(group))}]" for group in ("callbacks", "logger")]
     with compose_config() as composer:
         for choice in choices:
-            tree = composer.settings([choice], needs_task=False, here=False).tree
+            tree = composer.settings([choice], needs_task=False, check_devices=False).tree
             silent = [key.path for key in known_keys(tree) if not key.parameter.doc and "hook" not in key.path]
             assert silent == [], choice
 
@@ -103,7 +103,7 @@ def test_the_page_of_keys_has_every_key_with_its_default():
 
     page = key_reference()
     for row in (
-        "| `trainer.max_grad_norm` | a number or null | `null` | Largest global norm of the gradient. |",
+        "| `trainer.max_grad_norm` | a number or null | `null` | Clip gradients to this global norm. |",
         "| `strategy.stages` | a whole number | `2` |",
         "| `callbacks.early_stopping.patience` | a whole number | `3` |",
     ):

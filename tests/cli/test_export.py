@@ -63,9 +63,9 @@ def test_a_checkpoint_can_be_named(run_dir, tmp_path):
     ("words", "message"),
     [
         (["out=m.safetensors"], "export needs a run"),
-        (["checkpoint=RUN"], "export needs a run and a file to write"),
+        (["checkpoint=RUN"], "export needs a checkpoint and an output file"),
         (["checkpoint=RUN", "out=model.pt"], "must end in .safetensors for the weights, or in .pt2"),
-        (["checkpoint=RUN", "out=model.pt2"], "holds no settings"),
+        (["checkpoint=RUN", "out=model.pt2"], "is empty: the run was started from Python"),
         (["checkpoint=RUN", "out=m.safetensors", "checkpont=best"], "Did you mean 'checkpoint'?"),
         (["checkpoint=RUN/step_9", "out=m.safetensors"], "has no checkpoint 'step_9'"),
         (["checkpoint=RUN", "out=FILE/m.safetensors"], "cannot be written"),
@@ -119,4 +119,4 @@ def test_a_task_that_cannot_be_recorded_is_told_why(tmp_path, monkeypatch, capsy
     ]
     assert main(["fit", *typed, "run_dir=run", "logger=[]"]) == 0
     assert main(["export", "run", "out=model.pt2"]) == 2
-    assert "Branching.predict_step cannot be traced as one program" in capsys.readouterr().err
+    assert "Branching.predict_step cannot be traced as a program" in capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_a_mistyped_command_or_option_is_named_with_the_nearest(capsys):
     assert "Did you mean '--config-dir'?" in _errors(capsys, "fit", "--config-dri", "x")
 
 
-@pytest.mark.parametrize("strategy", ["single", "dp"])
+@pytest.mark.parametrize("strategy", ["single", "dp", "pipeline"])
 def test_an_error_in_the_config_takes_at_most_1_3_times_the_import_of_torch_and_hydra(strategy):
     wrong = ["trainer.max_epoch=3", "strategy.acumulate=2", "task.lrr=1"]
     pairs = []
@@ -128,7 +128,7 @@ def test_a_run_leaves_its_settings_summary_and_checkpoints_in_its_folder(capsys,
     names = {path.name for path in run.iterdir()}
     assert {"config.yaml", "summary.json", "metrics.jsonl", "tensorboard", "checkpoints"} <= names
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
-    assert f"the run is in {run.relative_to(tmp_path)}" in capsys.readouterr().out
+    assert f"run folder: {run.relative_to(tmp_path)}" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # nothing of Hydra's
 
 
@@ -211,7 +211,7 @@ def test_a_run_that_python_started_says_how_it_goes_on(capsys, make_trainer):
     from trainkit.recipes.digits_mlp import DigitsMLP
 
     make_trainer(max_duration="1step", run_dir="run", callbacks=["checkpoint"]).fit(DigitsMLP(), DigitsData())
-    assert "holds no settings: that run was started from Python" in _errors(capsys, "resume", "run")
+    assert "is empty: the run was started from Python" in _errors(capsys, "resume", "run")
 
 
 @pytest.mark.parametrize(
@@ -220,9 +220,9 @@ def test_a_run_that_python_started_says_how_it_goes_on(capsys, make_trainer):
         ("trainkit re", ["resume", "recipes", "report"]),
         ("trainkit fit recipe=digits_", ["recipe=digits_mlp"]),
         ("trainkit fit recipe=digits task.w", ["task.weight_decay=", "task.width="]),
-        ("trainkit fit -m trainer.max_", ["trainer.max_duration="]),
+        ("trainkit fit -m trainer.max_du", ["trainer.max_duration="]),
         ("trainkit ex", ["explain", "export"]),
-        ("trainkit explain trainer.max_", ["trainer.max_duration"]),
+        ("trainkit explain trainer.max_du", ["trainer.max_duration"]),
         ("trainkit explain recipe=digits task.wi", ["task.width"]),
         ("trainkit explain strategy=torch", ["strategy=torch_ddp"]),
         ("trainkit completion ba", []),

@@ -46,12 +46,12 @@ def test_a_new_project_is_written_and_composes(capsys, tmp_path, monkeypatch):
     [
         ("my-project", "Did you mean 'my_project'?"),
         ("3d", "Did you mean 'project_3d'?"),
-        ("class", "cannot be imported"),
-        ("torch", "is the name of something else"),
+        ("class", "is not a valid package name"),
+        ("torch", "is the name of another package"),
         ("full", "exists already"),
     ],
 )
-def test_a_name_that_cannot_be_is_told_with_one_that_can(name, said, capsys):
+def test_an_invalid_name_is_refused_with_a_valid_one(name, said, capsys):
     Path("full").mkdir()
     Path("full/file").write_text("mine")
     assert main(["new", name]) == 2

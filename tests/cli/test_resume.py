@@ -81,7 +81,7 @@ def test_a_signal_ends_the_run_resumably_and_says_how(number, code, tmp_path):
     assert process.returncode == code, said
     assert "Traceback" not in said
     assert f"stopped by {number.name}; the state is saved in run/checkpoints/step_" in said
-    assert "Continue: trainkit resume run" in said
+    assert "To continue: trainkit resume run" in said
     step = load_from("run").entry.step
     assert main(["resume", "run", f"trainer.max_duration={step + 1}step"]) == 0
     assert load_from("run").entry.step == step + 1

@@ -171,12 +171,12 @@ def test_the_best_of_a_search_whose_last_job_failed_is_kept_as_optuna_keeps_it(t
         sweep.JobOutcome(2, ["data.num_train=64", "task.width=0", "task.lr=0.1"], "2", exit_code=2, error="no"),
     ]
     path = tmp_path / "optimization_results.yaml"
-    sweep._keep_best(jobs[2:], path, SweepObjective("validation/loss", "min"))
+    sweep._write_best(jobs[2:], path, SweepObjective("validation/loss", "min"))
     assert not path.exists()
-    sweep._keep_best(jobs, path, SweepObjective("validation/loss", "min"))
+    sweep._write_best(jobs, path, SweepObjective("validation/loss", "min"))
     best = {"name": "optuna", "best_params": {"task.width": 8, "task.lr": 1e-3}, "best_value": 0.25}
     assert OmegaConf.load(path) == best
-    sweep._keep_best(jobs, path, SweepObjective("validation/loss", "max"))
+    sweep._write_best(jobs, path, SweepObjective("validation/loss", "max"))
     assert OmegaConf.load(path) == best  # what Optuna wrote itself stays
 
 

@@ -103,7 +103,7 @@ def test_a_wrong_choice_in_a_file_is_told_with_the_file(tmp_path):
     ("written", "said"),
     [
         ("singel", "unknown strategy 'singel'. Did you mean 'single'?"),
-        ("ddp", "a choice, no value: write '- override /strategy: ddp' in the file's defaults"),
+        ("ddp", "is a choice, not a value; write '- override /strategy: ddp' in the file's defaults"),
     ],
 )
 def test_a_strategy_that_is_written_as_a_value_is_told_where_choices_are_made(tmp_path, written, said):
@@ -149,11 +149,11 @@ def test_a_missing_config_folder_is_told_with_the_nearest(tmp_path):
         ("trainer.max_duration=[1epoch,3min,4parsec]", "unknown unit 'parsec'"),
         ("trainer.max_grad_norm=[1]", "[1] is a list, but must be a number or null"),
         ("run_dir=3", "3 is a whole number, but must be text or null"),
-        ("strategy=null", "none is chosen; type strategy=single"),
+        ("strategy=null", "no strategy is chosen; type strategy=single"),
         ("strategy=[single]", "takes one choice, not a list"),
-        ("recipe=null", "there is none. Type recipe="),
+        ("recipe=null", "is missing. Type recipe="),
         ("trainer=fast", "not a mapping"),
-        ("logger.jsonl.filename=3", "to have it as text"),
+        ("logger.jsonl.filename=3", "For text, write '\"3\"'."),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_told_with_the_right_kind(typed, said):
@@ -168,11 +168,11 @@ def test_numbers_texts_and_lists_of_the_right_kind_are_taken():
 
 
 def test_what_is_no_setting_is_told_how_to_write_one():
-    assert "'trainer.seed' is not a setting; write key=value." in _message("recipe=digits", "trainer.seed")
+    assert "'trainer.seed' is not an override; write key=value." in _message("recipe=digits", "trainer.seed")
     assert "cannot be read" in _message("recipe=digits", "run_dir=a=b")
     assert "add -m to try one after the other" in _message("recipe=digits", "task.lr=1,2")
     assert "'vars.lr' not found" in _message("recipe=digits", "task.lr=${vars.lr}")
-    assert "has no value yet" in _message("recipe=digits", "task.lr=???")
+    assert "has no value; type" in _message("recipe=digits", "task.lr=???")
 
 
 def test_missing_arguments_are_named(tmp_path):
@@ -211,7 +211,7 @@ def test_a_missing_optional_package_is_told_with_the_extra(tmp_path, monkeypatch
 
 def test_a_callback_that_is_off_is_told_how_to_switch_it_on():
     message = _message("recipe=digits", "callbacks.early_stopping.patience=3")
-    assert "callbacks.early_stopping: is not switched on; type +callbacks=early_stopping" in message
+    assert "callbacks.early_stopping: is not enabled; type +callbacks=early_stopping" in message
 
 
 def test_callbacks_and_loggers_are_added_taken_away_and_replaced():
@@ -249,7 +249,9 @@ def test_a_constructor_that_takes_anything_gets_it_and_its_refusal_is_a_message(
 def test_an_object_of_the_wrong_kind_is_told_with_the_right_kind(capsys):
     argv = ["fit", "recipe=digits_mlp", *QUIET, "callbacks.mine={_target_: os.getcwd}"]
     assert main(argv) == 2
-    assert "callbacks.mine._target_: os.getcwd makes a str; it must be a trainkit.Callback." in capsys.readouterr().err
+    assert (
+        "callbacks.mine._target_: os.getcwd returns a str; it must be a trainkit.Callback." in capsys.readouterr().err
+    )
 
 
 def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
@@ -273,7 +275,10 @@ def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["strategy.accumulate=2", "strategy.micro_batch_size=4"], "strategy.micro_batch_size: says the same as"),
+        (
+            ["strategy.accumulate=2", "strategy.micro_batch_size=4"],
+            "strategy.micro_batch_size: excludes strategy.accumulate=2",
+        ),
         (
             ["strategy.accumulate=3"],
             "cannot be cut into accumulate=3 equal micro-batches on 1 rank(s); set accumulate=",
@@ -287,11 +292,11 @@ def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
         ),
         (
             ["+callbacks=early_stopping", "trainer.evaluate_every=null"],
-            "null leaves callbacks.early_stopping.monitor=validation/loss never measured",
+            "null means that callbacks.early_stopping.monitor=validation/loss is never measured",
         ),
         (["strategy.device=cuda"], "built without CUDA; set strategy.device=cpu"),
         (["strategy=dp", "strategy.devices=[cuda:0,cuda:1]"], "strategy.devices: device 'cuda:0' does not exist"),
-        (["strategy=ddp", "strategy.backend=nccl"], "strategy.backend: 'nccl' joins CUDA devices"),
+        (["strategy=ddp", "strategy.backend=nccl"], "strategy.backend: 'nccl' needs CUDA devices"),
     ],
 )
 def test_settings_that_cannot_be_together_are_told(typed, said, monkeypatch):
@@ -312,7 +317,7 @@ def test_a_device_beyond_those_there_are_is_told_with_the_last(monkeypatch):
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_renamed_key_is_answered_with_its_new_name(old, new):
     name = new.rpartition(".")[2]
-    assert str(unknown_key(old, [name], everywhere=[new])) == f"{old}: renamed to {new}."
+    assert str(unknown_key(old, [name], all_keys=[new])) == f"{old}: renamed to {new}."
 
 
 def test_renamed_choices_and_values_are_answered_with_their_new_name():
@@ -336,7 +341,7 @@ def test_a_parameter_whose_type_only_a_type_checker_imports_takes_anything(tmp_p
 
 def test_settings_can_be_composed_for_devices_of_another_machine():
     with compose_config() as composer:
-        assert composer.settings(["recipe=digits", "strategy.device=cuda"], here=False).tree
+        assert composer.settings(["recipe=digits", "strategy.device=cuda"], check_devices=False).tree
 
 
 def test_a_pipeline_under_torchrun_needs_a_process_for_each_stage(monkeypatch):

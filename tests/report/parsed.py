@@ -18,7 +18,7 @@ class Page(HTMLParser):
         self.words: list[str] = []
         self.scripts: list[str] = []
         self.open: list[str] = []
-        self.loader(text)
+        self.feed(text)
         self.close()
 
     @classmethod

@@ -85,13 +85,13 @@ def test_a_sweep_has_a_table_and_a_line_for_each_job(in_folder, capsys):
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (["runs/frist"], "runs/frist: there is no frist in {}/runs. Did you mean 'first'?"),
-        (["rnus/first"], "rnus/first: there is no rnus in {}. Did you mean 'runs'?"),
-        (["runs"], "runs holds 2 runs, not one"),
-        (["empty"], "empty is no run's folder"),
+        (["runs/frist"], "runs/frist: {}/runs does not contain frist. Did you mean 'first'?"),
+        (["rnus/first"], "rnus/first: {} does not contain rnus. Did you mean 'runs'?"),
+        (["runs"], "runs contains 2 runs"),
+        (["empty"], "empty is not a run folder"),
         ([], "report needs a run. Type trainkit report runs/"),
         (["runs/first", "runs/first"], "runs/first is given twice"),
-        (["runs/first", "task.lr=1"], "report takes folders and out=FILE, and no task.lr"),
+        (["runs/first", "task.lr=1"], "report takes folders and out=FILE, not task.lr"),
     ],
 )
 def test_what_cannot_be_reported_is_explained(two_runs, capsys, typed, words):

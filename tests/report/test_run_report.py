@@ -60,7 +60,7 @@ def test_a_run_of_a_recipe_marks_its_best_and_says_what_was_changed_in_settings_
     assert page.text.count("★ best") == 1
     best = re.search(r"step_0*(\d+) ★ best", page.text)
     assert accuracies[int(best[1])] == max(accuracies.values()) > min(accuracies.values())
-    assert f"git {commit[:12]}, with changes that are not committed" in page.text
+    assert f"git {commit[:12]}, with uncommitted changes" in page.text
     assert "Against the recipe digits_mlp:" in page.text
     assert "task.width 128 8" in page.text and "trainer.max_duration 20epoch 4epoch" in page.text
     assert "task.weight_decay" not in page.text.split("Against the recipe")[1].split("all settings")[0]
@@ -117,7 +117,7 @@ def test_the_first_rank_to_fail_is_the_cause_unless_it_was_killed(tmp_path):
         assert "no room where rank 1, after step 7, backward" in Page.of(write_report(tmp_path)).text
     (tmp_path / "failure_rank_1.json").unlink()
     leave("failure.json", "rank 1 was killed", 3.0, None)
-    assert "rank 1 was killed where told to the caller of all ranks" in Page.of(write_report(tmp_path)).text
+    assert "rank 1 was killed where the process that started the ranks" in Page.of(write_report(tmp_path)).text
 
 
 def test_a_value_that_is_no_number_is_marked(finished_run):
@@ -150,7 +150,7 @@ def test_a_timeline_is_drawn_to_scale_with_its_advice(tmp_path):
 def test_a_run_that_was_killed_says_so(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1.0}\n{"step": 2, "tra')
     text = Page.of(write_report(tmp_path)).text
-    assert "unfinished no end was recorded: the run is still going on, or it was killed" in text
+    assert "unfinished no end was recorded: the run is still running, or was killed" in text
 
 
 def test_a_report_that_cannot_be_written_does_not_end_training(make_trainer, monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""The config of a run: composed by Hydra from groups, files and overrides, and checked as a whole."""
+"""Composition of a run's config by Hydra, from groups, files and overrides, and its validation."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -33,30 +34,30 @@ _SAVED = "settings_of_a_run"
 
 @dataclass(frozen=True)
 class Settings:
-    """A run's settings."""
+    """The composed config of a run."""
 
     tree: dict[str, Any]
-    """Plain values; `recipe` is the name that was chosen, or `None`."""
+    """Plain values; `recipe` is the name of the chosen recipe, or `None`."""
     unresolved: str
-    """As YAML, with interpolations as they were written."""
+    """The config as YAML, with its interpolations."""
     find_origins: Callable[[], KeyOrigins] = KeyOrigins
-    """Looks up where each key comes from, which means reading all files again."""
+    """Returns the origin of each key; it reads all files again."""
 
     @property
     def name(self) -> str:
-        """What the run's folder is named after: the recipe, or the task's class."""
+        """The name of the run's folder: the recipe, or the task's class."""
         return str(self.tree.get("recipe") or self.tree["task"]["_target_"]).rpartition(".")[2]
 
     def as_yaml(self) -> str:
-        """Return the text that is kept with the run, and from which it can be repeated."""
+        """Return the YAML that is saved in the run folder; the run can be repeated from it."""
         return OmegaConf.to_yaml(OmegaConf.create(self.tree))
 
 
 @contextmanager
 def compose_config(config_dirs: Sequence[str | Path] = (), *, saved: Path | None = None) -> Iterator[ConfigComposer]:
-    """Enter with Hydra knowing the package's groups, installed plugins and the user's folders.
+    """Enter with Hydra initialized with the package's groups, installed plugins and the folders in `config_dirs`.
 
-    With `saved`, the `config.yaml` of a run, its settings take the place of the package's defaults.
+    With `saved`, the `config.yaml` of a run, its values replace the package's defaults.
     """
     GlobalHydra.instance().clear()
     with initialize_config_module("trainkit.conf", version_base="1.3", job_name="trainkit"):
@@ -72,7 +73,7 @@ def compose_config(config_dirs: Sequence[str | Path] = (), *, saved: Path | None
 
 
 class ConfigComposer:
-    """Composes settings from what is typed."""
+    """Composes and validates configs from overrides."""
 
     def __init__(self, loader: ConfigLoader, saved: Path | None) -> None:
         self.loader = loader
@@ -80,35 +81,37 @@ class ConfigComposer:
         self._saved = saved
 
     def options(self, group: str) -> list[str]:
-        """Return the names that can be chosen in a group."""
-        return self.loader.get_group_options(group)
+        """Return the choices of a group."""
+        # The loader's own method copies all configs that were read, for each call.
+        options: list[str] = self.loader.repository.get_group_options(group, ObjectType.CONFIG)  # type: ignore[attr-defined]
+        return options
 
     def content(self, group: str, name: str) -> dict[str, Any]:
-        """Return what the file or plugin of a choice says, by itself."""
+        """Return the content of a choice's file or plugin."""
         result = self.loader.repository.load_config(f"{group}/{name}")  # type: ignore[attr-defined] # of the one loader
         content = {} if result is None else OmegaConf.to_container(result.config)
         return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
     def recipe_trees(self, recipe: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the config of a recipe alone, and with the strategy whose `_target_` is `strategy`."""
-        own = self.settings([f"recipe={recipe}"], here=False).tree
+        own = self.settings([f"recipe={recipe}"], check_devices=False).tree
         if own["strategy"]["_target_"] == strategy:
             return own, own
         names = [name for name in self.options("strategy") if self.content("strategy", name)["_target_"] == strategy]
         texts = [f"recipe={recipe}", *(f"strategy={name}" for name in names[:1])]
-        return own, self.settings(texts, here=False).tree if names else own
+        return own, self.settings(texts, check_devices=False).tree if names else own
 
-    def settings(self, texts: Sequence[str], *, needs_task: bool = True, here: bool | None = None) -> Settings:
-        """Return the settings that the overrides lead to; raises ConfigError with all that is wrong.
+    def settings(self, texts: Sequence[str], *, needs_task: bool = True, check_devices: bool | None = None) -> Settings:
+        """Return the config with the overrides `texts`; raises ConfigError with all its problems.
 
-        `here` says whether devices of this machine are needed; by default, if a task is.
+        With `check_devices` (default: `needs_task`) a device that this machine does not have is a problem.
         """
         overrides = Overrides(texts, options=self.options)
         problems = list(overrides.problems)
         rendered = self.rendered(overrides)
         config = self._composed(rendered, problems)
         if config is not None and overrides.deletions:
-            # Hydra deletes in the order of typing, but neither names what is near nor deletes a null.
+            # Hydra itself suggests no similar key and fails to delete a key that is null.
             present = _present(config, overrides.deletions, problems)
             config = self._composed(self.rendered(overrides, deletions=present), problems)
         if config is None:
@@ -122,20 +125,21 @@ class ConfigComposer:
         for group in set(LISTS) & set(overrides.replaced_groups):
             typed = {key for key, _ in overrides.typed}
             drop_unselected(settings.tree, group, but=typed)
-        problems += self._checked(settings, problems, needs_task=needs_task, here=needs_task if here is None else here)
+        check_devices = needs_task if check_devices is None else check_devices
+        problems += self._checked(settings, problems, needs_task=needs_task, check_devices=check_devices)
         if problems:
             raise ConfigError(with_origins(problems, self._origins(overrides, rendered)))
         return replace(settings, find_origins=partial(self._origins, overrides, rendered))
 
     def rendered(self, overrides: Overrides, *, deletions: Collection[str] = ()) -> list[str]:
-        """Return the overrides as Hydra takes them: what is typed for a key that is not there is found by the check."""
+        """Return the overrides in the form that Hydra accepts for unknown keys too: the validation reports those."""
         if self._saved is not None:
             _store_saved(self._saved, without=overrides.replaced_groups)
         chosen = {group: self._chosen(group, overrides) for group in overrides.additions}
         return overrides.rendered(chosen, deletions=deletions)
 
     def _chosen(self, group: str, overrides: Overrides) -> list[str]:
-        """Return what is chosen in a group before additions; a saved run's choice is in its settings already."""
+        """Return the choices of a group before additions; empty for a saved run, whose config contains them."""
         if self._saved is not None:
             return []
         composed = self.loader.compute_defaults_list(CONFIG, overrides.rendered({}), RunMode.MULTIRUN)
@@ -156,8 +160,8 @@ class ConfigComposer:
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             fixed = [text for key in ("recipe", "size") for text in rendered if text.startswith((f"{key}=", f"~{key}"))]
             if self._saved is not None and fixed:
-                said = "these are the settings of a run; change its keys, or start another run with trainkit fit"
-                problems.append(Problem("", f"'{fixed[0]}' cannot be chosen now: {said} {fixed[0]}"))
+                remedy = f"change single keys, or start another run with trainkit fit {fixed[0]}"
+                problems.append(Problem("", f"'{fixed[0]}' cannot change the config of a run; {remedy}"))
             else:
                 problems.append(Problem("", _without_advice(error)))
         except yaml.MarkedYAMLError as error:
@@ -167,24 +171,24 @@ class ConfigComposer:
         return None
 
     def _without_size(self, recipe: str | None, size: str) -> Iterator[Problem]:
-        """Yield the problem of a size that the recipe does not come in, which Hydra would take for its full one."""
+        """Yield the problem of a size that the recipe does not have; Hydra would silently use its full size."""
         sizes = self.options(SIZES) if size != FULL else []
         if size != FULL and f"{recipe}_{size}" not in sizes:
-            there = [name.removesuffix(f"_{size}") for name in sizes if name.endswith(f"_{size}")]
-            own = f"; write {SIZES}/{recipe}_{size}.yaml beside the folder 'recipe' of your own" if recipe else ""
-            of = f"recipe={recipe} has no such size" if recipe else "there is no recipe whose size it could be"
-            yield Problem("size", f"{of}. Recipes that have it: {', '.join(there)}{own}.")
+            recipes = [name.removesuffix(f"_{size}") for name in sizes if name.endswith(f"_{size}")]
+            own = f"; for your own recipe, write {SIZES}/{recipe}_{size}.yaml beside its folder" if recipe else ""
+            message = f"recipe={recipe} has no such size" if recipe else f"size={size} needs a recipe"
+            yield Problem("size", f"{message}. Recipes that have it: {', '.join(recipes)}{own}.")
 
     def _checked(
-        self, settings: Settings, problems: Sequence[Problem], *, needs_task: bool, here: bool
+        self, settings: Settings, problems: Sequence[Problem], *, needs_task: bool, check_devices: bool
     ) -> list[Problem]:
-        # What hangs on a wrong choice would be told as wrong too.
+        # Keys of a wrong choice would be reported as unknown.
         wrong = {problem.key for problem in problems if problem.key in GROUPS}
         found = check(
             settings.tree,
             options={group: self.options(group) for group in GROUPS},
             needs_task=needs_task and "recipe" not in wrong,
-            here=here,
+            check_devices=check_devices,
         )
         return [problem for problem in found if problem.key.partition(".")[0] not in wrong]
 
@@ -200,7 +204,7 @@ class ConfigComposer:
 
 
 def with_origins(problems: Sequence[Problem], origins: KeyOrigins) -> list[Problem]:
-    """Return the problems, each with where its key comes from."""
+    """Return the problems, each with the origin of its key."""
     return [
         problem if problem.origin is not None else Problem(problem.key, problem.message, origins.of(problem.key))
         for problem in problems
@@ -208,7 +212,7 @@ def with_origins(problems: Sequence[Problem], origins: KeyOrigins) -> list[Probl
 
 
 def drop_unselected(tree: dict[str, Any], group: str, *, but: Collection[str] = ()) -> None:
-    """Drop what a recipe wishes of callbacks or loggers that others were chosen instead of; typed keys are kept."""
+    """Drop a recipe's values of callbacks or loggers that are not selected; keys in `but` are kept."""
     for name, node in list((tree.get(group) or {}).items()):
         typed = any(key.startswith(f"{group}.{name}") for key in but)
         if not typed and isinstance(node, Mapping) and "_target_" not in node:
@@ -224,7 +228,7 @@ def _existing_folder(folder: str | Path) -> Path:
 
 
 def _store_saved(path: Path, *, without: Sequence[str]) -> None:
-    """Let Hydra compose over the settings in `path`, but for groups that are chosen anew."""
+    """Register the config in `path` as Hydra's base config, without the groups in `without`."""
     saved = read_saved(path)
     groups = [{group: None} for group in ("strategy", *LISTS)]
     kept = {key: value for key, value in saved.items() if key not in without}
@@ -232,29 +236,29 @@ def _store_saved(path: Path, *, without: Sequence[str]) -> None:
 
 
 def config_file(path: Path) -> Path:
-    """Return the file that holds a run's config: `path` itself, or `config.yaml` in it."""
+    """Return the config file of a run: `path` itself, or `config.yaml` in it."""
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"{path} is not a run folder: there is no {CONFIG_FILE} in it.")
+        raise UserError(f"{path} is not a run folder: it has no {CONFIG_FILE}.")
     return file
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """Return the settings in a run's `config.yaml`, without its folder: that follows from where the file is."""
+    """Return the values in a run's `config.yaml`, without its `run_dir`."""
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"the settings of the run in {path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(saved, dict) or not saved:
         raise UserError(
-            f"{path} holds no settings: that run was started from Python. Resume it there: "
+            f"{path} is empty: the run was started from Python. Resume it there: "
             "Trainer(...).fit(task, data, resume=PATH)."
         )
     return {**{str(key): value for key, value in saved.items()}, "run_dir": None}
 
 
 def _present(config: DictConfig, keys: Sequence[tuple[str, str]], problems: list[Problem]) -> list[str]:
-    """Return the keys that have a value, of those typed with a `~`; ones that are not there are a problem."""
+    """Return the keys typed with a `~` that have a value; unknown ones are added to `problems`."""
     present = []
     for key, text in keys:
         parent, _, name = key.rpartition(".")
@@ -263,14 +267,14 @@ def _present(config: DictConfig, keys: Sequence[tuple[str, str]], problems: list
         if name not in names:
             near = [f"~{parent}.{other}" if parent else f"~{other}" for other in closest(name, names)]
             hint = did_you_mean(near) if near else list_choices(names)
-            problems.append(Problem(key, f"there is nothing to remove. {hint}", f"the command line: {text}"))
+            problems.append(Problem(key, f"nothing to remove. {hint}", f"the command line: {text}"))
         elif isinstance(node, DictConfig) and node.get(name) is not None:
             present.append(key)
     return present
 
 
 def settings_of(config: Any, recipe: str | None, problems: list[Problem] | None = None) -> Settings:
-    """Return composed settings with all interpolations resolved; those that cannot be are added to `problems`."""
+    """Return the config with all interpolations resolved; those that fail are added to `problems`."""
     try:
         tree = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -284,7 +288,7 @@ def settings_of(config: Any, recipe: str | None, problems: list[Problem] | None 
 
 
 def _missing_config(error: MissingConfigException) -> Problem:
-    """Return the problem of a file that another one asks for in its defaults list."""
+    """Return the problem of a file that is missing for a defaults list."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     asking = str(error).partition("In '")[2].partition("'")[0]
     options = list(error.options or ())
@@ -293,7 +297,7 @@ def _missing_config(error: MissingConfigException) -> Problem:
 
 
 def _without_advice(error: Exception) -> str:
-    """Return Hydra's message without its advice to add what is not there."""
+    """Return Hydra's message without its advice to append unknown keys."""
     lines = [line for line in str(error).splitlines() if line.strip() and "append to your" not in line]
     if error.__cause__ is not None:
         lines.append(str(error.__cause__).splitlines()[0])

@@ -1,4 +1,4 @@
-"""`trainkit explain`: what a key means, takes and is now; without a key, the whole config with its origins."""
+"""`trainkit explain`: description, type, default and value of a key; without a key, the config with its origins."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from trainkit.errors import UserError
 _MOST_ALIGNED = 56  # columns
 _ABSENT = object()
 _SECTIONS = {
-    "recipe": "A ready-made task with its data and settings; trainkit recipes lists them.",
-    "size": "How large the recipe is made; size=tiny takes seconds, to try things out.",
-    "task": "What is trained: a class and its arguments.",
-    "data": "What is read: a class and its arguments.",
-    "trainer": "How long and how to train.",
-    "strategy": "Where the work is done.",
-    "callbacks": "What happens beside training; +callbacks=NAME adds one, ~callbacks.NAME takes one away.",
-    "logger": "Where metrics are written; +logger=NAME adds one, ~logger.NAME takes one away.",
+    "recipe": "A task with its data and settings; trainkit recipes lists them.",
+    "size": "Size of the recipe; size=tiny trains in seconds, to try things out.",
+    "task": "The task to train: a class and its arguments.",
+    "data": "The data to train on: a class and its arguments.",
+    "trainer": "Duration and other settings of training.",
+    "strategy": "Devices and processes to train on.",
+    "callbacks": "Additions to the training loop; +callbacks=NAME adds one, ~callbacks.NAME removes one.",
+    "logger": "Destinations of metrics; +logger=NAME adds one, ~logger.NAME removes one.",
     "run_dir": "The run's folder; null: a new one, runs/<recipe>/<date_time>.",
-    "vars": "Values of your own, for ${vars.name} elsewhere.",
+    "vars": "Your own values, for ${vars.name} elsewhere.",
 }
 
 
 def explain(arguments: Arguments) -> int:
-    """Print what each typed key means under the typed overrides; without a key, every value and its origin.
+    """Print the description of each key under the given overrides; without a key, every value with its origin.
 
     `config=PATH` explains the config of a run.
     """
@@ -58,7 +58,7 @@ class _Explanations:
         self._known = {key.path: key for key in known_keys(settings.tree)}
 
     def of(self, path: str) -> str:
-        """Return the page about the key at `path`, or the one key that ends in it."""
+        """Return the description of the key at `path`, or of the only key that ends in it."""
         known = self._known.get(path)
         if known is not None:
             return "\n".join(self._argument(known))
@@ -70,12 +70,12 @@ class _Explanations:
         if len(ending) == 1:
             return self.of(ending[0])
         if ending:
-            raise UserError(f"'{path}' is several keys. {did_you_mean(ending)}")
+            raise UserError(f"several keys end in '{path}'. {did_you_mean(ending)}")
         return self._of_another_choice(path)
 
     def _argument(self, known: ConfigKey) -> Iterator[str]:
         yield known.path
-        yield f"  {known.parameter.doc or self._origins.comment(known.path) or '(its docstring says nothing about it)'}"
+        yield f"  {known.parameter.doc or self._origins.comment(known.path) or '(no description)'}"
         yield from _about(known.parameter)
         yield from self._present(known.path)
 
@@ -83,10 +83,10 @@ class _Explanations:
         value = _value(self._tree, path)
         if value is not _ABSENT:
             origin = self._origins.of(path)
-            yield f"  now      {_shown(value)}{f', from {origin}' if origin else ''}"
+            yield f"  value    {_shown(value)}{f', from {origin}' if origin else ''}"
 
     def _part(self, path: str) -> Iterator[str]:
-        """Yield what a section or an object of the settings is, and its keys."""
+        """Yield the description of a section or an object of the config, and its keys."""
         node = _value(self._tree, path)
         target = TRAINER if path == "trainer" else node.get("_target_") if isinstance(node, Mapping) else None
         yield path
@@ -99,7 +99,7 @@ class _Explanations:
         if isinstance(node, str) or node is None:
             yield from self._present(path)
         if isinstance(target, str):
-            yield f"  now {target}, with the keys" if path != "trainer" else "  keys:"
+            yield f"  keys of {target}:"
             keys = keys_of(target, path)
         else:
             keys = [known for key, known in self._known.items() if key.startswith(f"{path}.")]
@@ -108,7 +108,7 @@ class _Explanations:
             yield f"    {known.path:<{width}}  {_first_sentence(known.parameter.doc)}".rstrip()
 
     def _choices(self, group: str) -> Iterator[str]:
-        yield f"  choose with {group}=NAME:"
+        yield f"  choices ({group}=NAME):"
         options = self._composer.options(group)
         width = max(map(len, options), default=0)
         for name in options:
@@ -117,7 +117,7 @@ class _Explanations:
             yield f"    {name:<{width}}  {summary}".rstrip()
 
     def _of_another_choice(self, path: str) -> str:
-        """Return the page about a key that is there with another choice of its group."""
+        """Return the description of a key that exists with another choice of its group."""
         found: dict[str, list[str]] = {}
         pages: dict[str, ConfigKey] = {}
         for key, (choice, known) in self._all_known():
@@ -132,7 +132,7 @@ class _Explanations:
         return "\n".join([*lines, f"  available with {' or '.join(choices)}"])
 
     def _all_known(self) -> Iterator[tuple[str, tuple[str, ConfigKey]]]:
-        """Yield the keys of every choice of every group, with what is typed to choose it."""
+        """Yield the keys of every choice of every group, each with the override that chooses it."""
         for group in GROUPS:
             sign = "+" if group in LISTS else ""
             for name in self._composer.options(group):
@@ -144,10 +144,10 @@ class _Explanations:
         parent = path.rpartition(".")[0]
         valid = [key.rpartition(".")[2] for key in self._known if key.rpartition(".")[0] == parent]
         if valid or path in RENAMED:
-            return str(unknown_key(path, valid, everywhere=self._known))
+            return str(unknown_key(path, valid, all_keys=self._known))
         near = closest(path, [*SECTIONS, *self._known])
         near += closest(path, sorted({key.rpartition(".")[2] for key, _ in self._all_known()}))
-        return f"unknown key '{path}'. {did_you_mean(near) if near else 'trainkit explain trainer lists some.'}"
+        return f"unknown key '{path}'. {did_you_mean(near) if near else 'Type trainkit explain for all keys.'}"
 
 
 def _first_sentence(text: str) -> str:
@@ -155,8 +155,8 @@ def _first_sentence(text: str) -> str:
 
 
 def _about(parameter: Parameter) -> list[str]:
-    default = "none: it has to be given" if parameter.required else _shown(parameter.default)
-    return [f"  type     {parameter.type_words}", f"  default  {default}"]
+    default = "none (required)" if parameter.required else _shown(parameter.default)
+    return [f"  type     {parameter.type_text}", f"  default  {default}"]
 
 
 def _value(tree: Mapping[str, Any], path: str) -> Any:

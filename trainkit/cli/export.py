@@ -1,4 +1,4 @@
-"""`trainkit export`: a checkpoint as a file that other programs read, its weights or the whole trained task."""
+"""`trainkit export`: weights of a checkpoint as safetensors, or its task as a torch.export program."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _STAGES = ("predict", "test", "validation", "train")
 
 
 def export(arguments: Arguments) -> int:
-    """Write a checkpoint: its weights to a `.safetensors` file, or the task as a program to a `.pt2` file."""
+    """Write a checkpoint's weights to a `.safetensors` file, or the task as a program to a `.pt2` file."""
     typed = arguments.take("out")
     if not typed:
-        raise UserError(f"export needs a run and a file to write. Type {_EXAMPLE}")
+        raise UserError(f"export needs a checkpoint and an output file. Type {_EXAMPLE}")
     out = Path(typed)
     path = checkpoint_path(arguments)
     if out.suffix == ".pt2":
@@ -48,14 +48,14 @@ def export(arguments: Arguments) -> int:
 
 
 def export_weights(path: Path, out: Path) -> str:
-    """Write the parameters and buffers of a run's last checkpoint, or of one file, to `out`; return what was written.
+    """Write the parameters and buffers of a run's last checkpoint, or of one file, to `out`; return a summary.
 
     Tied parameters are written under each of their names.
     """
     save_file = _save_file()
     loaded = load_from(path)
     saved: dict[str, Any] = loaded.payload.get("evaluation_weights", loaded.payload["task"])
-    # Copies: the format does not take tensors that share memory or have gaps.
+    # The format does not allow tensors that share memory or are not contiguous.
     weights = {name: value.clone().contiguous() for name, value in saved.items() if isinstance(value, Tensor)}
     described = {"format": "pt", "step": str(loaded.entry.step), "task": str(loaded.payload["task_class"])}
     with whole_file(out) as part:
@@ -67,7 +67,7 @@ def export_weights(path: Path, out: Path) -> str:
 
 @contextmanager
 def whole_file(out: Path) -> Iterator[Path]:
-    """Give a temporary path that becomes `out`, synced to disk, after the block; raises UserError if that fails."""
+    """Yield a temporary path that is synced and renamed to `out` at the end; raises UserError if that fails."""
     part = part_of(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def _save_file() -> Any:
     try:
         from safetensors.torch import save_file
     except ImportError:
-        raise UserError(f"export writes with the package safetensors. {install_hint('safetensors')}") from None
+        raise UserError(f"export needs the package safetensors. {install_hint('safetensors')}") from None
     return save_file
 
 
@@ -94,9 +94,9 @@ def _save_file() -> Any:
 
 
 def export_program(settings: Settings, path: Path, out: Path) -> str:
-    """Write the task's `predict_step`, with a checkpoint's weights, to `out` by torch.export; return what was written.
+    """Write the task's `predict_step`, with a checkpoint's weights, to `out` by torch.export; return a summary.
 
-    It is traced on the CPU with one batch of the run's own data, of which only the number of rows may differ later:
+    It is traced on the CPU with one batch of the run's data; only the number of rows may differ later:
 
         program = torch.export.load("model.pt2").module()
         predictions = program(batch)
@@ -125,7 +125,7 @@ class _Predicting(nn.Module):
 
 
 def _first_batch(data: Data) -> tuple[Any, int]:
-    """Return one batch to trace with, and its number of samples."""
+    """Return one batch, and its number of samples."""
     stage = next((stage for stage in _STAGES if data.has(stage)), None)
     if stage is None:
         raise UserError("the run's data has nothing to trace a program with; pass data for predictions.")
@@ -146,6 +146,6 @@ def _traced(task: TaskModule, batch: Any, num_samples: int) -> torch.export.Expo
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"{type(task).__name__}.predict_step cannot be traced as one program: {type(error).__name__}: {first} "
-            "Take branches on the values of tensors out of it, or write the weights alone: out=model.safetensors."
+            f"{type(task).__name__}.predict_step cannot be traced as a program: {type(error).__name__}: {first} "
+            "Remove branches on the values of tensors, or export the weights alone: out=model.safetensors."
         ) from error

@@ -1,7 +1,7 @@
 """Commands, options, help pages and exit codes of the command line.
 
-Exit codes: 0 done, 1 an error in the user's code or in trainkit (with a traceback), 2 a mistake that the user can
-correct (one message), 130 and 143 stopped by SIGINT and SIGTERM.
+Exit codes: 0 success, 1 an exception in the user's code or in trainkit (with a traceback), 2 a user error (a message),
+130 and 143 stopped by SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,69 +14,70 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, resources
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, NoReturn
 
 from trainkit.errors import RemoteRankError, UserError, nearest
 
 if TYPE_CHECKING:
-    from importlib.abc import Traversable  # it moves in later versions of Python
+    from importlib.abc import Traversable  # importlib.resources.abc from Python 3.11 on
 
     from rich.table import Table
 
 
 @dataclass(frozen=True)
 class Command:
-    """One word after `trainkit`."""
+    """A command of `trainkit`."""
 
     function: str
     """`module:name` of a function that takes Arguments and returns the exit code; imported when it is called."""
     summary: str
     usage: str
     flags: tuple[str, ...] = ()
-    """Options without a value that only this command has."""
+    """Options without a value of this command alone."""
 
 
 COMMANDS = {
     "fit": Command("trainkit.cli.run_commands:fit", "train a task", "recipe=digits [key=value ...]"),
     "validate": Command(
-        "trainkit.cli.run_commands:validate", "measure a trained task on validation data", "checkpoint=PATH"
+        "trainkit.cli.run_commands:validate", "evaluate a trained task on validation data", "checkpoint=PATH"
     ),
-    "test": Command("trainkit.cli.run_commands:test", "measure a trained task on test data", "checkpoint=PATH"),
-    "predict": Command("trainkit.cli.run_commands:predict", "write a trained task's predictions", "checkpoint=PATH"),
-    "resume": Command("trainkit.cli.run_commands:resume", "continue a run that was stopped", "PATH [key=value ...]"),
+    "test": Command("trainkit.cli.run_commands:test", "evaluate a trained task on test data", "checkpoint=PATH"),
+    "predict": Command(
+        "trainkit.cli.run_commands:predict", "write the predictions of a trained task", "checkpoint=PATH"
+    ),
+    "resume": Command("trainkit.cli.run_commands:resume", "continue a stopped run", "PATH [key=value ...]"),
     "export": Command(
         "trainkit.cli.export:export",
-        "write a checkpoint's weights for other programs",
+        "export a checkpoint as safetensors or a torch.export program",
         "checkpoint=PATH out=model.safetensors",
     ),
     "parity": Command(
         "trainkit.cli.parity:parity",
-        "show that strategies train to the same weights",
+        "check that strategies train to the same weights",
         "recipe=digits strategies=[single,dp,ddp] [--json]",
         flags=("--json",),
     ),
     "partition": Command(
         "trainkit.cli.partition:partition",
-        "show how a pipeline would be partitioned, without training",
+        "show the partition of a pipeline, without training",
         "recipe=digits strategy.stages=4",
     ),
     "explain": Command(
         "trainkit.cli.explain:explain",
-        "show what a key means, takes and is now; without a key, the whole config",
+        "show description, type and value of a key; without a key, the whole config",
         "[trainer.max_duration] [key=value ...]",
     ),
     "config-schema": Command(
-        "trainkit.cli.schema:config_schema", "print the JSON Schema of a config, for editors", "> trainkit.schema.json"
+        "trainkit.cli.schema:config_schema", "print the JSON Schema of a config for editors", "> trainkit.schema.json"
     ),
     "report": Command(
         "trainkit.cli.report:report", "write the report of a run or sweep, or compare runs", "PATH [PATH ...]"
     ),
     "recipes": Command("trainkit.cli.report:recipes", "list the recipes", ""),
-    "new": Command("trainkit.cli.new_project:new", "write a project to start from", "my_project"),
-    "doctor": Command(
-        "trainkit.cli.doctor:doctor", "check whether this machine can train", "[run_dir=PATH] [devices=2]"
-    ),
-    "completion": Command("trainkit.cli.completion:completion", "print a script that completes in your shell", "bash"),
+    "new": Command("trainkit.cli.new_project:new", "create a project", "my_project"),
+    "doctor": Command("trainkit.cli.doctor:doctor", "check this machine", "[run_dir=PATH] [devices=2]"),
+    "completion": Command("trainkit.cli.completion:completion", "print the completion script of a shell", "bash"),
 }
 _SWEEP = "trainkit.cli.sweep:sweep"  # of `fit -m`
 _RENAMED = {"config": "explain", "schema": "config-schema"}
@@ -91,37 +92,38 @@ examples:
 """
 _FIT_OPTIONS = """\
 options:
-  -m, --multirun      run once for each value: task.lr=1e-3,3e-3 (Hydra's sweeps)
-  --config-dir DIR    a folder of your own with groups such as recipe/mine.yaml
-  --cfg job           print the config and do nothing; --resolve: with interpolations resolved
-  resume=auto         go on with the run in run_dir, or the newest unfinished one of the recipe, or start a new one
-  -h, --help          this page; together with recipe=NAME or strategy=NAME also their keys
+  -m, --multirun      train once for each value: task.lr=1e-3,3e-3 (a Hydra sweep)
+  --config-dir DIR    add your own folder of groups, such as recipe/mine.yaml
+  --cfg job           print the config and exit; with --resolve, interpolations are resolved
+  resume=auto         resume the run in run_dir, or the newest unfinished run of the recipe, or start a new one
+  config=PATH         repeat the run with this folder or config.yaml
+  -h, --help          print this page; with recipe=NAME or strategy=NAME also their keys
 """
 _RUN_OPTIONS = """\
 options:
   checkpoint=PATH     a run folder (its last checkpoint), a checkpoint file, or RUN_FOLDER/best
-  --config-dir DIR    a folder of your own with groups such as recipe/mine.yaml
-  --cfg job           print the config and do nothing
+  --config-dir DIR    add your own folder of groups, such as recipe/mine.yaml
+  --cfg job           print the config and exit
 """
 _GROUPS = ("recipe", "size", "strategy", "callbacks", "logger")
 
 
 @dataclass
 class Arguments:
-    """What was typed after the command."""
+    """The arguments of a command."""
 
     command: str
     overrides: list[str] = field(default_factory=list)
-    """Everything that is not an option, in order."""
+    """All arguments that are not options, in order."""
     config_dirs: list[str] = field(default_factory=list)
     multirun: bool = False
     cfg: bool = False
     resolve: bool = False
     flags: frozenset[str] = frozenset()
-    """Those of the command's own flags that were typed."""
+    """The command's own flags among the arguments."""
 
     def take(self, key: str) -> str | None:
-        """Return the value typed as `key=value`, as it is, and leave the other overrides."""
+        """Remove `key=value` from the overrides and return the value as text; `None` if there is none."""
         values = [text.partition("=")[2] for text in self.overrides if text.startswith(f"{key}=")]
         self.overrides = [text for text in self.overrides if not text.startswith(f"{key}=")]
         return values[-1] if values else None
@@ -146,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_traceback() -> None:
-    """Write the whole traceback of the present exception to stderr, in colours on a terminal."""
+    """Print the traceback of the current exception to stderr, in colours on a terminal."""
     if sys.stderr.isatty():
         from rich.console import Console
 
@@ -158,7 +160,7 @@ def print_traceback() -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table on stdout, as wide as it needs to be where that is not a terminal."""
+    """Print a table to stdout; its width is not limited if that is not a terminal."""
     from rich.console import Console
 
     if Console().is_terminal:
@@ -245,11 +247,11 @@ def make_working_folder_importable() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-# ---- Help, from the files of the config groups: nothing slow is imported
+# ---- Help, from the YAML files of the groups: torch and Hydra are not imported
 
 
 def overview() -> str:
-    """Return the page of `trainkit --help`."""
+    """Return the text of `trainkit --help`."""
     commands = [f"  {name:<15}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
@@ -265,18 +267,18 @@ def overview() -> str:
 
 
 def command_page(arguments: Arguments) -> str:
-    """Return the page of `trainkit COMMAND --help`."""
+    """Return the text of `trainkit COMMAND --help`."""
     command = COMMANDS[arguments.command]
     lines = [f"usage: trainkit {arguments.command} {command.usage}".rstrip(), "", f"{command.summary}.", ""]
     if arguments.command == "fit":
         lines += [_FIT_OPTIONS, *_groups(arguments), *_keys(arguments)]
     elif arguments.command in ("validate", "test", "predict", "resume"):
-        lines += [_RUN_OPTIONS, "The config is that of the run; key=value changes it, as for fit."]
+        lines += [_RUN_OPTIONS, "The config is that of the run; change it with key=value, as for fit."]
     return "\n".join(lines).rstrip()
 
 
 def choices(arguments: Arguments, group: str) -> dict[str, Traversable]:
-    """Return the file of each choice in a group, of the package and of the given config folders."""
+    """Return the file of each choice of a group, of the package and of the given config folders."""
     folders: list[Traversable] = [Path(folder) for folder in reversed(arguments.config_dirs)]
     choices: dict[str, Traversable] = {}
     for folder in [*folders, resources.files("trainkit.conf")]:
@@ -287,19 +289,20 @@ def choices(arguments: Arguments, group: str) -> dict[str, Traversable]:
 
 
 def _groups(arguments: Arguments) -> list[str]:
-    lines = ["groups (choose with group=name):"]
+    lines = ["groups (choose with GROUP=NAME):"]
     for group in _GROUPS:
-        lines.append(f"  {group:<12}{', '.join(sorted(choices(arguments, group)))}")
+        names = ", ".join(sorted(choices(arguments, group)))
+        lines.append(fill(names, 100, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14))
     return [
         *lines,
-        "  callbacks=[a,b] and logger=[a,b] replace what is on; +callbacks=name adds; ~callbacks.name removes",
+        "  callbacks=[a,b] and logger=[a,b] replace the defaults; +callbacks=NAME adds, ~callbacks.NAME removes",
         "",
     ]
 
 
 def _keys(arguments: Arguments) -> list[str]:
     lines = [
-        "keys (set with key.key=value), with their defaults:",
+        "keys (set with KEY=VALUE) and their defaults:",
         *_indented(resources.files("trainkit.conf") / "config.yaml"),
     ]
     for text in arguments.overrides:

@@ -19,7 +19,7 @@ _EXAMPLE = "trainkit new my_project"
 
 
 def new(arguments: Arguments) -> int:
-    """Write the project that was named, in a new folder here."""
+    """Write the project in a new folder."""
     if len(arguments.overrides) != 1:
         raise UserError(f"new takes one name. Type {_EXAMPLE}")
     path = Path(arguments.overrides[0])
@@ -37,7 +37,7 @@ def create_project(path: Path) -> list[Path]:
 
 
 def _written(template: Traversable, folder: Path, names: Mapping[str, str]) -> Iterator[Path]:
-    """Write a folder of templates, whose names hold `package` and `name` for the project's name."""
+    """Write a folder of templates; `package` and `name` in file names stand for the project's name."""
     folder.mkdir(parents=True, exist_ok=True)
     for source in sorted(template.iterdir(), key=lambda source: source.name):
         name = source.name.removesuffix(".template")
@@ -54,8 +54,8 @@ def _check_name(path: Path) -> None:
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         near = "".join(letter if letter.isalnum() else "_" for letter in name.lower()).strip("_") or "my_project"
         near = near if not near[:1].isdigit() and not keyword.iskeyword(near) else f"project_{near}"
-        raise UserError(f"'{name}' cannot be imported in Python. Did you mean '{near}'? Type trainkit new {near}")
+        raise UserError(f"'{name}' is not a valid package name. Did you mean '{near}'? Type trainkit new {near}")
     if name in ("trainkit", "torch", "conf", "tests", "hydra"):
-        raise UserError(f"'{name}' is the name of something else; choose another. Type {_EXAMPLE}")
+        raise UserError(f"'{name}' is the name of another package; choose another name. Type {_EXAMPLE}")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path} exists already; choose another name, or remove it.")
+        raise UserError(f"{path} exists already; choose another name.")

@@ -19,15 +19,15 @@ from hydra.types import RunMode
 
 from trainkit.cli.validate import Problem, unknown_choice
 
-# Groups of which several choices stand side by side, each under its name.
+# Groups with several choices at once, each under its name.
 LISTS = ("callbacks", "logger")
 GROUPS = ("recipe", "size", "strategy", *LISTS)
-SIZES = "recipe_size"  # the group of what sizes mean: <recipe>_<size>
+SIZES = "recipe_size"  # the group of files <recipe>_<size>
 FULL = "full"  # the size of a recipe's own file
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Item:
     text: str
     override: Override
     is_group: bool
@@ -49,7 +49,7 @@ class _Part:
 
     @property
     def names(self) -> list[str]:
-        """What is chosen in a group."""
+        """The choices of a group."""
         if self.is_sweep:
             values: list[Any] = [_plain(value) for value in self.override.sweep_iterator()]
         else:
@@ -59,70 +59,70 @@ class _Part:
 
 
 class Overrides:
-    """Parsed overrides; those that cannot be read or chosen are in `problems` instead.
+    """Parsed overrides; invalid ones are in `problems` instead.
 
-    `callbacks=[a,b]` and `logger=...` replace what is chosen; `+callbacks=c` adds to it.
+    `callbacks=[a,b]` and `logger=...` replace the choices of the group; `+callbacks=c` adds one.
     """
 
     def __init__(self, texts: Sequence[str], *, options: Callable[[str], list[str]], sweep: bool = False) -> None:
         self.problems: list[Problem] = []
         self._options = options
         self._sweep = sweep
-        self._parts = [part for text in texts for part in self._read(text)]
+        self._items = [item for text in texts for item in self._read(text)]
 
     @property
     def typed(self) -> list[tuple[str, str]]:
-        """Each key with the text that changes it."""
-        return [(part.key, part.text) for part in self._parts]
+        """Each key with its override."""
+        return [(item.key, item.text) for item in self._items]
 
     @property
     def choices(self) -> list[str]:
-        """The groups in which something is chosen."""
-        return [part.key for part in self._parts if part.is_group]
+        """The groups with an override that chooses."""
+        return [item.key for item in self._items if item.is_group]
 
     @property
     def deletions(self) -> list[tuple[str, str]]:
-        """The keys to take away, with what was typed."""
-        return [(part.key, part.text) for part in self._parts if _is_deletion(part)]
+        """The keys to delete, with their overrides."""
+        return [(item.key, item.text) for item in self._items if _is_deletion(item)]
 
     @property
     def replaced_groups(self) -> list[str]:
-        """The groups in which a new choice takes the place of the old one."""
-        return [part.key for part in self._parts if part.is_group and not _is_addition(part)]
+        """The groups whose choices are replaced."""
+        return [item.key for item in self._items if item.is_group and not _is_addition(item)]
 
     @property
     def additions(self) -> dict[str, list[str]]:
-        """What is added to groups of several choices."""
+        """The choices that are added to groups."""
         added: dict[str, list[str]] = {}
-        for part in self._parts:
-            if _is_addition(part):
-                added.setdefault(part.key, []).extend(part.names)
+        for item in self._items:
+            if _is_addition(item):
+                added.setdefault(item.key, []).extend(item.names)
         return added
 
     def jobs(self) -> list[list[str]]:
-        """Return the overrides of each combination of values; ranges that only a sweeper can sample are left out."""
-        values = [part.values for part in self._parts if part.override.is_discrete_sweep() or not part.is_sweep]
+        """Return the overrides of each combination of values; ranges that only a sweeper can sample are skipped."""
+        values = [item.values for item in self._items if item.override.is_discrete_sweep() or not item.is_sweep]
         return [list(texts) for texts in product(*values)]
 
     def rendered(self, chosen: Mapping[str, Sequence[str]], *, deletions: Collection[str] = ()) -> list[str]:
-        """Return what Hydra is given, of deletions only those of the keys in `deletions`.
+        """Return the overrides for Hydra; of deletions only those of the keys in `deletions`.
 
-        `chosen` is what additions to groups are added to.
+        `chosen` are the choices of groups to which others are added.
         """
         lines = []
-        for part in self._parts:
-            replaced = part.key in chosen and part.is_group and not part.is_sweep
-            if replaced or _is_addition(part) or (_is_deletion(part) and part.key not in deletions):
+        for item in self._items:
+            replaced = item.key in chosen and item.is_group and not item.is_sweep
+            if replaced or _is_addition(item) or (_is_deletion(item) and item.key not in deletions):
                 continue
-            lines.append(_line(part))
+            lines.append(_line(item))
         for group, names in self.additions.items():
             if group in chosen:
                 lines.append(f"{group}=[{','.join(dict.fromkeys([*chosen[group], *names]))}]")
-        if "~recipe" in lines:  # there is none by default, and sizes are looked up by its name
+        if "~recipe" in lines:  # the default is none, and Hydra cannot delete that
             lines = [line for line in lines if line != "~recipe" and not line.startswith("recipe=")]
         return lines
 
-    def _read(self, text: str) -> list[_Part]:
+    def _read(self, text: str) -> list[_Item]:
         try:
             override = OverridesParser.create().parse_override(text)
         except (OverrideParseException, HydraException) as error:
@@ -130,47 +130,47 @@ class Overrides:
             return []
         options = self._options(override.key_or_group)
         is_value = not options or (not override.is_delete() and isinstance(override.value(), dict))
-        part = _Part(text, override, is_group=not is_value)
-        problem = self._wrong(part, options)
+        item = _Item(text, override, is_group=not is_value)
+        problem = self._wrong(item, options)
         if problem is not None:
-            self.problems.append(Problem(part.key, problem, f"the command line: {text}"))
+            self.problems.append(Problem(item.key, problem, f"the command line: {text}"))
             return []
-        return [part]
+        return [item]
 
-    def _wrong(self, part: _Part, options: list[str]) -> str | None:
-        if part.is_sweep and not self._sweep:
-            values = part.text.partition("=")[2]
-            return f"several values; add -m to try one after the other, or write [{values}] for a list"
-        if part.is_group and part.key == "size" and not part.names:
-            return f"cannot be removed; size={FULL} takes a recipe as its own file says"
-        if not part.is_group or part.override.is_delete():
+    def _wrong(self, item: _Item, options: list[str]) -> str | None:
+        if item.is_sweep and not self._sweep:
+            values = item.text.partition("=")[2]
+            return f"has several values; add -m to run once for each, or write [{values}] for a list"
+        if item.is_group and item.key == "size" and not item.names:
+            return f"cannot be removed; type size={FULL} for the recipe's own size"
+        if not item.is_group or item.override.is_delete():
             return None
-        if part.key in GROUPS and part.key not in LISTS and isinstance(part.override.value(), list):
+        if item.key in GROUPS and item.key not in LISTS and isinstance(item.override.value(), list):
             return "takes one choice, not a list"
-        for name in part.names:
+        for name in item.names:
             if name not in options:
-                return unknown_choice(part.key, name, options)
+                return unknown_choice(item.key, name, options)
         return None
 
 
-def _line(part: _Part) -> str:
-    """Return what Hydra is given for one override."""
-    text = part.text.lstrip("+")
-    if part.override.is_hydra_override() or part.override.is_delete() or "@" in text.partition("=")[0]:
-        return part.text
-    if part.is_group and part.override.value() is None:
-        return f"{part.key}=[]" if part.key in LISTS else f"~{part.key}"
-    if part.is_group:
-        return text if part.key in GROUPS else part.text
-    return f"++{text}"  # Without ++ Hydra itself refuses an unknown key, and advises to add it.
+def _line(item: _Item) -> str:
+    """Return one override for Hydra."""
+    text = item.text.lstrip("+")
+    if item.override.is_hydra_override() or item.override.is_delete() or "@" in text.partition("=")[0]:
+        return item.text
+    if item.is_group and item.override.value() is None:
+        return f"{item.key}=[]" if item.key in LISTS else f"~{item.key}"
+    if item.is_group:
+        return text if item.key in GROUPS else item.text
+    return f"++{text}"  # without ++ Hydra rejects an unknown key and advises to append it
 
 
-def _is_addition(part: _Part) -> bool:
-    return part.is_group and part.key in LISTS and part.text.startswith("+")
+def _is_addition(item: _Item) -> bool:
+    return item.is_group and item.key in LISTS and item.text.startswith("+")
 
 
-def _is_deletion(part: _Part) -> bool:
-    return part.override.is_delete() and not part.is_group
+def _is_deletion(item: _Item) -> bool:
+    return item.override.is_delete() and not item.is_group
 
 
 def _plain(value: Any) -> Any:
@@ -179,20 +179,20 @@ def _plain(value: Any) -> Any:
 
 def _unreadable(text: str, error: Exception) -> Problem:
     if "=" not in text and not text.startswith("~"):
-        return Problem("", f"'{text}' is not a setting; write key=value.")
+        return Problem("", f"'{text}' is not an override; write key=value.")
     reason = str(error).splitlines()[0]
     key, _, value = text.partition("=")
     return Problem("", f"'{text}' cannot be read: {reason}. Special characters need quotes: {key}='\"{value}\"'")
 
 
 class KeyOrigins:
-    """The last place that set each key of a config: what was typed, or a file and line."""
+    """Origin of each key of a config: the override, or the file and line, that set it last."""
 
     def __init__(self) -> None:
         self._places: dict[str, str] = {}
 
     def of(self, key: str) -> str:
-        """Return where `key` was set, or one below or the nearest around it; empty where nothing is known."""
+        """Return the origin of `key`, or else of a key below or above it; empty if none is known."""
         if key in self._places:
             return self._places[key]
         for known in reversed(self._places):
@@ -204,25 +204,26 @@ class KeyOrigins:
         return self.of(parent) if parent else ""
 
     def comment(self, key: str) -> str:
-        """Return what the file that set `key` says behind it; empty where it says nothing."""
+        """Return the comment behind `key` in the file that set it; empty without one."""
         file, _, line = self._places.get(key, "").rpartition(":")
         if not line.isdigit() or not Path(file).is_file():
             return ""
         return Path(file).read_text(encoding="utf-8").splitlines()[int(line) - 1].partition(" # ")[2].strip()
 
     def add_typed(self, key: str, text: str, *, is_choice: bool = False) -> None:
-        """Note that `key` was typed on the command line, and all below it, unless it is the choice of a file."""
+        """Record an override of `key` and, unless it is the choice of a group, of all keys below it."""
         for below in [known for known in self._places if known.startswith(f"{key}.") and not is_choice]:
             del self._places[below]
         self._places[key] = f"the command line: {text}"
 
     def add_file(self, path: Path, *, package: str = "") -> None:
-        """Note the keys of a YAML file, whose content goes below `package`."""
-        for key, line in _lines(path, package):
+        """Record the keys of a YAML file whose content goes below `package`."""
+        document = yaml.compose(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        for key, line in _lines(document, package):
             self._places[key] = f"{_short(path)}:{line}"
 
     def add_composed(self, loader: ConfigLoader, config_name: str, overrides: list[str]) -> None:
-        """Note the keys of every file that Hydra composes, in its order."""
+        """Record the keys of every file that Hydra composes, in its order."""
         composed = loader.compute_defaults_list(config_name, overrides, RunMode.MULTIRUN)
         for default in composed.defaults:
             if default.config_path is None or default.config_path.startswith("hydra/"):
@@ -245,22 +246,17 @@ def _find(loader: ConfigLoader, config_path: str) -> Path | None:
     return None
 
 
-def _lines(path: Path, package: str) -> Iterator[tuple[str, int]]:
-    """Yield each key's full path, with the line it stands on."""
-    document = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    yield from _lines_of(document, package)
-
-
-def _lines_of(node: Any, path: str) -> Iterator[tuple[str, int]]:
+def _lines(node: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Yield the full path of each key in a YAML node, with its line."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             below = f"{path}.{key.value}" if path else str(key.value)
             yield below, key.start_mark.line + 1
-            yield from _lines_of(value, below)
+            yield from _lines(value, below)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield f"{path}.{index}", value.start_mark.line + 1
-            yield from _lines_of(value, f"{path}.{index}")
+            yield from _lines(value, f"{path}.{index}")
 
 
 def _short(path: Path) -> str:

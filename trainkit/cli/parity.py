@@ -1,4 +1,4 @@
-"""`trainkit parity`: train a recipe or task under several strategies and show whether they agree."""
+"""`trainkit parity`: train a task under several strategies and compare the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEYS = ("strategies", "steps", "devices", "device", "tolerance", "json")
 
 
 def parity(arguments: Arguments) -> int:
-    """Print the comparison, as a table or (`--json`, `json=true`) as JSON; 1 if a strategy disagrees with single."""
+    """Print the comparison, with `--json` or `json=true` as JSON; return 1 if a strategy differs from single."""
     as_json = "--json" in arguments.flags or _read(arguments, "json", _flag, False)
     strategies = _read(arguments, "strategies", _names, None)
     steps = _read(arguments, "steps", int, 20)
@@ -45,7 +45,7 @@ def parity(arguments: Arguments) -> int:
             trainer=_trainer(settings.tree["trainer"], arguments.overrides),
         )
     except Stopped as stopped:
-        print(f"stopped by {stopped.signal_name}; the comparison is incomplete and not kept", file=sys.stderr)
+        print(f"stopped by {stopped.signal_name}; the comparison is incomplete", file=sys.stderr)
         raise
     print(report.as_json() if as_json else report.as_table())
     sys.stdout.flush()
@@ -53,7 +53,7 @@ def parity(arguments: Arguments) -> int:
 
 
 def _trainer(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of the trainer, without the precision where that is only the default of all runs."""
+    """Return the trainer's settings, without the precision if it is the default and was not typed."""
     from trainkit.optim.precision import Precision
 
     typed = any(text.partition("=")[0].lstrip("+~") == "trainer.precision" for text in overrides)
@@ -62,18 +62,18 @@ def _trainer(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
 
 def _check_keys(arguments: Arguments) -> None:
-    """Raise UserError for what is nearly a key of this command: compose_config would name only those of a run."""
+    """Raise UserError for a key similar to one of this command, which composition would not suggest."""
     for text in arguments.overrides:
         key = text.partition("=")[0]
         if key.lstrip("+~") == "strategy":
-            raise UserError(f"{text}: parity compares several strategies; write strategies=[single,ddp].")
+            raise UserError(f"{text}: parity compares several strategies; type strategies=[single,ddp].")
         near = "" if key in GROUPS or "." in key else nearest(key, _KEYS)
         if near:
-            raise UserError(f"{key}: unknown key.{near} parity has {', '.join(_KEYS)}, and the keys of a run.")
+            raise UserError(f"{key}: unknown key.{near} parity accepts {', '.join(_KEYS)} and the keys of a run.")
 
 
 def _taken(arguments: Arguments, group: str) -> dict[str, str]:
-    """Return the overrides of a group by their keys below it, and leave the others."""
+    """Remove the overrides of a group and return them by their keys below it."""
     texts = {text: text.partition("=")[0].lstrip("+~") for text in arguments.overrides}
     below = {key.removeprefix(f"{group}."): text for text, key in texts.items() if key.startswith(f"{group}.")}
     arguments.overrides = [text for text in arguments.overrides if text not in below.values()]
@@ -83,12 +83,12 @@ def _taken(arguments: Arguments, group: str) -> dict[str, str]:
 def _with_settings(
     names: Sequence[str], typed: Mapping[str, str], composer: ConfigComposer, overrides: Sequence[str]
 ) -> list[str | tuple[str, dict[str, Any]]]:
-    """Return the strategies, each with those of the typed settings that it takes; the reference is left as it is."""
+    """Return the strategies, each with the typed settings that it accepts; `single`, the reference, has none."""
     if not typed:
         return list(names)
     for key in ("devices", "device"):
         if key in typed:
-            raise UserError(f"strategy.{key}: all strategies are given the same; write {key}=... without strategy.")
+            raise UserError(f"strategy.{key}: the same for all strategies; type {key}=VALUE.")
     chosen: list[str | tuple[str, dict[str, Any]]] = []
     known: set[str] = set()
     for name in names:
@@ -103,7 +103,7 @@ def _with_settings(
     for key in typed:
         if key.partition(".")[0] not in known:
             others = [name for name in names if name != "single"]
-            which = f"none of {', '.join(others)} has it" if others else "name other strategies than single"
+            which = f"none of {', '.join(others)} has it" if others else "choose a strategy other than single"
             raise UserError(f"strategy.{key}: unknown key; {which}.{nearest(key, known)}")
     return chosen
 
@@ -124,13 +124,13 @@ def _read(arguments: Arguments, key: str, convert: Callable[[str], T], default: 
         raise
     except ValueError:
         example = {"steps": 20, "devices": 2, "tolerance": 1e-5}.get(key, "true")
-        raise UserError(f"{key}={typed}: write for example {key}={example}.") from None
+        raise UserError(f"{key}={typed} is invalid; type for example {key}={example}.") from None
 
 
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.strip("[]").split(",")]
     if not all(names):
-        raise UserError(f"strategies={text}: write strategies=[single,dp,ddp].")
+        raise UserError(f"strategies={text} is invalid; type strategies=[single,dp,ddp].")
     return names
 
 

@@ -18,7 +18,7 @@ _SHOWN = 8
 
 
 def report(arguments: Arguments) -> int:
-    """Write the report of what was typed, and print its path: one run or sweep, or several runs to be compared."""
+    """Write the report of a run or sweep, or the comparison of several runs, and print its path."""
     out = arguments.take("out")
     wrong = [text for text in arguments.overrides if "=" in text and not Path(text).exists()]
     if wrong:
@@ -44,7 +44,6 @@ def _written(folders: list[Path], out: Path | None) -> Path:
     same = [str(run) for index, run in enumerate(runs) if run.resolve() in [other.resolve() for other in runs[:index]]]
     if same:
         raise UserError(f"{same[0]} is given twice; a comparison needs different runs.")
-    # Beside the last one: what is compared is most often a new run with older ones.
     return write_page(comparison_report([read_run(run) for run in runs]), out or runs[-1] / COMPARISON)
 
 
@@ -57,11 +56,11 @@ def _existing(text: str) -> Path:
         path, parent = parent, parent.parent
     beside = sorted(child.name for child in parent.iterdir() if child.is_dir() and not child.name.startswith("."))
     near = nearest(path.name, beside) or (f" There are: {_first(beside)}." if beside else "")
-    raise UserError(f"{text}: there is no {path.name} in {parent}.{near}")
+    raise UserError(f"{text}: {parent} does not contain {path.name}.{near}")
 
 
 def _run_in(path: Path) -> Path:
-    """Return the folder of a run that a path leads to: itself, or the run of a checkpoint or of a file in it."""
+    """Return the run folder of `path`: itself, or that of a checkpoint or file in it; raises UserError if none."""
     from trainkit.report.record import is_run
 
     for folder in (path, path.parent, path.parent.parent):
@@ -72,16 +71,16 @@ def _run_in(path: Path) -> Path:
     below = _runs(path.glob("*")) if path.is_dir() else []
     if below:
         raise UserError(
-            f"{path} holds {len(below)} runs, not one: {_first([child.name for child in below[::-1]])}. "
+            f"{path} contains {len(below)} runs: {_first([child.name for child in below[::-1]])}. "
             f"Type trainkit report {below[-1]}"
         )
     deeper = _runs(path.glob("*/*")) if path.is_dir() else []
-    hint = f" The latest below it: trainkit report {deeper[-1]}" if deeper else ""
-    raise UserError(f"{path} is not a run folder: it holds nothing that a report could show.{hint}")
+    hint = f" Its latest run: trainkit report {deeper[-1]}" if deeper else ""
+    raise UserError(f"{path} is not a run folder.{hint}")
 
 
 def _runs(paths: Iterable[Path]) -> list[Path]:
-    """Return those of the folders that are runs, the latest last."""
+    """Return the run folders among `paths`, the latest last."""
     from trainkit.report.record import is_run
 
     return sorted((path for path in paths if path.is_dir() and is_run(path)), key=lambda path: path.stat().st_mtime)
@@ -96,29 +95,26 @@ def _first(names: list[str]) -> str:
 
 
 def recipes(arguments: Arguments) -> int:
-    """Print a line for each recipe of the package and of the given config folders."""
-    rows = [
-        (name, _line(path.read_text(encoding="utf-8"))) for name, path in sorted(choices(arguments, "recipe").items())
-    ]
+    """Print each recipe of the package and of the given config folders."""
     folders = "".join(f" --config-dir {folder}" for folder in arguments.config_dirs)
     table = Table(box=None, show_header=False, pad_edge=False)
-    for name, line in rows:
-        table.add_row(Text(name), Text(f"{line}\ntrainkit fit{folders} recipe={name}\n"))
+    for name, path in sorted(choices(arguments, "recipe").items()):
+        summary = _summary(path.read_text(encoding="utf-8"))
+        table.add_row(Text(name), Text(f"{summary}\ntrainkit fit{folders} recipe={name}\n"))
     print_table(table)
     return 0
 
 
-def _line(text: str) -> str:
-    """Return the first line of the docstring of the module that a recipe's task is in; it is not imported."""
+def _summary(text: str) -> str:
+    """Return the first line of the docstring of a recipe's module, without importing it."""
     import yaml
 
     settings = yaml.safe_load(text) or {}
     target = str((settings.get("task") or {}).get("_target_", ""))
     try:
         spec = find_spec(target.rpartition(".")[0])
-        docstring = (
-            ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) if spec and spec.origin else ""
-        )
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+        docstring = ast.get_docstring(ast.parse(source)) or ""
     except (ImportError, ValueError, SyntaxError, OSError):
         return f"({target} cannot be read)"
-    return (docstring or "").strip().partition("\n")[0]
+    return docstring.strip().partition("\n")[0]

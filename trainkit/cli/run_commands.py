@@ -1,4 +1,4 @@
-"""The commands that run a config: fit, resume, validate, test and predict, and the objects that they make."""
+"""Commands that run a config, fit, resume, validate, test and predict, and the objects they create."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fit(arguments: Arguments) -> int:
     saved = arguments.take("config")
     resumed = arguments.take("resume")
     if resumed not in (None, "auto"):
-        raise UserError(f"resume={resumed}: fit takes resume=auto alone. Type trainkit resume {resumed}")
+        raise UserError(f"resume={resumed}: fit accepts only resume=auto. Type trainkit resume {resumed}")
     with compose_config(arguments.config_dirs, saved=None if saved is None else config_file(Path(saved))) as composer:
         settings = composer.settings(arguments.overrides, needs_task=not arguments.cfg)
         if arguments.cfg:
@@ -81,31 +81,33 @@ def test(arguments: Arguments) -> int:
 
 def predict(arguments: Arguments) -> int:
     """Write `predictions.pt` into the run's folder."""
-    return _evaluate(arguments, lambda trainer: trainer.predict, report=_keep_predictions)
+    return _evaluate(arguments, lambda trainer: trainer.predict, report=_write_predictions)
 
 
 # ---- Training
 
 
 def resume_hint(stopped: Stopped, run_dir: Path) -> str:
-    """Return where the state of a stopped run is, and what to type to continue it."""
+    """Return the message about a stopped run: its checkpoint, and the command that resumes it."""
     try:
         checkpoint = resolve(run_dir)
     except UserError:
-        return f"stopped by {stopped.signal_name}; nothing is saved without +callbacks=checkpoint."
-    return f"stopped by {stopped.signal_name}; the state is saved in {checkpoint}. Continue: trainkit resume {run_dir}"
+        return f"stopped by {stopped.signal_name}; no checkpoint was saved. +callbacks=checkpoint saves some."
+    return (
+        f"stopped by {stopped.signal_name}; the state is saved in {checkpoint}. To continue: trainkit resume {run_dir}"
+    )
 
 
 def check_empty(folder: Path) -> None:
-    """Raise UserError if a folder holds a run already."""
+    """Raise UserError if a folder contains a run."""
     if any((folder / name).exists() for name in (CONFIG_FILE, _CHECKPOINTS, "multirun.yaml", "sweep.json")):
         raise UserError(
-            f"run_dir={folder} holds a run already. Continue it: trainkit resume {folder}. Or choose another folder."
+            f"run_dir={folder} already contains a run. Type trainkit resume {folder}, or choose another folder."
         )
 
 
 def recipe_diff(settings: Settings, config_dirs: Sequence[str] = ()) -> list[ConfigChange] | None:
-    """Return how the config differs from its recipe; `None` where no recipe can be composed."""
+    """Return the differences of the config to its recipe; `None` if no recipe can be composed."""
     recipe = settings.tree.get("recipe")
     if recipe is None:
         return None
@@ -128,7 +130,7 @@ def recipe_diff(settings: Settings, config_dirs: Sequence[str] = ()) -> list[Con
 
 
 def _reference_batch_size(composer: ConfigComposer, settings: Settings) -> ReferenceBatchSize | None:
-    """Return the global batch that the recipe was written for."""
+    """Return the recipe's own global batch size; `None` if it has none."""
     recipe = settings.tree.get("recipe")
     if recipe is None:
         return None
@@ -156,13 +158,13 @@ def _train(
         _print_on_main(run, resume_hint(stopped, run_dir), to=sys.stderr)
         return stopped.exit_code
     if result.run_dir is not None:
-        with_report = ", with its report.html" if run.trainer.report else ""
-        _print_on_main(run, f"the run is in {result.run_dir}{with_report}")
+        with_report = " (see report.html)" if run.trainer.report else ""
+        _print_on_main(run, f"run folder: {result.run_dir}{with_report}")
     return 0
 
 
 def _run_dir_to_continue(settings: Settings) -> Path:
-    """Return the folder that was chosen, or that of the newest unfinished run of the recipe, or a new one."""
+    """Return the chosen folder, or that of the newest unfinished run of the recipe, or a new one."""
     chosen = settings.tree.get("run_dir")
     if chosen is not None:
         return Path(chosen)
@@ -182,7 +184,7 @@ def _new_run_dir(settings: Settings) -> Path:
 
 
 def checkpoint_path(arguments: Arguments) -> Path:
-    """Return the run or checkpoint that was typed, as `checkpoint=PATH` or alone; raises UserError for none."""
+    """Return the path of the run or checkpoint in `arguments`; raises UserError if there is none."""
     if arguments.take("run") is not None:
         raise UserError("run=PATH is renamed to checkpoint=PATH.")
     typed = arguments.take("checkpoint")
@@ -196,18 +198,18 @@ def checkpoint_path(arguments: Arguments) -> Path:
 
 
 def run_folder_of(path: Path) -> Path:
-    """Return the run folder that `path`, a run folder, its checkpoints folder or something in those, belongs to."""
+    """Return the run folder of `path`: itself, or that of its checkpoints folder or of a file in it."""
     folder = path if path.is_dir() else path.parent
     return folder.parent if folder.name == _CHECKPOINTS else folder
 
 
 def settings_of_run(arguments: Arguments, path: Path) -> Settings:
-    """Return the config that a run was started with, changed by the overrides."""
+    """Return the config of a run with the overrides."""
     file = run_folder_of(path) / CONFIG_FILE
     if not path.is_file() or file.is_file():
         with compose_config(arguments.config_dirs, saved=config_file(run_folder_of(path))) as composer:
             return composer.settings(arguments.overrides)
-    with TemporaryDirectory() as folder:  # a checkpoint that was moved away from its run brings its config
+    with TemporaryDirectory() as folder:  # a checkpoint outside of its run contains the config
         file = Path(folder) / CONFIG_FILE
         file.write_text(load_from(path).payload["config"], encoding="utf-8")
         with compose_config(arguments.config_dirs, saved=file) as composer:
@@ -224,7 +226,7 @@ def _evaluate(
     settings = settings_of_run(arguments, path)
     if arguments.cfg:
         return _show(settings, arguments)
-    resolve(path)  # a folder is passed on: the last checkpoint that can be read is found when it is loaded
+    resolve(path)  # raises if there is none; the trainer gets the folder, to skip damaged checkpoints
     run = assemble(settings, run_dir=None, loggers=False)
     try:
         outcome = method(run.trainer)(run.task, run.data, checkpoint=path)
@@ -237,7 +239,7 @@ def _evaluate(
 
 
 def _checkpoint_by_name(path: Path) -> Path:
-    """Return the checkpoint of RUN_FOLDER/best, or of another name in a run folder; raises UserError for none."""
+    """Return the checkpoint of RUN_FOLDER/best or another name in a run folder; raises UserError if there is none."""
     in_a_run = (run_folder_of(path) / _CHECKPOINTS).is_dir()
     return resolve(path.parent, path.name) if in_a_run else resolve(path)
 
@@ -251,12 +253,12 @@ def _show(settings: Settings, arguments: Arguments) -> int:
 
 
 def _print_on_main(run: RunComponents, line: str, *, to: TextIO | None = None) -> None:
-    """Print a line on one rank only: under torchrun each rank has come here by itself."""
+    """Print a line on the main rank only: under torchrun every rank runs the command."""
     if run.trainer.strategy.comm.is_main:
         print(line, file=to)
 
 
-def _keep_predictions(predictions: Any, folder: Path) -> None:
+def _write_predictions(predictions: Any, folder: Path) -> None:
     path = folder / "predictions.pt"
     part = path.with_suffix(".pt.part")
     torch.save(predictions, part)
@@ -277,7 +279,7 @@ def _described(predictions: Any) -> str:
     return f"{len(predictions)} predictions" if hasattr(predictions, "__len__") else "predictions"
 
 
-# ---- The objects of a run
+# ---- Objects of a run
 
 
 @dataclass(frozen=True)
@@ -290,20 +292,19 @@ class RunComponents:
 
 
 def assemble(settings: Settings, *, run_dir: Path | None, loggers: bool = True) -> RunComponents:
-    """Return new objects for all that the settings name, the task drawn from `trainer.seed`.
+    """Create the objects of a config, the task's weights from `trainer.seed`.
 
-    Without `loggers` nothing is written but what callbacks write. Raises ConfigError with all that constructors
-    refuse.
+    Without `loggers` only callbacks write files. Raises ConfigError with the errors of all constructors.
     """
     tree = settings.tree
-    parts = _Components()
-    # The order is fixed, and the task comes first: its weights must follow from the seed alone.
+    components = _Components()
+    # The task comes first: its weights must depend on the seed alone.
     seed_everything(tree["trainer"].get("seed", 0))
-    task = parts.made("task", tree["task"], TaskModule)
-    data = parts.made("data", tree["data"], object)
-    strategy = parts.made("strategy", tree["strategy"], Strategy)
-    callbacks = parts.all_made("callbacks", tree.get("callbacks"), Callback)
-    all_loggers = parts.all_made("logger", tree.get("logger"), Logger) if loggers else []
+    task = components.create("task", tree["task"], TaskModule)
+    data = components.create("data", tree["data"], object)
+    strategy = components.create("strategy", tree["strategy"], Strategy)
+    callbacks = components.create_all("callbacks", tree.get("callbacks"), Callback)
+    all_loggers = components.create_all("logger", tree.get("logger"), Logger) if loggers else []
 
     def make_trainer(arguments: Mapping[str, Any]) -> Trainer:
         return Trainer(
@@ -315,33 +316,35 @@ def assemble(settings: Settings, *, run_dir: Path | None, loggers: bool = True) 
             **arguments,
         )
 
-    trainer = parts.tried("trainer", make_trainer, tree["trainer"])
+    trainer = components.call("trainer", make_trainer, tree["trainer"])
     if isinstance(task, nn.Module):
-        parts.problems += _too_many_stages(task, tree["strategy"])
-    if parts.problems:
-        raise ConfigError(with_origins(parts.problems, settings.find_origins()))
+        components.problems += _too_many_stages(task, tree["strategy"])
+    if components.problems:
+        raise ConfigError(with_origins(components.problems, settings.find_origins()))
     assert trainer is not None
     return RunComponents(trainer, task, data)
 
 
 class _Components:
-    """Makes the objects of a run, and collects the errors of their constructors."""
+    """Creates the objects of a run and collects the errors of their constructors."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
 
-    def all_made(self, group: str, nodes: Mapping[str, Any] | None, kind: type) -> list[Any]:
-        """Return the objects of a group; those set to `null` are off."""
-        made = [self.made(f"{group}.{name}", node, kind) for name, node in (nodes or {}).items() if node is not None]
-        return [part for part in made if part is not None]
+    def create_all(self, group: str, nodes: Mapping[str, Any] | None, kind: type) -> list[Any]:
+        """Return the objects of a group, without those that are `null`."""
+        created = [
+            self.create(f"{group}.{name}", node, kind) for name, node in (nodes or {}).items() if node is not None
+        ]
+        return [component for component in created if component is not None]
 
-    def made(self, path: str, node: Mapping[str, Any], kind: type) -> Any:
-        """Return the object that `node` describes; `None` if it is refused, or not of the `kind` that is needed."""
+    def create(self, path: str, node: Mapping[str, Any], kind: type) -> Any:
+        """Return the object of `node`; `None` if its constructor raises, or if it is not a `kind`."""
         arguments = {key: value for key, value in node.items() if key != "_target_"}
-        return self.tried(path, partial(_made, path, node["_target_"], kind), arguments)
+        return self.call(path, partial(_instantiate, path, node["_target_"], kind), arguments)
 
-    def tried(self, path: str, make: Callable[[Mapping[str, Any]], T], arguments: Mapping[str, Any]) -> T | None:
-        """Return what `make` returns; a refused argument is dropped and the rest tried again, to find all errors."""
+    def call(self, path: str, make: Callable[[Mapping[str, Any]], T], arguments: Mapping[str, Any]) -> T | None:
+        """Return the result of `make`; an invalid argument is dropped and the others are tried, to find all errors."""
         refused: set[str] = set()
         while True:
             left = {name: value for name, value in arguments.items() if name not in refused}
@@ -350,7 +353,7 @@ class _Components:
                 return None if refused else made
             except UserError as error:
                 named = _names_in(str(error), arguments)
-                # A refused argument has its default now: an error that names it is not the user's.
+                # A dropped argument has its default now: an error that names it is not the user's.
                 if refused and (not named or refused & set(named)):
                     return None
                 self.problems.append(_problem(path, named, str(error), arguments))
@@ -360,11 +363,11 @@ class _Components:
             except Exception:
                 if not refused:
                     raise
-                return None  # it needs the dropped argument
+                return None  # caused by the dropped argument
 
 
-def _made(path: str, target: str, kind: type, arguments: Mapping[str, Any]) -> Any:
-    """Return the object; raises UserError if it is not of the `kind` that is needed there."""
+def _instantiate(path: str, target: str, kind: type, arguments: Mapping[str, Any]) -> Any:
+    """Return the object; raises UserError if it is not a `kind`."""
     try:
         made = instantiate({"_target_": target, **arguments}, _convert_="all")
     except InstantiationException as error:
@@ -374,17 +377,17 @@ def _made(path: str, target: str, kind: type, arguments: Mapping[str, Any]) -> A
                 f"{path}: {target} needs the package '{cause.name}', which is not installed. {install_hint(cause.name)}"
             ) from None
         if isinstance(cause, TypeError) and "unexpected keyword argument" in str(cause):
-            raise UserError(f"{path}: {target} does not take it: {cause}") from None
+            raise UserError(f"{path}: {cause}") from None
         raise cause from None  # the constructor's own error, with the user's code in its traceback
     if not isinstance(made, kind):
         raise UserError(
-            f"{path}._target_: {target} makes a {type(made).__name__}; it must be a trainkit.{kind.__name__}."
+            f"{path}._target_: {target} returns a {type(made).__name__}; it must be a trainkit.{kind.__name__}."
         )
     return made
 
 
 def _names_in(message: str, arguments: Mapping[str, Any]) -> list[str]:
-    """Return the arguments that a message names, in its order; of text in quotes nothing is taken for a name."""
+    """Return the arguments that a message names outside of quotes, in its order."""
     words = re.findall(r"\w+", re.sub(r"'[^']*'", "", message))
     return [word for word in dict.fromkeys(words) if word in arguments]
 
@@ -406,7 +409,7 @@ def _problem(path: str, named: list[str], message: str, arguments: Mapping[str, 
 
 
 def _too_many_stages(task: nn.Module, strategy: Mapping[str, Any]) -> list[Problem]:
-    """Return the problem of a pipeline with more stages than a task has parts to begin one with."""
+    """Return the problem of a pipeline with more stages than the task has modules to begin one."""
     stages = strategy.get("stages")
     if not isinstance(stages, int):
         return []
@@ -414,8 +417,10 @@ def _too_many_stages(task: nn.Module, strategy: Mapping[str, Any]) -> list[Probl
         stages *= strategy.get("stages_per_rank", 1)
     leaves = sum(not any(module.children()) for module in task.modules())
     own = sum(len(list(module.parameters(recurse=False))) for module in task.modules() if any(module.children()))
-    parts = leaves + own
-    if stages <= parts:
+    modules = leaves + own
+    if stages <= modules:
         return []
-    message = f"{stages} stages, but {type(task).__name__} has only {parts} modules to begin one with; set "
-    return [Problem("strategy.stages", f"{message}strategy.stages={parts} or less.")]
+    message = (
+        f"{stages} stages, but {type(task).__name__} has only {modules} modules; set strategy.stages={modules} or "
+    )
+    return [Problem("strategy.stages", f"{message}less.")]

@@ -1,4 +1,4 @@
-"""Keys of a config with their types, defaults and docs: as JSON Schema for editors, and as the guide's page of keys."""
+"""Keys of a config with their types, defaults and docs, as JSON Schema for editors and as a Markdown page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainkit.cli.compose import ConfigComposer, compose_config
 from trainkit.cli.main import Arguments
 from trainkit.cli.overrides import LISTS
 from trainkit.cli.signatures import Parameter, TargetError, signature_of
-from trainkit.cli.validate import OWN_PLACES, TRAINER
+from trainkit.cli.validate import TRAINER, config_signature
 from trainkit.errors import UserError
 
 _JSON_TYPES = {
@@ -35,7 +35,7 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A parameter of what a part of the config describes."""
+    """A parameter of a class in the config, and its path."""
 
     path: str
     parameter: Parameter
@@ -47,7 +47,7 @@ class ConfigKey:
 
 
 def known_keys(tree: Mapping[str, Any]) -> Iterator[ConfigKey]:
-    """Yield every key that constructors take, in the order of their signatures."""
+    """Yield all keys of the constructors in a config, in the order of their signatures."""
     yield from keys_of(TRAINER, "trainer")
     for section in ("task", "data", "strategy"):
         yield from _keys_below(section, tree.get(section))
@@ -57,17 +57,16 @@ def known_keys(tree: Mapping[str, Any]) -> Iterator[ConfigKey]:
 
 
 def keys_of(target: str, path: str) -> list[ConfigKey]:
-    """Return the keys at `path` of the class or function `target`; none where it cannot be imported."""
+    """Return the keys at `path` of the class or function `target`; empty if it cannot be imported."""
     try:
-        parameters = signature_of(target).parameters
+        parameters = config_signature(target).parameters
     except TargetError:
         return []
-    own = OWN_PLACES if target == TRAINER else ()
-    return [ConfigKey(f"{path}.{name}", parameter) for name, parameter in parameters.items() if name not in own]
+    return [ConfigKey(f"{path}.{name}", parameter) for name, parameter in parameters.items()]
 
 
 def summary_of(target: str) -> str:
-    """Return the first paragraph of a target's docstring; empty where it cannot be imported."""
+    """Return the first paragraph of a target's docstring; empty if it cannot be imported."""
     try:
         return signature_of(target).summary
     except TargetError:
@@ -75,7 +74,7 @@ def summary_of(target: str) -> str:
 
 
 def objects_in(composer: ConfigComposer, group: str, name: str) -> dict[str, Mapping[str, Any]]:
-    """Return the nodes with a `_target_` that a choice brings, by their places in the config."""
+    """Return the nodes with a `_target_` in a choice, by their paths in the config."""
     content = composer.content(group, name)
     places: dict[str, Any] = {f"{group}.{part}": node for part, node in content.items()}
     if group == "strategy":
@@ -89,7 +88,7 @@ def objects_in(composer: ConfigComposer, group: str, name: str) -> dict[str, Map
 
 
 def config_schema(arguments: Arguments) -> int:
-    """Print the schema of the files in the groups of the package and the given config folders."""
+    """Print the JSON Schema of a config, with the choices of the package and of the given folders."""
     if arguments.overrides:
         raise UserError(
             f"config-schema does not take {arguments.overrides[0]!r}. "
@@ -101,7 +100,7 @@ def config_schema(arguments: Arguments) -> int:
 
 
 def json_schema(composer: ConfigComposer) -> dict[str, Any]:
-    """Return the JSON Schema of a config: the choices of every group, and any other `_target_`."""
+    """Return the JSON Schema of a config; classes that are no choice of a group may have any keys."""
     properties: dict[str, Any] = {
         "defaults": {"type": "array"},
         "trainer": _object_schema(TRAINER, "trainer"),
@@ -142,7 +141,7 @@ def _choice_schema(composer: ConfigComposer, group: str, section: str) -> dict[s
 
 
 def _object_schema(target: str, place: str, *, partial: bool = False) -> dict[str, Any]:
-    """Return the schema of a constructor's arguments; a `partial` one has the `_target_` from another file."""
+    """Return the schema of a constructor's arguments; with `partial` none of them is required."""
     keys = keys_of(target, place)
     properties = {key.name: _parameter_schema(key.parameter) for key in keys}
     for name in ("_target_", "_partial_", "_recursive_", "_convert_"):
@@ -167,11 +166,11 @@ def _parameter_schema(parameter: Parameter) -> dict[str, Any]:
     return {**schema, "anyOf": [*options, _INTERPOLATION, {"type": "object", "required": ["_target_"]}]}
 
 
-# ---- The page of keys
+# ---- Markdown
 
 
 def key_reference() -> str:
-    """Return the page of all keys as Markdown."""
+    """Return the reference of all keys as Markdown."""
     with compose_config() as composer:
         return "\n".join(_page(composer))
 
@@ -182,7 +181,7 @@ def _page(composer: ConfigComposer) -> Iterator[str]:
         yield from ("", f"## {title}", "", how)
         for name in composer.options(group):
             objects = objects_in(composer, group, name)
-            if objects:  # else only a list of others
+            if objects:  # else it only lists other choices
                 yield from ("", f"### `{group}={name}`")
             for place, node in objects.items():
                 yield from ("", summary_of(_target(node)), "", *_key_table(_target(node), place, node))
@@ -191,12 +190,12 @@ def _page(composer: ConfigComposer) -> Iterator[str]:
 def _key_table(target: str, place: str, chosen: Mapping[str, Any]) -> Iterator[str]:
     keys = keys_of(target, place)
     if keys:
-        yield "| key | takes | default | meaning |"
+        yield "| key | type | default | description |"
         yield "|---|---|---|---|"
     for key in keys:
         default = chosen.get(key.name, key.parameter.default)
         shown = default if isinstance(default, str) else json.dumps(default, default=str)
-        cells = (f"`{key.path}`", key.parameter.type_words, f"`{shown}`", key.parameter.doc)
+        cells = (f"`{key.path}`", key.parameter.type_text, f"`{shown}`", key.parameter.doc)
         yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 

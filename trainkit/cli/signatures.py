@@ -36,9 +36,9 @@ EXTRAS = {
     "hydra_optuna_sweeper": "sweeps",
     "hydra_submitit_launcher": "slurm",
 }
-"""The optional packages, named as they are imported, and the extra that installs each."""
+"""Import names of the optional packages, each with the extra that installs it."""
 MISSING = "???"
-"""OmegaConf's mark of a value that has to be given."""
+"""OmegaConf's mark of a mandatory value."""
 _HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 _KINDS = {
     **{int: "int", float: "float", bool: "bool", str: "str", Path: "str", os.PathLike: "str", NoneType: "none"},
@@ -64,16 +64,16 @@ class TargetError(UserError):
 
 
 def install_hint(package: str) -> str:
-    """Return what to type to install `package`, named as it is imported."""
+    """Return a sentence with the command that installs `package`, given by its import name."""
     top = package.partition(".")[0]
     if top in EXTRAS:
         return f"Type: pip install 'trainkit[{EXTRAS[top]}]'"
-    return f"If it is yours, start from the folder that holds it; else: pip install {top}"
+    return f"If it is your own, run trainkit in the folder that contains it; else: pip install {top}"
 
 
 @dataclass(frozen=True)
 class ValueType:
-    """The plain values that a parameter takes: kinds, and single values; `None` for kinds: anything."""
+    """The plain values that a parameter accepts: `kinds` of values (`None`: any) and single values, `choices`."""
 
     kinds: frozenset[str] | None
     choices: tuple[Any, ...] = ()
@@ -90,7 +90,7 @@ class ValueType:
         return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else "anything"
 
     def error(self, value: Any) -> str | None:
-        """Return why `value` is wrong, `None` if it may be right."""
+        """Return the error of `value`, `None` if it is accepted."""
         if self.kinds is None or any(value == choice and type(value) is type(choice) for choice in self.choices):
             return None
         kind = _KINDS.get(type(value), "")
@@ -104,7 +104,7 @@ class ValueType:
         if kind == "float" and value == int(value) and "int" in self.kinds:
             near = f" Write {int(value)}."
         if "str" in self.kinds and kind in ("int", "float", "bool"):
-            near = f" Write '\"{as_typed(value)}\"' to have it as text."
+            near = f" For text, write '\"{as_typed(value)}\"'."
         must_be = f"is not {self}" if self.choices else f"is {_WORDS[kind]}, but must be {self}"
         return f"{as_typed(value)} {must_be}.{near}"
 
@@ -114,30 +114,30 @@ ANYTHING = ValueType(None)
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter that can be given by name."""
+    """One parameter that can be passed by name."""
 
     type: ValueType = ANYTHING
     required: bool = False
     default: Any = None
-    """As a plain value; the `repr` of what is not one."""
+    """A plain value, or the `repr` of any other."""
     annotation: str = ""
     """As written in Python; empty without one."""
     doc: str = ""
     """From the docstring, on one line; empty without one."""
 
     @property
-    def type_words(self) -> str:
-        """The type in words."""
+    def type_text(self) -> str:
+        """The type in plain English."""
         return self.annotation or "anything" if self.type.kinds is None else str(self.type)
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a class or function that can be given by name."""
+    """The parameters of a class or function that can be passed by name."""
 
     parameters: dict[str, Parameter]
     accepts_any: bool = False
-    """Whether others are taken too (`**kwargs`)."""
+    """True if it has `**kwargs`."""
     summary: str = ""
     """The docstring's first paragraph, on one line."""
 
@@ -153,12 +153,12 @@ class Signature:
         return found
 
     def unknown(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return the arguments that are not taken."""
+        """Return the names of arguments that are not parameters."""
         names = [name for name in arguments if name not in self.parameters and name not in _HYDRA_KEYS]
         return [] if self.accepts_any else names
 
     def missing(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return the parameters that have to be given and are not."""
+        """Return the required parameters without an argument."""
         if arguments.get("_partial_") or arguments.get("_args_"):
             return []
         return [name for name, parameter in self.parameters.items() if parameter.required and name not in arguments]
@@ -166,7 +166,7 @@ class Signature:
 
 @cache
 def signature_of(target: str) -> Signature:
-    """Return what the class or function at the dotted path `target` takes; raises TargetError where there is none."""
+    """Return the signature of the class or function at the path `target`; raises TargetError if there is none."""
     found = _imported(target)
     summary, docs = _documentation(found)
     constructor = found.__init__ if inspect.isclass(found) else found
@@ -189,12 +189,12 @@ def signature_of(target: str) -> Signature:
 
 
 def as_typed(value: Any) -> str:
-    """Return a value as it is shown in messages."""
+    """Return a value as it is typed on the command line, strings in quotes."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's first paragraph, and the meaning of each argument in `Args:`, on one line each."""
+    """Return a docstring's first paragraph and the text of each argument in `Args:`, each on one line."""
     lines = inspect.cleandoc(docstring).splitlines()
     paragraph = "\n".join(lines).split("\n\n")[0]
     start = next((index + 1 for index, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")), len(lines))
@@ -216,13 +216,13 @@ def _imported(target: str) -> Any:
     """Return the class or function at a dotted path."""
     parts = target.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise TargetError(f"{target!r} is not a dotted path; write for example my_package.my_module.MyClass")
+        raise TargetError(f"{target!r} is not a dotted path such as my_package.my_module.MyClass")
     length, found = next(
         ((length, module) for length in range(len(parts) - 1, 0, -1) if (module := _module(parts[:length]))), (0, None)
     )
     if found is None:
         near = nearest(parts[0], [module.name for module in iter_modules([str(Path.cwd())])])
-        raise TargetError(f"there is no module '{parts[0]}' here.{near} {install_hint(parts[0])}")
+        raise TargetError(f"there is no module '{parts[0]}'.{near} {install_hint(parts[0])}")
     for depth, attribute in enumerate(parts[length:], start=length):
         if not hasattr(found, attribute):
             public = [name for name in dir(found) if not name.startswith("_")]
@@ -230,12 +230,12 @@ def _imported(target: str) -> Any:
             raise TargetError(f"{'.'.join(parts[:depth])} has no '{attribute}'.{nearest(attribute, public)}")
         found = getattr(found, attribute)
     if not callable(found):
-        raise TargetError(f"{target} is a {type(found).__name__}; a _target_ is a class or function.")
+        raise TargetError(f"{target} is a {type(found).__name__}, not a class or function.")
     return found
 
 
 def _module(parts: Sequence[str]) -> Any:
-    """Return an imported module, `None` if there is none of that name."""
+    """Return the imported module, `None` if it does not exist."""
     name = ".".join(parts)
     try:
         return import_module(name)
@@ -247,7 +247,7 @@ def _module(parts: Sequence[str]) -> Any:
             f"{name} needs the package '{missing}', which is not installed. {install_hint(missing)}"
         ) from None
     except SyntaxError as error:
-        raise TargetError(f"{name} cannot be read: {error.msg} ({error.filename}:{error.lineno})") from None
+        raise TargetError(f"{name} has a syntax error: {error.msg} ({error.filename}:{error.lineno})") from None
 
 
 def _parameter(parameter: inspect.Parameter, namespace: Mapping[str, Any], doc: str) -> Parameter:
@@ -264,7 +264,7 @@ def _parameter(parameter: inspect.Parameter, namespace: Mapping[str, Any], doc: 
 
 
 def _value_type(annotation: Any, namespace: Mapping[str, Any]) -> ValueType:
-    """Return the plain values of an annotation; one that cannot be evaluated takes anything."""
+    """Return the type of an annotation; one that cannot be evaluated accepts anything."""
     if isinstance(annotation, str):
         try:
             return _value_type(eval(annotation, dict(namespace)), namespace)
@@ -289,7 +289,7 @@ def _plain(default: Any) -> Any:
 
 
 def _documentation(found: Any) -> tuple[str, dict[str, str]]:
-    """Return the summary and the meanings of arguments; what a class leaves out, its bases say."""
+    """Return the summary and the text of each argument, from a class or else from its bases."""
     own = vars(found).get("__doc__") if inspect.isclass(found) else found.__doc__
     summary, arguments = read_docstring(own or "")
     for base in found.__mro__[:-1] if inspect.isclass(found) else ():

@@ -1,10 +1,10 @@
-"""Several runs, one for each combination of values, by Hydra's sweepers and launchers.
+"""Sweeps: one run for each combination of values, with Hydra's sweepers and launchers.
 
 runs/<recipe>/<date_time>_sweep/
-multirun.yaml  sweep.json  report.html  0/  1/  ...      a run's folder for each job, with what it came to in job.json
+multirun.yaml  sweep.json  report.html  0/  1/  ...      a run folder for each job, with its outcome in job.json
 
-`sweep.json` holds the objective (a metric and its mode) and for each job its number, overrides, run folder, exit code,
-exit reason, error, metrics, seconds, and the value of the objective.
+`sweep.json` contains the objective (a metric and its mode) and for each job its number, overrides, run folder, exit
+code, exit reason, error, metrics, seconds, and the value of the objective.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from trainkit.report.sweep_report import SWEEP, sweep_report
 from trainkit.run_dir.folder import choose_run_dir
 
 _MOST_CHECKED = 200
-_OF_HYDRA = (
+_HYDRA_OVERRIDES = (
     "hydra.sweep.subdir=${hydra.job.num}",
     "hydra.output_subdir=null",
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 )
-# Launchers and sweepers that are packages of their own.
+# Launchers and sweepers in separate packages.
 _PLUGINS = {
     "joblib": "hydra_joblib_launcher",
     "optuna": "hydra_optuna_sweeper",
     "submitit_local": "hydra_submitit_launcher",
     "submitit_slurm": "hydra_submitit_launcher",
 }
-_LAUNCHERS_HERE = ("basic", "joblib", "submitit_local")
+_LOCAL_LAUNCHERS = ("basic", "joblib", "submitit_local")
 _JOB = "job.json"
-_OF_OPTUNA = "optimization_results.yaml"
+_OPTUNA_RESULTS = "optimization_results.yaml"
 
 
 @dataclass
 class JobOutcome:
-    """What one job of a sweep came to."""
+    """The outcome of one job of a sweep."""
 
     number: int
     overrides: list[str]
@@ -68,13 +68,13 @@ class JobOutcome:
     exit_reason: str = ""
     error: str | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
-    """The latest values; `None` for those that are not finite."""
+    """The latest values; `None` for values that are not finite."""
     seconds: float | None = None
     value: float | None = None
-    """Of the objective; `None` where the job did not measure it."""
+    """The value of the objective; `None` if the job did not measure it."""
 
     def __float__(self) -> float:
-        """Return the objective, as sweepers that search for the best ask for it."""
+        """Return the objective; sweepers that optimize it call this."""
         if self.value is None:
             raise ValueError(self.error or "the job did not measure the objective")
         return self.value
@@ -82,13 +82,13 @@ class JobOutcome:
 
 @dataclass(frozen=True)
 class SweepObjective:
-    """A metric, and which of its values are good."""
+    """The metric that a sweep optimizes, and its mode (`min` or `max`)."""
 
     metric: str
     mode: str = "min"
 
     def value(self, metrics: Mapping[str, float | None]) -> float | None:
-        """Return the metric's latest value, that of training if nothing was validated; `None` if it is not finite."""
+        """Return the metric's latest value, of training if there was no validation; `None` if it is not finite."""
         value = metrics.get(self.metric, metrics.get(f"train/{self.metric.partition('/')[2]}"))
         return value if value is not None and math.isfinite(value) else None
 
@@ -100,7 +100,7 @@ class SweepObjective:
 
 
 def find_objective(tree: Mapping[str, Any]) -> SweepObjective:
-    """Return what a run's checkpoints are chosen by, or what ends it early; the loss where neither says so."""
+    """Return the first metric that a callback monitors; `validation/loss` if there is none."""
     callbacks = tree.get("callbacks") or {}
     nodes = [node for node in callbacks.values() if isinstance(node, Mapping) and isinstance(node.get("monitor"), str)]
     if nodes:
@@ -109,19 +109,19 @@ def find_objective(tree: Mapping[str, Any]) -> SweepObjective:
 
 
 def sweep(arguments: Arguments) -> int:
-    """Run every job, whatever becomes of the others; print a table and return the first exit code that is not 0."""
+    """Run all jobs, failed or not; print a table and return the first exit code that is not 0."""
     if arguments.take("resume") is not None:
-        raise UserError("resume=auto continues one run, and -m starts several; leave one of them out.")
+        raise UserError("resume=auto resumes one run, and -m starts several; remove one of them.")
     if arguments.cfg:
-        raise UserError("--cfg job shows the settings of one run; leave -m out and choose one value for each key.")
+        raise UserError("--cfg job prints the config of one run; remove -m and choose one value for each key.")
     plugins = _plugins(arguments.overrides)
     with compose_config(arguments.config_dirs) as composer:
         overrides = Overrides(arguments.overrides, options=composer.options, sweep=True)
-        first = _check_jobs(composer, overrides, here=plugins.get("hydra/launcher", "basic") in _LAUNCHERS_HERE)
+        first = _check_jobs(composer, overrides, local=plugins.get("hydra/launcher", "basic") in _LOCAL_LAUNCHERS)
         objective = find_objective(first.tree)
         folder = _sweep_folder(first)
         deletions = [key for key, _ in overrides.deletions]
-        lines = [*composer.rendered(overrides, deletions=deletions), f"hydra.sweep.dir='{folder}'", *_OF_HYDRA]
+        lines = [*composer.rendered(overrides, deletions=deletions), f"hydra.sweep.dir='{folder}'", *_HYDRA_OVERRIDES]
         if plugins.get("hydra/sweeper") == "optuna" and not _typed(arguments.overrides, "hydra.sweeper.direction"):
             lines.append(f"hydra.sweeper.direction={'maximize' if objective.mode == 'max' else 'minimize'}")
         try:
@@ -131,12 +131,12 @@ def sweep(arguments: Arguments) -> int:
             if outcomes:
                 _report(outcomes, folder, objective)
                 if plugins.get("hydra/sweeper") == "optuna":
-                    _keep_best(outcomes, folder / _OF_OPTUNA, objective)
+                    _write_best(outcomes, folder / _OPTUNA_RESULTS, objective)
     return next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0)
 
 
 def _plugins(texts: Sequence[str]) -> dict[str, str]:
-    """Return the launcher and sweeper that were typed; raises UserError for those that are not installed."""
+    """Return the launcher and sweeper in the overrides; raises UserError if one is not installed."""
     typed: dict[str, str] = {}
     for group in ("hydra/launcher", "hydra/sweeper"):
         for text in texts:
@@ -159,13 +159,13 @@ def _typed(texts: Sequence[str], key: str) -> bool:
     return any(text.lstrip("+").startswith(f"{key}=") for text in texts)
 
 
-def _check_jobs(composer: ConfigComposer, overrides: Overrides, *, here: bool) -> Settings:
-    """Return the first job's settings; raises ConfigError with what is wrong in any of them, before one starts."""
+def _check_jobs(composer: ConfigComposer, overrides: Overrides, *, local: bool) -> Settings:
+    """Return the first job's config; raises ConfigError with the problems of all jobs."""
     problems: list[Problem] = list(overrides.problems)
     checked: list[Settings] = []
     for texts in overrides.jobs()[:_MOST_CHECKED]:
         try:
-            checked.append(composer.settings(texts, here=here))
+            checked.append(composer.settings(texts, check_devices=local))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -178,12 +178,12 @@ def _run_jobs(composer: ConfigComposer, lines: list[str]) -> None:
     assert hydra is not None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of plugins, about versions of what they use
+            warnings.simplefilter("ignore")  # plugins warn about versions of their dependencies
             hydra.multirun(composer.config_name, _run_job, lines, with_log_configuration=False)
     except HydraException as error:
         raise UserError(str(error)) from None
     except (ValueError, RuntimeError) as error:
-        # Of Optuna: every job failed, or the last one of a grid did. The table says so.
+        # Optuna raises if all jobs failed, or the last one of a grid; the table reports them.
         if not any(words in str(error) for words in ("No trials are completed", "`Study.stop`")):
             raise
 
@@ -198,12 +198,12 @@ def _sweep_folder(settings: Settings) -> Path:
 
 
 def _run_job(config: DictConfig) -> JobOutcome:
-    """Train one job and keep what it came to; called by Hydra's launcher, perhaps in another process.
+    """Train one job and write its outcome; Hydra's launcher calls this, some in another process.
 
-    The ranks that its strategy starts have ended when it returns.
+    The ranks of its strategy have ended when it returns.
     """
     make_working_folder_importable()
-    _start_processes_plainly()
+    _restore_start_method()
     hydra = HydraConfig.get()
     typed = [_as_typed(str(text)) for text in hydra.overrides.task]
     run_dir = Path(hydra.runtime.output_dir)
@@ -216,7 +216,7 @@ def _run_job(config: DictConfig) -> JobOutcome:
         print(resume_hint(stopped, run_dir), file=sys.stderr)
         outcome.exit_code, outcome.exit_reason = stopped.exit_code, stopped.signal_name
         outcome.error = f"stopped by {stopped.signal_name}"
-        raise SystemExit(stopped.exit_code) from None  # it ends the sweep, not only this job
+        raise SystemExit(stopped.exit_code) from None  # ends the sweep, not only this job
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         outcome.exit_code, outcome.exit_reason, outcome.error = 2, "failed", str(error)
@@ -236,16 +236,16 @@ def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
         drop_unselected(settings.tree, group)
     run = assemble(settings, run_dir=run_dir)
     run.trainer.config_diff = partial(recipe_diff, settings)
-    # A job that SLURM has queued again comes here a second time, with its folder.
+    # SLURM may queue a job again, with the same folder.
     result = run.trainer.fit(run.task, run.data, resume="auto")
     outcome.exit_reason, outcome.seconds = result.exit_reason, result.seconds
-    # Numbers that are not finite are no JSON.
+    # JSON has no numbers that are not finite.
     outcome.metrics = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
     outcome.value = find_objective(settings.tree).value(result.metrics)
 
 
-def _start_processes_plainly() -> None:
-    """Undo what joblib's workers choose: processes that a strategy starts do not know that way, and would hang."""
+def _restore_start_method() -> None:
+    """Undo the start method of joblib's workers, with which the ranks of a strategy would hang."""
     if multiprocessing.get_start_method(allow_none=True) == "loky":
         multiprocessing.set_start_method("spawn", force=True)
 
@@ -255,13 +255,13 @@ def _as_typed(text: str) -> str:
 
 
 def _outcomes(folder: Path) -> list[JobOutcome]:
-    """Return what the jobs left in their folders: not every sweeper hands on what they returned."""
+    """Return the outcomes in the jobs' folders: not every sweeper returns them."""
     read = [JobOutcome(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob(f"*/{_JOB}")]
     return sorted(read, key=lambda outcome: outcome.number)
 
 
 def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: SweepObjective) -> None:
-    """Keep `sweep.json`, print a line for each job, and draw them all in `report.html`."""
+    """Write `sweep.json` and `report.html`, and print a line for each job."""
     _write(folder / SWEEP, {"objective": asdict(objective), "jobs": [asdict(outcome) for outcome in outcomes]})
     common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
     typed = [
@@ -275,11 +275,11 @@ def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: SweepObject
         table.add_row(*(Text(cell, overflow="fold") for cell in cells))
     print(f"\nsweep of {len(outcomes)} jobs in {folder}")
     print_table(table)
-    print(f"drawn in {write_page(sweep_report(folder), folder / REPORT)}")
+    print(f"report: {write_page(sweep_report(folder), folder / REPORT)}")
 
 
-def _keep_best(outcomes: Sequence[JobOutcome], path: Path, objective: SweepObjective) -> None:
-    """Write what Optuna does after its last job, unless it has: that job failed, and ended it."""
+def _write_best(outcomes: Sequence[JobOutcome], path: Path, objective: SweepObjective) -> None:
+    """Write Optuna's results if it did not, because its last job failed."""
     best = objective.best([outcome.value for outcome in outcomes])
     if best is None or path.exists():
         return

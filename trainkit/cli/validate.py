@@ -1,4 +1,4 @@
-"""The check of a config before anything of it is made: every key, type, choice and combination."""
+"""Validation of a config before any object is made: keys, types, choices and combinations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from difflib import SequenceMatcher
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any, TypeGuard
 
 from trainkit.cli.signatures import MISSING, Signature, TargetError, ValueType, signature_of
@@ -15,17 +15,11 @@ from trainkit.data.batch import split_error
 from trainkit.errors import UserError
 
 TRAINER = "trainkit.trainer.Trainer"
-# Arguments of the Trainer that have a place of their own at the top of the settings.
-OWN_PLACES = {
-    "strategy": "strategy",
-    "run_dir": "run_dir",
-    "callbacks": "callbacks",
-    "loggers": "logger",
-    "config": "config",
-}
 SECTIONS = ("recipe", "task", "data", "strategy", "trainer", "callbacks", "logger", "run_dir", "vars")
+# Arguments of the Trainer that are not keys below `trainer`.
+_TRAINER_OBJECTS = ("strategy", "run_dir", "callbacks", "loggers", "config")
 _MOST_LISTED = 12
-# What other trainers call it.
+# Names in other frameworks, and the key that does the same.
 _FAMILIAR = {
     **dict.fromkeys(
         ("max_epochs", "max_epoch", "epochs", "num_epochs", "max_steps", "max_time"), "trainer.max_duration"
@@ -36,9 +30,11 @@ _FAMILIAR = {
     **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "strategy.accumulate"),
     **dict.fromkeys(("async", "save_async", "async_checkpoint"), "callbacks.checkpoint.async_save"),
     **dict.fromkeys(("every_n_train_steps", "save_steps", "save_interval"), "callbacks.checkpoint.every"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpoint"), "trainer.activation_checkpointing"),
     "save_total_limit": "callbacks.checkpoint.save_top_k",
     "num_sanity_val_steps": "trainer.num_sanity_batches",
     "limit_val_batches": "trainer.limit_validation_batches",
+    "dataloader_num_workers": "data.num_workers",
     "dtype": "trainer.precision",
     "accelerator": "strategy.device",
     "gpus": "strategy.devices",
@@ -92,7 +88,7 @@ RENAMED = {
     "data.workers": "data.num_workers",
     "data.collate": "data.collate_fn",
 }
-"""Keys and choices that had another name, and their present one; asked only for names that are unknown."""
+"""Former names of keys and choices with their new name; consulted only for names that are unknown."""
 RENAMED_VALUES = {
     ("strategy.find_unused_parameters", "find"): "graph",
     ("strategy.transport", "group"): "process_group",
@@ -101,26 +97,26 @@ RENAMED_VALUES = {
     ("strategy.trace", "real"): "eager",
     ("strategy.schedule", "interleaved_virtual"): "interleaved_1f1b",
 }
-"""Values of keys that had another name, and their present one; asked only for values that are refused."""
+"""Former values of keys with their new name; consulted only for values that are invalid."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, at one key."""
+    """An error at one key."""
 
     key: str
-    """The key's full path (`trainer.max_duration`); empty for what is wrong with the whole."""
+    """The key's full path (`trainer.max_duration`); empty for an error of the config as a whole."""
     message: str
     origin: str | None = None
-    """Where the key comes from: what was typed, or a file and line; empty: nowhere, `None`: not looked up yet."""
+    """Source of the value, an override or a file and line; empty if there is none, `None` if not determined yet."""
 
     def __str__(self) -> str:
-        what = f"{self.key}: {self.message}" if self.key else self.message
-        return f"{what}\n    from {self.origin}" if self.origin else what
+        text = f"{self.key}: {self.message}" if self.key else self.message
+        return f"{text}\n    from {self.origin}" if self.origin else text
 
 
 class ConfigError(UserError):
-    """The settings cannot be run; the message lists every problem."""
+    """The config is invalid; the message lists every problem."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         # The jobs of a sweep share most of their problems.
@@ -130,28 +126,28 @@ class ConfigError(UserError):
         super().__init__(title + "\n".join(str(problem) for problem in self.problems))
 
 
-def unknown_key(path: str, valid: Iterable[str], *, everywhere: Iterable[str]) -> Problem:
-    """Return the problem of a key that is not among the `valid` ones at its place.
+def unknown_key(path: str, valid: Iterable[str], *, all_keys: Iterable[str]) -> Problem:
+    """Return the problem of a key that is not among the `valid` names at its place.
 
-    `everywhere` are the full paths of all keys: what was typed may belong somewhere else.
+    `all_keys` are the full paths of all keys: the name may belong to another section.
     """
     if path in RENAMED:
         return Problem(path, f"renamed to {RENAMED[path]}.")
     parent, _, name = path.rpartition(".")
     paths = [f"{parent}.{key}" if parent else key for key in valid]
-    known = {*paths, *everywhere}
-    familiar = _FAMILIAR.get(name, "")
-    near = [key for key in (familiar, *(old for old, new in RENAMED.items() if new == familiar)) if key in known]
-    # The same name elsewhere is nearer than another one here.
-    named = known | {key.rpartition(".")[0] for key in known}  # and what holds keys
-    near = near or [other for other in sorted(named) if other.rpartition(".")[2] == name] or closest(path, paths)
+    known = {*paths, *all_keys}
+    known |= {key.rpartition(".")[0] for key in known}  # sections are meant too
+    near = [_FAMILIAR[name]] if _FAMILIAR.get(name) in known else []
+    # The same name in another section is nearer than another name in this one.
+    near = near or [key for key in sorted(known) if key.rpartition(".")[2] == name] or closest(path, paths)
     if not near:
-        return Problem(path, f"unknown key. {list_choices(paths)}")
-    return Problem(path, f"unknown key. {did_you_mean(near)}")
+        similar = get_close_matches(name, [key.rpartition(".")[2] for key in sorted(known)], n=1, cutoff=0.85)
+        near = [key for key in sorted(known) if key.rpartition(".")[2] in similar]
+    return Problem(path, f"unknown key. {did_you_mean(near) if near else list_choices(paths)}")
 
 
 def unknown_choice(group: str, name: str, options: Sequence[str]) -> str:
-    """Return that a group has no such choice, with the nearest one and those there are."""
+    """Return the message that a group does not have a choice, with the nearest one and a list of all."""
     renamed = RENAMED.get(f"{group}.{name}", "").rpartition(".")[2]
     if renamed in options:
         return f"'{name}' is renamed to {renamed}."
@@ -161,18 +157,18 @@ def unknown_choice(group: str, name: str, options: Sequence[str]) -> str:
 
 
 def renamed_value(key: str, value: Any) -> str | None:
-    """Return the message of a value that has another name now, `None` for others."""
+    """Return the message of a value that was renamed, `None` for other values."""
     new = RENAMED_VALUES.get((key, value)) if isinstance(value, str) else None
     return None if new is None else f"'{value}' is renamed to {new}."
 
 
 def did_you_mean(near: Sequence[str]) -> str:
-    """Return the question about the first one or two of the names."""
+    """Return a question that suggests the first one or two of the names."""
     return f"Did you mean {' or '.join(repr(name) for name in list(dict.fromkeys(near))[:2])}?"
 
 
 def list_choices(names: Sequence[str]) -> str:
-    """Return the list of names, shortened where it is long."""
+    """Return a sentence that lists the names, at most 12 of them."""
     if not names:
         return "There are none."
     more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
@@ -180,7 +176,7 @@ def list_choices(names: Sequence[str]) -> str:
 
 
 def closest(name: str, valid: Sequence[str]) -> list[str]:
-    """Return the valid name that `name` most likely meant, by its letters or a word that both have; at most one."""
+    """Return the valid name most similar to `name`, by letters or a common word; empty if none is similar."""
     parent, _, last = name.lower().rpartition(".")
 
     def likeness(candidate: str) -> float:
@@ -197,43 +193,35 @@ def check(
     *,
     options: Mapping[str, Sequence[str]],
     needs_task: bool = True,
-    here: bool = True,
+    check_devices: bool = True,
 ) -> list[Problem]:
-    """Return everything wrong with the settings of a run; nothing is instantiated.
+    """Return all problems of a config; nothing is instantiated.
 
-    `options` are the names there are for each config group. `needs_task` says whether a missing task is wrong, `here`
-    whether the run needs devices of this machine.
+    `options` are the choices of each config group. With `needs_task` a missing task is a problem, with `check_devices`
+    a device that this machine does not have.
     """
     problems = list(_Check(settings, options).all(needs_task=needs_task))
     known = {problem.key for problem in problems}
-    return problems + [problem for problem in invalid_combinations(settings, here=here) if problem.key not in known]
+    combinations = invalid_combinations(settings, check_devices=check_devices)
+    return problems + [problem for problem in combinations if problem.key not in known]
 
 
 class _Check:
     def __init__(self, settings: Mapping[str, Any], options: Mapping[str, Sequence[str]]) -> None:
         self._settings = settings
         self._options = options
-        self._everywhere = list(SECTIONS)
-        whole = self._signature(TRAINER, "trainer")
-        self._trainer = Signature({name: p for name, p in whole.parameters.items() if name not in OWN_PLACES})
-        callbacks = settings.get("callbacks")
+        self._all_keys = list(SECTIONS)
         places = {section: settings.get(section) for section in ("task", "data", "strategy")}
-        places |= {f"callbacks.{name}": node for name, node in (_mapping(callbacks)).items()}
-        for place, node in places.items():
+        places |= {f"callbacks.{name}": node for name, node in _mapping(settings.get("callbacks")).items()}
+        targets = {place: str(_mapping(node).get("_target_", "")) for place, node in places.items()}
+        for place, target in {"trainer": TRAINER, **targets}.items():
             with suppress(TargetError):
-                self._signature(str(_mapping(node).get("_target_", "")), place)
-
-    def _signature(self, target: str, place: str) -> Signature:
-        """Return a signature, and note its keys at `place`."""
-        signature = signature_of(target)
-        own = OWN_PLACES if target == TRAINER else ()
-        self._everywhere += [f"{place}.{name}" for name in signature.parameters if name not in own]
-        return signature
+                self._all_keys += [f"{place}.{name}" for name in config_signature(target).parameters]
 
     def all(self, *, needs_task: bool) -> Iterator[Problem]:
         for key in self._settings:
             if key not in SECTIONS:
-                yield unknown_key(key, SECTIONS, everywhere=self._everywhere)
+                yield unknown_key(key, SECTIONS, all_keys=self._all_keys)
         yield from self._recipe(self._settings.get("recipe"))
         yield from self._object("task", required=needs_task)
         if (self._settings.get("task") or {}) != {}:
@@ -260,14 +248,13 @@ class _Check:
             yield from self._walk(section, node)
         elif node is not None and not isinstance(node, Mapping):
             yield Problem(
-                section, f"{node!r} is not a mapping with a _target_; write {section}._target_=my_package.MyClass"
+                section, f"{node!r} is not a mapping with a _target_; type {section}._target_=my_package.MyClass"
             )
         elif required:
             own = "MyTask" if section == "task" else "MyData"
-            recipes = " or ".join(f"recipe={name}" for name in self._options.get("recipe", ()))
-            yield Problem(
-                section, f"there is none. Type {recipes}, or your own: {section}._target_=my_package.{own}", origin=""
-            )
+            recipes = ", ".join(self._options.get("recipe", ()))
+            message = f"is missing. Type recipe=NAME ({recipes}), or your own: {section}._target_=my_package.{own}"
+            yield Problem(section, message, origin="")
 
     def _strategy(self, node: Any) -> Iterator[Problem]:
         options = self._options.get("strategy", ())
@@ -275,25 +262,25 @@ class _Check:
             yield Problem("strategy", unknown_choice("strategy", node, options))
         elif isinstance(node, str):
             yield Problem(
-                "strategy", f"a choice, no value: write '- override /strategy: {node}' in the file's defaults"
+                "strategy", f"is a choice, not a value; write '- override /strategy: {node}' in the file's defaults"
             )
         elif not isinstance(node, Mapping) or "_target_" not in node:
-            yield Problem("strategy", f"none is chosen; type strategy=single. {list_choices(options)}")
+            yield Problem("strategy", f"no strategy is chosen; type strategy=single. {list_choices(options)}")
         else:
             yield from self._walk("strategy", node)
 
     def _trainer_section(self, node: Any) -> Iterator[Problem]:
         if isinstance(node, Mapping):
-            yield from self._arguments("trainer", node, self._trainer, of="Trainer")
+            yield from self._arguments("trainer", node, config_signature(TRAINER), of="Trainer")
         else:
-            yield Problem("trainer", f"{node!r} is not a mapping; write trainer.max_duration=3epoch")
+            yield Problem("trainer", f"{node!r} is not a mapping; type trainer.max_duration=3epoch")
 
     def _named_objects(self, group: str, node: Any) -> Iterator[Problem]:
-        """Check callbacks or loggers: a mapping of names to objects, of which `null` ones are off."""
+        """Check callbacks or loggers: a mapping of names to objects, or to `null` for those that are off."""
         if node is None:
             return
         if not isinstance(node, Mapping):
-            yield Problem(group, f"{node!r} is not a mapping of names to settings; choose by name: +{group}=NAME")
+            yield Problem(group, f"{node!r} is not a mapping of names to objects; type +{group}=NAME")
             return
         options = self._options.get(group, ())
         for name, settings in node.items():
@@ -301,16 +288,16 @@ class _Check:
             if isinstance(settings, Mapping) and "_target_" in settings:
                 yield from self._walk(path, settings)
             elif settings is not None and name in options:
-                yield Problem(path, f"is not switched on; type +{group}={name}")
+                yield Problem(path, f"is not enabled; type +{group}={name}")
             elif path in RENAMED:
-                yield unknown_key(path, options, everywhere=())
+                yield unknown_key(path, options, all_keys=())
             elif settings is not None:
-                near = closest(name, [*options])
-                hint = f"Did you mean '{group}.{near[0]}'?" if near else f"There are: {', '.join(options)}."
-                yield Problem(path, f"unknown key. {hint} One of your own needs {path}._target_=my_package.MyClass")
+                near = closest(name, options)
+                hint = did_you_mean([f"{group}.{near[0]}"]) if near else list_choices(options)
+                yield Problem(path, f"unknown key. {hint} Your own class needs {path}._target_=my_package.MyClass")
 
     def _walk(self, path: str, node: Any) -> Iterator[Problem]:
-        """Check every `_target_` in a tree, and that no value is left to be given."""
+        """Check every `_target_` in a tree, and that every value is given."""
         if isinstance(node, Mapping) and "_target_" in node:
             yield from self._call(path, node)
         elif isinstance(node, Mapping):
@@ -320,7 +307,7 @@ class _Check:
             for index, value in enumerate(node):
                 yield from self._walk(f"{path}.{index}", value)
         elif node == MISSING:
-            yield Problem(path, f"has no value yet; type {path}=VALUE")
+            yield Problem(path, f"has no value; type {path}=VALUE")
 
     def _call(self, path: str, node: Mapping[str, Any]) -> Iterator[Problem]:
         target = node["_target_"]
@@ -334,28 +321,37 @@ class _Check:
     def _arguments(self, path: str, node: Mapping[str, Any], signature: Signature, *, of: str) -> Iterator[Problem]:
         unknown = signature.unknown(node)
         for name in unknown:
-            yield unknown_key(f"{path}.{name}", signature.parameters, everywhere=self._everywhere)
+            yield unknown_key(f"{path}.{name}", signature.parameters, all_keys=self._all_keys)
         for name, value in node.items():
             if isinstance(value, (Mapping, list)) and name not in unknown:
                 yield from self._walk(f"{path}.{name}", value)
             elif value == MISSING:
-                yield Problem(f"{path}.{name}", f"has no value yet; type {path}.{name}=VALUE")
+                yield Problem(f"{path}.{name}", f"has no value; type {path}.{name}=VALUE")
         for name, message in signature.value_errors(node):
             yield Problem(f"{path}.{name}", renamed_value(f"{path}.{name}", node[name]) or message)
         for name in signature.missing(node):
             yield Problem(f"{path}.{name}", f"is missing; {of} needs it. Type {path}.{name}=VALUE")
 
 
+def config_signature(target: str) -> Signature:
+    """Return the signature of a `_target_`, of the Trainer only the parameters that are keys below `trainer`."""
+    signature = signature_of(target)
+    if target != TRAINER:
+        return signature
+    kept = {name: parameter for name, parameter in signature.parameters.items() if name not in _TRAINER_OBJECTS}
+    return replace(signature, parameters=kept)
+
+
 # ---- Combinations
 
 
-def invalid_combinations(settings: Mapping[str, Any], *, here: bool = True) -> Iterator[Problem]:
-    """Yield what cannot be together; with `here`, also devices that this machine does not have."""
+def invalid_combinations(settings: Mapping[str, Any], *, check_devices: bool = True) -> Iterator[Problem]:
+    """Yield values that exclude each other and, with `check_devices`, devices that this machine does not have."""
     strategy, data, trainer = (_mapping(settings.get(key)) for key in ("strategy", "data", "trainer"))
     yield from _batch(strategy, data)
     yield from _stages(strategy)
     yield from _processes(strategy)
-    if here and strategy.get("launch") in (None, "auto", "local", "processes"):  # else devices are elsewhere
+    if check_devices and strategy.get("launcher") in (None, "local"):  # else the ranks run on other machines
         yield from _devices(strategy)
     yield from _evaluation(trainer, _mapping(settings.get("callbacks")))
     if trainer.get("max_grad_norm") is not None and trainer.get("max_grad_value") is not None:
@@ -367,7 +363,7 @@ def _batch(strategy: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Pro
     if accumulate is not None and size is not None:
         yield Problem(
             "strategy.micro_batch_size",
-            f"says the same as strategy.accumulate={accumulate} in another way; set one of them to null",
+            f"excludes strategy.accumulate={accumulate}; set one of them to null",
         )
         return
     batch_size = data.get("batch_size")
@@ -395,20 +391,20 @@ def _stages(strategy: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _processes(strategy: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check that those who joined the run are as many as its stages and replicas need."""
-    joined, stages = _joined(), strategy.get("stages")
+    """Check that torchrun started as many processes as the stages and replicas need."""
+    processes, stages = _torchrun_processes(), strategy.get("stages")
     replicas = strategy.get("replicas", 1)
-    if joined and _is_count(stages) and _is_count(replicas) and stages * replicas != joined:
-        fitting = f"; set strategy.replicas={joined // stages}" if joined % stages == 0 else ""
+    if processes and _is_count(stages) and _is_count(replicas) and stages * replicas != processes:
+        fitting = f"; set strategy.replicas={processes // stages}" if processes % stages == 0 else ""
         yield Problem(
             "strategy.stages",
-            f"{stages} stages x {replicas} replicas need {stages * replicas} processes, but there are {joined}"
+            f"{stages} stages x {replicas} replicas need {stages * replicas} processes, but there are {processes}"
             f"{fitting}",
         )
 
 
 def missing_device(device: str) -> str | None:
-    """Return why this machine does not have the device called `device`, with the remedy; `None` if it may have it."""
+    """Return the message that this machine does not have `device`, with the remedy; `None` if it may have it."""
     kind, _, index = device.partition(":")
     if kind == "mps" and sys.platform != "darwin":
         return "device 'mps' exists on macOS only; set strategy.device=cpu"
@@ -438,10 +434,11 @@ def _devices(strategy: Mapping[str, Any]) -> Iterator[Problem]:
             return
     backend = strategy.get("backend")
     if backend == "nccl" and device == "cpu":
-        yield Problem("strategy.backend", "'nccl' joins CUDA devices only; set strategy.backend=gloo for device=cpu")
+        yield Problem("strategy.backend", "'nccl' needs CUDA devices; set strategy.backend=gloo for device=cpu")
     elif backend == "nccl" and _num_gpus() == 0:
-        yield Problem("strategy.backend", "'nccl' joins CUDA devices, and there are none; set strategy.backend=auto")
-    if device == "cuda" and backend != "gloo" and _is_count(devices) and devices > _num_gpus() and not _joined():
+        yield Problem("strategy.backend", "'nccl' needs CUDA devices, but there are none; set strategy.backend=auto")
+    needs_gpus = device == "cuda" and backend != "gloo" and not _torchrun_processes()
+    if needs_gpus and _is_count(devices) and devices > _num_gpus():
         yield Problem("strategy.devices", f"{devices} ranks, but there are {_num_gpus()} CUDA device(s)")
 
 
@@ -456,28 +453,28 @@ def _evaluation(trainer: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Ite
         return
     for name, node in callbacks.items():
         metric = _mapping(node).get("monitor")
-        # Without the metric a checkpoint callback only keeps no best ones; others have nothing left to do.
+        # Without the metric `checkpoint` still saves, only without a best one; other callbacks would do nothing.
         if name != "checkpoint" and isinstance(metric, str) and metric.startswith("validation/"):
             yield Problem(
                 "trainer.evaluate_every",
-                f"null leaves callbacks.{name}.monitor={metric} never measured; set a duration such as 1epoch, or "
-                f"type ~callbacks.{name}",
+                f"null means that callbacks.{name}.monitor={metric} is never measured; set a duration such as "
+                f"1epoch, or type ~callbacks.{name}",
             )
 
 
 def _ranks(strategy: Mapping[str, Any]) -> int:
-    """Return how many ranks share a batch, as far as it is said; a strategy with `device` has one a process."""
-    joined, stages = _joined(), strategy.get("stages")
+    """Return the number of ranks that share a batch, 1 if it is not known."""
+    processes, stages = _torchrun_processes(), strategy.get("stages")
     if stages is not None:
         replicas = strategy.get("replicas", 1)
         return replicas if _is_count(replicas) else 1
-    if "devices" not in strategy or "device" not in strategy:
+    if "devices" not in strategy or "device" not in strategy:  # strategies of one process lack one of them
         return 1
-    return joined or (strategy["devices"] if _is_count(strategy["devices"]) else 1)
+    return processes or (strategy["devices"] if _is_count(strategy["devices"]) else 1)
 
 
-def _joined() -> int:
-    """Return how many processes torchrun started, 0 without it."""
+def _torchrun_processes() -> int:
+    """Return the number of processes that torchrun started, 0 without it."""
     count = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
     return int(count) if count.isdigit() else 0
 

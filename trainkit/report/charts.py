@@ -1,4 +1,4 @@
-"""Line charts as SVG: curves in a report, and a chart in a file of its own."""
+"""Line charts as SVG, inside a report or as a separate file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainkit.report.record import Curve, averaged, base_names, downsample
 MOST_POINTS = 1200  # of a line, as it is drawn
 _HEIGHT = 200
 _GRID = 10_000  # units of the stretched part, across and down
-_LOG_FROM = 20.0  # values that differ by this factor may be looked at on a logarithmic scale
+_LOG_FROM = 20.0  # charts whose values differ by this factor get a switch to a logarithmic scale
 _COLOURS = 8
 _FILE_WIDTH, _FILE_HEIGHT, _MARGIN = 640, 400, 56
 MOST_CHARTS = 60
@@ -34,11 +34,11 @@ Format = Callable[[float], str]
 
 
 def chart(title: str, series: Sequence[Series], *, x_name: str = "step", show: Format = number) -> SafeHtml:
-    """Return a figure with all series over the same axis; one of widely differing values gets a logarithmic twin."""
+    """Return a figure with all series; with widely differing values also a plot with a logarithmic axis."""
     known = [item for item in series if any(math.isfinite(value) for value in item.curve.values)]
-    lost = [item for item in series if item not in known and item.curve.values]
+    nonfinite = [item for item in series if item not in known and item.curve.values]
     if not known:
-        return _empty(title, lost)
+        return _empty(title, nonfinite)
     plots = [_plot(known, x_name=x_name, show=show, logarithmic=False)]
     switch: SafeHtml | None = None
     if _spans_powers(known):
@@ -50,8 +50,8 @@ def chart(title: str, series: Sequence[Series], *, x_name: str = "step", show: F
     return element("figure", caption, *plots, class_="chart")
 
 
-def _empty(title: str, lost: Sequence[Series]) -> SafeHtml:
-    names = ", ".join(item.name for item in lost)
+def _empty(title: str, nonfinite: Sequence[Series]) -> SafeHtml:
+    names = ", ".join(item.name for item in nonfinite)
     caption = element("figcaption", element("span", title, class_="chart-title"))
     return element("figure", caption, element("p", f"{names}: no finite value", class_="muted"), class_="chart")
 
@@ -73,7 +73,7 @@ def _legend(series: Sequence[Series], show: Format) -> SafeHtml:
 
 @dataclass(frozen=True)
 class _Axes:
-    """Positions of steps and values in the stretched part."""
+    """Positions of steps and values in the plot."""
 
     left: float
     right: float
@@ -93,11 +93,11 @@ class _Axes:
         return cls(min(steps), max(steps), bottom, high + margin, logarithmic)
 
     def across(self, step: float) -> float:
-        """Return a share of the width."""
+        """Return the position of a step as a fraction of the width."""
         return (step - self.left) / (self.right - self.left) if self.right > self.left else 0.5
 
     def down(self, value: float) -> float:
-        """Return a share of the height."""
+        """Return the position of a value as a fraction of the height, from the top."""
         value = math.log10(value) if self.logarithmic else value
         return (self.top - value) / (self.top - self.bottom)
 
@@ -165,7 +165,7 @@ def _grid(axes: _Axes, *, x_name: str) -> list[SafeHtml]:
 
 
 def _lines(curve: Curve, axes: _Axes, *, class_: str) -> list[SafeHtml]:
-    """Return a line for each stretch of finite values, and a mark on the floor for each that is not."""
+    """Return a line for each run of finite values, and a mark at the bottom for each other value."""
     parts: list[SafeHtml] = []
     points: list[str] = []
     for step, value in zip(curve.steps, curve.values, strict=True):
@@ -193,12 +193,12 @@ def _spans_powers(series: Iterable[Series]) -> bool:
 
 
 def chart_grid(charts: Sequence[SafeHtml]) -> SafeHtml:
-    """Return charts side by side where there is room."""
+    """Return charts in a grid."""
     return element("div", join_html(*charts), class_="charts")
 
 
 def curve_charts(runs: Mapping[str, Mapping[str, Curve]], *, kinds: tuple[str, ...]) -> list[SafeHtml]:
-    """Return a chart for each metric of these kinds; stages of one run, or several runs, are drawn together."""
+    """Return a chart for each metric of these kinds, with all stages of one run, or with all runs."""
     names = dict.fromkeys(name for curves in runs.values() for name in curves)
     wanted = [name for name in sorted(names, key=_order) if kind_of(name) in kinds]
     charts = []
@@ -220,7 +220,7 @@ def _colour(name: str, members: list[str], place: int) -> int:
 
 
 def _legend_name(name: str, members: list[str]) -> str:
-    """Return a metric's name in the legend: its stage, or else the part that differs."""
+    """Return a metric's name in the legend: its stage, or else its last part."""
     stages = {member.partition("/")[0] for member in members}
     return name.partition("/")[0] if len(stages) == len(members) else name.rpartition("/")[2]
 

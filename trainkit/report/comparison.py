@@ -1,4 +1,4 @@
-"""Several runs side by side: their curves over each other, what they came to, and how their settings differ."""
+"""Comparison of several runs: curves, final metrics and differing settings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LARGE_IS_GOOD = ("accuracy", "f1", "auc", "precision", "recall", "per_second", 
 
 
 def comparison_report(records: Sequence[RunData]) -> str:
-    """Return the HTML of a comparison; the first run is what the others are compared with."""
+    """Return the HTML of a comparison with the first run."""
     names = short_names(records)
     sections = [
-        Section("metrics", "What they came to", _metrics(records, names)),
+        Section("metrics", "Final metrics", _metrics(records, names)),
         _curves("learning", "Learning curves", records, names, kinds=("learning", "optimization")),
         _curves("speed", "Speed", records, names, kinds=("speed", "memory")),
         _breakdowns(records, names),
@@ -41,7 +41,7 @@ def comparison_report(records: Sequence[RunData]) -> str:
 
 
 def short_names(records: Sequence[RunData]) -> list[str]:
-    """Return what tells the folders apart."""
+    """Return the distinct parts of the folders' paths."""
     folders = [str(record.folder.absolute()) for record in records]
     common = commonpath([str(record.folder.absolute().parent) for record in records])
     return [folder[len(common) :].lstrip("/") or folder for folder in folders]
@@ -49,8 +49,8 @@ def short_names(records: Sequence[RunData]) -> list[str]:
 
 def _line(record: RunData, name: str, index: int) -> SafeHtml:
     layout = record.environment.get("strategy", "")
-    told = f"{name}: {record.status}{f', {layout}' if layout else ''}"
-    return element("li", element("i", class_=f"swatch c{index % 8}"), told)
+    text = f"{name}: {record.status}{f', {layout}' if layout else ''}"
+    return element("li", element("i", class_=f"swatch c{index % 8}"), text)
 
 
 def _metrics(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
@@ -70,7 +70,7 @@ def _metrics(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
 
 
 def _row(name: str, values: Sequence[float | None], goal: str) -> SafeHtml:
-    """Return a row in which the best value stands out, and the others say how far they are from the first run's."""
+    """Return a row with the best value marked, and the difference of each to the first run's."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     best = {"min": min, "max": max}[goal](finite) if goal and len(set(finite)) > 1 else None
     base = values[0]
@@ -113,7 +113,7 @@ def _differences(records: Sequence[RunData], names: Sequence[str]) -> Section | 
         return None
     rows = differing_keys([record.config for record in records])
     if not rows:
-        return Section("settings", "Settings", element("p", "The same in all."))
+        return Section("settings", "Settings", element("p", "No differences."))
     head = element("tr", element("th", "key"), *(element("th", name) for name in names))
     body = [
         element(
@@ -127,4 +127,4 @@ def _differences(records: Sequence[RunData], names: Sequence[str]) -> Section | 
         for key, values in rows
     ]
     whole = element("table", element("thead", head), element("tbody", *body))
-    return Section("settings", "How their settings differ", element("div", whole, class_="table-frame"))
+    return Section("settings", "Differing settings", element("div", whole, class_="table-frame"))

@@ -1,4 +1,4 @@
-"""Differences between configs, given as mappings; `config_diff.json` keeps those of a run to its recipe."""
+"""Differences between configs; `config_diff.json` contains those of a run to its recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOT_COMPARED = ("recipe", "run_dir")
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """A key with its two values as text; empty where a config does not have the key."""
+    """A key with its two values as text; empty if a config does not have the key."""
 
     key: str
     before: str
@@ -27,7 +27,7 @@ def write_config_diff(folder: Path, changes: Sequence[ConfigChange]) -> None:
 
 
 def read_config_diff(folder: Path) -> list[ConfigChange] | None:
-    """Return the changes kept in a run's folder; `None` where there are none that can be read."""
+    """Return the changes in a run's folder; `None` if they cannot be read."""
     try:
         return [ConfigChange(**change) for change in json.loads((folder / FILENAME).read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError):
@@ -57,11 +57,7 @@ def as_text(value: Any) -> str:
         return f"{target}({inner})" if target else f"{{{inner}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(as_text(part) for part in value)}]"
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if isinstance(value, bool | None)
-        else str(value)
-    )
+    return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | None) else str(value)
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any], above: str) -> Iterator[ConfigChange]:

@@ -1,4 +1,4 @@
-"""Pages, tables and sections in HTML, escaping, and numbers as text."""
+"""HTML pages, tables and sections, escaping, and number formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import datetime
 from html import escape
 from importlib import resources
 
-# Nothing is fetched, even if a hostile name contains markup.
+# The browser fetches nothing, even if a hostile name contains markup.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _VOID = frozenset({"meta", "link", "br", "hr", "img", "input", "rect", "line", "polyline", "path", "circle", "polygon"})
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -18,7 +18,7 @@ _POWERS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page, with a place in the list at its top."""
+    """A section of a page, with a link in the navigation."""
 
     key: str
     title: str
@@ -47,7 +47,7 @@ def page(title: str, *, header: SafeHtml, sections: Sequence[Section]) -> str:
 
 
 def table(columns: Sequence[Content], rows: Sequence[Sequence[Content]], *, best: int | None = None) -> SafeHtml:
-    """Return a table whose first column names the rows; cells that are numbers go to the right."""
+    """Return a table whose first column names the rows; columns of numbers are right-aligned."""
     numeric = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(columns))]
     head = element(
         "tr", *(element("th", name, class_="number" if numeric[i] else None) for i, name in enumerate(columns))
@@ -69,7 +69,7 @@ def table(columns: Sequence[Content], rows: Sequence[Sequence[Content]], *, best
 
 
 def pairs(items: Sequence[tuple[str, Content]]) -> SafeHtml:
-    """Return a list of names with their values, without those that have no value."""
+    """Return a list of names and values, without empty values."""
     known = [(name, value) for name, value in items if value not in (None, "")]
     return element(
         "dl", *(join_html(element("dt", name), element("dd", value)) for name, value in known), class_="pairs"
@@ -77,7 +77,7 @@ def pairs(items: Sequence[tuple[str, Content]]) -> SafeHtml:
 
 
 def kpi_tile(name: str, value: str, note: str = "") -> SafeHtml:
-    """Return a figure that stands out."""
+    """Return a tile with one figure."""
     long = "long" if len(value) > 16 else None
     return element(
         "div",
@@ -109,7 +109,7 @@ def _file(name: str) -> str:
 
 
 class SafeHtml(str):
-    """A text that is markup already; any other text is escaped where it is put into an element."""
+    """Text that is markup; any other text is escaped when it is put into an element."""
 
     __slots__ = ()
 
@@ -129,7 +129,7 @@ def element(name: str, /, *children: Content, **attributes: str | int | float | 
 
 
 def join_html(*children: Content) -> SafeHtml:
-    """Return the children one after the other, those that are plain text escaped."""
+    """Return the children concatenated, plain text escaped."""
     return SafeHtml("".join(_escaped(child) for child in children if child is not None))
 
 
@@ -173,7 +173,7 @@ def size(num_bytes: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a short time as `12.3 ms` or `1.25 s`, and a long one as `1:02:03`."""
+    """Return a duration as `12.3 ms`, `1.25 s` or `1:02:03`."""
     if value < 1e-3:
         return f"{value * 1e6:.3g} µs"
     if value < 1:
@@ -186,7 +186,7 @@ def seconds(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Return a share of one as `12.3 %`."""
+    """Return a fraction as `12.3 %`."""
     return f"{100 * value:.1f} %"
 
 

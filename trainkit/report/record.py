@@ -1,4 +1,4 @@
-"""RunData: everything that a run folder says, and its metrics as curves."""
+"""RunData: the content of a run folder, and its metrics as curves."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _NUMBERED = re.compile(r"(?<=learning_rate)\.\d+$")  # groups of parameters
 
 @dataclass(frozen=True)
 class RunData:
-    """Everything known of one run."""
+    """The content of a run folder."""
 
     folder: Path
     curves: Mapping[str, Curve]
     summary: Mapping[str, Any]
-    """Empty where the run has not ended, or was killed."""
+    """Empty if the run has not ended, or was killed."""
     environment: Mapping[str, Any]
     config: Mapping[str, Any]
     failures: Sequence[FailureRecord]
@@ -52,19 +52,19 @@ class RunData:
     profile: Mapping[str, Any]
     partition: str
     config_diff: Sequence[ConfigChange] | None = None
-    """How the config differs from the recipe; `None` where that is not known."""
+    """Differences of the config to its recipe; `None` if they are not known."""
     logs: Mapping[str, str] = field(default_factory=dict)
-    """The last lines of what other ranks printed, by file name."""
+    """The last lines of the logs of other ranks, by file name."""
 
     @property
     def name(self) -> str:
-        """The folder, shortly: `digits/2026-01-31_12-00-00`."""
+        """The last two parts of the folder: `digits/2026-01-31_12-00-00`."""
         folder = self.folder.absolute()
         return f"{folder.parent.name}/{folder.name}"
 
     @property
     def status(self) -> str:
-        """`finished`, `stopped`, `failed`, or `unfinished` where nothing was left to say."""
+        """`finished`, `stopped`, `failed`, or `unfinished` if the run recorded no end."""
         if self.failures and self.summary.get("status") != "finished":
             return "failed"
         return str(self.summary.get("status", "unfinished"))
@@ -80,13 +80,13 @@ class RunData:
         """The latest value of every metric."""
         saved = self.summary.get("metrics")
         if isinstance(saved, Mapping) and saved:
-            # A number that is not finite is `null` there.
+            # JSON has `null` for a number that is not finite.
             return {name: math.nan if value is None else float(value) for name, value in saved.items()}
         return {name: curve.last for name, curve in self.curves.items()}
 
     @cached_property
     def best(self) -> CheckpointEntry | None:
-        """The best checkpoint, where the run names a metric."""
+        """The best checkpoint; `None` if no metric is monitored."""
         if self.manifest is None or self.manifest.monitor is None:
             return None
         metric, mode = self.manifest.monitor
@@ -96,15 +96,15 @@ class RunData:
 
     @property
     def cause(self) -> FailureRecord | None:
-        """The failure to be shown first: that of the rank that failed first, or what the caller was told.
+        """The failure to show first: that of the rank that failed first, or else that of the caller.
 
-        A rank that was killed has left nothing; then the caller knows more than ranks that only miss it.
+        A killed rank records nothing; then the caller's failure is the cause, and those of other ranks follow from it.
         """
         ranks = [record for record in self.failures if record.process is not None]
         callers = [record for record in self.failures if record.process is None]
         if not callers:
             return ranks[0] if ranks else None
-        # Under torchrun each rank is its own caller, and the last of them may only have missed the first.
+        # Under torchrun each rank is its own caller, and the last one may fail because of the first.
         return ranks[0] if callers[0].message in [record.message for record in ranks] else callers[0]
 
 
@@ -131,12 +131,12 @@ def read_run(folder: Path) -> RunData:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is one that a run has written into."""
+    """Return True if a folder is a run folder."""
     return any((folder / name).is_file() for name in (CONFIG, METRICS, SUMMARY, ENVIRONMENT, CALLERS))
 
 
 def files_beside(folder: Path) -> list[str]:
-    """Return the names of files in a run's folder that the report links to."""
+    """Return the names of files in a run folder that the report links to."""
     names = {path.name for pattern in _TRACES for path in folder.glob(pattern)} - {TIMELINE, PROFILE}
     names |= {name for name in (CONFIG, METRICS, SUMMARY, PARTITION) if (folder / name).is_file()}
     names |= {path.name for path in folder.glob("rank_*.log")}
@@ -188,7 +188,7 @@ def _tail(path: Path) -> str:
 
 
 def _in_order(lines: Any) -> list[dict[str, Any]]:
-    """Return lines with rising steps: those that a resumed run wrote again replace the earlier ones."""
+    """Return lines in order of steps; lines of a resumed run replace earlier ones of the same steps."""
     kept: list[dict[str, Any]] = []
     for line in lines:
         if not isinstance(line.get("step"), int):
@@ -208,14 +208,14 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The value logged last."""
+        """The latest value."""
         return self.values[-1]
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Return the metrics of a run by their full names; lines that were written only in part are skipped.
+    """Return the metrics of a run by their full names; incomplete lines are skipped.
 
-    What was logged again after a resume takes the place of what was logged before at those steps.
+    Values of a resumed run replace earlier ones of the same steps.
     """
     curves: dict[str, Curve] = {}
     for line in read_lines(folder / METRICS):
@@ -238,7 +238,7 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file with one in each line."""
+    """Yield the JSON objects of a file with one object per line."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -253,7 +253,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a logged value, which is a text where JSON has no number for it (`"NaN"`, `"Infinity"`)."""
+    """Return a logged value as a number, also from text (`"NaN"`, `"Infinity"`); `None` if it is not one."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -263,30 +263,30 @@ def as_number(value: Any) -> float | None:
 
 
 def downsample(curve: Curve, *, most: int) -> Curve:
-    """Return at most about `most` points of a curve, the least and the greatest of each stretch of it kept.
+    """Return about `most` points of a curve: the minimum and maximum of each interval.
 
-    Values that are not finite are kept too, one of each stretch: they are what one looks for.
+    The first value of each interval that is not finite is kept too.
     """
     if len(curve.steps) <= most:
         return curve
-    stretches = max(most // 4, 1)
+    intervals = max(most // 4, 1)
     length = len(curve.steps)
     kept: list[int] = [0, length - 1]
-    for stretch in range(stretches):
-        start, stop = stretch * length // stretches, (stretch + 1) * length // stretches
+    for interval in range(intervals):
+        start, stop = interval * length // intervals, (interval + 1) * length // intervals
         kept += [start + index for index in _extremes(curve.values[start:stop])]
     indices = sorted(set(kept))
     return Curve([curve.steps[index] for index in indices], [curve.values[index] for index in indices])
 
 
 def averaged(curve: Curve, *, most: int) -> Curve | None:
-    """Return the mean of each of `most` stretches of a curve with many more points; `None` for others."""
+    """Return the means of `most` intervals of a curve; `None` if it has fewer than 4 points per interval."""
     length = len(curve.steps)
     if length < 4 * most:
         return None
     mean = Curve()
-    for stretch in range(most):
-        start, stop = stretch * length // most, (stretch + 1) * length // most
+    for interval in range(most):
+        start, stop = interval * length // most, (interval + 1) * length // most
         finite = list(filter(math.isfinite, curve.values[start:stop]))
         if finite:
             mean.steps.append(curve.steps[(start + stop - 1) // 2])
@@ -295,7 +295,7 @@ def averaged(curve: Curve, *, most: int) -> Curve | None:
 
 
 def _extremes(values: list[float]) -> list[int]:
-    """Return the places of the least and the greatest number, and of the first that is not finite."""
+    """Return the indices of the minimum, the maximum, and the first value that is not finite."""
     if all(map(math.isfinite, values)):
         return [values.index(min(values)), values.index(max(values))]
     finite = [value for value in values if math.isfinite(value)]
@@ -303,13 +303,8 @@ def _extremes(values: list[float]) -> list[int]:
     return kept + ([values.index(min(finite)), values.index(max(finite))] if finite else [])
 
 
-def final_values(curves: dict[str, Curve]) -> dict[str, float]:
-    """Return the latest value of each metric."""
-    return {name: curve.last for name, curve in curves.items()}
-
-
 def base_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the metrics that belong into one picture: `loss` -> `train/loss`, `validation/loss`."""
+    """Return the metrics of each chart: `loss` -> `train/loss`, `validation/loss`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         stage, _, base = name.partition("/")

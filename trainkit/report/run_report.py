@@ -33,7 +33,8 @@ from trainkit.report.step_breakdown import breakdown, memory_series, profile_par
 from trainkit.report.timeline_chart import timeline_figure, timeline_figures
 from trainkit.run_dir.failure import FailureRecord, clear_failures, record_failure_of_caller
 
-_SAID_BY_MESSAGE = ("UserError", "NonFiniteLoss", "CheckpointError", "SettingsError", "RankFailure")
+# Errors whose message is enough; the traceback is folded.
+_FOLDED = ("UserError", "NonFiniteLoss", "CheckpointError", "SettingsError", "RankFailure")
 _PYTHON_HEADING = "Traceback (most recent call last)"
 REPORT = "report.html"
 COMPARISON = "comparison.html"
@@ -64,7 +65,7 @@ def _title(record: RunData) -> SafeHtml:
     environment, summary = record.environment, record.summary
     reason = summary.get("exit_reason") if record.status != "failed" else None
     if record.status == "unfinished":
-        reason = "no end was recorded: the run is still going on, or it was killed"
+        reason = "no end was recorded: the run is still running, or was killed"
     started = environment.get("started")
     when = f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}" if isinstance(started, int | float) else ""
     layout = [environment.get("strategy"), environment.get("plan"), environment.get("precision")]
@@ -99,7 +100,7 @@ def _tiles(record: RunData) -> SafeHtml:
         tiles.append(kpi_tile("epochs", f"{float(summary.get('epochs', 0)):.4g}"))
         tiles.append(kpi_tile("time", seconds(float(summary.get("seconds", 0)))))
         rate = float(summary.get("samples_per_second", 0))
-        tiles.append(kpi_tile("samples a second", f"{rate:,.0f}" if rate >= 100 else number(rate), "whole run"))
+        tiles.append(kpi_tile("samples per second", f"{rate:,.0f}" if rate >= 100 else number(rate), "whole run"))
     parameters = environment.get("parameters")
     if isinstance(parameters, int):
         tiles.append(kpi_tile("parameters", short(float(f"{parameters:.3g}"))))
@@ -137,7 +138,7 @@ def _timeline(record: RunData) -> Section | None:
         return None
     partition = None
     if record.partition:
-        partition = element("details", element("summary", "how the task was cut"), element("pre", record.partition))
+        partition = element("details", element("summary", "partition of the task"), element("pre", record.partition))
     content = join_html(timeline_figure(timeline), timeline_figures(timeline), partition)
     return Section("timeline", f"One step under {timeline.strategy}", content)
 
@@ -157,7 +158,7 @@ def _checkpoints(record: RunData) -> Section | None:
     entries = record.manifest.entries
     rows = [
         [
-            join_html(entry.name, " ", element("span", "★ best", title="the best") if entry is best else None),
+            join_html(entry.name, " ", element("span", "★ best", title="best checkpoint") if entry is best else None),
             f"{entry.step:,}",
             number(entry.metrics[monitor.metric]) if monitor and monitor.metric in entry.metrics else "-",
             entry.reason,
@@ -168,7 +169,7 @@ def _checkpoints(record: RunData) -> Section | None:
     columns = ["checkpoint", "step", monitor.metric if monitor else "metric", "saved because", "size"]
     marked = entries.index(best) if best is not None else None
     near = os.path.relpath(record.folder)
-    continued = f"Continue: trainkit resume {record.folder.absolute() if near.startswith('..') else near}"
+    continued = f"To continue: trainkit resume {record.folder.absolute() if near.startswith('..') else near}"
     content = join_html(table(columns, rows, best=marked), element("p", element("code", continued), class_="muted"))
     return Section("checkpoints", "Checkpoints", content)
 
@@ -193,11 +194,11 @@ def _source(item: Mapping[str, object]) -> str:
 
 def _settings(record: RunData) -> Section | None:
     if not record.config:
-        text = "The run was started from Python without a config; its code is what it did."
+        text = "The run was started from Python, without a config."
         return Section("settings", "Settings", element("p", text, class_="muted"))
     changes = record.config_diff
     if changes is None:
-        summary = element("p", "No recipe to compare with is known.", class_="muted")
+        summary = element("p", "There is no recipe to compare with.", class_="muted")
     elif not changes:
         summary = element("p", f"As the recipe {record.recipe} says.")
     else:
@@ -232,7 +233,7 @@ def _environment(record: RunData) -> Section | None:
     if not known:
         return None
     git = known.get("git")
-    commit = f"{git['commit'][:12]}{', with changes that are not committed' if git.get('dirty') else ''}" if git else ""
+    commit = f"{git['commit'][:12]}{', with uncommitted changes' if git.get('dirty') else ''}" if git else ""
     versions = known.get("versions")
     items: list[tuple[str, SafeHtml | str | None]] = [
         ("command", element("code", known["command"]) if known.get("command") else None),
@@ -250,7 +251,9 @@ def _environment(record: RunData) -> Section | None:
 
 
 def _layout(known: Mapping[str, Any]) -> str:
-    return f"{known.get('strategy')}, {known.get('processes')} process(es): {known.get('plan') or 'ready-made batches'}"
+    return (
+        f"{known.get('strategy')}, {known.get('processes')} process(es): {known.get('plan') or 'pre-batched dataset'}"
+    )
 
 
 def _files(record: RunData) -> Section | None:
@@ -265,12 +268,12 @@ def _files(record: RunData) -> Section | None:
 
 
 def failure_section(record: RunData) -> SafeHtml | None:
-    """Return who failed first, where and why, and what every rank did last; `None` for a run that did not fail."""
+    """Return the failure section: the first failure, and those of all ranks; `None` if the run did not fail."""
     cause = record.cause
     if record.status != "failed":
         return None
     if cause is None:
-        reason = str(record.summary.get("exit_reason", "an error that was not kept"))
+        reason = str(record.summary.get("exit_reason", "an error that was not recorded"))
         return element("div", element("h2", "The run failed"), element("p", reason, class_="message"), class_="failure")
     heading = f"The run failed: {cause.error}"
     parts: list[SafeHtml | None] = [
@@ -279,9 +282,8 @@ def failure_section(record: RunData) -> SafeHtml | None:
         pairs([("where", _where(cause)), ("when", f"{datetime.fromtimestamp(cause.when):%Y-%m-%d %H:%M:%S}")]),
     ]
     if cause.traceback:
-        # Such a message says it all; the way that it came is for the curious.
         shown = element("pre", cause.traceback.strip())
-        folded = cause.error in _SAID_BY_MESSAGE
+        folded = cause.error in _FOLDED
         parts.append(
             element("details", element("summary", "traceback"), shown, open=not folded)
             if folded or _PYTHON_HEADING in cause.traceback
@@ -293,14 +295,14 @@ def failure_section(record: RunData) -> SafeHtml | None:
 
 def _where(cause: FailureRecord) -> str:
     if cause.process is None:
-        return "told to the caller of all ranks"
+        return "the process that started the ranks"
     step = f"after step {cause.step:,}" if cause.step else "before the first step"
     evaluation = f", in the evaluation of {cause.evaluation}" if cause.evaluation else ""
     return ", ".join(part for part in (f"rank {cause.process}", step, cause.phase) if part) + evaluation
 
 
 def _others(record: RunData, cause: FailureRecord) -> SafeHtml | None:
-    """Return a table of all ranks that could still say something, the first to fail on top."""
+    """Return a table of the ranks that recorded a failure, the first on top; `None` if only the cause did."""
     ranks = [item for item in record.failures if item.process is not None]
     if not [item for item in ranks if item is not cause]:
         return None
@@ -315,7 +317,7 @@ def _others(record: RunData, cause: FailureRecord) -> SafeHtml | None:
         ]
         for item in ranks
     ]
-    return join_html(element("h3", "Every rank"), table(["", "failed", "steps", "in", "with"], rows))
+    return join_html(element("h3", "All ranks"), table(["", "failed", "steps", "in", "with"], rows))
 
 
 def _logs(record: RunData) -> SafeHtml | None:
@@ -335,11 +337,11 @@ logger = logging.getLogger(__name__)
 def reported(
     folder: Path | None, *, is_main: Callable[[], bool], config_diff: Callable[[], Sequence[ConfigChange] | None]
 ) -> Iterator[None]:
-    """Enter with a run into `folder`; its report is written when it ends, well or not. `None`: nothing is written.
+    """Write the report of the run in `folder` when the block ends, with or without an error; not if it is `None`.
 
-    In the process that started the ranks, or in each of them under torchrun: `is_main` returns afterwards whether this
-    one writes. `config_diff` returns how the config differs from its recipe, `None` if unknown. A report that cannot be
-    written is only logged.
+    For the process that starts the ranks, or each rank under torchrun: `is_main`, called at the end, returns True if it
+    writes. `config_diff` returns the differences of the config to its recipe, `None` if unknown. An error in
+    writing is only logged.
     """
     if folder is None:
         yield
@@ -363,7 +365,7 @@ def write_report(folder: Path) -> Path:
 
 
 def write_page(text: str, path: Path) -> Path:
-    """Replace a file at one instant."""
+    """Write a file atomically and return its path."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Breakdown of a step's time, and the speed of the device."""
+"""Breakdown of a step's time, and the device's throughput."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainkit.report.record import Curve
 class Part(NamedTuple):
     """Name and colour of a part of a step: the class of its bar, and the number of its line."""
 
-    words: str
+    label: str
     bar: str
     line: int
 
@@ -33,7 +33,7 @@ _MIB = 1024 * 1024
 
 
 def breakdown(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
-    """Return a bar, and a row for each part of a step; `None` where nothing was measured."""
+    """Return a bar and a table of the parts of a step; `None` if nothing was measured."""
     steps, totals = totals_of(step_times)
     whole = sum(totals.values())
     if not steps or whole <= 0:
@@ -42,16 +42,16 @@ def breakdown(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
     bar = [
         element(
             "span",
-            PARTS[part].words.split()[0].rstrip(",") if portion > _LETTER_SHARE else None,
+            PARTS[part].label.split()[0].rstrip(",") if portion > _LETTER_SHARE else None,
             class_=PARTS[part].bar,
             style=f"width:{100 * portion:.2f}%",
-            title=f"{PARTS[part].words}: {share(portion)}",
+            title=f"{PARTS[part].label}: {share(portion)}",
         )
         for part, portion in shares.items()
     ]
     rows = [
         [
-            join_html(element("i", class_=f"swatch {PARTS[part].bar}"), PARTS[part].words),
+            join_html(element("i", class_=f"swatch {PARTS[part].bar}"), PARTS[part].label),
             seconds(value / steps),
             share(shares[part]),
         ]
@@ -77,12 +77,12 @@ def waiting_chart(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
     if len(step_times) < 3:
         return None
     series = []
-    for part, look in PARTS.items():
+    for part, style in PARTS.items():
         points = [(line["step"], line["seconds"].get(part), line["steps"]) for line in step_times]
         known = [(step, value / count * 1e3) for step, value, count in points if value is not None and count]
         if known and max(value for _, value in known) > 0:
             curve = Curve([step for step, _ in known], [value for _, value in known])
-            series.append(Series(look.words, curve, look.line))
+            series.append(Series(style.label, curve, style.line))
     return chart("milliseconds of a step", series) if series else None
 
 
@@ -98,11 +98,11 @@ def memory_series(step_times: Sequence[Mapping[str, Any]]) -> list[Series]:
 
 
 def profile_part(profile: Mapping[str, Any]) -> SafeHtml | None:
-    """Return what a profiled window showed: arithmetic, use of the device, the operations that took most time."""
+    """Return the results of the profiler: FLOPs, MFU, overlap, and the slowest operations."""
     if not profile:
         return None
     figures = [
-        ("arithmetic of a step", _flops(profile.get("flops_per_step")), "operations, counted once"),
+        ("FLOPs of a step", _flops(profile.get("flops_per_step")), "operations, counted once"),
         ("achieved", _flops(profile.get("flops_per_second"), per_second=True), "over all devices"),
         ("MFU", share(profile["mfu"]) if profile.get("mfu") is not None else "", str(profile.get("peak_note", ""))),
         ("communication", *_overlap(profile.get("overlap") or {})),
@@ -129,7 +129,7 @@ def profile_part(profile: Mapping[str, Any]) -> SafeHtml | None:
 
 
 def _overlap(overlap: Mapping[str, Any]) -> tuple[str, str]:
-    """Return how much of the communication was hidden, and the line that says more."""
+    """Return the fraction of communication that was hidden, and a line with details."""
     hidden, line = overlap.get("hidden_share"), str(overlap.get("line", "")).removeprefix("overlap: ")
     if hidden is None:
         return ("none" if overlap.get("communication_seconds") == 0 else "see note") if line else "", line

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: a table, and a picture in which each job is a line through its values."""
+"""The report of a sweep: a table of its jobs, and a chart with a line for each job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_METRICS = 6
 
 @dataclass(frozen=True)
 class Sweep:
-    """The jobs of a sweep, and what it looked for."""
+    """The jobs of a sweep and its objective."""
 
     jobs: list[Job]
     metric: str
@@ -31,7 +31,7 @@ class Sweep:
         return sorted(self.jobs, key=self._rank)
 
     def value(self, job: Job) -> float:
-        """Return what a job reached; NaN where it measured nothing."""
+        """Return the objective of a job; NaN if it was not measured."""
         return job.metrics.get(self.metric, job.metrics.get(f"train/{self.metric.partition('/')[2]}", math.nan))
 
     def _rank(self, job: Job) -> tuple[bool, float, int]:
@@ -41,7 +41,7 @@ class Sweep:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Return the jobs of a sweep; raises UserError if its record cannot be read."""
+    """Return the jobs of a sweep; raises UserError if `sweep.json` cannot be read."""
     try:
         saved = json.loads((folder / SWEEP).read_text(encoding="utf-8"))
         jobs = [_job(folder, outcome) for outcome in saved["jobs"]]
@@ -81,7 +81,7 @@ def _varied(jobs: Sequence[Job]) -> list[str]:
 
 
 def _shown_metrics(sweep: Sweep) -> list[str]:
-    """Return the metrics of validation, or else of training; the first is what jobs are ordered by."""
+    """Return the validation metrics, or else those of training, the objective first."""
     names = dict.fromkeys(name for job in sweep.jobs for name in job.metrics)
     shown = [name for name in names if name.startswith("validation/")]
     shown = shown or [name for name in names if name.rpartition("/")[2] in ("loss", "accuracy")]

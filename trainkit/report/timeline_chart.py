@@ -15,9 +15,9 @@ _TOP = 22
 _NAMES = {
     "forward": "forward",
     "backward": "backward",
-    "communication": "under way between ranks",
-    "blocked": "ready, waits to be started",
-    "wait": "waits for others",
+    "communication": "communication",
+    "blocked": "ready, not started",
+    "wait": "waiting for other ranks",
     "optimizer": "optimizer",
 }
 _LETTER_SHARE = 0.014  # of the width; a narrower bar has no room for a letter
@@ -27,7 +27,7 @@ _STEPS_OF_COLOUR = 5
 
 
 def timeline_figure(timeline: Timeline) -> SafeHtml:
-    """Return the picture with its legend, its figures and its advice."""
+    """Return the chart of a timeline, with its legend."""
     step = "" if timeline.step is None else f", step {timeline.step:,}"
     caption = element(
         "figcaption",
@@ -38,7 +38,7 @@ def timeline_figure(timeline: Timeline) -> SafeHtml:
 
 
 def timeline_figures(timeline: Timeline) -> SafeHtml:
-    """Return the numbers that sum a timeline up, and what could be changed."""
+    """Return the figures and the advice of a timeline."""
     items = [
         element("div", element("dt", figure.name), element("dd", _value(figure), _note(figure)))
         for figure in timeline.figures
@@ -78,10 +78,10 @@ def _bars(spans: Iterable[TimelineSpan], *, first: float, length: float, top: fl
     for span in spans:
         left, width = (span.start - first) / length, max(span.end - span.start, 0.0) / length
         kind = span.kind if span.kind in KINDS else "wait"
-        told = f"{span.name or _NAMES[kind]}: {seconds(span.end - span.start)}, from {seconds(span.start - first)}"
+        tooltip = f"{span.name or _NAMES[kind]}: {seconds(span.end - span.start)}, from {seconds(span.start - first)}"
         yield element(
             "rect",
-            element("title", told),
+            element("title", tooltip),
             x=f"{100 * left:.3f}%",
             y=top,
             width=f"{max(100 * width, 0.08):.3f}%",
@@ -118,21 +118,23 @@ class Job:
 def parallel_coordinates(
     jobs: Sequence[Job], keys: Sequence[str], *, goal: str, value: Callable[[Job], float], mode: str
 ) -> SafeHtml:
-    """Return a picture with an axis for each key and one for the goal; `jobs` are given best first."""
+    """Return a chart with an axis for each key and one for the goal; `jobs` are sorted, the best first."""
     by_number = sorted(jobs, key=lambda job: job.number)
     axes = [_axis(key, {job.number: job.values.get(key, "-") for job in by_number}) for key in keys]
     axes.append(_number_axis(goal, {job.number: value(job) for job in jobs}, mode=mode))
     last = max(len(axes) - 1, 1)
     parts: list[SafeHtml] = []
     lines: list[SafeHtml] = []
-    for place, job in reversed(list(enumerate(jobs))):  # the best on top
+    for place, job in reversed(list(enumerate(jobs))):  # the best is drawn last
         colour = _colour(place, len(jobs))
         points = " ".join(
             f"{10_000 * i / last:.0f},{10_000 * (1 - axis.at[job.number]):.0f}" for i, axis in enumerate(axes)
         )
         typed = ", ".join(f"{key}={job.values.get(key)}" for key in keys)
-        told = f"job {job.number}: {typed}: {number(value(job))}"
-        lines.append(element("polyline", element("title", told), points=points, class_="run", style=f"stroke:{colour}"))
+        tooltip = f"job {job.number}: {typed}: {number(value(job))}"
+        lines.append(
+            element("polyline", element("title", tooltip), points=points, class_="run", style=f"stroke:{colour}")
+        )
     for index, axis in enumerate(axes):
         across = f"{100 * index / last:.2f}%"
         parts.append(element("line", x1=across, x2=across, y1=0, y2=_HEIGHT, class_="axis"))
@@ -166,13 +168,13 @@ def parallel_coordinates(
 
 @dataclass(frozen=True)
 class _Axis:
-    """One upright axis: where each value lies on it, from 0 at the foot to 1 at the head."""
+    """A vertical axis with the position of each value, from 0 (bottom) to 1 (top)."""
 
     name: str
     places: dict[str, float]
-    """A text for each value that is marked."""
+    """Positions of the labels."""
     at: dict[int, float]
-    """Each job's place."""
+    """Positions of the jobs, by number."""
 
 
 def _anchor(index: int, last: int) -> str:
@@ -180,7 +182,7 @@ def _anchor(index: int, last: int) -> str:
 
 
 def _axis(name: str, texts: dict[int, str]) -> _Axis:
-    """Return an axis in the order of numbers where all values are numbers, evenly spaced, else in that of first use."""
+    """Return an evenly spaced axis, sorted if all values are numbers, else in order of first use."""
     distinct = list(dict.fromkeys(texts.values()))
     with suppress(ValueError):
         distinct.sort(key=float)
@@ -197,7 +199,7 @@ def _some(places: dict[str, float]) -> dict[str, float]:
 
 
 def _number_axis(name: str, values: dict[int, float], *, mode: str) -> _Axis:
-    """Return an axis of a metric with what is good at its head."""
+    """Return the axis of a metric with the best value at the top."""
     low, high = min(values.values()), max(values.values())
 
     def place(value: float) -> float:
@@ -211,7 +213,7 @@ def _number_axis(name: str, values: dict[int, float], *, mode: str) -> _Axis:
 
 
 def _colour(place: int, count: int) -> str:
-    """Return a colour from that of the best job to that of the last."""
+    """Return the colour of a job, from that of the best to that of the worst."""
     share = place / max(count - 1, 1)
     part = round(100 * (1 - share) / _STEPS_OF_COLOUR) * _STEPS_OF_COLOUR
     return f"color-mix(in oklab, var(--c2) {part}%, var(--c1))"
