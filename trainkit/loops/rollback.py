@@ -16,7 +16,7 @@ from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optim.nonfinite import is_finite_state, nonfinite_state, untrained_nonfinite_state
 
 if TYPE_CHECKING:
-    from trainkit.checkpoint.entry import CheckpointEntry
+    from trainkit.checkpoint.manifest import CheckpointEntry
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ class RollbackPoint:
     def checkpoint_before(self, step: int) -> tuple[int, Path] | None:
         """Return the step and path of the last complete checkpoint before `step` with finite weights; collective."""
         run = self._run
-        from trainkit.checkpoint.entry import CheckpointError
+        from trainkit.checkpoint.manifest import CheckpointError
 
         run.checkpointer.wait()
         found: tuple[int, Path] | None = None
