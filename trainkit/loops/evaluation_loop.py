@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -87,21 +87,19 @@ class EvaluationLoop:
             gathered = run.strategy.comm.gather_predictions(outputs)
         return concatenate(gathered) if gathered else []
 
-    def _evaluating(self) -> AbstractContextManager[EvaluationProgress]:
+    @contextmanager
+    def _evaluating(self) -> Iterator[EvaluationProgress]:
+        """Evaluation mode, no gradients, and random generators restored at the end."""
+        run = self._run
         steps = [loader.num_steps for loader in self._loaders.values()]
         known = [count for count in steps if count is not None]
-        return _evaluating(self._run, EvaluationProgress(self._stage, sum(known) if len(known) == len(steps) else None))
-
-
-@contextmanager
-def _evaluating(run: Run, progress: EvaluationProgress) -> Iterator[EvaluationProgress]:
-    """Evaluation mode, no gradients, and random generators restored at the end."""
-    run.evaluation = progress
-    run.emit("on_evaluation_start", progress.stage)
-    run.task.eval()
-    try:
-        # Not inference mode: a tensor that a model caches in it could not be used in training later.
-        with preserve_rng(), torch.no_grad():
-            yield progress
-    finally:
-        run.evaluation = None
+        progress = EvaluationProgress(self._stage, sum(known) if len(known) == len(steps) else None)
+        run.evaluation = progress
+        run.emit("on_evaluation_start", self._stage)
+        run.task.eval()
+        try:
+            # Not inference mode: a tensor that a model caches in it could not be used in training later.
+            with preserve_rng(), torch.no_grad():
+                yield progress
+        finally:
+            run.evaluation = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from trainkit.data.batch import StepBatch
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput
 from trainkit.state import TrainState
+from trainkit.task import TaskModule
 
 
 @dataclass(frozen=True)
@@ -138,19 +139,10 @@ class PhaseControl:
         return found
 
 
-class ManualTask(Protocol):
-    """The parts of a TaskModule that drive phases."""
-
-    manual: bool
-
-    def manual_step(self, control: Any) -> None:
-        """Make one step."""
-
-
 class PhasedStep:
     """The step of a task with several optimizers, each of which is updated before the next phase begins."""
 
-    def __init__(self, task: ManualTask, state: TrainState, phases: Sequence[PhaseStep]) -> None:
+    def __init__(self, task: TaskModule, state: TrainState, phases: Sequence[PhaseStep]) -> None:
         self._control = PhaseControl(phases)
         self._task, self._state = task, state
 

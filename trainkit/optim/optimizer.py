@@ -338,7 +338,7 @@ def _plain_step_of(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
-    """Return True if a hook or the profiler observes the optimizer's steps."""
+    """Return True if a hook or the profiler follows the optimizer's steps."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from trainkit.errors import UserError, nearest
-from trainkit.task import OptimizerSpec
+from trainkit.task import OptimizerSpec, TaskModule
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,6 @@ class Phase:
         return self.step or f"{self.name}_step"
 
 
-class PhasedTask(Protocol):
-    """A task that declares phases."""
-
-    manual: bool
-
-
 class NamedPhase(Protocol):
     """An optimizer with the name of its phase; empty for the one of a task without phases."""
 
@@ -72,7 +66,7 @@ class TrainedParameters(NamedPhase, Protocol):
     parameters: list[nn.Parameter]
 
 
-def check_phases(phases: object, task: PhasedTask) -> list[Phase]:
+def check_phases(phases: object, task: TaskModule) -> list[Phase]:
     """Return the phases that a task declares; raises UserError for invalid ones."""
     where = f"{type(task).__name__}.configure_phases"
     if not isinstance(phases, (list, tuple)) or not phases or not all(isinstance(phase, Phase) for phase in phases):
