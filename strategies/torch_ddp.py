@@ -24,7 +24,9 @@ from .multiprocess import MultiProcessStrategy, RankSettings
 _SAMPLE_RATE = 100  # PyTorch's default: one measured step of this many
 # The strategy broadcasts buffers after each step; the argument that keeps PyTorch from doing it has a newer name.
 _PARAMETERS = signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+_NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers": False
+}
 
 
 class TorchDDPStrategy(MultiProcessStrategy):
@@ -93,7 +95,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
             _TrainingStep(task),
             process_group=self.comm.group,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            **{_SYNC_BUFFERS: False},
+            **_NO_BUFFER_SYNC,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from trainkit.distributed.collectives import check_same_model, only_device
+from trainkit.distributed.collectives import check_same_model
 from trainkit.distributed.failure_store import FailureStore
 
 from .bucket import Bucket, GradientEntry, LaunchQueue, ReducerSettings, Unused, make_buckets
@@ -69,7 +69,7 @@ class Reducer:
         self.group, self.world_size = group, group.size()
         self.entries = [GradientEntry(i, name, parameter) for i, (name, parameter) in enumerate(named_parameters)]
         self.parameters = [entry.parameter for entry in self.entries]
-        self.device = only_device(self.parameters)
+        self.device = _only_device(self.parameters)
         token = check_same_model({"parameter": named_parameters, **(untrained or {})}, group)
         self.failure_store = failure_store or FailureStore(group, token=token)
         self.transport = open_transport(
@@ -410,3 +410,14 @@ def unused_parameters_message(entries: Sequence[GradientEntry], *, num_parameter
         "part in the loss; set find_unused_parameters=auto (in the drop-in DistributedDataParallel: "
         "find_unused_parameters=True)."
     )
+
+
+def _only_device(parameters: Sequence[nn.Parameter]) -> torch.device:
+    """Return the device of all parameters; raise if there are no parameters, or several devices."""
+    devices = {parameter.device for parameter in parameters}
+    if not devices:
+        raise RuntimeError("there is nothing to reduce: no parameter requires a gradient")
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"all parameters must be on one device to be reduced together, but they are on {names}")
+    return devices.pop()

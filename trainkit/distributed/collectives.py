@@ -165,10 +165,6 @@ class ProcessGroupCollectives(Collectives):
             consensus=consensus,
         )
 
-    def close(self) -> None:
-        """End the stop checks; may be called twice."""
-        self.consensus = None
-
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         return self.reduce_in_place(tensor.detach().clone(), op, where="an all_reduce")
 
@@ -333,20 +329,9 @@ def check_same_model(tensors: Mapping[str, Iterable[tuple[str, Tensor]]], group:
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     gathered = gather((secrets.token_hex(8), digest), group)
     if any(other != gathered[0][1] for _, other in gathered):
-        difference = first_difference(gather(rows, group))
+        difference = _first_difference(gather(rows, group))
         raise RuntimeError(f"the ranks do not have the same model: {difference}. Build the same model on every rank.")
     return gathered[0][0]
-
-
-def only_device(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """Return the device of all parameters; raise if there are no parameters, or several devices."""
-    devices = {parameter.device for parameter in parameters}
-    if not devices:
-        raise RuntimeError("there is nothing to reduce: no parameter requires a gradient")
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"all parameters must be on one device to be reduced together, but they are on {names}")
-    return devices.pop()
 
 
 def tensors_of(module: nn.Module) -> dict[str, Iterable[tuple[str, Tensor]]]:
@@ -354,7 +339,7 @@ def tensors_of(module: nn.Module) -> dict[str, Iterable[tuple[str, Tensor]]]:
     return {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
 
 
-def first_difference(rows_of_ranks: Sequence[Mapping[str, Sequence[str]]]) -> str | None:
+def _first_difference(rows_of_ranks: Sequence[Mapping[str, Sequence[str]]]) -> str | None:
     """Return a description of the first row in which a rank differs from rank 0; `None` if all are equal."""
     first = rows_of_ranks[0]
     for rank, theirs in enumerate(rows_of_ranks):
