@@ -42,8 +42,7 @@ from .state import PipelineState
 
 logger = logging.getLogger(__name__)
 
-MICRO_BATCHES_PER_STAGE = 2
-"""Default number of micro-batches per stage; a third of the time is idle with this many."""
+MICRO_BATCHES_PER_STAGE = 2  # by default; more of them would make a larger share of the time busy
 
 
 class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
@@ -61,9 +60,8 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
     Args:
         stages: Number of pipeline stages (processes per replica).
         replicas: Copies of the task, which train on different samples.
-        schedule: `gpipe` (all forwards, then all backwards), `1f1b` (each backward as soon as possible) or
-            `interleaved_1f1b` (`1f1b` with several stages per rank). `simple` and `interleaved` are synonyms of the
-            first two.
+        schedule: `gpipe` or `simple` (all forwards first), `1f1b` or `interleaved` (each backward as soon as
+            possible), `interleaved_1f1b` (`1f1b` with several stages per rank).
         stages_per_rank: Stages on each rank, for `interleaved_1f1b`.
         split_points: Names of the modules that begin the second and later stages, or a stage for each pattern of
             names; by default found from the cost of each module.
@@ -71,22 +69,20 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
             `same_stage` (all its users are in one stage), `replicated` (each stage that uses it has a copy, and
             gradients are summed), `auto` (`same_stage`, unless that is much slower).
         balance: `speed`, `memory`, or a share between 0 and 1 of memory against time.
-        trace: `eager` (run and time one step on the CPU), `fake` (FakeTensor, no compute; times are estimated from
-            operations), `auto` (`fake` for a task on the meta device).
+        trace: `eager` (run and time one step on the CPU), `fake` (FakeTensor, no compute; times are estimated) or
+            `auto` (`fake` for a task on the meta device).
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each replica; by default two for each stage.
         micro_batch_size: Largest number of samples of a micro-batch, in place of `accumulate`.
         broadcast_buffers: Give all replicas the buffers (batch-norm statistics) of the first one after every step.
         record_timeline: Write a drawing of each step's schedule to the run folder.
         timeout_seconds: Seconds to wait for another rank.
-        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed, for the communication of
-            replicas; stages always use gloo.
+        backend: Backend between replicas: `auto` (gloo or nccl), or one of torch.distributed; stages use gloo.
         launcher: Starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
 
     """
 
     supports_module_hooks = False
-
     runtime: PipelineRuntime  # from `setup` on
 
     def __init__(
@@ -307,7 +303,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         batches = [micro_batch.batch for micro_batch in batch.micro_batches]
         if self.staged_model.placement is None:
             self._partition(task, batches[0] if batches else None, len(batches))
-        partitioned = self.staged_model.training_step(task, self._phase, self._step_name)
+        executor = self.staged_model.training_step(task, self._phase, self._step_name)
         outputs: dict[int, StepOutput] = {}
 
         def read_loss(index: int, returned: Any) -> Tensor:
@@ -323,7 +319,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         gradients = self._gradients[self._phase]
         actions = self.schedule.actions(self.mesh.stage, len(batches))
         self.runtime.train(
-            partitioned,
+            executor,
             in_precision(self.precision, getattr(task, self._step_name)),
             batches,
             actions=actions,
@@ -333,7 +329,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         if not actions:
             gradients.reduce_zeros()
         ordered = [outputs[index] for index in sorted(outputs)]
-        shared = self.runtime.broadcast_outputs(ordered, partitioned, step_key(self._phase, self._step_name))
+        shared = self.runtime.broadcast_outputs(ordered, executor, step_key(self._phase, self._step_name))
         gradients.sum_shared()
         self._normalize_gradients(shared, batch)
         if self._buffers is not None and self.mesh.replicas > 1:
@@ -359,18 +355,18 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         if self._evaluates_whole:
             return super().evaluate(task, micro_batch, step_name)
         with self.runtime.errors.published():
-            partitioned, returned = self._forward(task, step_name, micro_batch)
+            executor, returned = self._forward(task, step_name, micro_batch)
             outputs = [read_evaluation_output(value, micro_batch.num_samples, task, step_name) for value in returned]
-            return self.runtime.broadcast_outputs(outputs, partitioned, step_name)[0]
+            return self.runtime.broadcast_outputs(outputs, executor, step_name)[0]
 
     def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
         """Return the predictions for one batch, on every stage of this replica; collective over its stages."""
         if self._evaluates_whole:
             return super().predict(task, micro_batch)
         with self.runtime.errors.published():
-            partitioned, returned = self._forward(task, "predict_step", micro_batch)
+            executor, returned = self._forward(task, "predict_step", micro_batch)
             box = returned or [None]
-            source = partitioned.stage_graphs[-1].rank
+            source = executor.stage_graphs[-1].rank
             dist.broadcast_object_list(box, group=self.mesh.stage_group, group_src=source)
             return box[0]
 
@@ -387,10 +383,10 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
                 self._keep_local(task, 1)
             else:
                 model.add_step(key, task, step, batch, mesh=mesh, device=self.device)
-        partitioned = model.steps[key]
-        own = [stage_graph.index for stage_graph in partitioned.stage_graphs if stage_graph.rank == mesh.stage]
-        returned = self.runtime.forward(partitioned, step, [batch], actions=forward_only(own, 1))
-        return partitioned, list(returned.values())
+        executor = model.steps[key]
+        own = [stage_graph.index for stage_graph in executor.stage_graphs if stage_graph.rank == mesh.stage]
+        returned = self.runtime.forward(executor, step, [batch], actions=forward_only(own, 1))
+        return executor, list(returned.values())
 
     @property
     def _evaluates_whole(self) -> bool:

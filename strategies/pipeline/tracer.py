@@ -63,8 +63,7 @@ def trace(
     `fake` nothing is computed and no memory is used: parameters may be on the meta device. `earlier` are tensors
     of the steps of other phases; using one is an error.
     """
-    modules = {name: module for name, module in task.named_modules() if name}
-    interceptor = ModuleInterceptor(modules)
+    interceptor = ModuleInterceptor({name: module for name, module in task.named_modules() if name})
     with ExitStack() as stack:
         stack.enter_context(preserve_state(task))
         batch = copy_batch(batch)
@@ -135,10 +134,7 @@ class Tracer(TracingMode):
         self._buffers = {id(buffer): name for name, buffer in task.named_buffers()}
         self._task = task
         self._leaf_tensors = {
-            name: (
-                [id(parameter) for parameter in module.parameters()],
-                list(module.buffers()),
-            )
+            name: ([id(parameter) for parameter in module.parameters()], list(module.buffers()))
             for name, module in task.named_modules()
             if name in leaf_modules
         }
@@ -380,11 +376,7 @@ class Tracer(TracingMode):
             numbers,
         )
         reading = reading_modules(self._nodes) | {node.path for node in self._reentrant if node.path}
-        made = [
-            weakref.ref(self._kept[index])
-            for index, value in enumerate(self._values[: len(self._kept)])
-            if not value.local
-        ]
+        made = [weakref.ref(tensor) for tensor, value in zip(self._kept, self._values, strict=False) if not value.local]
         return TraceResult(graph, self._module_calls, self._opaque_leaf_modules, reading, self._reentrant, made)
 
     def _replaced_buffers(self) -> dict[int, str]:

@@ -95,14 +95,14 @@ class _Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
         self.norm_feed = nn.LayerNorm(width)
-        self.loader = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x):
         batch, length, width = x.shape
         heads = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.loader(self.norm_feed(x))
+        return x + self.feed_forward(self.norm_feed(x))
 
 
 class Gpt(_Task):
@@ -163,7 +163,7 @@ class UNet(_Task):
 
 
 class EncoderDecoder(_Task):
-    """Every layer of the decoder looks at the encoder's result."""
+    """Every layer of the decoder uses the encoder's result."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -214,7 +214,7 @@ class _StateLayer(nn.Module):
 
 
 class ManyInputs(_Task):
-    """Two inputs, a dataclass between layers, a dict as output, a buffer, noise, a weight of its own."""
+    """Two inputs, a dataclass between layers, a dict as output, a buffer, noise, and a returned weight."""
 
     def __init__(self, width=12):
         super().__init__()

@@ -20,7 +20,7 @@ CUTS = ["net.7"]
 
 
 class _Checkpointed(Mlp):
-    """Draws random numbers in leaf_modules and in the step itself, in checkpoints before and after the cut."""
+    """Draws random numbers in leaf modules and in the step itself, in checkpoints before and after the split point."""
 
     reentrant = False
 
@@ -47,7 +47,7 @@ class _Reentrant(_Checkpointed):
 
 
 def _slope_and_norm(cuts):
-    """Return the loss, its slope along the gradient, and the gradient's norm: with equal masks the latter two agree."""
+    """Return the loss, its slope along the gradient, and the gradient's norm, which equals the slope if masks do."""
     strategy = PipelineStrategy(stages=dist.get_world_size(), device="cpu", split_points=cuts)
     training = Training(make(_Checkpointed), strategy)
     (step_batch,) = step_batches(_Checkpointed, sizes=[3, 4, 2], num_steps=1)
@@ -65,7 +65,7 @@ def _slope_and_norm(cuts):
         return sum(float(output.loss) * output.weight for output in outputs) / 9
 
     directions = [None for _ in parameters]
-    loss()  # cuts the task
+    loss()  # partitions the task
     middle = loss()
     norm = float(strategy._grad_norm(training.phase_optimizer))
     directions = [None if p.grad is None else p.grad / norm for p in parameters]

@@ -1,4 +1,4 @@
-"""A pipeline trains to the weights of one process, whatever the task is."""
+"""A pipeline trains any task to the weights of one process."""
 
 import random
 
@@ -95,7 +95,7 @@ def test_stages_with_copies_and_clipping_have_the_weights_of_one_process():
 
 
 class _Frozen(Mlp):
-    """Trains its last layers only: no gradient goes back over the cut."""
+    """Trains its last layers only: no gradient crosses the split point."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def test_frozen_stages_are_sent_no_gradients():
 
 
 class _Measures(nn.Module):
-    """Returns what it finds out about a batch as Python numbers and a shape."""
+    """Returns facts about a batch as Python numbers and a shape."""
 
     def forward(self, x):
         positive = int((x > 0).sum())
@@ -141,7 +141,7 @@ def test_numbers_that_a_module_returns_are_those_of_each_batch_in_every_stage():
 
 
 class _Detaching(nn.Linear):
-    """Lets no gradient through to what it is given, nor to its weight for the first `count` batches."""
+    """Detaches its input always, and its weight for the first `count` batches."""
 
     def __init__(self, count):
         super().__init__(16, 16)
@@ -174,7 +174,7 @@ def test_a_parameter_without_a_gradient_is_left_alone_by_the_optimizer():
     several = {"split_points": ["net.8", "first", "second"], "schedule": "interleaved_1f1b", **settings}
     cases = [
         _case(_Detached, split_points=["first"], **settings),
-        _case(_Detached, name="tied over the cut", split_points=["second"], **settings),
+        _case(_Detached, name="tied across the split", split_points=["second"], **settings),
         _case(_Detached, name="by way of other stages", **several),
     ]
 
@@ -182,7 +182,7 @@ def test_a_parameter_without_a_gradient_is_left_alone_by_the_optimizer():
 
 
 class _CompiledParts(Mlp):
-    """Has its layers compiled, as `trainer.compile=true` does with a task that has no forward of its own."""
+    """Has its layers compiled, as `trainer.compile=true` does with a task that has no forward."""
 
     def __init__(self):
         super().__init__()

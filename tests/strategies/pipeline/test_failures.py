@@ -1,4 +1,4 @@
-"""What each rank says when one of them cannot go on, or does not answer."""
+"""Messages of each rank when one of them fails or hangs."""
 
 import functools
 import os
@@ -145,11 +145,11 @@ def _reasons():
 
 
 def test_every_stage_names_the_stage_that_failed_and_the_place():
-    (told, told_of_backward), (_, own) = run_ranks(_reasons, 2, timeout=60)
+    (message, backward_message), (_, own) = run_ranks(_reasons, 2, timeout=60)
 
-    assert "stage 1 of replica 0 stopped in step 0: ValueError: a callback's mistake" in told
+    assert "stage 1 of replica 0 stopped in step 0: ValueError: a callback's mistake" in message
     place = "backward of micro-batch 1 in stage 1"
-    assert f"stage 1 of replica 0 stopped in step 1, {place}: ValueError: no way back" in told_of_backward
+    assert f"stage 1 of replica 0 stopped in step 1, {place}: ValueError: no way back" in backward_message
     assert "ValueError: no way back" in own
     if sys.version_info >= (3, 11):
         assert place in own

@@ -1,4 +1,4 @@
-"""Tasks with phases in a pipeline: every phase's step is cut at the same parameters."""
+"""Tasks with phases in a pipeline: every phase's step is partitioned at the same parameters."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ class Elsewhere(TaskModule):
 
 
 class WithoutStatistics(Elsewhere):
-    """Normalizes each sample by itself: replicas would each have statistics of their own batches."""
+    """Normalizes each sample by itself: batch statistics would differ between replicas."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ def test_phases_in_stages_with_copies_and_in_single_precision_have_the_weights_o
 
 
 def _step(*leaf_modules, constraints=()):
-    """Return a graph of leaf modules in a row, each with a parameter of its own name and a second of time."""
+    """Return a graph of leaf modules in a row, each with a parameter of the same name and a second of time."""
     nodes = []
     for index, name in enumerate(leaf_modules):
         node = Node(index, name, True, "", "here", inputs=(index - 1,) if index else ())

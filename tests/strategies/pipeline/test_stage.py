@@ -19,7 +19,7 @@ from trainkit.testing import run_ranks
 
 
 class _Own(EncoderDecoder):
-    """Has parameters of its own, a shared one, and a buffer."""
+    """Has direct parameters, a shared one, and a buffer."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What happens before the first step: the plan is training's own, whatever is evaluated first, and nothing is lost."""
+"""Before the first step: the partition follows training, and no batch is lost."""
 
 import collections
 import functools

@@ -41,7 +41,7 @@ def _ownership():
     dist.all_gather_object(everyone, held)
     state = training.phase_optimizer.optimizer.state
     return {
-        "held": everyone,
+        "local": everyone,
         "identity": before == {name: id(parameter) for name, parameter in named.items()},
         "shapes": {name: tuple(parameter.shape) for name, parameter in named.items()},
         "optimizer": {name for name, parameter in named.items() if parameter in state} == held,
@@ -119,8 +119,8 @@ def _resuming():
     _, of_changed = resumed({"pipeline": {**choices["pipeline"], "digest": 0}})
     return {
         "resumed to the bit": all(torch.equal(again[name], final[name]) for name in final),
-        "cut as before": kept == choices,
-        "cut anew": choices not in (without, of_other, of_changed),
+        "same partition": kept == choices,
+        "partitioned again": choices not in (without, of_other, of_changed),
     }
 
 
@@ -250,7 +250,7 @@ def _replicas():
 
 
 class _Masked(Mlp):
-    """Tells how much of its input each micro-batch keeps."""
+    """Reports how much of its input each micro-batch keeps."""
 
     def __init__(self):
         super().__init__()
@@ -269,7 +269,7 @@ def _masks():
     dist.all_gather_object(states, torch.get_rng_state())
     return {
         "masks": [float(output.metrics["kept"]) for outputs in steps for output in outputs],
-        "generators agree": torch.equal(*states),
+        "generators are equal": torch.equal(*states),
     }
 
 
@@ -293,9 +293,9 @@ def _found():
     return run_ranks(_facts, 2, timeout=120)[0]
 
 
-def test_a_stage_holds_its_own_parameters_only_and_those_keep_their_identity():
+def test_a_stage_has_only_its_parameters_and_these_keep_their_identity():
     found = _found()
-    first, second = found["held"]
+    first, second = found["local"]
 
     assert first & second == {"tokens.weight"}
     assert first | second == set(found["shapes"])
@@ -315,12 +315,12 @@ def test_a_saved_run_goes_on_under_other_strategies():
 
 
 def test_a_resumed_run_has_the_same_partition_and_is_bit_equal_with_dropout():
-    assert _found()["cut as before"]
+    assert _found()["same partition"]
     assert _found()["resumed to the bit"]
 
 
 def test_a_resumed_run_with_other_stages_or_another_step_is_partitioned_again():
-    assert _found()["cut anew"]
+    assert _found()["partitioned again"]
 
 
 def test_evaluation_and_prediction_are_those_of_the_whole_task():
@@ -384,11 +384,11 @@ def test_replicas_wait_for_each_other_as_long_as_stages_do():
     assert _found()["patience"] == 77.0
 
 
-def test_stages_stay_in_step_with_their_generators_whatever_each_draws():
-    assert _found()["generators agree"]
+def test_stages_have_equal_generators_after_different_draws():
+    assert _found()["generators are equal"]
 
 
-def test_every_micro_batch_of_every_step_draws_a_mask_of_its_own():
+def test_every_micro_batch_of_every_step_draws_another_mask():
     masks = _found()["masks"]
 
     assert len(masks) == 4 and len(set(masks)) == 4
