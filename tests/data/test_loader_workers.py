@@ -16,7 +16,7 @@ from trainkit.data.open_loader import open_loader
 
 
 class Noisy(Dataset[Any]):
-    """Tells who read it, with noise of the worker's own generator."""
+    """Samples with the reader's process id and noise from the worker's generator."""
 
     def __len__(self) -> int:
         return 12
@@ -42,13 +42,13 @@ def test_workers_stay_over_epochs_and_what_they_read_is_the_same() -> None:
     settings: dict[str, Any] = {"train": Noisy(), "batch_size": 2}
 
     kept = read(Data(**settings, num_workers=2), (0, 0), (1, 4))
-    anew = read(Data(**settings, num_workers=1, persistent_workers=False), (0, 0), (1, 4))
+    restarted = read(Data(**settings, num_workers=1, persistent_workers=False), (0, 0), (1, 4))
 
     pids = [set(epoch[:, 1].tolist()) for epoch in kept]
     assert pids[0] == pids[1]
     assert len(pids[0]) == 2
-    assert set(anew[0][:, 1].tolist()).isdisjoint(anew[1][:, 1].tolist())
-    for one, other in zip(kept, anew, strict=True):
+    assert set(restarted[0][:, 1].tolist()).isdisjoint(restarted[1][:, 1].tolist())
+    for one, other in zip(kept, restarted, strict=True):
         assert torch.equal(one[:, [0, 2]], other[:, [0, 2]])
 
 
@@ -132,11 +132,11 @@ def test_a_run_that_waits_for_its_data_is_told_once_what_to_change(
     trainer.fit(Computes(), Data(train=Slow(seconds), batch_size=4))
 
     waits = [row["train/data_wait_fraction"] for row in recorder.logged if "train/data_wait_fraction" in row]
-    told = [r.getMessage() for r in caplog.records if "data is the bottleneck" in r.getMessage()]
+    warnings = [r.getMessage() for r in caplog.records if "data is the bottleneck" in r.getMessage()]
     if seconds:
         assert 0.6 < min(waits[1:]) <= max(waits) <= 1
-        assert len(told) == 1
-        assert "the training process reads them itself: set data.num_workers=2 or more" in told[0]
+        assert len(warnings) == 1
+        assert "the training process reads them itself: set data.num_workers=2 or more" in warnings[0]
     else:
         assert max(waits[1:]) < 0.6
-        assert told == []
+        assert warnings == []

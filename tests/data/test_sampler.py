@@ -35,15 +35,15 @@ def test_a_rank_takes_every_wth_sample_of_each_global_batch_as_drawn():
     epoch=st.integers(0, 3),
     seed=st.integers(0, 100),
 )
-def test_the_shares_of_all_ranks_make_each_global_batch(num_samples, batch_size, world_size, epoch, seed):
+def test_the_shards_of_all_ranks_make_each_global_batch(num_samples, batch_size, world_size, epoch, seed):
     ranks = samplers(num_samples, world_size, seed=seed)
     order = GlobalOrder(num_samples, seed=seed).slice(epoch, 0, num_samples)
     for start in range(0, num_samples, batch_size):
         stop = min(start + batch_size, num_samples)
-        shares = [sampler.shard(epoch, start, stop) for sampler in ranks]
-        interleaved = [int(shares[k % world_size][k // world_size]) for k in range(stop - start)]
+        shards = [sampler.shard(epoch, start, stop) for sampler in ranks]
+        interleaved = [int(shards[k % world_size][k // world_size]) for k in range(stop - start)]
         assert interleaved == order[start:stop].tolist()
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
 @given(
@@ -132,7 +132,7 @@ def test_ranks_that_would_draw_apart_are_refused_and_one_that_cannot_repeat_is_t
         assert order.check([order.first_indices(), order.first_indices()]) is None
 
 
-def test_a_run_says_at_its_start_what_a_sampler_does_not_keep(make_trainer, caplog):
+def test_a_run_warns_at_its_start_of_a_sampler_that_a_resume_changes(make_trainer, caplog):
     loader = DataLoader(regression_data(20), batch_size=4, sampler=Drawing("own"))
     make_trainer(max_duration="1step").fit(Regression(), loader)
     assert "a resumed run would use another order" in caplog.text

@@ -18,10 +18,10 @@ from trainkit.errors import UserError
 from trainkit.integrations.lightning_hooks import (
     LightningHooks,
     TrainerProxy,
+    capture_logged,
     log_value,
     log_values,
     overrides,
-    recording,
     without_stage,
 )
 from trainkit.optim.lr_schedule import LRSchedule
@@ -41,7 +41,7 @@ _LOADERS = {
 _MOMENTS = {"validation": "validate", "test": "test", "predict": "predict"}
 """The argument of `setup` for a stage by itself."""
 _OTHER_HOOKS_USED = frozenset({"configure_model", "prepare_data", "setup", *_LOADERS.values()})
-_OVERRIDES_LEFT_OUT = ("configure_callbacks", "configure_gradient_clipping", "lr_scheduler_step", "optimizer_step")
+_UNCALLED_METHODS = ("configure_callbacks", "configure_gradient_clipping", "lr_scheduler_step", "optimizer_step")
 
 
 class LightningTask(TaskModule):
@@ -73,23 +73,23 @@ class LightningTask(TaskModule):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's own forward gives."""
+        """Return the output of the module's forward."""
         return self.module(*args, **kwargs)
 
     def training_step(self, batch: Any) -> StepReturn:
-        """Return the loss and what was logged."""
+        """Return the loss and the logged values."""
         return self._step("training_step", batch)
 
     def validation_step(self, batch: Any) -> StepReturn:
-        """Return what the step returned as the loss, and what was logged."""
+        """Return the step's loss and the logged values."""
         return self._step("validation_step", batch)
 
     def test_step(self, batch: Any) -> StepReturn:
-        """Return what the step returned as the loss, and what was logged."""
+        """Return the step's loss and the logged values."""
         return self._step("test_step", batch)
 
     def predict_step(self, batch: Any) -> Any:
-        """Return what the module predicts."""
+        """Return the module's predictions."""
         return _call(self.module.predict_step, batch, self.trainer_proxy)
 
     def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
@@ -98,11 +98,11 @@ class LightningTask(TaskModule):
         return read_optimizers(self.module.configure_optimizers(), of=type(self.module).__name__)
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Return what calls the module's hooks."""
+        """Return the callback that calls the module's hooks."""
         return [LightningHooks(self.module, self.trainer_proxy)]
 
     def _step(self, name: str, batch: Any) -> StepReturn:
-        with recording() as logged:
+        with capture_logged() as logged:
             returned = _call(getattr(self.module, name), batch, self.trainer_proxy)
         metrics = without_stage(logged)
         if isinstance(returned, Mapping):
@@ -137,7 +137,7 @@ class _LoadersOf(Data):
         self._made: dict[str, Any] = {}
 
     def has(self, stage: str) -> bool:
-        """Return whether the loaders of a stage are defined; those of validation may also turn out to be none."""
+        """Return True if the loaders of a stage are defined; validation loaders must also not be `None`."""
         is_defined = overrides(self._source, _LOADERS[stage])
         return is_defined and (stage != "validation" or self.dataset(stage) is not None)
 
@@ -159,7 +159,7 @@ class _LoadersOf(Data):
 
 
 def _named(made: Any, *, where: str) -> Any:
-    """Return one loader, or several by name; raises UserError for what is none."""
+    """Return one loader, or several by name; raises UserError for anything else."""
     if isinstance(made, (list, tuple)):
         if len(made) <= 1:
             return next(iter(made), None)
@@ -181,9 +181,9 @@ def _check(module: Any) -> None:
             f"{name} has automatic_optimization=False, which only Lightning's own loop can drive; write it as a "
             "TaskModule with configure_phases, or with manual = True."
         )
-    left_out = [hook for hook in sorted(_hooks_of(module)) if overrides(module, hook)]
-    if left_out:
-        warnings.warn(f"{name} overrides hooks that are not called here: {', '.join(left_out)}.", stacklevel=3)
+    uncalled = [hook for hook in sorted(_hooks_of(module)) if overrides(module, hook)]
+    if uncalled:
+        warnings.warn(f"{name} overrides hooks that are not called here: {', '.join(uncalled)}.", stacklevel=3)
 
 
 def _hooks_of(module: Any) -> set[str]:
@@ -195,7 +195,7 @@ def _hooks_of(module: Any) -> set[str]:
         for name in vars(cls)
         if not name.startswith("_")
     }
-    return (from_mixins | set(_OVERRIDES_LEFT_OUT)) - _CALLED_HOOKS - _OTHER_HOOKS_USED - {"teardown"}
+    return (from_mixins | set(_UNCALLED_METHODS)) - _CALLED_HOOKS - _OTHER_HOOKS_USED - {"teardown"}
 
 
 def _call(step: Callable[..., Any], batch: Any, proxy: TrainerProxy) -> Any:

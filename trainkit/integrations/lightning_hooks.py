@@ -48,12 +48,12 @@ class TrainerProxy:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this rank is the one that writes."""
+        """True on rank 0."""
         return self.global_rank == 0
 
     @property
     def estimated_stepping_batches(self) -> int:
-        """Optimizer steps of the whole run; raises UserError where the duration does not tell."""
+        """Optimizer steps of the whole run; raises UserError if the duration does not define them."""
         if self.total_steps is None:
             raise UserError(
                 "estimated_stepping_batches is not known; give max_duration in steps, samples, or epochs of data "
@@ -62,12 +62,12 @@ class TrainerProxy:
         return self.total_steps
 
     def next_batch(self) -> int:
-        """Return the index of the batch that comes now."""
+        """Return the index of the next batch."""
         self.batch += 1
         return self.batch
 
     def follow(self, run: Run) -> None:
-        """Take over where the run is."""
+        """Copy the counters of the run."""
         self.current_epoch, self.global_step = run.state.epoch, run.state.step
         self.world_size, self.global_rank = run.strategy.comm.world_size, run.strategy.comm.rank
         self.total_steps = run.max_steps
@@ -114,7 +114,7 @@ class LightningHooks(Callback):
     def on_epoch_end(self, run: Run) -> None:
         if not overrides(self._module, "on_train_epoch_end"):
             return
-        with synced_metrics(run.task, run.strategy, keep_resets=True), recording() as logged:
+        with synced_metrics(run.task, run.strategy, keep_resets=True), capture_logged() as logged:
             self._module.on_train_epoch_end()
             own = numbers_of(logged)
         of_ranks = run.strategy.comm.all_gather_object(own)
@@ -133,7 +133,7 @@ class LightningHooks(Callback):
         self._proxy.batch, self._proxy.loader = -1, self._proxy.loader + 1
         hook = f"on_{_EVALUATIONS[stage]}_epoch_end"
         if overrides(self._module, hook):
-            with synced_metrics(run.task, run.strategy, keep_resets=False), recording() as logged:
+            with synced_metrics(run.task, run.strategy, keep_resets=False), capture_logged() as logged:
                 getattr(self._module, hook)()
                 metrics.update(numbers_of(logged))
 
@@ -144,7 +144,7 @@ class LightningHooks(Callback):
 
 
 def overrides(module: Any, hook: str) -> bool:
-    """Return whether a user's class defines a hook, and not Lightning alone."""
+    """Return True if a user's class defines the hook, not only Lightning."""
     owner = next((cls for cls in type(module).__mro__ if hook in vars(cls)), None)
     return owner is not None and not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
 
@@ -183,8 +183,8 @@ def log_values(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None
 
 
 @contextmanager
-def recording() -> Iterator[dict[str, Any]]:
-    """Keep in a dict what is logged in this context."""
+def capture_logged() -> Iterator[dict[str, Any]]:
+    """Collect the values that are logged in this context in a dict."""
     logged: dict[str, Any] = {}
     token = _logged.set(logged)
     try:
@@ -204,7 +204,7 @@ def without_stage(logged: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(logged: Mapping[str, Any]) -> dict[str, float]:
-    """Return what was logged at the end of an epoch as numbers; metric objects are computed and reset."""
+    """Return the values logged at the end of an epoch as numbers; metric objects are computed and reset."""
     numbers: dict[str, float] = {}
     for name, value in without_stage(logged).items():
         computed = value.compute() if is_metric(value) else value
@@ -258,7 +258,7 @@ def _updates(holder: nn.Module) -> int:
 
 
 def _was_reset(holder: nn.Module, states: Mapping[str, Any]) -> bool:
-    """Return whether a module has been reset since it held these very states."""
+    """Return True if a module has been reset since it had these states."""
     if hasattr(holder, "_update_count"):
         return _updates(holder) == 0
     return any(getattr(holder, name) is not state for name, state in states.items())

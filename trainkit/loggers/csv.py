@@ -72,8 +72,8 @@ def _read(path: Path) -> tuple[list[str], list[list[str]], bool]:
     text = path.read_text() if path.exists() else ""
     complete = text[: text.rfind("\n") + 1]
     columns, *rows = list(csv.reader(io.StringIO(complete))) or [["step", "time"]]
-    whole = [row for row in rows if len(row) == len(columns) and row[0].isdigit()]
-    return columns, whole, len(complete) < len(text) or len(whole) < len(rows)
+    valid = [row for row in rows if len(row) == len(columns) and row[0].isdigit()]
+    return columns, valid, len(complete) < len(text) or len(valid) < len(rows)
 
 
 def _text(rows: Sequence[Sequence[str]]) -> str:

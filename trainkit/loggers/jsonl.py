@@ -17,7 +17,7 @@ class JsonlLogger(Logger):
     """Appends to `metrics.jsonl` lines such as `{"step": 50, "time": 1767225600.1, "train/loss": 0.69}`.
 
     `time` is in seconds since 1970. Every line is handed to the system at once, so that a killed process loses none.
-    JSON has no NaN and no infinity: they are the texts `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float()` and
+    JSON has no NaN and no infinity: they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float()` and
     JavaScript's `Number()` read.
 
     Args:
@@ -32,7 +32,7 @@ class JsonlLogger(Logger):
     def open(self, folder: Path, *, step: int) -> None:
         self.close()
         path = folder / self.filename
-        _cut_back(path, step=step)
+        _truncate(path, step=step)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -52,7 +52,7 @@ class JsonlLogger(Logger):
             self._file = None
 
 
-def _cut_back(path: Path, *, step: int) -> None:
+def _truncate(path: Path, *, step: int) -> None:
     """Remove the lines beyond `step`, and a last line that a kill left unfinished."""
     if not path.exists():
         return

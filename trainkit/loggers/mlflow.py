@@ -1,4 +1,4 @@
-"""MLflow: curves, settings, images and texts in a folder, or on a tracking server."""
+"""MLflow: curves, settings, images and text in a folder, or on a tracking server."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MlflowLogger(Logger):
         if step > 0 and known.exists():
             self._run_id = known.read_text().strip()
             if local is not None:
-                _cut_back(local / experiment / self._run_id / "metrics", step=step)
+                _truncate(local / experiment / self._run_id / "metrics", step=step)
             client.update_run(self._run_id, status="RUNNING")
         else:
             self._run_id = client.create_run(experiment, run_name=self.name or folder.name).info.run_id
@@ -131,7 +131,7 @@ def _folder_of(uri: str) -> Path | None:
     return Path(uri) if parsed.scheme == "" else None
 
 
-def _cut_back(folder: Path, *, step: int) -> None:
+def _truncate(folder: Path, *, step: int) -> None:
     """Remove the points beyond `step` from files whose lines are `<time> <value> <step>`."""
     for path in folder.rglob("*") if folder.is_dir() else ():
         if path.is_file():

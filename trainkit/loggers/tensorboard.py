@@ -1,4 +1,4 @@
-"""TensorBoard: curves, histograms, images, texts, hyperparameters and the task's graph, in event files."""
+"""TensorBoard: curves, histograms, images, text, hyperparameters and the task's graph, in event files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MASK_DELTA = 0xA282EAD8
 
 
 class TensorBoardLogger(Logger):
-    """Writes event files into a folder of the run's: look at them with `tensorboard --logdir runs`.
+    """Writes event files into a folder in the run's folder; view them with `tensorboard --logdir runs`.
 
     Metrics keep their names, so that `train/loss` and `train/accuracy` share the group `train`. All metrics of a
     moment are one event. A resumed run marks what its predecessor wrote beyond the resumed step as void. The run's

@@ -1,4 +1,4 @@
-"""Weights & Biases: curves, histograms, images and texts beside the run's config, online or offline."""
+"""Weights & Biases: curves, histograms, images and text beside the run's config, online or offline."""
 
 from __future__ import annotations
 

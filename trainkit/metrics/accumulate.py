@@ -20,7 +20,7 @@ _HAS_OBJECTS = "metric objects"
 """A name among the sums where a rank has metric objects: all ranks then know, without another collective."""
 
 GatheredShards = tuple[int, dict[str, list[MetricShard]]]
-"""The rank of a process, and what it has counted under each name."""
+"""The rank of a process, and its metric shards by name."""
 
 
 class WeightedMeans:
@@ -140,7 +140,7 @@ class MetricAccumulator:
         return self.compute(collectives.all_gather_object(self.shards(collectives.rank)), collectives)
 
     def shards(self, rank: int) -> GatheredShards:
-        """Return what this process has counted, in host memory."""
+        """Return the states of this process by metric name, in host memory."""
         return rank, {
             name: [MetricShard(local_states(metric), samples) for metric, samples in of_name.values()]
             for name, of_name in self._found.items()

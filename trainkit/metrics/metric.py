@@ -69,7 +69,7 @@ class Metric(nn.Module):
                 "'cat', and with a tensor for the others."
             )
         self._states[name] = (default if isinstance(default, Tensor) else None, reduction)
-        setattr(self, name, self._begin(name))
+        setattr(self, name, self._initial(name))
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Add the samples of one batch to the states."""
@@ -82,13 +82,13 @@ class Metric(nn.Module):
     def reset(self) -> None:
         """Set every state to its default."""
         for name in self._states:
-            setattr(self, name, self._begin(name))
+            setattr(self, name, self._initial(name))
 
     def reductions(self) -> dict[str, Reduction]:
         """Return the reduction of each state."""
         return {name: reduction for name, (_, reduction) in self._states.items()}
 
-    def _begin(self, name: str) -> Any:
+    def _initial(self, name: str) -> Any:
         default, _ = self._states[name]
         return [] if default is None else default.detach().clone()
 

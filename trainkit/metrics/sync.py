@@ -26,7 +26,7 @@ class MetricShard:
 
 
 def is_metric(value: object) -> bool:
-    """Return whether `value` is a metric object: ours, one of torchmetrics, or a collection of such."""
+    """Return True if `value` is a metric object: ours, one of torchmetrics, or a collection of such."""
     return (
         isinstance(value, nn.Module)
         and all(callable(getattr(value, name, None)) for name in ("update", "compute", "reset"))
@@ -67,7 +67,7 @@ def compute_synced(metric: nn.Module, shards: Sequence[MetricShard]) -> Any:
 
 
 def merge_metric_states(holders: Sequence[nn.Module], shards: Sequence[MetricShard]) -> None:
-    """Leave in the modules the merged states of all shards."""
+    """Set the modules' states to the merged states of all shards."""
     for index, holder in enumerate(holders):
         device = _device_of(holder)
         for name, reduction in _reductions(holder).items():
@@ -166,10 +166,12 @@ def _reductions(holder: nn.Module) -> dict[str, Any]:
     if isinstance(holder, Metric):
         return dict(holder.reductions())
     found: Any = holder._reductions
-    return {name: _WORDS.get(getattr(reduction, "__name__", ""), reduction) for name, reduction in found.items()}
+    return {
+        name: _REDUCTION_NAMES.get(getattr(reduction, "__name__", ""), reduction) for name, reduction in found.items()
+    }
 
 
-_WORDS = {f"dim_zero_{word}": word for word in ("sum", "mean", "min", "max", "cat")}
+_REDUCTION_NAMES = {f"dim_zero_{name}": name for name in ("sum", "mean", "min", "max", "cat")}
 
 
 def _merged(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
@@ -199,15 +201,15 @@ def _lists_merged(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
 
 
 def _are_strided_shards(rows: Sequence[int], samples: Sequence[int]) -> bool:
-    """Return whether there is a row for each sample, and rank r of W has the samples r, r + W, ..."""
+    """Return True if there is one row for each sample, and rank r of W has the samples r, r + W, ..."""
     return list(rows) == list(samples) == [len(range(rank, sum(rows), len(rows))) for rank in range(len(rows))]
 
 
 def _interleaved(rows: Sequence[Tensor]) -> Tensor:
-    whole = rows[0].new_empty((sum(map(len, rows)), *rows[0].shape[1:]))
+    merged = rows[0].new_empty((sum(map(len, rows)), *rows[0].shape[1:]))
     for rank, own in enumerate(rows):
-        whole[rank :: len(rows)] = own
-    return whole
+        merged[rank :: len(rows)] = own
+    return merged
 
 
 def _sum(stacked: Tensor, samples: Sequence[int]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Proof that strategies agree: one task, data and global batch, trained under each of them from the same weights.
+"""Parity of strategies: one task, trained on the same data from the same weights under each of them.
 
 Every strategy is compared with `single` after every step: the loss, the norm of the gradient, and each parameter. All
-compute in fp64 unless told otherwise: the rounding of sums in another order stays small there, so that what is left is
-the strategy's own error.
+compute in fp64 by default: the rounding of sums in another order stays small there, so that a larger difference is an
+error of the strategy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainkit.task import TaskModule
 
 DEFAULT_STRATEGIES = ("single", "dp", "ddp")
 TOLERANCES = {"fp64": 1e-11, "fp32": 1e-5, "bf16-mixed": 2e-2, "fp16-mixed": 5e-3, "bf16-true": 1e-1}
-"""Largest relative difference that rounding explains after some tens of steps, in a precision that is named."""
+"""Largest relative difference that rounding explains after some tens of steps, by precision."""
 DEFAULT_TOLERANCE = 1e-8
 """The same where none is named, for any optimizer: rounding of 1e-16, made 1e5 times as large in each step by one that
 divides by a gradient that is zero except for rounding (a learning rate of 1e-3 over Adam's 1e-8), of a weight that is a
@@ -63,14 +63,14 @@ def compare_strategies(
     tolerance: float | None = None,
     trainer: Mapping[str, Any] | None = None,
 ) -> ParityReport:
-    """Return how each strategy compares with `single` after every step, from the same initial weights.
+    """Return the differences of each strategy from `single` after every step, from the same initial weights.
 
     A task or data may be given as they are or as functions that make them. A strategy is an object, a name, or a name
     with settings: `("ddp", {"hook": "fp16"})`. `devices` (ranks, replicas or stages) and `device` are given to those
     that are named and take them; `trainer` holds settings of the Trainer such as `{"precision": "fp32"}`. Without that
     setting all compute in fp64, or in fp32 where `single` does not train the task in fp64; where its losses are of fp32
     even so, differences may be as large as in that. Both are noted. Raises
-    UserError for what no strategy could train.
+    UserError for a task or data that no strategy can train.
     """
     if isinstance(steps, bool) or steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}.")
@@ -136,10 +136,10 @@ def assert_resume_exact(
                 copy.deepcopy(strategy) if isinstance(strategy, Strategy) else make_strategy(strategy, devices, device)
             )
 
-        whole = runs.fit("whole", fresh(), callbacks=[])
-        runs.fit("parts", fresh(), callbacks=[StopAfterStep(stop_after)])
-        resumed = runs.fit("parts", fresh(), callbacks=[], resume=True)
-    for name, expected in whole.items():
+        uninterrupted = runs.fit("uninterrupted", fresh(), callbacks=[])
+        runs.fit("resumed", fresh(), callbacks=[StopAfterStep(stop_after)])
+        resumed = runs.fit("resumed", fresh(), callbacks=[], resume=True)
+    for name, expected in uninterrupted.items():
         if not torch.equal(resumed[name], expected):
             largest = distance(resumed[name], expected)
             raise AssertionError(
@@ -171,13 +171,13 @@ class ParityComparison:
         except Exception as error:
             return ParityRow(name, "failed", error=f"{type(error).__name__}: {error}")
         row = self.row(name, run, verdict="equal")
-        return row if self.agrees(row) else replace(row, verdict="different")
+        return row if self.is_equal(row) else replace(row, verdict="different")
 
-    def agrees(self, row: ParityRow) -> bool:
-        """Whether the differences are within the tolerance."""
-        # NaN compares false, so it never agrees.
-        norms_agree = row.grad_norm.value <= _NORM_SLACK * self._tolerance
-        return norms_agree and row.loss.value <= self._tolerance and row.weights.value <= self._tolerance
+    def is_equal(self, row: ParityRow) -> bool:
+        """Return True if the differences are within the tolerance."""
+        # NaN compares false, so it is never equal.
+        norms_are_equal = row.grad_norm.value <= _NORM_SLACK * self._tolerance
+        return norms_are_equal and row.loss.value <= self._tolerance and row.weights.value <= self._tolerance
 
     def row(self, name: str, run: ParityRun, *, verdict: str) -> ParityRow:
         """Return the largest differences over all steps."""
@@ -215,11 +215,11 @@ def _reference(runs: ParityRuns, device: str) -> tuple[ParityRuns, ParityRun, fl
         precise = runs.in_precision(_PRECISION)
         single = precise.train(REFERENCE, make_strategy(REFERENCE, 1, device))
     except Exception as error:
-        simple = runs.in_precision(_SECOND_PRECISION)
-        single = simple.train(REFERENCE, make_strategy(REFERENCE, 1, device))
+        second = runs.in_precision(_SECOND_PRECISION)
+        single = second.train(REFERENCE, make_strategy(REFERENCE, 1, device))
         why = f"{type(error).__name__}: {error}"
         note = f"compared in {_SECOND_PRECISION}, as single failed in {_PRECISION}: {why}"
-        return simple, single, TOLERANCES[_SECOND_PRECISION], [note]
+        return second, single, TOLERANCES[_SECOND_PRECISION], [note]
     if single.has_losses_of_fp32:
         note = f"tolerance of {_SECOND_PRECISION}, in which the task computes its losses"
         return precise, single, TOLERANCES[_SECOND_PRECISION], [note]
@@ -252,7 +252,7 @@ def _names(strategies: Sequence[StrategyChoice]) -> list[str]:
 
 
 def _numbers(ours: float, expected: float, *, scale: float, step: int, phase: str) -> Difference:
-    if ours == expected or (math.isnan(ours) and math.isnan(expected)):  # also where neither tells it
+    if ours == expected or (math.isnan(ours) and math.isnan(expected)):  # also if neither logged it
         return Difference(0.0, step)
     return Difference(_relative(abs(ours - expected), scale), step, phase)
 

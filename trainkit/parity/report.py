@@ -20,7 +20,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class ParityRow:
-    """How one strategy compares with `single`."""
+    """The differences of one strategy from `single`."""
 
     strategy: str
     verdict: str
@@ -44,11 +44,11 @@ class ParityReport:
     precision: str
     tolerance: float
     notes: tuple[str, ...] = ()
-    """Whether the task does not compute in fp64, and which of its modules explain a difference."""
+    """Notes on the precision of the task, and on modules that explain a difference."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether every strategy agrees with `single` to the tolerance."""
+        """True if every strategy equals `single` to the tolerance."""
         return all(row.verdict in ("reference", "equal") for row in self.rows)
 
     def as_json(self) -> str:

@@ -1,4 +1,4 @@
-"""ParityRuns: recorded trainings of one task, one for each strategy."""
+"""ParityRuns: training runs of one task whose steps are recorded, one for each strategy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ReportsTraffic(Protocol):
 
 @dataclass(frozen=True)
 class ParityRun:
-    """The recorded steps of one training, and what its strategy reports of itself."""
+    """The recorded steps of one training run, with the layout and traffic of its strategy."""
 
     folder: Path
     layout: str
@@ -51,12 +51,12 @@ class ParityRun:
 
     @property
     def has_losses_of_fp32(self) -> bool:
-        """Whether every loss is a number of fp32: the step then computes it in fp32, whatever its inputs are."""
+        """True if every loss is representable in fp32: the step then computes it in fp32 for any input dtype."""
         losses = [loss for step in range(1, self.num_steps + 1) for loss in self.step(step)["losses"].values()]
         return all(float(torch.tensor(loss, dtype=torch.float32)) == loss for loss in losses if not math.isnan(loss))
 
     def step(self, number: int) -> dict[str, Any]:
-        """Return what was recorded after a step; 0 is the start."""
+        """Return the record of a step; 0 is the state before the first."""
         seen: dict[str, Any] = torch.load(self.folder / f"{number}.pt", weights_only=True)
         return seen
 
@@ -70,7 +70,7 @@ class ParityRuns:
         self._settings = settings
         self.steps = steps
         self.seed = int(settings.get("seed", 0))
-        self._start = {name: tensor.clone() for name, tensor in self._made_task().state_dict().items()}
+        self._start = {name: tensor.clone() for name, tensor in self._make_task().state_dict().items()}
 
     @property
     def precision(self) -> str:
@@ -79,11 +79,11 @@ class ParityRuns:
 
     @property
     def names_precision(self) -> bool:
-        """Whether the settings name a precision."""
+        """True if the settings have a precision."""
         return self._settings.get("precision") is not None
 
     def in_precision(self, name: str) -> ParityRuns:
-        """Return the same trials in another precision."""
+        """Return the same runs in another precision."""
         folder = self._folder / name
         folder.mkdir()
         return ParityRuns(
@@ -91,8 +91,8 @@ class ParityRuns:
         )
 
     def task(self) -> TaskModule:
-        """Return a new task with the weights that all trials start from."""
-        task = self._made_task()
+        """Return a new task with the weights that all runs start from."""
+        task = self._make_task()
         task.load_state_dict(self._start)
         return task
 
@@ -120,11 +120,11 @@ class ParityRuns:
         return {key: tensor.detach().cpu() for key, tensor in task.state_dict().items()}
 
     def _norm(self) -> dict[str, Any]:
-        """Return settings with which the norm of the gradient is known; a limit of infinity changes nothing."""
+        """Return settings that log the gradient norm; a limit of infinity changes nothing."""
         limited = any(self._settings.get(name) is not None for name in ("max_grad_norm", "max_grad_value"))
         return {} if limited else {"max_grad_norm": math.inf}
 
-    def _made_task(self) -> TaskModule:
+    def _make_task(self) -> TaskModule:
         seed_everything(self.seed)
         task = copy.deepcopy(self._task) if isinstance(self._task, nn.Module) else self._task()
         if not isinstance(task, TaskModule):
@@ -171,7 +171,7 @@ class _StepRecorder(Callback):
         self.before = time.perf_counter()
 
     def _logged(self, run: Run, name: str) -> dict[str, float]:
-        """Return what was logged of each phase; NaN if that takes no part in the step."""
+        """Return the logged value of each phase; NaN if the phase did not run in the step."""
         phases = [phase_optimizer.phase for phase_optimizer in run.phase_optimizers]
         keys = {phase: f"train/{phase}/{name}" if phase else f"train/{name}" for phase in phases}
         return {phase: self.metrics.get(key, math.nan) for phase, key in keys.items()}
@@ -200,7 +200,7 @@ def make_strategy(item: StrategyChoice, devices: int, device: str) -> Strategy:
     """Return a strategy; one that is named gets the devices if it takes any."""
     if isinstance(item, Strategy):
         return item
-    name, own = (item, {}) if isinstance(item, str) else item
+    name, given = (item, {}) if isinstance(item, str) else item
     strategy: Strategy = registry.make("strategy", name)
     takes = inspect.signature(type(strategy)).parameters
     settings: dict[str, Any] = {}
@@ -211,12 +211,12 @@ def make_strategy(item: StrategyChoice, devices: int, device: str) -> Strategy:
         settings["devices"] = [device] * devices if one_process and device == "cpu" else devices
     if "stages" in takes:
         settings["stages"] = devices
-    settings |= own
+    settings |= given
     return type(strategy)(**settings)
 
 
 def _layout(run: Run) -> str:
     plan = run.plan
     if plan is None:
-        return f"{run.strategy.comm.world_size} x ready-made"
+        return f"{run.strategy.comm.world_size} x pre-batched"
     return f"{plan.world_size} x {plan.micro_batches} x {plan.micro_batch_size}"
