@@ -271,7 +271,7 @@ def _step_batches(run: Run) -> Iterator[StepBatch]:
     for epoch in count():
         batch = None
         batches = run.loader.step_batches(epoch, 0)
-        for batch in run.strategy.step_batches(batches, pin_memory=run.loader.source.pin_memory):
+        for batch in run.strategy.step_batches(batches, pin_memory=run.loader.stage_data.pin_memory):
             yield batch
         if batch is None:  # a stream without samples
             return

@@ -59,7 +59,7 @@ def example_batch(run: Run) -> Any:
     is_complete = len(local_state(run.strategy, run.task)) == len(named_state(run.task))
     if run.loader is None or not is_complete or not steps_of(run.task, run.phase_optimizers):
         return None
-    example = run.loader.example()
+    example = run.loader.first_micro_batch()
     return example and to_device(example.batch, run.strategy.device, dtype=run.precision.batch_type)
 
 

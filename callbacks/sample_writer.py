@@ -38,15 +38,15 @@ class SampleWriter(Callback):
     def on_evaluation_start(self, run: Run, stage: str) -> None:
         if stage != "validation" or not run.phase_optimizers:
             return
-        source = run.data.source("validation")
-        if source.is_stream or source.batch_size is None:
+        source = run.data.stage_data("validation")
+        if source.is_iterable or source.batch_size is None:
             raise UserError("sample_writer needs a map-style validation dataset of samples, not a stream or batches.")
         count = min(self.num_samples, len(source.dataset))
         was_training = run.task.training
         run.task.eval()
         try:
             with preserve_rng(), torch.no_grad():
-                batch = make_reader(source.dataset, source.collate, seed=run.seed).read(torch.arange(count))
+                batch = make_reader(source.dataset, source.collate_fn, seed=run.seed).read(torch.arange(count))
                 predictions = run.strategy.predict(run.task, MicroBatch(batch, count))
         finally:
             run.task.train(was_training)

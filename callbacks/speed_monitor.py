@@ -135,7 +135,7 @@ class SpeedMonitor(Callback):
         self._check_waited = self._check_seconds = 0.0
         self._slow_intervals = self._slow_intervals + 1 if fraction > MAX_DATA_WAIT else 0
         if self._slow_intervals == SLOW_INTERVALS_TO_WARN:
-            logger.warning("%s", _bottleneck(fraction, run.loader.source.workers))
+            logger.warning("%s", _bottleneck(fraction, run.loader.stage_data.num_workers))
 
     def _write_step_times(self, run: Run, metrics: dict[str, float], timer: StepTimer, seconds: float) -> None:
         steps, parts = timer.steps, timer.take(seconds)
@@ -154,12 +154,12 @@ class SpeedMonitor(Callback):
         os.write(self._file, f"{json.dumps(line)}\n".encode())
 
 
-def _bottleneck(fraction: float, workers: int) -> str:
+def _bottleneck(fraction: float, num_workers: int) -> str:
     remedy = (
-        "the training process reads them itself: set data.workers=2 or more"
-        if workers == 0
-        else f"{workers} worker process{'es read' if workers > 1 else ' reads'} them: set data.workers higher, or make "
-        "the dataset's __getitem__ faster (decode less, read from a faster disk, prepare samples beforehand)"
+        "the training process reads them itself: set data.num_workers=2 or more"
+        if num_workers == 0
+        else f"{num_workers} worker{'s read' if num_workers > 1 else ' reads'} them: raise data.num_workers, or "
+        "make the dataset's __getitem__ faster (decode less, read from a faster disk, prepare samples beforehand)"
     )
     return f"data is the bottleneck: {100 * fraction:.0f} % of the time the loop waits for samples; {remedy}."
 

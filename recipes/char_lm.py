@@ -125,7 +125,7 @@ class SourceFiles(Data):
         evaluation_batch_size: Windows of one evaluation batch, over all ranks.
         context: Input bytes of a window.
         max_bytes: Maximum size of all files together.
-        workers: Worker processes that read samples; 0: the training process.
+        num_workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -136,9 +136,9 @@ class SourceFiles(Data):
         evaluation_batch_size: int = 64,
         context: int = 128,
         max_bytes: int = 2_000_000,
-        workers: int = 0,
+        num_workers: int = 0,
     ) -> None:
-        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, workers=workers)
+        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, num_workers=num_workers)
         if context < 1 or max_bytes < 1:
             raise UserError(f"data.context and data.max_bytes must be at least 1, got {context} and {max_bytes}.")
         self.context = context

@@ -140,7 +140,7 @@ class DigitViews(Data):
         shift: Maximum shift of a view, in pixels.
         noise: Standard deviation of the noise of a pixel.
         num_train: Maximum number of training images.
-        workers: Worker processes that read samples; 0: the training process.
+        num_workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -152,9 +152,9 @@ class DigitViews(Data):
         shift: int = 1,
         noise: float = 0.1,
         num_train: int | None = None,
-        workers: int = 0,
+        num_workers: int = 0,
     ) -> None:
-        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, workers=workers)
+        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, num_workers=num_workers)
         if not 0 <= shift < 4 or noise < 0:
             raise UserError(f"data.shift must be from 0 to 3 and data.noise at least 0, got {shift} and {noise}.")
         self.shift = shift

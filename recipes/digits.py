@@ -80,7 +80,7 @@ class DigitsData(Data):
         batch_size: Samples of one optimizer step, over all ranks.
         evaluation_batch_size: Samples of one evaluation batch, over all ranks.
         num_train: Maximum number of training images.
-        workers: Worker processes that read samples; 0: the training process.
+        num_workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -90,9 +90,9 @@ class DigitsData(Data):
         batch_size: int = 64,
         evaluation_batch_size: int = 360,
         num_train: int | None = None,
-        workers: int = 0,
+        num_workers: int = 0,
     ) -> None:
-        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, workers=workers)
+        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, num_workers=num_workers)
         if num_train is not None and num_train < 1:
             raise UserError(f"data.num_train must be at least 1 image, got {num_train}.")
         self.num_train = num_train

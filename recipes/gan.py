@@ -120,7 +120,7 @@ class DigitsWithNoise(DigitsData):
         batch_size: Samples of one optimizer step, over all ranks.
         evaluation_batch_size: Samples of one evaluation batch, over all ranks.
         num_train: Maximum number of training images.
-        workers: Worker processes that read samples; 0: the training process.
+        num_workers: Worker processes that read samples; 0: the training process.
 
     """
 

@@ -197,7 +197,7 @@ class TokenFiles(Data):
         max_bytes: Maximum size of all files together; `None`: no limit.
         batch_size: Windows of one optimizer step, over all ranks.
         evaluation_batch_size: Windows of one evaluation batch, over all ranks.
-        workers: Worker processes that read samples; 0: the training process.
+        num_workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -212,9 +212,9 @@ class TokenFiles(Data):
         max_bytes: int | None = None,
         batch_size: int = 32,
         evaluation_batch_size: int = 64,
-        workers: int = 0,
+        num_workers: int = 0,
     ) -> None:
-        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, workers=workers)
+        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, num_workers=num_workers)
         if context < 1:
             raise UserError(f"data.context must be at least 1 token, got {context}.")
         if tokenizer == "bytes" and vocabulary != _NUM_BYTES + 1:

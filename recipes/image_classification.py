@@ -180,7 +180,7 @@ class ImageData(Data):
         augment: Shift and flip training images.
         batch_size: Images of one optimizer step, over all ranks.
         evaluation_batch_size: Images of one evaluation batch, over all ranks.
-        workers: Worker processes that read samples; 0: the training process.
+        num_workers: Worker processes that read samples; 0: the training process.
         balance_classes: Draw all classes equally often in training.
 
     """
@@ -194,13 +194,13 @@ class ImageData(Data):
         augment: bool = True,
         batch_size: int = 128,
         evaluation_batch_size: int = 500,
-        workers: int = 2,
+        num_workers: int = 2,
         balance_classes: bool = False,
     ) -> None:
         super().__init__(
             batch_size=batch_size,
             evaluation_batch_size=evaluation_batch_size,
-            workers=workers,
+            num_workers=num_workers,
             balance_classes=balance_classes,
         )
         if side < 8:

@@ -111,7 +111,7 @@ class TableData(Data):
         csv: CSV file instead: a line of names, then lines of numbers, with the class in the last column.
         batch_size: Rows of one optimizer step, over all ranks.
         evaluation_batch_size: Rows of one evaluation batch, over all ranks.
-        workers: Worker processes that read samples; 0: the training process.
+        num_workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -122,9 +122,9 @@ class TableData(Data):
         csv: str | None = None,
         batch_size: int = 32,
         evaluation_batch_size: int = 256,
-        workers: int = 0,
+        num_workers: int = 0,
     ) -> None:
-        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, workers=workers)
+        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, num_workers=num_workers)
         if table not in ("breast_cancer", "wine", "iris"):
             raise UserError(f"unknown data.table={table!r}.{nearest(table, ('breast_cancer', 'wine', 'iris'))}")
         self.table = table

@@ -254,14 +254,14 @@ class Trainer:
             )
         self.strategy.validate()
         self.fit_config.transforms.check(task)
-        source = data.source(stage)
+        source = data.stage_data(stage)
         if stage == "train":
             if has_phases(task):
                 check_phases_run(task, self.strategy)
             if source.batch_size is not None:
                 self.strategy.plan(source.batch_size)
             if self.fit_config.validates(data):
-                data.source("validation")
+                data.stage_data("validation")
 
     def _run_to_continue(self, task: TaskModule) -> Path | None:
         if self.fit_config.fast_dev_run:

@@ -560,6 +560,6 @@ def partition_command(arguments: Arguments) -> int:
     if not isinstance(strategy, PipelineStrategy):
         raise UserError(f"{type(strategy).__name__} has no stages to show; only strategy=pipeline cuts a task.")
     data = Data(train=run.data) if isinstance(run.data, DataLoader) else run.data
-    report, drawing = strategy.preview(run.task, data.source("train"), precision=run.trainer.fit_config.precision)
+    report, drawing = strategy.preview(run.task, data.stage_data("train"), precision=run.trainer.fit_config.precision)
     print(f"{settings.name} in {len(report.stages)} stages\n{report}\n\n{drawing}")
     return 0

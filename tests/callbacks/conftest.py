@@ -92,7 +92,7 @@ def fit(data: Data, tmp_path: Path) -> Callable[..., FitResult]:
         **settings: Any,
     ) -> FitResult:
         torch.manual_seed(0)
-        used = Data(train=data.source("train").dataset, batch_size=4) if without_validation else data
+        used = Data(train=data.stage_data("train").dataset, batch_size=4) if without_validation else data
         defaults = {"max_duration": "20step", "evaluate_every": "2step", "log_every": "5step", "num_sanity_batches": 0}
         settings = {"run_dir": tmp_path / "run", "loggers": [], **defaults, **settings}
         strategy = settings.pop("strategy", None) or SingleStrategy(device="cpu")

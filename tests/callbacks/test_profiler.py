@@ -146,7 +146,7 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(make_trainer):
     trainer = make_trainer(
         max_duration="8step", log_every="4step", callbacks=[SpeedMonitor(log_step_times=True)], loggers=["jsonl"]
     )
-    data = Data(train=regression_data(32), batch_size=4, collate=_slow_collate)
+    data = Data(train=regression_data(32), batch_size=4, collate_fn=_slow_collate)
     result = trainer.fit(_SlowTask(), data)
     lines = [json.loads(line) for line in (trainer.run_dir / "step_times.jsonl").read_text().splitlines()]
     assert [(line["step"], line["steps"]) for line in lines] == [(4, 4), (8, 4)]
@@ -184,7 +184,7 @@ def test_waiting_for_other_ranks_does_not_count_as_backward():
             return None
 
     strategy = Waits()
-    loader = open_loader(Data(train=regression_data(8), batch_size=4).source("train"), strategy, seed=0)
+    loader = open_loader(Data(train=regression_data(8), batch_size=4).stage_data("train"), strategy, seed=0)
     watch = StepTimer(strategy, Precision(), loader)
     watch._device = DeviceThatWorked()
     Waits.waited_seconds = 0.75

@@ -41,7 +41,7 @@ def test_over_all_ranks_each_sample_comes_once(num_samples, batch_size, world_si
     data = Data(validation=TensorDataset(torch.arange(num_samples)), batch_size=batch_size)
     seen = []
     for rank in range(world_size):
-        loader = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        loader = open_loader(data.stage_data("validation"), FakeRank(rank, world_size), seed=0)
         for micro_batch in loader.batches():
             assert len(micro_batch.batch[0]) == micro_batch.num_samples
             seen += micro_batch.batch[0].tolist()
@@ -53,7 +53,7 @@ def test_over_all_ranks_each_sample_of_a_stream_comes_once(num_samples, batch_si
     data = Data(validation=NumberStream(num_samples), batch_size=batch_size)
     seen = []
     for rank in range(world_size):
-        loader = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        loader = open_loader(data.stage_data("validation"), FakeRank(rank, world_size), seed=0)
         for micro_batch in loader.batches():
             assert len(micro_batch.batch) == micro_batch.num_samples
             seen += micro_batch.batch.tolist()
@@ -66,7 +66,7 @@ def test_over_all_ranks_each_row_of_ready_made_batches_comes_once(sizes, world_s
     data = Data(validation=batches)
     seen = []
     for rank in range(world_size):
-        loader = open_loader(data.source("validation"), FakeRank(rank, world_size), seed=0)
+        loader = open_loader(data.stage_data("validation"), FakeRank(rank, world_size), seed=0)
         for micro_batch in loader.batches():
             assert len(micro_batch.batch) == micro_batch.num_samples
             seen += micro_batch.batch.tolist()
@@ -76,7 +76,7 @@ def test_over_all_ranks_each_row_of_ready_made_batches_comes_once(sizes, world_s
 @pytest.mark.parametrize("workers", [0, 2])
 def test_worker_processes_change_nothing(make_trainer, workers):
     task, dataset = Regression(), regression_data(11)
-    metrics = make_trainer().validate(task, Data(validation=dataset, batch_size=4, workers=workers))
+    metrics = make_trainer().validate(task, Data(validation=dataset, batch_size=4, num_workers=workers))
     assert metrics["validation/loss"] == pytest.approx(mean_error(task, dataset), rel=1e-6)
 
 
@@ -223,5 +223,5 @@ def test_validation_can_use_the_weights_of_a_checkpoint(make_trainer):
 @pytest.mark.parametrize("call", ["validate", "predict"])
 def test_a_stream_that_gives_nothing_is_an_error(make_trainer, call):
     stage = "validation" if call == "validate" else call
-    with pytest.raises(UserError, match=f"the {stage} stream gave no sample"):
+    with pytest.raises(UserError, match=f"the {stage} IterableDataset gave no sample"):
         getattr(make_trainer(), call)(Regression(), Data(**{stage: RegressionStream(0)}, batch_size=4))

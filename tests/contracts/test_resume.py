@@ -175,7 +175,7 @@ def test_random_augmentation_goes_on_where_it_was_with_any_number_of_workers(mak
     whole, resumed = both_ways(
         make_trainer,
         dropout_task,
-        lambda: Data(train=Augmented(), batch_size=4, workers=workers),
+        lambda: Data(train=Augmented(), batch_size=4, num_workers=workers),
         stop=stop,
         max_duration="2epoch",
         strategy=SingleStrategy(device="cpu", accumulate=2),
@@ -186,7 +186,7 @@ def test_random_augmentation_goes_on_where_it_was_with_any_number_of_workers(mak
 def test_the_number_of_workers_does_not_change_the_weights(make_trainer):
     tasks = [dropout_task() for _ in range(2)]
     for task, workers in zip(tasks, (1, 2), strict=True):
-        data = Data(train=Augmented(), batch_size=4, workers=workers)
+        data = Data(train=Augmented(), batch_size=4, num_workers=workers)
         make_trainer(max_duration="2epoch").fit(task, data)
     assert_same_bits(*tasks)
 

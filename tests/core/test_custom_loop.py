@@ -157,7 +157,7 @@ def test_schedules_and_callbacks_see_the_evaluations_of_a_session():
 def test_a_session_keeps_the_workers_of_its_evaluations_from_one_to_the_next():
     generator = torch.Generator().manual_seed(1)
     samples = [(torch.randn(3, generator=generator), torch.zeros(1)) for _ in range(6)]
-    read = Data(train=samples, validation=samples, batch_size=2, workers=1)
+    read = Data(train=samples, validation=samples, batch_size=2, num_workers=1)
     with session("single", Regression(), read) as s:
         s.evaluate()
         workers = {child.pid for child in multiprocessing.active_children()}

@@ -595,6 +595,6 @@ def test_a_trainer_can_be_used_again(make_trainer):
 def test_a_run_leaves_no_process_and_no_folder_of_its_own_behind(make_trainer, tmp_path):
     before = set(os.listdir(tmp_path))
     trainer = make_trainer()
-    trainer.fit(Regression(), data(workers=2))
+    trainer.fit(Regression(), data(num_workers=2))
     assert set(os.listdir(tmp_path)) - before == {trainer.run_dir.name}
     assert not torch.multiprocessing.active_children()

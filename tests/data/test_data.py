@@ -36,10 +36,15 @@ def first_of(samples):
 def test_a_loaders_dataset_collate_workers_and_batch_size_are_kept():
     dataset = numbers()
     loader = DataLoader(dataset, batch_size=3, collate_fn=first_of, num_workers=2, drop_last=True)
-    source = Data(train=loader).source("train")
-    assert source.dataset is dataset
-    assert source.collate is first_of
-    assert (source.workers, source.batch_size, source.drop_last, source.shuffle) == (2, 3, True, False)
+    stage_data = Data(train=loader).stage_data("train")
+    assert stage_data.dataset is dataset
+    assert stage_data.collate_fn is first_of
+    assert (stage_data.num_workers, stage_data.batch_size, stage_data.drop_last, stage_data.shuffle) == (
+        2,
+        3,
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,10 +59,10 @@ def test_a_loaders_dataset_collate_workers_and_batch_size_are_kept():
     ids=["plain", "shuffle", "sequential", "random", "distributed"],
 )
 def test_a_plain_sampler_of_a_loader_is_replaced_by_the_strategys(settings, shuffle):
-    source = Data(train=DataLoader(numbers(), batch_size=3, **settings)).source("train")
-    assert source.sampler is None
-    assert source.shuffle == shuffle
-    assert source.num_items == 12
+    stage_data = Data(train=DataLoader(numbers(), batch_size=3, **settings)).stage_data("train")
+    assert stage_data.sampler is None
+    assert stage_data.shuffle == shuffle
+    assert stage_data.num_items == 12
 
 
 @pytest.mark.parametrize(
@@ -71,17 +76,22 @@ def test_a_plain_sampler_of_a_loader_is_replaced_by_the_strategys(settings, shuf
     ids=lambda sampler: type(sampler).__name__,
 )
 def test_a_users_own_sampler_is_kept_and_says_how_long_an_epoch_is(sampler):
-    source = Data(train=DataLoader(numbers(), batch_size=3, sampler=sampler)).source("train")
-    assert source.sampler is sampler
-    assert source.num_items == len(sampler)
+    stage_data = Data(train=DataLoader(numbers(), batch_size=3, sampler=sampler)).stage_data("train")
+    assert stage_data.sampler is sampler
+    assert stage_data.num_items == len(sampler)
 
 
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_a_plain_batch_sampler_gives_batch_size_order_and_drop_last(shuffled):
     dataset = numbers()
     sampler = RandomSampler(dataset) if shuffled else SequentialSampler(dataset)
-    source = Data(train=DataLoader(dataset, batch_sampler=BatchSampler(sampler, 5, True))).source("train")
-    assert (source.batch_size, source.drop_last, source.shuffle, source.sampler) == (5, True, shuffled, None)
+    stage_data = Data(train=DataLoader(dataset, batch_sampler=BatchSampler(sampler, 5, True))).stage_data("train")
+    assert (stage_data.batch_size, stage_data.drop_last, stage_data.shuffle, stage_data.sampler) == (
+        5,
+        True,
+        shuffled,
+        None,
+    )
 
 
 def test_training_on_a_loader_gives_the_batches_of_its_dataset(make_trainer):
@@ -118,16 +128,16 @@ def test_a_weighted_sampler_decides_what_is_trained_on(make_trainer):
     assert task.seen == set(dataset.tensors[1][8:].flatten().tolist())
 
 
-def test_a_loader_without_a_batch_size_holds_ready_made_batches():
-    source = Data(train=DataLoader([torch.ones(3), torch.ones(2)], batch_size=None)).source("train")
-    assert source.batch_size is None
-    assert source.num_items == 2
+def test_a_loader_without_a_batch_size_is_pre_batched():
+    stage_data = Data(train=DataLoader([torch.ones(3), torch.ones(2)], batch_size=None)).stage_data("train")
+    assert stage_data.batch_size is None
+    assert stage_data.num_items == 2
 
 
 def test_a_loader_of_a_stream_keeps_its_batch_size():
-    source = Data(train=DataLoader(NumberStream(5), batch_size=2)).source("train")
-    assert source.is_stream
-    assert source.batch_size == 2
+    stage_data = Data(train=DataLoader(NumberStream(5), batch_size=2)).stage_data("train")
+    assert stage_data.is_iterable
+    assert stage_data.batch_size == 2
 
 
 @pytest.mark.parametrize(
@@ -136,22 +146,22 @@ def test_a_loader_of_a_stream_keeps_its_batch_size():
 )
 def test_the_global_batch_of_the_data_wins_in_training_and_the_loaders_in_evaluation(stage, expected):
     data = Data(**{stage: DataLoader(numbers(), batch_size=3)}, batch_size=6)
-    assert data.source(stage).batch_size == expected
+    assert data.stage_data(stage).batch_size == expected
 
 
 def test_evaluation_has_a_batch_size_of_its_own_where_it_is_given():
     data = Data(train=numbers(), validation=numbers(), batch_size=4, evaluation_batch_size=9)
-    assert (data.source("train").batch_size, data.source("validation").batch_size) == (4, 9)
+    assert (data.stage_data("train").batch_size, data.stage_data("validation").batch_size) == (4, 9)
 
 
 @pytest.mark.parametrize("stage", ["validation", "test", "predict"])
 def test_only_training_data_is_shuffled_and_shortened(stage):
     data = Data(**{stage: numbers()}, batch_size=5, drop_last=True)
-    source = data.source(stage)
-    assert (source.shuffle, source.drop_last) == (False, False)
+    stage_data = data.stage_data(stage)
+    assert (stage_data.shuffle, stage_data.drop_last) == (False, False)
     loader = DataLoader(numbers(), batch_size=5, shuffle=True, drop_last=True)
-    source = Data(**{stage: loader}).source(stage)
-    assert (source.shuffle, source.drop_last) == (False, False)
+    stage_data = Data(**{stage: loader}).stage_data(stage)
+    assert (stage_data.shuffle, stage_data.drop_last) == (False, False)
 
 
 def test_a_dataset_can_be_made_when_it_is_needed():
@@ -162,7 +172,7 @@ def test_a_dataset_can_be_made_when_it_is_needed():
     data = Lazy(batch_size=2)
     assert data.has("train")
     assert not data.has("validation")
-    assert data.source("train").num_items == 5
+    assert data.stage_data("train").num_items == 5
 
 
 # ---- What is refused
@@ -176,45 +186,45 @@ def test_a_batch_size_is_a_whole_number_above_zero(name, value):
 
 
 def test_a_negative_number_of_workers_is_refused():
-    with pytest.raises(UserError, match=r"workers must be 0 or more, got -1; 0 reads in the training process"):
-        Data(train=numbers(), workers=-1)
+    with pytest.raises(UserError, match=r"num_workers must be 0 or more, got -1; 0 reads in the training process"):
+        Data(train=numbers(), num_workers=-1)
 
 
 @pytest.mark.parametrize("stage", ["train", "validation", "test", "predict"])
 def test_data_that_is_not_there_is_named_with_what_to_write(stage):
     with pytest.raises(UserError, match=rf"no {stage} data; pass Data\({stage}=dataset\)"):
-        Data(batch_size=4).source(stage)
+        Data(batch_size=4).stage_data(stage)
 
 
 @pytest.mark.parametrize("stage", ["train", "validation", "test", "predict"])
 def test_an_empty_dataset_is_named(stage):
     with pytest.raises(UserError, match=f"the {stage} dataset is empty; check where its samples come from"):
-        Data(**{stage: []}, batch_size=4).source(stage)
+        Data(**{stage: []}, batch_size=4).stage_data(stage)
 
 
 def test_a_batch_larger_than_the_data_is_refused_with_the_largest_that_fits():
     with pytest.raises(UserError, match=r"batch_size=13 is larger .* 12 samples; set batch_size=12 or less"):
-        Data(train=numbers(12), batch_size=13).source("train")
-    assert Data(train=numbers(12), batch_size=12).source("train").num_items == 12
+        Data(train=numbers(12), batch_size=13).stage_data("train")
+    assert Data(train=numbers(12), batch_size=12).stage_data("train").num_items == 12
 
 
 def test_an_evaluation_batch_may_be_larger_than_the_data():
-    assert Data(validation=numbers(12), batch_size=100).source("validation").num_items == 12
+    assert Data(validation=numbers(12), batch_size=100).stage_data("validation").num_items == 12
 
 
 def test_single_samples_without_a_batch_size_are_refused():
     with pytest.raises(UserError, match="single samples; set batch_size"):
-        Data(train=numbers()).source("train")
+        Data(train=numbers()).stage_data("train")
 
 
 def test_a_stream_without_a_batch_size_is_refused():
     with pytest.raises(UserError, match="IterableDataset of samples; set batch_size"):
-        Data(train=NumberStream(4)).source("train")
+        Data(train=NumberStream(4)).stage_data("train")
 
 
 def test_a_stream_with_several_workers_is_refused():
-    with pytest.raises(UserError, match=r"workers=2.*Set workers=1 or 0"):
-        Data(train=NumberStream(4), batch_size=2, workers=2).source("train")
+    with pytest.raises(UserError, match=r"num_workers=2.*Set num_workers=1 or 0"):
+        Data(train=NumberStream(4), batch_size=2, num_workers=2).stage_data("train")
 
 
 def test_a_dataset_without_a_length_is_refused():
@@ -223,7 +233,7 @@ def test_a_dataset_without_a_length_is_refused():
             return index
 
     with pytest.raises(UserError, match=r"type Endless has no length; define __len__"):
-        Data(train=Endless(), batch_size=2).source("train")
+        Data(train=Endless(), batch_size=2).stage_data("train")
 
 
 def test_a_batch_sampler_of_the_users_own_is_refused_by_name():
@@ -232,7 +242,7 @@ def test_a_batch_sampler_of_the_users_own_is_refused_by_name():
 
     loader = DataLoader(numbers(), batch_sampler=Buckets(SequentialSampler(numbers()), 4, False))
     with pytest.raises(UserError, match=r"batch_sampler of type Buckets.*pass a sampler of single indices"):
-        Data(train=loader).source("train")
+        Data(train=loader).stage_data("train")
 
 
 def test_a_sampler_without_a_length_is_refused_by_name():
@@ -241,7 +251,7 @@ def test_a_sampler_without_a_length_is_refused_by_name():
             return iter(range(3))
 
     with pytest.raises(UserError, match=r"sampler Endless needs a length \(__len__\)"):
-        Data(train=DataLoader(numbers(), batch_size=2, sampler=Endless())).source("train")
+        Data(train=DataLoader(numbers(), batch_size=2, sampler=Endless())).stage_data("train")
 
 
 @pytest.mark.parametrize("wrong", [numbers(), [1, 2, 3], "digits"])
@@ -253,17 +263,17 @@ def test_data_of_another_kind_is_refused_with_what_to_write(make_trainer, wrong)
 # ---- Weights
 
 
-def labelled(*labels):
+def labeled(*labels):
     return TensorDataset(torch.arange(len(labels)), torch.tensor(labels))
 
 
 def drawn(data, epochs=50):
-    order = make_order(data.source("train"), seed=0)
+    order = make_order(data.stage_data("train"), seed=0)
     return torch.cat([order.slice(epoch, 0, order.num_samples) for epoch in range(epochs)])
 
 
-def test_samples_are_drawn_as_often_as_their_weights_say():
-    counts = drawn(Data(train=numbers(4), batch_size=2, weights=[0, 1, 1, 2]), epochs=500).bincount(minlength=4)
+def test_samples_are_drawn_in_proportion_to_their_weights():
+    counts = drawn(Data(train=numbers(4), batch_size=2, sample_weights=[0, 1, 1, 2]), epochs=500).bincount(minlength=4)
     assert counts[0] == 0 and counts.sum() == 2000
     torch.testing.assert_close(counts / 2000, torch.tensor([0, 0.25, 0.25, 0.5]), rtol=0, atol=0.04)
 
@@ -278,36 +288,36 @@ class Targets(Dataset):
 @pytest.mark.parametrize(
     ("dataset", "balance"),
     [
-        (labelled(0, 0, 0, 1), True),
-        (Subset(labelled(7, 0, 0, 0, 1), [1, 2, 3, 4]), True),
+        (labeled(0, 0, 0, 1), True),
+        (Subset(labeled(7, 0, 0, 0, 1), [1, 2, 3, 4]), True),
         (Targets(), True),
         (numbers(4), [5, 5, 5, 3]),
     ],
 )
-def test_balanced_classes_are_drawn_alike_wherever_they_are_known_from(dataset, balance):
-    share = (drawn(Data(train=dataset, batch_size=2, balance_classes=balance), epochs=500) == 3).float().mean()
-    assert abs(float(share) - 0.5) < 0.04
+def test_balanced_classes_are_drawn_equally_often_from_every_kind_of_labels(dataset, balance):
+    fraction = (drawn(Data(train=dataset, batch_size=2, balance_classes=balance), epochs=500) == 3).float().mean()
+    assert abs(float(fraction) - 0.5) < 0.04
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"weights": [1, 2]}, "of 2 samples for 12 samples"),
-        ({"weights": [1, -1]}, "that of sample 1 is -1"),
-        ({"weights": [0, 0]}, "all 0"),
-        ({"weights": [[1, 2]]}, "shape"),
-        ({"weights": "abc"}, "no list of numbers"),
-        ({"weights": 3}, "no list of numbers"),
-        ({"balance_classes": True}, "TensorDataset.* does not tell|of 12 samples"),
+        ({"sample_weights": [1, 2]}, "of 2 samples for 12 samples"),
+        ({"sample_weights": [1, -1]}, "that of sample 1 is -1"),
+        ({"sample_weights": [0, 0]}, "all 0"),
+        ({"sample_weights": [[1, 2]]}, "shape"),
+        ({"sample_weights": "abc"}, "not a list of numbers"),
+        ({"sample_weights": 3}, "not a list of numbers"),
+        ({"balance_classes": True}, "TensorDataset.* does not define|of 12 samples"),
         ({"balance_classes": torch.rand(12)}, "whole numbers"),
-        ({"weights": [1] * 12, "balance_classes": True}, "give one of them"),
-        ({"weights": [1] * 12, "lengths": [1] * 12}, "do not go with lengths"),
-        ({"weights": [1] * 12, "shuffle": False}, "shuffle=False"),
-        ({"weights": [1] * 12, "train": NumberStream(12)}, "IterableDataset"),
-        ({"weights": [1] * 12, "train": Mixture([numbers(6), numbers(6)])}, "an order of its own"),
+        ({"sample_weights": [1] * 12, "balance_classes": True}, "give one of them"),
+        ({"sample_weights": [1] * 12, "lengths": [1] * 12}, "cannot be combined with lengths"),
+        ({"sample_weights": [1] * 12, "shuffle": False}, "shuffle=False"),
+        ({"sample_weights": [1] * 12, "train": NumberStream(12)}, "IterableDataset"),
+        ({"sample_weights": [1] * 12, "train": Mixture([numbers(6), numbers(6)])}, "its own order"),
     ],
 )
-def test_weights_that_cannot_be_drawn_by_are_refused(settings, message):
+def test_unusable_weights_are_refused(settings, message):
     floats = TensorDataset(torch.rand(12))
     with pytest.raises(UserError, match=message):
-        Data(**{"train": floats, "batch_size": 2, **settings}).source("train")
+        Data(**{"train": floats, "batch_size": 2, **settings}).stage_data("train")

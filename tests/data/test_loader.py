@@ -17,7 +17,7 @@ from trainkit.data.order import GlobalOrder
 
 def feed_of(data, *, rank=0, world_size=1, stage="train", seed=0, limit=None, repeat_first=False, **settings):
     strategy = FakeRank(rank, world_size, **settings)
-    return open_loader(data.source(stage), strategy, seed=seed, limit=limit, repeat_first=repeat_first)
+    return open_loader(data.stage_data(stage), strategy, seed=seed, limit=limit, repeat_first=repeat_first)
 
 
 def numbers(micro_batch):
@@ -138,15 +138,15 @@ def test_worker_processes_give_the_same_windows(world_size, settings):
         # The last global batch has two samples, so with three or more ranks some have an empty window.
         shared = {"rank": rank, "world_size": world_size, **settings}
         expected = feed_of(number_data(14, 6), **shared)
-        loader = feed_of(number_data(14, 6, workers=1), **shared)
+        loader = feed_of(number_data(14, 6, num_workers=1), **shared)
         assert read(loader, 1, 6) == read(expected, 1, 6)
 
 
 def test_with_workers_only_the_next_requests_of_an_epoch_are_made():
-    loader = feed_of(number_data(100_000, 1, workers=1, shuffle=False))
+    loader = feed_of(number_data(100_000, 1, num_workers=1, shuffle=False))
     shares = []
-    share = loader._sampler.share
-    loader._sampler.share = lambda *args: shares.append(args) or share(*args)
+    share = loader._sampler.shard
+    loader._sampler.shard = lambda *args: shares.append(args) or share(*args)
     step_batches = loader.step_batches(0, 0)
     assert [numbers(step_batch.micro_batches[0]) for step_batch in islice(step_batches, 3)] == [[0], [1], [2]]
     assert len(shares) < 20
@@ -223,7 +223,7 @@ def stream_data(num_samples, batch_size, **settings):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_is_read_in_its_own_order(workers):
-    loader = feed_of(stream_data(11, 4, workers=workers), accumulate=2)
+    loader = feed_of(stream_data(11, 4, num_workers=workers), accumulate=2)
     assert read(loader) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10]]]
 
 
@@ -273,7 +273,7 @@ def test_drop_last_leaves_out_the_short_end_of_a_stream():
 
 
 def test_an_empty_stream_is_an_error_that_names_it():
-    with pytest.raises(UserError, match="train stream gave no sample"):
+    with pytest.raises(UserError, match="train IterableDataset gave no sample"):
         next(feed_of(stream_data(0, 4)).step_batches(0, 0))
 
 
@@ -390,7 +390,9 @@ class Drawing(IterableDataset):
 
 def test_a_worker_draws_other_numbers_in_other_epochs_and_for_other_seeds_and_the_same_again():
     def drawn(epoch, position=0, seed=0):
-        loader = open_loader(Data(train=Drawing(), batch_size=2, workers=1).source("train"), FakeRank(), seed=seed)
+        loader = open_loader(
+            Data(train=Drawing(), batch_size=2, num_workers=1).stage_data("train"), FakeRank(), seed=seed
+        )
         return torch.cat(
             [micro.batch for step_batch in loader.step_batches(epoch, position) for micro in step_batch.micro_batches]
         )
@@ -409,7 +411,7 @@ class StatefulDrawing(Shuffled):
 
 def test_a_stream_goes_on_in_its_worker_from_where_it_was(caplog):
     def loader():
-        return feed_of(Data(train=StatefulDrawing(10), batch_size=4, workers=1))
+        return feed_of(Data(train=StatefulDrawing(10), batch_size=4, num_workers=1))
 
     whole = [torch.cat([micro.batch for micro in micro_batches_of(loader(), epoch, 0)]) for epoch in range(2)]
     stopped, again = loader(), loader()
@@ -420,12 +422,10 @@ def test_a_stream_goes_on_in_its_worker_from_where_it_was(caplog):
     again.load_state_dict(saved)
     assert torch.equal(torch.cat([micro.batch for micro in micro_batches_of(again, 0, 4)]), whole[0][4:])
     assert torch.equal(torch.cat([micro.batch for micro in micro_batches_of(again, 1, 0)]), whole[1])
-    assert again.source.dataset.position == 0  # what the worker has read, this process has not
+    assert again.stage_data.dataset.position == 0  # what the worker has read, this process has not
     assert not caplog.text
     list(loader().step_batches(0, 4))
-    assert (
-        "was saved without the position of its dataset (state_dict) here: its first 4 samples are read" in caplog.text
-    )
+    assert "has no saved position (state_dict) at this step: its first 4 samples are read" in caplog.text
 
 
 def micro_batches_of(loader, epoch, position):
@@ -436,7 +436,7 @@ def test_a_stream_without_a_position_is_read_up_to_it(caplog):
     data = stream_data(12, 4)
     assert flat(read(feed_of(data), 0, 8)) == [8, 9, 10, 11]
     assert data.dataset("train").read == 12
-    assert "keeps no position of its own" in caplog.text
+    assert "has no state_dict and load_state_dict" in caplog.text
 
 
 def test_a_stream_is_told_the_epoch_and_overfitting_always_the_first():

@@ -26,7 +26,7 @@ class Noisy(Dataset[Any]):
 
 
 def read(data: Data, *epochs: tuple[int, int], abandon: int | None = None) -> list[torch.Tensor]:
-    loader = open_loader(data.source("train"), FakeRank(), seed=0)
+    loader = open_loader(data.stage_data("train"), FakeRank(), seed=0)
     if abandon is not None:
         step_batches = loader.step_batches(0, 0)
         for _ in range(abandon):
@@ -41,8 +41,8 @@ def read(data: Data, *epochs: tuple[int, int], abandon: int | None = None) -> li
 def test_workers_stay_over_epochs_and_what_they_read_is_the_same() -> None:
     settings: dict[str, Any] = {"train": Noisy(), "batch_size": 2}
 
-    kept = read(Data(**settings, workers=2), (0, 0), (1, 4))
-    anew = read(Data(**settings, workers=1, keep_workers=False), (0, 0), (1, 4))
+    kept = read(Data(**settings, num_workers=2), (0, 0), (1, 4))
+    anew = read(Data(**settings, num_workers=1, persistent_workers=False), (0, 0), (1, 4))
 
     pids = [set(epoch[:, 1].tolist()) for epoch in kept]
     assert pids[0] == pids[1]
@@ -54,7 +54,7 @@ def test_workers_stay_over_epochs_and_what_they_read_is_the_same() -> None:
 
 def test_an_epoch_that_was_left_in_its_middle_leaves_nothing_behind() -> None:
     """As at the end of a run by steps, or after an example was read."""
-    settings: dict[str, Any] = {"train": Noisy(), "batch_size": 2, "workers": 2}
+    settings: dict[str, Any] = {"train": Noisy(), "batch_size": 2, "num_workers": 2}
 
     (after,) = read(Data(**settings), (1, 0), abandon=2)
     (fresh,) = read(Data(**settings), (1, 0))
@@ -67,7 +67,7 @@ def test_a_run_with_workers_that_stay_resumes_to_the_bit_and_leaves_no_process(
 ) -> None:
     import multiprocessing
 
-    data = Data(train=regression_data(20), validation=regression_data(6), batch_size=4, workers=1)
+    data = Data(train=regression_data(20), validation=regression_data(6), batch_size=4, num_workers=1)
     full, resumed = Regression(), Regression()
     settings = {"max_duration": "2epoch", "evaluate_every": "4step"}
 
@@ -136,7 +136,7 @@ def test_a_run_that_waits_for_its_data_is_told_once_what_to_change(
     if seconds:
         assert 0.6 < min(waits[1:]) <= max(waits) <= 1
         assert len(told) == 1
-        assert "the training process reads them itself: set data.workers=2 or more" in told[0]
+        assert "the training process reads them itself: set data.num_workers=2 or more" in told[0]
     else:
         assert max(waits[1:]) < 0.6
         assert told == []

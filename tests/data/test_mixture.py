@@ -32,11 +32,11 @@ def whole(order: Order, epoch: int) -> list[int]:
 
 def orders(lengths: list[int], seed: int) -> list[Order]:
     total = sum(lengths)
-    shares = [(number + 1) * 7 % 11 + 1 for number in range(len(lengths))]
+    counts = [(number + 1) * 7 % 11 + 1 for number in range(len(lengths))]
     return [
-        MixtureOrder(lengths, shares, seed=seed, shuffle=True),
+        MixtureOrder(lengths, counts, seed=seed, shuffle=True),
         SequentialOrder(lengths, seed=seed, shuffle=True),
-        LengthGroupedOrder([n * 13 % 17 for n in range(total)], batch_size=4, seed=seed, batches_of_a_group=3),
+        LengthGroupedOrder([n * 13 % 17 for n in range(total)], batch_size=4, seed=seed, batches_per_group=3),
     ]
 
 
@@ -65,9 +65,9 @@ def test_a_sequence_goes_through_its_datasets_in_turn(lengths: list[int], epoch:
 
 
 @given(lengths, seeds)
-def test_a_mixture_has_exact_shares_and_no_sample_comes_again_before_all_others(lengths: list[int], seed: int) -> None:
-    shares = [5, 1, 9, 3][: len(lengths)]
-    order = MixtureOrder(lengths, shares, seed=seed, shuffle=True)
+def test_a_mixture_has_exact_counts_and_repeats_no_sample_before_all_others(lengths: list[int], seed: int) -> None:
+    counts = [5, 1, 9, 3][: len(lengths)]
+    order = MixtureOrder(lengths, counts, seed=seed, shuffle=True)
     number_of = [number for number, length in enumerate(lengths) for _ in range(length)]
     drawn: Counter[int] = Counter()
 
@@ -75,18 +75,18 @@ def test_a_mixture_has_exact_shares_and_no_sample_comes_again_before_all_others(
         epoch_draws = whole(order, epoch)
         by_dataset = Counter(number_of[index] for index in epoch_draws)
         drawn.update(epoch_draws)
-        assert [by_dataset[number] for number in range(len(lengths))] == shares
+        assert [by_dataset[number] for number in range(len(lengths))] == counts
         for number, length in enumerate(lengths):
             first = sum(lengths[:number])
             times = [drawn[index] for index in range(first, first + length)]
             assert max(times) - min(times) <= 1
 
 
-def test_the_shares_of_a_mixture_are_those_of_its_weights() -> None:
+def test_the_counts_of_a_mixture_are_in_proportion_to_its_weights() -> None:
     datasets = {"web": list(range(50)), "code": list(range(9))}
-    assert Mixture(datasets, weights={"code": 1, "web": 3}, num_samples=400).shares == [300, 100]
-    assert Mixture(list(datasets.values()), weights=[2, 1], num_samples=10).shares == [7, 3]
-    assert Mixture(datasets).shares == [50, 9]
+    assert Mixture(datasets, weights={"code": 1, "web": 3}, num_samples=400).counts == [300, 100]
+    assert Mixture(list(datasets.values()), weights=[2, 1], num_samples=10).counts == [7, 3]
+    assert Mixture(datasets).counts == [50, 9]
 
 
 def test_a_mixture_mixes_and_two_epochs_differ() -> None:
@@ -101,7 +101,7 @@ def test_a_mixture_mixes_and_two_epochs_differ() -> None:
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=90), epochs)
 def test_batches_of_a_group_are_of_equal_lengths(lengths: list[int], epoch: int) -> None:
     """Within a group no two batches overlap in length, but for equal ones; a short batch is the last of all."""
-    order = LengthGroupedOrder(lengths, batch_size=4, seed=0, batches_of_a_group=5)
+    order = LengthGroupedOrder(lengths, batch_size=4, seed=0, batches_per_group=5)
     for begin in range(0, len(lengths), 20):
         group = [lengths[index] for index in order.slice(epoch, begin, begin + 20).tolist()]
         batches = sorted(
@@ -115,10 +115,10 @@ def test_batches_of_a_group_are_of_equal_lengths(lengths: list[int], epoch: int)
 def test_ranks_share_each_global_batch_of_a_mixture(world_size: int) -> None:
     parts = {"a": TensorDataset(torch.arange(10.0)), "b": TensorDataset(torch.arange(100.0, 130.0))}
     mixture = Mixture(parts, weights={"a": 1, "b": 3}, num_samples=24)
-    source = Data(train=mixture, batch_size=8).source("train")
+    stage_data = Data(train=mixture, batch_size=8).stage_data("train")
 
     def batches(rank: int, world: int) -> list[set[float]]:
-        loader = open_loader(source, FakeRank(rank, world), seed=0)
+        loader = open_loader(stage_data, FakeRank(rank, world), seed=0)
         assert loader.epoch_length == 24
         step_batches = loader.step_batches(1, 8)
         return [{v for m in step_batch.micro_batches for v in m.batch[0].tolist()} for step_batch in step_batches]
@@ -163,10 +163,13 @@ def test_samples_seeds_reach_the_datasets_that_ask_for_them() -> None:
         (lambda: Mixture([]), "Mixture needs at least one dataset"),
         (lambda: Sequential({"a": [1], "b": []}), "Sequential: dataset 'b' has no samples"),
         (lambda: Mixture([[1], [2]], weights=[1.0]), "one number for each dataset"),
-        (lambda: Mixture({"a": [1]}, weights={"b": 1.0}), r"weights are of \['b'\], and datasets are \['a'\]"),
-        (lambda: Data(train={"a": [1]}, batch_size=1).source("train"), r"pass Mixture\(\.\.\.\) or Sequential"),
-        (lambda: Data(validation={"a/b": [1]}, batch_size=1).source("validation"), "needs a name for its metrics"),
-        (lambda: Data(train=[1, 2], batch_size=1, lengths=[3]).source("train"), "there are 1 lengths for 2 samples"),
+        (lambda: Mixture({"a": [1]}, weights={"b": 1.0}), r"weights have the names \['b'\], but datasets have \['a'\]"),
+        (lambda: Data(train={"a": [1]}, batch_size=1).stage_data("train"), r"pass Mixture\(\.\.\.\) or Sequential"),
+        (lambda: Data(validation={"a/b": [1]}, batch_size=1).stage_data("validation"), "needs a name for its metrics"),
+        (
+            lambda: Data(train=[1, 2], batch_size=1, lengths=[3]).stage_data("train"),
+            "there are 1 lengths for 2 samples",
+        ),
     ],
 )
 def test_mistakes_are_told(make: Any, message: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from tests.tasks import NumberStream
-from trainkit.data.readers import Request, SampleReader, TensorReader, make_reader, read_in_workers, request_seed
+from trainkit.data.readers import Request, SampleReader, TensorReader, WorkerPool, make_reader, request_seed
 from trainkit.data.stream_loader import WorkerIterator
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float16]
@@ -122,7 +122,8 @@ class Draws(Dataset):
 def drawn(workers, positions):
     requests = [Request(torch.tensor([position]), request_seed(0, 0, position)) for position in positions]
     reader = make_reader(Draws(), default_collate)
-    batches = read_in_workers(reader, iter(requests), workers=workers, pin_memory=False)
+    pool = WorkerPool(reader, num_workers=workers, pin_memory=False, persistent=False)
+    batches = pool.read(iter(requests))
     return [tuple(batch.flatten().tolist()) for batch in batches]
 
 
@@ -146,8 +147,9 @@ def test_an_error_in_a_worker_says_where_it_came_from():
         def __getitem__(self, index):
             raise KeyError("no such sample")
 
-    batches = read_in_workers(
-        make_reader(Broken(), default_collate), iter([Request(torch.tensor([0]), 1)]), workers=1, pin_memory=False
+    reader = make_reader(Broken(), default_collate)
+    batches = WorkerPool(reader, num_workers=1, pin_memory=False, persistent=False).read(
+        iter([Request(torch.tensor([0]), 1)])
     )
     with pytest.raises(KeyError, match="no such sample"):
         list(batches)

@@ -24,8 +24,8 @@ def samplers(num_samples, world_size, *, seed=0, shuffle=True):
 def test_a_rank_takes_every_wth_sample_of_each_global_batch_as_drawn():
     first, second = samplers(10, 2, shuffle=False)
     starts = [(0, 4), (4, 8), (8, 10)]
-    assert [first.share(0, *batch).tolist() for batch in starts] == [[0, 2], [4, 6], [8]]
-    assert [second.share(0, *batch).tolist() for batch in starts] == [[1, 3], [5, 7], [9]]
+    assert [first.shard(0, *batch).tolist() for batch in starts] == [[0, 2], [4, 6], [8]]
+    assert [second.shard(0, *batch).tolist() for batch in starts] == [[1, 3], [5, 7], [9]]
 
 
 @given(
@@ -40,7 +40,7 @@ def test_the_shares_of_all_ranks_make_each_global_batch(num_samples, batch_size,
     order = GlobalOrder(num_samples, seed=seed).slice(epoch, 0, num_samples)
     for start in range(0, num_samples, batch_size):
         stop = min(start + batch_size, num_samples)
-        shares = [sampler.share(epoch, start, stop) for sampler in ranks]
+        shares = [sampler.shard(epoch, start, stop) for sampler in ranks]
         interleaved = [int(shares[k % world_size][k // world_size]) for k in range(stop - start)]
         assert interleaved == order[start:stop].tolist()
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -125,17 +125,17 @@ def test_ranks_draw_alike_from_a_sampler_that_uses_python_or_numpy(library):
 def test_ranks_that_would_draw_apart_are_refused_and_one_that_cannot_repeat_is_told():
     orders = [SamplerOrder(Drawing("own"), seed=0) for _ in range(2)]
     with pytest.raises(UserError, match="Drawing draws another order on each rank"):
-        orders[0].complaint([order.first() for order in orders])
-    assert "cannot seed" in orders[0].complaint([orders[0].first()])
+        orders[0].check([order.first_indices() for order in orders])
+    assert "cannot seed" in orders[0].check([orders[0].first_indices()])
     for library in ("random", "numpy"):
         order = SamplerOrder(Drawing(library), seed=0)
-        assert order.complaint([order.first(), order.first()]) is None
+        assert order.check([order.first_indices(), order.first_indices()]) is None
 
 
 def test_a_run_says_at_its_start_what_a_sampler_does_not_keep(make_trainer, caplog):
     loader = DataLoader(regression_data(20), batch_size=4, sampler=Drawing("own"))
     make_trainer(max_duration="1step").fit(Regression(), loader)
-    assert "a resumed run would go on in another order" in caplog.text
+    assert "a resumed run would use another order" in caplog.text
 
 
 def test_a_users_sampler_is_told_the_epoch():

@@ -44,7 +44,7 @@ def test_strategies_that_agree_are_equal_in_every_column(name):
     task, data = make(name, 29)
     report = compare_strategies(task, data, ["dp", DataParallelStrategy(devices=["cpu"] * 3, accumulate=2)], steps=6)
     assert report.is_equal and not report.notes
-    assert [row.strategy for row in report.rows] == ["single", "dp", "DataParallel"]
+    assert [row.strategy for row in report.rows] == ["single", "dp", "DataParallelStrategy"]
     assert [row.verdict for row in report.rows] == ["reference", "equal", "equal"]
     assert [row.layout for row in report.rows] == ["1 x 1 x 8", "1 x 2 x 4", "1 x 4 x 2"]
     assert [row.bytes_a_step for row in report.rows] == [None, 0, 0]  # replicas on one device share memory
@@ -101,7 +101,7 @@ def test_a_wrong_gradient_is_found_at_its_step_and_parameter():
     report = compare_strategies(Perceptron(), perceptron_data(), [Corrupting(device="cpu")], steps=3)
     row = report.rows[1]
     assert (row.verdict, row.weights.step, row.weights.parameter) == ("different", 3, "network.2.weight")
-    assert row.gradient_norm.step == 3 and not report.is_equal
+    assert row.grad_norm.step == 3 and not report.is_equal
 
 
 class Doubling(SingleStrategy):
@@ -116,7 +116,7 @@ def test_a_wrong_scale_is_found_even_under_an_optimizer_that_does_not_mind():
 
     row = compare_strategies(Adaptive(), perceptron_data(), [Doubling(device="cpu")], steps=3).rows[1]
     assert row.weights.value < 1e-5
-    assert row.gradient_norm.value == pytest.approx(1.0, rel=1e-3) and row.verdict == "different"
+    assert row.grad_norm.value == pytest.approx(1.0, rel=1e-3) and row.verdict == "different"
 
 
 class Boasting(SingleStrategy):
@@ -131,7 +131,7 @@ class Boasting(SingleStrategy):
 
 def test_a_wrong_loss_is_found_even_if_all_gradients_are_right():
     row = compare_strategies(Perceptron(), perceptron_data(), [Boasting(device="cpu")], steps=2).rows[1]
-    assert row.loss.value == pytest.approx(0.01) and row.weights.value == row.gradient_norm.value == 0.0
+    assert row.loss.value == pytest.approx(0.01) and row.weights.value == row.grad_norm.value == 0.0
     assert row.verdict == "different"
 
 
@@ -217,10 +217,10 @@ def test_phases_are_compared_one_by_one():
             return (self.network(batch[0]) - batch[1]).square().sum()
 
     report = compare_strategies(Duel(), perceptron_data(), ["dp"], steps=4, trainer={"precision": "fp32"})
-    assert report.is_equal and report.rows[1].loss.value > 0 and report.rows[1].gradient_norm.value > 0
+    assert report.is_equal and report.rows[1].loss.value > 0 and report.rows[1].grad_norm.value > 0
     report = compare_strategies(Summed(), perceptron_data(), ["dp", "fusion"], steps=4)
     assert [row.verdict for row in report.rows] == ["reference", "different", "failed"]
-    assert report.rows[1].gradient_norm.parameter == report.rows[1].loss.parameter == "last"
+    assert report.rows[1].grad_norm.parameter == report.rows[1].loss.parameter == "last"
     assert "which FusionStrategy cannot train" in report.rows[2].error
 
 
@@ -386,7 +386,7 @@ def test_a_command_that_is_stopped_says_so(capsys, monkeypatch):
     monkeypatch.setattr("trainkit.parity.compare.compare_strategies", interrupted)
     with pytest.raises(Stopped):
         main(["parity", "recipe=digits_mlp", "steps=1"])
-    assert "stopped by SIGINT; the comparison is not complete" in capsys.readouterr().err
+    assert "stopped by SIGINT; the comparison is incomplete" in capsys.readouterr().err
 
 
 def test_only_the_command_that_has_an_option_takes_it(capsys):
@@ -423,7 +423,7 @@ def test_norms_that_overflow_alike_are_equal():
 def test_two_strategies_of_one_kind_have_a_row_each():
     halves, thirds = (DataParallelStrategy(devices=["cpu"] * count) for count in (2, 3))
     report = compare_strategies(Perceptron(), perceptron_data(), [halves, thirds, "dp"], steps=1)
-    assert [row.strategy for row in report.rows] == ["single", "DataParallel", "DataParallelStrategy 2", "dp"]
+    assert [row.strategy for row in report.rows] == ["single", "DataParallelStrategy", "DataParallelStrategy 2", "dp"]
     assert report.is_equal
 
 
@@ -457,10 +457,8 @@ def test_settings_of_strategies_go_to_those_that_have_them(capsys):
 def test_devices_are_ranks_replicas_or_stages_of_strategies_that_are_named():
     assert make_strategy("ddp", 3, "cpu").num_ranks() == make_strategy("fusion", 3, "cpu").num_ranks() == 3
     assert make_strategy("dp", 3, "cpu").devices == 3 * [torch.device("cpu")]
-    assert (
-        make_strategy("pipeline", 3, "cpu").stages == 3
-        and make_strategy(("pipeline", {"stages": 2}), 3, "cpu").stages == 2
-    )
+    assert make_strategy("pipeline", 3, "cpu").mesh.stages == 3
+    assert make_strategy(("pipeline", {"stages": 2}), 3, "cpu").mesh.stages == 2
     assert make_strategy("ddp", 2, "cpu").hook is None is not make_strategy(("ddp", {"hook": "fp16"}), 2, "cpu").hook
 
 

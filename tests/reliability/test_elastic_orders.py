@@ -71,9 +71,9 @@ class Stream(IterableDataset[tuple[int, Tensor]]):
 
 def data(kind: str) -> Data:
     if kind == "augmented":
-        return Data(train=Augmented(), batch_size=BATCH, workers=1)
+        return Data(train=Augmented(), batch_size=BATCH, num_workers=1)
     if kind == "weighted":
-        return Data(train=Samples(), batch_size=BATCH, weights=range(NUM_SAMPLES))
+        return Data(train=Samples(), batch_size=BATCH, sample_weights=range(NUM_SAMPLES))
     if kind == "mixture":
         parts = [Samples(0, 5), Samples(5, NUM_SAMPLES - 5)]
         return Data(train=Mixture(parts, weights=[1, 1], num_samples=NUM_SAMPLES), batch_size=BATCH)

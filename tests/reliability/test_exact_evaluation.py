@@ -79,7 +79,7 @@ def test_rank_r_evaluates_every_wth_sample_from_the_rth_on_whatever_sizes_batche
     for rank in range(num_ranks):
         strategy = SingleStrategy(device="cpu")
         strategy.comm.rank, strategy.comm.world_size = rank, num_ranks
-        read = [batch.batch for batch in open_loader(data.source("validation"), strategy, seed=0).batches()]
+        read = [batch.batch for batch in open_loader(data.stage_data("validation"), strategy, seed=0).batches()]
         own = [row for batch in read for row in (batch[0] if kind == "samples" else batch).tolist()]
         assert own == numbers[rank::num_ranks].tolist()
 

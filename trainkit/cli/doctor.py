@@ -159,7 +159,7 @@ def _shared_memory() -> Finding:
     if not os.access(folder, os.W_OK):
         return Finding("shared memory", WARNING, "/dev/shm cannot be written to", "set strategy.transport=group")
     if usage.free < _LEAST_SHARED_MEMORY:
-        remedy = "in Docker: --shm-size=8g (or --ipc=host); else set strategy.transport=group and data.workers=0"
+        remedy = "in Docker: --shm-size=8g (or --ipc=host); else set strategy.transport=group and data.num_workers=0"
         return Finding("shared memory", WARNING, found, remedy)
     return Finding("shared memory", OK, found)
 

@@ -129,7 +129,7 @@ def _first_batch(data: Data) -> tuple[Any, int]:
     stage = next((stage for stage in _STAGES if data.has(stage)), None)
     if stage is None:
         raise UserError("the run's data has nothing to trace a program with; pass data for predictions.")
-    loader = open_loader(data.source(stage), Strategy(device="cpu"), seed=0, limit=1)
+    loader = open_loader(data.stage_data(stage), Strategy(device="cpu"), seed=0, limit=1)
     micro_batch = next(iter(loader.batches()))
     return micro_batch.batch, micro_batch.num_samples
 

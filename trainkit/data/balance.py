@@ -1,4 +1,4 @@
-"""How often each sample is drawn, so that all classes are drawn alike."""
+"""Sample weights: checked, or computed so that all classes are drawn equally often."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from trainkit.errors import UserError
 _NAMES = ("targets", "labels")
 
 
-def sample_weights(weights: Sequence[float] | Tensor) -> Tensor:
-    """Return one weight for each sample; raises UserError for what nothing can be drawn by."""
+def check_sample_weights(weights: Sequence[float] | Tensor) -> Tensor:
+    """Return one float64 weight for each sample; raises UserError unless samples can be drawn by them."""
     try:
         numbers = weights if isinstance(weights, Tensor) else list(weights)
         known = torch.as_tensor(numbers, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
-            f"weights must be one number for each sample of training, got a {type(weights).__name__} that is no list "
-            "of numbers."
+            f"sample_weights must be one number for each training sample, got a {type(weights).__name__} that is not "
+            "a list of numbers."
         ) from None
     if known.dim() != 1:
-        raise UserError(f"weights must be one number for each sample of training, got shape {tuple(known.shape)}.")
+        raise UserError(f"sample_weights must be one number for each training sample, got shape {tuple(known.shape)}.")
     wrong = (~torch.isfinite(known) | (known < 0)).nonzero()
     if len(wrong):
         index = int(wrong[0])
-        raise UserError(f"weights must be 0 or more and finite, and that of sample {index} is {float(known[index]):g}.")
+        raise UserError(
+            f"sample_weights must be 0 or more and finite, but that of sample {index} is {float(known[index]):g}."
+        )
     if not bool((known > 0).any()):
-        raise UserError("weights are all 0, so there is nothing to draw; at least one must be above 0.")
+        raise UserError("sample_weights must be above 0 for at least one sample, but are all 0.")
     return known
 
 
 def balanced_weights(labels: Sequence[Any] | Tensor) -> Tensor:
-    """Return for each sample 1 / (samples of its class)."""
+    """Return 1 / (samples of its class) for each sample, as float64."""
     if isinstance(labels, Tensor):
         if labels.dim() != 1 or labels.is_floating_point():
             raise UserError(
@@ -51,12 +53,12 @@ def balanced_weights(labels: Sequence[Any] | Tensor) -> Tensor:
 
 
 def labels_of(dataset: Any) -> Sequence[Any] | Tensor:
-    """Return the class of each sample of a dataset that knows them; raises UserError for one that does not."""
+    """Return the class of each sample, if the dataset defines them; raises UserError if it does not."""
     found = _known_labels(dataset)
     if found is None:
         raise UserError(
-            f"balance_classes=true needs the class of each sample, which {type(dataset).__name__} does not tell: give "
-            "it an attribute `targets` or `labels`, or pass Data(balance_classes=[class of each sample])."
+            f"balance_classes=true needs the class of each sample, which {type(dataset).__name__} does not define; "
+            "give it an attribute `targets` or `labels`, or pass Data(balance_classes=[class of each sample])."
         )
     return found
 
@@ -66,10 +68,6 @@ def _known_labels(dataset: Any) -> Sequence[Any] | Tensor | None:
         last = dataset.tensors[-1]
         return last if last.dim() == 1 and not last.is_floating_point() else None
     if type(dataset) is Subset:
-        whole = _known_labels(dataset.dataset)
-        return None if whole is None else [whole[index] for index in _listed(dataset.indices)]
+        labels = _known_labels(dataset.dataset)
+        return None if labels is None else [labels[int(index)] for index in dataset.indices]
     return next((getattr(dataset, name) for name in _NAMES if hasattr(dataset, name)), None)
-
-
-def _listed(indices: Sequence[int]) -> list[int]:
-    return [int(index) for index in indices]

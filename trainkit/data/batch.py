@@ -1,4 +1,4 @@
-"""The micro-batches of one optimizer step on one rank, and how a global batch is split into them; without torch."""
+"""StepBatch: the micro-batches of one optimizer step on one rank, and how a global batch is split; without torch."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """What one device takes in one forward."""
+    """The batch of one forward pass on one device."""
 
     batch: Any
-    """What the task's step is called with."""
+    """The argument of the task's step."""
     num_samples: int
-    """Samples in it: its weight, unless the task returns another."""
+    """Its weight, unless the task returns one."""
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """One rank's part of a global batch."""
+    """One rank's shard of a global batch."""
 
     micro_batches: list[MicroBatch]
-    """Empty on a rank that a short last batch leaves without samples."""
+    """Empty on a rank without samples in a short last batch."""
     num_samples: int
     """Samples of the whole global batch, over all ranks."""
     num_items: int
-    """How far the global batch moves on in the epoch's order."""
+    """Positions of the epoch's order that the global batch takes."""
     ends_epoch: bool
-    """Whether this is the last window of its epoch."""
+    """Whether this is the last step of its epoch."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch is split: ranks x micro-batches of a rank x samples of a micro-batch."""
+    """The split of a global batch: ranks x micro-batches of a rank x samples of a micro-batch."""
 
     batch_size: int
     world_size: int
@@ -51,32 +51,31 @@ class BatchPlan:
 
 
 class ShardsData(Protocol):
-    """The part of a strategy that data loaders need."""
+    """The attributes of a strategy that batch loaders use."""
 
     @property
     def comm(self) -> Collectives:
-        """Which rank this process is, of how many."""
+        """The rank of this process, and the number of ranks."""
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches in which each rank is asked to take its shard of a step."""
+        """Micro-batches into which each rank splits its shard of a step."""
 
     def plan(self, batch_size: int, *, even: bool = True) -> BatchPlan:
-        """Return how a global batch is split."""
+        """Return the split of a global batch."""
 
     def sampler(self, dataset: Any, order: Order) -> ShardSampler:
         """Return the sampler of this rank's shard of each global batch."""
 
 
 def split_error(batch_size: int, *, accumulate: int, world_size: int) -> str | None:
-    """Return why a batch cannot be split into `accumulate` equal micro-batches on each rank; `None` if it can."""
-    share = -(-batch_size // world_size)  # of the rank that has most
-    if batch_size % accumulate == 0 and share >= accumulate:
+    """Return the error if a batch cannot be split into `accumulate` equal micro-batches on each rank, else `None`."""
+    if batch_size % accumulate == 0 and -(-batch_size // world_size) >= accumulate:  # samples of the largest shard
         return None
     divisors = [n for n in range(1, min(batch_size // world_size, batch_size) + 1) if batch_size % n == 0]
     near = min(divisors, key=lambda n: abs(n - accumulate), default=1)
     size = max(1, batch_size // (accumulate * world_size))
     return (
-        f"batch_size={batch_size} cannot be cut into accumulate={accumulate} equal micro-batches on {world_size} "
-        f"rank(s); set accumulate={near}, or micro_batch_size={size}, which needs no even cut."
+        f"batch_size={batch_size} cannot be split into accumulate={accumulate} equal micro-batches on {world_size} "
+        f"rank(s); set accumulate={near}, or micro_batch_size={size}, which allows an uneven split."
     )

@@ -1,4 +1,4 @@
-"""What a run reads: one dataset for each stage, and the global batch."""
+"""Data: the dataset of each stage and the global batch size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainkit.data.balance import balanced_weights, labels_of, sample_weights
+from trainkit.data.balance import balanced_weights, check_sample_weights, labels_of
 from trainkit.data.readers import Collate
 from trainkit.errors import UserError
 
@@ -33,27 +33,27 @@ class StageData:
     stage: str
     dataset: Any
     batch_size: int | None
-    """Samples of one global batch; `None`: the dataset's items are ready-made global batches."""
-    collate: Collate
-    workers: int
+    """Samples of one global batch; `None` if the dataset is pre-batched: its items are global batches."""
+    collate_fn: Collate
+    num_workers: int
     shuffle: bool
     drop_last: bool
     pin_memory: bool
     sampler: Sampler[int] | None = None
-    keep_workers: bool = True
+    persistent_workers: bool = True
     lengths: Sequence[int] | None = None
-    """Of the samples, where batches are to be of samples that are about equally long."""
-    weights: Tensor | None = None
-    """Of the samples, where an epoch is as many draws by weight."""
+    """One length for each sample, to group samples of similar length."""
+    sample_weights: Tensor | None = None
+    """One weight for each sample, to draw samples with replacement."""
 
     @property
-    def is_stream(self) -> bool:
-        """Whether samples can only be read one after the other."""
+    def is_iterable(self) -> bool:
+        """Whether the dataset can only be read from start to end."""
         return isinstance(self.dataset, IterableDataset)
 
     @property
     def num_items(self) -> int | None:
-        """Samples (or ready-made batches) of one epoch; unknown for streams without a length."""
+        """Samples (or pre-batched items) of one epoch; `None` for an iterable dataset without a length."""
         if self.sampler is not None:
             return len(self.sampler)  # type: ignore[arg-type] # checked by `_check`
         return len(self.dataset) if isinstance(self.dataset, Sized) else None
@@ -62,15 +62,15 @@ class StageData:
 class Data:
     """The datasets of a run.
 
-    `train`, `validation`, `test` and `predict` are each a map-style dataset, an `IterableDataset`, or a ready
-    `DataLoader`, whose dataset, collate function, workers and sampler are kept while the strategy decides which
-    rank reads what. `batch_size` is the *global batch*: samples of one optimizer step, over all ranks and
-    micro-batches; `None` takes it from the `DataLoader`, or says that the items are ready-made batches, which
-    ranks and micro-batches then share by rows.
+    `train`, `validation`, `test` and `predict` are each a map-style dataset, an `IterableDataset`, or a `DataLoader`,
+    whose dataset, collate function, workers and sampler are kept while the strategy decides which rank reads which
+    samples. `batch_size` is the *global batch*: samples of one optimizer step, over all ranks and micro-batches. If it
+    is `None`, the `DataLoader`'s is used; without that the dataset is pre-batched, and the rows of each item are
+    split over ranks and micro-batches.
 
     The order of samples is a pure function of `seed` (the trainer's, unless given here) and the epoch. An
-    `IterableDataset` is read in its own order: of each global batch, rank r of W keeps every W-th sample, so each
-    rank reads the whole stream; it may have one worker process, not more.
+    `IterableDataset` is read in its own order, with at most one worker: of each global batch, rank r of W keeps every
+    W-th sample, so each rank reads the whole dataset.
 
     A map-style dataset may define `get_sample(index, seed)`, which is then called in place of `__getitem__`. The seed
     follows from the run's seed, the epoch and the index alone, so random augmentation that draws from it is the same
@@ -83,14 +83,14 @@ class Data:
     Without it, worker processes seed python, numpy and torch for each micro-batch, from its first index and the epoch.
     An evaluation always counts as epoch 0.
 
-    `validation` and `test` may also be several datasets by name, whose metrics then are `validation/<name>/loss`. For
-    training, `Mixture` and `Sequential` make one dataset of several, and `Packed` makes rows of short sequences. With
-    `lengths`, one number for each sample, the samples of a global batch are about equally long.
+    `validation` and `test` may also be several datasets by name, with metrics `validation/<name>/loss`. For training,
+    `Mixture` and `Sequential` combine several datasets, and `Packed` makes rows of short sequences. `lengths`, one
+    number for each sample, groups samples of similar length into global batches.
 
-    With `weights`, one number for each sample of training, an epoch of n samples is n draws with replacement, each
-    sample as often as its weight says; `balance_classes` draws all classes alike. It is `True` for a dataset with
-    `targets` or `labels` (or a `TensorDataset` whose last tensor is one whole number a sample), or the class of each
-    sample. What is drawn is a function of the seed, the epoch and the position, like any other order.
+    With `sample_weights`, one number for each training sample, an epoch of n samples is n draws with replacement in
+    proportion to the weights. `balance_classes` draws all classes equally often. It is the class of each sample, or
+    `True` for a dataset with `targets` or `labels`, or a `TensorDataset` whose last tensor is one integer for each
+    sample. The draws are a function of the seed, the epoch and the position, like any other order.
     """
 
     def __init__(
@@ -104,35 +104,37 @@ class Data:
         evaluation_batch_size: int | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
-        collate: Collate | None = None,
-        workers: int = 0,
-        keep_workers: bool = True,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        persistent_workers: bool = True,
         pin_memory: bool = True,
         lengths: Sequence[int] | None = None,
-        weights: Sequence[float] | Tensor | None = None,
+        sample_weights: Sequence[float] | Tensor | None = None,
         balance_classes: bool | Sequence[Any] | Tensor = False,
         seed: int | None = None,
     ) -> None:
         for name, size in (("batch_size", batch_size), ("evaluation_batch_size", evaluation_batch_size)):
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise UserError(f"{name} must be a whole number of samples, at least 1, got {size!r}.")
-        if workers < 0:
-            raise UserError(f"workers must be 0 or more, got {workers}; 0 reads in the training process.")
+        if num_workers < 0:
+            raise UserError(f"num_workers must be 0 or more, got {num_workers}; 0 reads in the training process.")
+        if sample_weights is not None and balance_classes is not False:
+            raise UserError(
+                "sample_weights and balance_classes both set how often a sample is drawn; give one of them."
+            )
         self.batch_size = batch_size
         self.evaluation_batch_size = evaluation_batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.collate = collate
-        self.workers = workers
-        self.keep_workers = keep_workers
+        self.collate_fn = collate_fn
+        self.num_workers = num_workers
+        self.persistent_workers = persistent_workers
         self.pin_memory = pin_memory
-        if weights is not None and balance_classes is not False:
-            raise UserError("weights and balance_classes both say how often a sample is drawn; give one of them.")
         self.lengths = lengths
-        self.weights = None if weights is None else sample_weights(weights)
+        self.sample_weights = None if sample_weights is None else check_sample_weights(sample_weights)
         self.balance_classes = balance_classes
         self.seed = seed
-        self._balanced: Tensor | None = None  # weights by class, once they are known
+        self._class_weights: Tensor | None = None  # computed when training data is first read
         self._datasets = {"train": train, "validation": validation, "test": test, "predict": predict}
 
     def dataset(self, stage: str) -> Any:
@@ -140,65 +142,71 @@ class Data:
         return self._datasets[stage]
 
     def has(self, stage: str) -> bool:
-        """Return whether there is anything to read for `stage`."""
+        """Return True if there is a dataset for `stage`."""
         return self.dataset(stage) is not None
 
-    def source(self, stage: str) -> StageData:
-        """Return what is read for `stage`, the first of several; raises UserError for what cannot be read."""
-        return next(iter(self.sources(stage).values()))
+    def stage_data(self, stage: str) -> StageData:
+        """Return the data of `stage`, the first of several datasets; raises UserError if it cannot be read."""
+        return next(iter(self.stage_data_by_name(stage).values()))
 
-    def sources(self, stage: str) -> dict[str, StageData]:
-        """Return what is read for `stage` by the name of each dataset, `""` for a single one; raises UserError."""
+    def stage_data_by_name(self, stage: str) -> dict[str, StageData]:
+        """Return the data of `stage` by dataset name, `""` for a single one; raises UserError if it cannot be read."""
         dataset = self.dataset(stage)
         if dataset is None:
             raise UserError(f"there is no {stage} data; pass Data({stage}=dataset).")
-        datasets = _named(stage, dataset) if type(dataset) is dict else {"": dataset}
-        sources = {}
-        for name, one in datasets.items():
-            sources[name] = self._from_loader(stage, one) if isinstance(one, DataLoader) else self._plain(stage, one)
-            _check(sources[name])
-        return sources
+        if type(dataset) is not dict:
+            return {"": self._stage_data(stage, dataset)}
+        _check_names(stage, dataset)
+        return {name: self._stage_data(stage, one) for name, one in dataset.items()}
 
-    def _plain(self, stage: str, dataset: Any) -> StageData:
+    def _stage_data(self, stage: str, dataset: Any) -> StageData:
+        read = self._from_loader if isinstance(dataset, DataLoader) else self._from_dataset
+        stage_data = read(stage, dataset)
+        _check(stage_data)
+        return stage_data
+
+    def _from_dataset(self, stage: str, dataset: Any) -> StageData:
+        is_train = stage == "train"
         return StageData(
             stage,
             dataset,
             batch_size=self._batch_size(stage, None),
-            collate=self.collate or default_collate,
-            workers=self.workers,
-            shuffle=self.shuffle and stage == "train",
-            drop_last=self.drop_last and stage == "train",
+            collate_fn=self.collate_fn or default_collate,
+            num_workers=self.num_workers,
+            shuffle=self.shuffle and is_train,
+            drop_last=self.drop_last and is_train,
             pin_memory=self.pin_memory,
-            keep_workers=self.keep_workers,
-            lengths=self.lengths if stage == "train" else None,
-            weights=self._weights_of(dataset) if stage == "train" else None,
+            persistent_workers=self.persistent_workers,
+            lengths=self.lengths if is_train else None,
+            sample_weights=self._weights_of(dataset) if is_train else None,
         )
 
     def _from_loader(self, stage: str, loader: DataLoader[Any]) -> StageData:
-        stream = isinstance(loader.dataset, IterableDataset)
-        sampling = loader if stream else _sampling_of(stage, loader)
+        is_train = stage == "train"
+        is_iterable = isinstance(loader.dataset, IterableDataset)
+        sampling = loader if is_iterable else _sampling_of(stage, loader)
         return StageData(
             stage,
             loader.dataset,
             batch_size=self._batch_size(stage, sampling.batch_size),
-            collate=loader.collate_fn,
-            workers=loader.num_workers,
-            shuffle=isinstance(sampling.sampler, RandomSampler | DistributedSampler) and stage == "train",
-            drop_last=sampling.drop_last and stage == "train",
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            shuffle=isinstance(sampling.sampler, RandomSampler | DistributedSampler) and is_train,
+            drop_last=sampling.drop_last and is_train,
             pin_memory=loader.pin_memory,
-            sampler=None if stream else _own_sampler(stage, sampling.sampler),
-            keep_workers=self.keep_workers,
-            lengths=self.lengths if stage == "train" else None,
-            weights=self._weights_of(loader.dataset) if stage == "train" else None,
+            sampler=None if is_iterable else _custom_sampler(stage, sampling.sampler),
+            persistent_workers=self.persistent_workers,
+            lengths=self.lengths if is_train else None,
+            sample_weights=self._weights_of(loader.dataset) if is_train else None,
         )
 
     def _weights_of(self, dataset: Any) -> Tensor | None:
-        if self.balance_classes is False or self.weights is not None:
-            return self.weights
-        if self._balanced is None:
+        if self.balance_classes is False:
+            return self.sample_weights
+        if self._class_weights is None:
             labels = labels_of(dataset) if isinstance(self.balance_classes, bool) else self.balance_classes
-            self._balanced = balanced_weights(labels)
-        return self._balanced
+            self._class_weights = balanced_weights(labels)
+        return self._class_weights
 
     def _batch_size(self, stage: str, of_loader: int | None) -> int | None:
         if stage != "train" and self.evaluation_batch_size is not None:
@@ -207,7 +215,7 @@ class Data:
 
 
 def _sampling_of(stage: str, loader: DataLoader[Any]) -> DataLoader[Any] | BatchSampler:
-    """Return where the loader's sampler, batch size and drop_last are: in itself, or in its batch sampler."""
+    """Return the holder of sampler, batch size and drop_last: the loader, or its batch sampler."""
     if loader.batch_sampler is None:
         return loader
     if type(loader.batch_sampler) is not BatchSampler:
@@ -218,59 +226,59 @@ def _sampling_of(stage: str, loader: DataLoader[Any]) -> DataLoader[Any] | Batch
     return loader.batch_sampler
 
 
-def _own_sampler(stage: str, sampler: Any) -> Sampler[int] | None:
-    """Return a loader's sampler where it is the user's own, not one that the strategy's replaces."""
+def _custom_sampler(stage: str, sampler: Any) -> Sampler[int] | None:
+    """Return a loader's sampler if it is custom; `None` for a torch sampler that the strategy's sampler replaces."""
     plain_random = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
     if plain_random or isinstance(sampler, SequentialSampler | DistributedSampler):
         return None
     if not isinstance(sampler, Sized):
         raise UserError(f"the {stage} DataLoader's sampler {type(sampler).__name__} needs a length (__len__).")
-    own: Sampler[int] = sampler  # type: ignore[assignment] # sized, and a sampler as the loader takes it
-    return own
+    custom: Sampler[int] = sampler  # type: ignore[assignment] # sized, and a sampler as the loader takes it
+    return custom
 
 
-def _named(stage: str, datasets: dict[Any, Any]) -> dict[str, Any]:
-    """Return several datasets by their names; raises UserError where a stage takes one, or a name is no word."""
+def _check_names(stage: str, datasets: dict[Any, Any]) -> None:
+    """Raise UserError if the stage takes a single dataset, or a dataset has no usable name."""
     if stage in ("train", "predict"):
         remedy = "Mixture(...) or Sequential(...)" if stage == "train" else "one of them"
-        raise UserError(f"the {stage} data is a dict of datasets, and one dataset is wanted; pass {remedy}.")
+        raise UserError(f"the {stage} data is a dict of datasets, but must be a single dataset; pass {remedy}.")
     if not datasets:
         raise UserError(f"the {stage} data is an empty dict; pass a dataset, or several by name.")
     for name in datasets:
         if not isinstance(name, str) or not name or "/" in name:
             raise UserError(f"the {stage} dataset {name!r} needs a name for its metrics: {stage}/<name>/loss.")
-    return datasets
 
 
-def _check(source: StageData) -> None:
-    stage, size, length = source.stage, source.batch_size, source.num_items
-    if source.lengths is not None and (source.is_stream or size is None or source.sampler is not None):
+def _check(data: StageData) -> None:
+    stage, size, length = data.stage, data.batch_size, data.num_items
+    if data.lengths is not None and (data.is_iterable or size is None or data.sampler is not None):
         raise UserError(
-            "lengths go with samples in an order of trainkit's: no stream, no ready-made batches, no sampler."
+            "lengths set the order of samples; they cannot be combined with an IterableDataset, a pre-batched "
+            "dataset or a custom sampler."
         )
-    if source.lengths is not None and len(source.lengths) != length:
+    if data.lengths is not None and len(data.lengths) != length:
         raise UserError(
-            f"there are {len(source.lengths)} lengths for {length} samples of {stage} data; give one for each."
+            f"there are {len(data.lengths)} lengths for {length} samples of {stage} data; give one for each."
         )
-    if source.weights is not None:
-        _check_weights(source)
-    if source.is_stream:
-        if source.workers > 1:
+    if data.sample_weights is not None:
+        _check_weights(data, len(data.sample_weights))
+    if data.is_iterable:
+        if data.num_workers > 1:
             raise UserError(
-                f"the {stage} data is an IterableDataset with workers={source.workers}: several workers would "
-                "repeat it or change its order. Set workers=1 or 0."
+                f"the {stage} data is an IterableDataset with num_workers={data.num_workers}: several workers would "
+                "repeat it or change its order. Set num_workers=1 or 0."
             )
         if size is None:
             raise UserError(f"the {stage} data is an IterableDataset of samples; set batch_size.")
         return
     if length is None:
         raise UserError(
-            f"the {stage} data of type {type(source.dataset).__name__} has no length; define __len__ and "
+            f"the {stage} data of type {type(data.dataset).__name__} has no length; define __len__ and "
             "__getitem__, or make it a torch.utils.data.IterableDataset."
         )
     if length == 0:
         raise UserError(f"the {stage} dataset is empty; check where its samples come from.")
-    if size is None and isinstance(source.dataset, TensorDataset):
+    if size is None and isinstance(data.dataset, TensorDataset):
         raise UserError(f"the {stage} data is a TensorDataset of single samples; set batch_size.")
     if stage == "train" and size is not None and size > length:
         raise UserError(
@@ -279,25 +287,24 @@ def _check(source: StageData) -> None:
         )
 
 
-def _check_weights(source: StageData) -> None:
-    assert source.weights is not None
-    what = None
-    if source.is_stream:
-        what = "an IterableDataset, whose samples come in its own order"
-    elif source.batch_size is None:
-        what = "ready-made batches; set batch_size and give single samples"
-    elif source.sampler is not None:
-        what = f"the sampler {type(source.sampler).__name__}, which says what is drawn; leave one of them out"
-    elif source.lengths is not None:
-        what = "lengths, which put each sample once into an epoch; leave one of them out"
-    elif hasattr(source.dataset, "order"):
-        what = f"{type(source.dataset).__name__}, which has an order of its own"
-    elif not source.shuffle:
-        what = "shuffle=False: draws are random; set shuffle=True"
-    if what is not None:
-        raise UserError(f"weights and balance_classes do not go with {what}.")
-    if len(source.weights) != source.num_items:
+def _check_weights(data: StageData, num_weights: int) -> None:
+    conflict = None
+    if data.is_iterable:
+        conflict = "an IterableDataset, which has its own order"
+    elif data.batch_size is None:
+        conflict = "a pre-batched dataset; set batch_size and give single samples"
+    elif data.sampler is not None:
+        conflict = f"the sampler {type(data.sampler).__name__}, which draws the samples; remove one of them"
+    elif data.lengths is not None:
+        conflict = "lengths, which give each sample once an epoch; remove one of them"
+    elif hasattr(data.dataset, "order"):
+        conflict = f"{type(data.dataset).__name__}, which has its own order"
+    elif not data.shuffle:
+        conflict = "shuffle=False: draws are random; set shuffle=True"
+    if conflict is not None:
+        raise UserError(f"sample_weights and balance_classes cannot be combined with {conflict}.")
+    if num_weights != data.num_items:
         raise UserError(
-            f"there are weights or classes of {len(source.weights)} samples for {source.num_items} samples of "
-            f"{source.stage} data; give one for each."
+            f"there are weights or classes of {num_weights} samples for {data.num_items} samples of "
+            f"{data.stage} data; give one for each."
         )

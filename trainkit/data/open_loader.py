@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainkit.data.batch import ShardsData
 from trainkit.data.data import StageData
 from trainkit.data.loader import BatchLoader, MapBatchLoader, PreBatchedLoader
-
-if TYPE_CHECKING:
-    pass
+from trainkit.data.stream_loader import IterableBatchLoader
 
 
 def open_loader(
-    source: StageData, strategy: ShardsData, *, seed: int, limit: int | None = None, repeat_first: bool = False
+    stage_data: StageData, strategy: ShardsData, *, seed: int, limit: int | None = None, repeat_first: bool = False
 ) -> BatchLoader:
-    """Return the feed for a source; `limit` global batches at most make an epoch.
+    """Return the loader of a dataset; an epoch has at most `limit` global batches.
 
-    With `repeat_first` every epoch is the first one again: overfitting on the same few batches.
+    With `repeat_first` every epoch repeats the first one, to overfit on a few batches.
     """
-    from trainkit.data.stream_loader import IterableBatchLoader
-
-    if source.is_stream:
-        return IterableBatchLoader(source, strategy, seed=seed, limit=limit, repeat_first=repeat_first)
-    if source.batch_size is None:
-        return PreBatchedLoader(source, strategy, seed=seed, limit=limit, repeat_first=repeat_first)
-    return MapBatchLoader(source, strategy, seed=seed, limit=limit, repeat_first=repeat_first)
+    kind: type[BatchLoader] = MapBatchLoader
+    if stage_data.is_iterable:
+        kind = IterableBatchLoader
+    elif stage_data.batch_size is None:
+        kind = PreBatchedLoader
+    return kind(stage_data, strategy, seed=seed, limit=limit, repeat_first=repeat_first)

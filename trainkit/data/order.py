@@ -8,13 +8,15 @@ from math import isqrt
 import torch
 from torch import Tensor
 
+from trainkit.data.balance import check_sample_weights
 from trainkit.errors import UserError
 
 COMPUTED_ABOVE = 10_000_000
 LARGEST_ORDER = 1 << 62
+BATCHES_PER_GROUP = 50
 
 _BLOCK = 1 << 14
-_ROUNDS = 6  # 4 are enough for every test of chance that we know, at ten million samples and more
+_ROUNDS = 6  # 4 pass every randomness test that we know, at ten million samples and more
 _ROUNDS_OF_SMALL = 24  # a shift among few rows or columns scatters little
 _SMALL = 1 << 16
 _WORD = 0xFFFFFFFF
@@ -42,7 +44,7 @@ class GlobalOrder:
         self.seed = seed
         self.shuffle = shuffle
         self._computed = _BlockCache(self._permuted, num_samples) if num_samples > computed_above else None
-        self._kept: tuple[int, Tensor] | None = None
+        self._cached: tuple[int, Tensor] | None = None
 
     def __len__(self) -> int:
         return self.num_samples
@@ -50,7 +52,7 @@ class GlobalOrder:
     def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
         """Return the samples at positions `start, start + step, ...` below `stop` of the epoch.
 
-        They are int64 and the caller's own. Positions past the end of the epoch are left out, as in a slice of a list.
+        The result is int64 and a copy. Positions past the end of the epoch are ignored, as in a slice of a list.
         """
         positions = _positions(start, stop, step, self.num_samples)
         if not self.shuffle:
@@ -61,13 +63,13 @@ class GlobalOrder:
         return self._permutation(epoch)[positions.start : positions.stop : positions.step].clone()
 
     def _permutation(self, epoch: int) -> Tensor:
-        kept = self._kept
-        if kept is None or kept[0] != epoch:
-            self._kept = None  # never two permutations in memory
+        cached = self._cached
+        if cached is None or cached[0] != epoch:
+            self._cached = None  # never two permutations in memory
             generator = torch.Generator().manual_seed(self.seed + epoch)
-            kept = (epoch, torch.randperm(self.num_samples, generator=generator, device="cpu"))
-            self._kept = kept
-        return kept[1]
+            cached = (epoch, torch.randperm(self.num_samples, generator=generator, device="cpu"))
+            self._cached = cached
+        return cached[1]
 
     def _permuted(self, epoch: int, positions: Tensor) -> Tensor:
         """Walk each position along its cycle in the keyed bijection until it is a sample again."""
@@ -85,19 +87,14 @@ class GlobalOrder:
 
 
 class WeightedOrder:
-    """`num_samples` draws with replacement an epoch, each sample as often as its weight says.
+    """`num_samples` draws with replacement an epoch, in proportion to the weights.
 
-    What is drawn is a pure function of (seed, epoch, position), so a slice costs the same wherever
-    it lies, and nothing but the cumulated weights is kept (8 bytes a sample). A sample of weight zero is never
-    drawn. For balanced classes give every sample the weight 1 / (samples in its class).
+    The draws are a pure function of (seed, epoch, position), so every slice costs the same, and only the cumulated
+    weights are kept (8 bytes a sample). A sample of weight zero is never drawn.
     """
 
     def __init__(self, weights: Tensor | Sequence[float], num_samples: int, *, seed: int) -> None:
-        known = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
-        if known.dim() != 1 or known.numel() == 0:
-            raise ValueError(f"weights must be a list of one number for each sample, got shape {tuple(known.shape)}")
-        if not bool(torch.isfinite(known).all()) or bool((known < 0).any()) or not bool((known > 0).any()):
-            raise ValueError("weights must be finite and not negative, and at least one must be above zero")
+        known = check_sample_weights(weights)
         _check(num_samples, seed)
         self.num_samples = num_samples
         self.seed = seed
@@ -119,7 +116,7 @@ class WeightedOrder:
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Return 64 bits (0 <= s < 2**64) that depend on every bit of the three numbers, for one sample's own randomness.
+    """Return 64 bits (0 <= s < 2**64) that depend on every bit of the three numbers, to seed one sample.
 
     The three are folded in one after the other with the finaliser of SplitMix64 (two xor-shift-multiply rounds), so
     within an epoch two samples never share a seed. `torch.Generator().manual_seed`, `random.Random` and
@@ -139,7 +136,7 @@ def _check(num_samples: int, seed: int) -> None:
 
 
 class _BlockCache:
-    """Computes positions in blocks, so that the cost of a tensor operation is shared by many small slices."""
+    """Computes positions in blocks, so that many small slices cost one tensor operation."""
 
     def __init__(self, compute: Callable[[int, Tensor], Tensor], num_samples: int) -> None:
         self._compute = compute
@@ -150,22 +147,21 @@ class _BlockCache:
         if len(positions) == 0:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         span = positions[-1] + 1 - positions.start
-        # Of a wide span a rank with a large step needs little: whole blocks would be mostly for the others.
+        # A rank with a large step needs little of a wide span: compute only its positions.
         if span >= _BLOCK // 2:
             return self._compute(epoch, _arange(positions))
         first, last = positions.start // _BLOCK, positions[-1] // _BLOCK
         blocks = [self._block(epoch, number) for number in range(first, last + 1)]
-        whole = blocks[0] if first == last else torch.cat(blocks)
+        block = blocks[0] if first == last else torch.cat(blocks)
         offset = first * _BLOCK
-        return whole[positions.start - offset : positions.stop - offset : positions.step].clone()
+        return block[positions.start - offset : positions.stop - offset : positions.step].clone()
 
     def _block(self, epoch: int, number: int) -> Tensor:
         block = self._blocks.get((epoch, number))
         if block is None:
-            begin = number * _BLOCK
-            block = self._compute(epoch, _arange(range(begin, min(begin + _BLOCK, self._num_samples))))
-            # Two blocks: slices that lie across a border read both, again and again.
-            # A new mapping: another thread may be reading the old one.
+            start = number * _BLOCK
+            block = self._compute(epoch, _arange(range(start, min(start + _BLOCK, self._num_samples))))
+            # Two blocks, for slices that cross a border; a new dict, as another thread may be reading the old one.
             latest = list(self._blocks.items())[-1:]
             self._blocks = dict([*latest, ((epoch, number), block)])
         return block
@@ -227,13 +223,10 @@ def _mix_long(number: int) -> int:
     return number ^ number >> 31
 
 
-BATCHES_OF_A_GROUP = 50
-
-
 class LengthGroupedOrder:
-    """Each sample once an epoch, those of a global batch about equally long.
+    """Each sample once an epoch, with global batches of samples of similar length.
 
-        shuffled      7 2 9 0 | 4 1 8 3 | 5 6        groups of some batches, here of three
+        shuffled      7 2 9 0 | 4 1 8 3 | 5 6        groups of batches, here of 4 samples
         by length     0 1 2 3 | 4 5 6 7 | 8 9        within a group
         batches       4 5 6 7 | 0 1 2 3 | 8 9        shuffled again; a short last batch stays the last
 
@@ -247,7 +240,7 @@ class LengthGroupedOrder:
         batch_size: int,
         seed: int,
         shuffle: bool = True,
-        batches_of_a_group: int = BATCHES_OF_A_GROUP,
+        batches_per_group: int = BATCHES_PER_GROUP,
     ) -> None:
         self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
         if self._lengths.dim() != 1:
@@ -255,8 +248,8 @@ class LengthGroupedOrder:
         self.num_samples = len(self._lengths)
         self._order = GlobalOrder(self.num_samples, seed=seed, shuffle=shuffle)
         self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
-        self._group_size = batch_size * batches_of_a_group
-        self._kept: tuple[int, int, Tensor] | None = None
+        self._group_size = batch_size * batches_per_group
+        self._cached: tuple[int, int, Tensor] | None = None
 
     def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
         """Return the samples at positions `start`, `start + step`, ... below `stop`."""
@@ -269,13 +262,13 @@ class LengthGroupedOrder:
         return groups[start - offset : stop - offset : step].clone()
 
     def _group(self, epoch: int, number: int) -> Tensor:
-        if self._kept is None or self._kept[:2] != (epoch, number):
-            self._kept = (epoch, number, self._made(epoch, number))
-        return self._kept[2]
+        if self._cached is None or self._cached[:2] != (epoch, number):
+            self._cached = (epoch, number, self._make_group(epoch, number))
+        return self._cached[2]
 
-    def _made(self, epoch: int, number: int) -> Tensor:
-        begin = number * self._group_size
-        samples = self._order.slice(epoch, begin, begin + self._group_size)
+    def _make_group(self, epoch: int, number: int) -> Tensor:
+        start = number * self._group_size
+        samples = self._order.slice(epoch, start, start + self._group_size)
         # Stable: samples of one length stay in their random order.
         samples = samples[torch.argsort(self._lengths[samples], stable=True)]
         batches = list(samples.split(self._batch_size))

@@ -1,4 +1,4 @@
-"""Several short sequences in one row of a fixed length, so that nothing of a batch is padding."""
+"""Packed: rows of a fixed length, each of several short sequences, with little padding."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from trainkit.errors import UserError
 
 
 class Packed(Dataset[dict[str, Tensor]]):
-    """Rows of `length` tokens, each made of whole sequences of another dataset, every one of them in one row.
+    """Rows of `length` tokens, each made of complete sequences of another dataset.
 
         tokens      a a a b b b b b c c . .        padding
-        positions   0 1 2 0 1 2 3 4 0 1 0 0        within its own sequence
+        positions   0 1 2 0 1 2 3 4 0 1 0 0        within the sequence
         segments    1 1 1 2 2 2 2 2 3 3 0 0        0 is padding
 
-    To the Trainer a row is a sample: its order, resuming and batches are those of any dataset, and each sequence comes
-    once an epoch. What does not change from epoch to epoch is which sequences share a row. Return the number of real
-    tokens as `weight` from `training_step`: then every token counts equally.
+    To the Trainer a row is a sample. Each sequence comes once an epoch, in the same row in every epoch. Return the
+    number of tokens without padding as `weight` from `training_step`, so that every token counts equally.
 
     Args:
         dataset: Map-style; its samples are one-dimensional tensors, or tuples of several of one length (tokens and
             targets), which become `tokens`, `tokens_1`, ...
-        length: Tokens of a row; a longer sequence is cut.
-        lengths: How long each sequence is; by default all of them are read once to know.
-        padding: What fills the rest of a row.
+        length: Tokens of a row; a longer sequence is truncated.
+        lengths: The length of each sequence; by default all sequences are read once to measure them.
+        padding: The value that fills the rest of a row of tokens.
 
     """
 
     def __init__(self, dataset: Any, length: int, *, lengths: Sequence[int] | None = None, padding: int = 0) -> None:
         if length < 1:
             raise UserError(f"Packed: length must be at least 1 token, got {length}.")
-        known = lengths if lengths is not None else [len(_parts(dataset[index])[0]) for index in range(len(dataset))]
+        known = lengths if lengths is not None else [len(_columns(dataset[index])[0]) for index in range(len(dataset))]
         if len(known) != len(dataset):
             raise UserError(f"Packed: {len(known)} lengths are given for {len(dataset)} sequences.")
         self.dataset = dataset
@@ -48,25 +47,27 @@ class Packed(Dataset[dict[str, Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sequences = [[part[: self.length] for part in _parts(self.dataset[number])] for number in self.rows[index]]
+        sequences = [
+            [column[: self.length] for column in _columns(self.dataset[number])] for number in self.rows[index]
+        ]
         row: dict[str, Tensor] = {}
-        for number, parts in enumerate(zip(*sequences, strict=True)):
-            row["tokens" if number == 0 else f"tokens_{number}"] = self._filled(torch.cat(parts), self.padding)
-        sizes = [len(parts[0]) for parts in sequences]
-        row["positions"] = self._filled(torch.cat([torch.arange(size) for size in sizes]), 0)
-        row["segments"] = self._filled(torch.repeat_interleave(torch.arange(1, len(sizes) + 1), torch.tensor(sizes)), 0)
+        for number, column in enumerate(zip(*sequences, strict=True)):
+            row["tokens" if number == 0 else f"tokens_{number}"] = self._padded(torch.cat(column), self.padding)
+        sizes = [len(columns[0]) for columns in sequences]
+        row["positions"] = self._padded(torch.cat([torch.arange(size) for size in sizes]), 0)
+        row["segments"] = self._padded(torch.repeat_interleave(torch.arange(1, len(sizes) + 1), torch.tensor(sizes)), 0)
         return row
 
-    def _filled(self, values: Tensor, filling: int) -> Tensor:
-        row = values.new_full((self.length, *values.shape[1:]), filling)
+    def _padded(self, values: Tensor, padding: int) -> Tensor:
+        row = values.new_full((self.length, *values.shape[1:]), padding)
         row[: len(values)] = values
         return row
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return which sequences share a row: the longest first, each into the fullest row that has room (best fit).
+    """Return the indices of the sequences of each row: longest first, each into the fullest row with room (best fit).
 
-    Needs O(n log n) time; the rows hold at most 11/9 of the least possible number, and a few more.
+    Takes O(n log n) time; the number of rows is at most 11/9 of the least possible, plus a small constant.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
@@ -82,5 +83,5 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return [sorted(row) for row in rows]
 
 
-def _parts(sample: Any) -> Sequence[Tensor]:
-    return [sample] if isinstance(sample, Tensor) else [torch.as_tensor(part) for part in sample]
+def _columns(sample: Any) -> Sequence[Tensor]:
+    return [sample] if isinstance(sample, Tensor) else [torch.as_tensor(column) for column in sample]

@@ -1,4 +1,4 @@
-"""A folder that is made once, although several processes ask for it: the ranks of a run, or runs side by side."""
+"""prepare_folder: a data folder that is made once, by one of the ranks of a run or one of several runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainkit.checkpoint.files import file_lock
 
 
 def prepare_folder(folder: Path, *, make: Callable[[Path], None]) -> None:
-    """Make `folder` unless it exists; an existing folder is never changed.
+    """Create `folder` unless it exists; an existing folder is never changed.
 
-    Processes that ask at the same time wait for the first of them. Where the file system has no locks, each makes its
-    own folder and the first complete one is kept.
+    Other processes wait for the first one. On a file system without locks each process makes a folder and the first
+    complete one is kept.
 
     Args:
-        folder: The folder to make.
-        make: Fills the empty folder that it is given, which is renamed to `folder` when it is complete.
+        folder: The folder to create.
+        make: Fills the empty folder that it is given, which is then renamed to `folder`.
 
     """
     if folder.exists():

@@ -1,4 +1,4 @@
-"""From sample indices to a batch, in this process or in worker processes."""
+"""Readers: sample indices to a collated batch, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.rng import seed_everything
 
 Collate = Callable[[list[Any]], Any]
 GetSample = Callable[[int, int], Any]
-"""Returns the sample at an index; the second number is the seed of the sample's own randomness."""
+"""Takes an index and the seed for the randomness of that sample; returns the sample."""
 
 
 class Reader(Protocol):
@@ -24,30 +24,30 @@ class Reader(Protocol):
         """Return the batch of the samples at `indices` (int64, one dimension), as they are in `epoch`."""
 
 
-def make_reader(dataset: Any, collate: Collate, *, seed: int = 0) -> Reader:
-    """Return the quickest reader that gives what the dataset and `collate` give sample by sample."""
+def make_reader(dataset: Any, collate_fn: Collate, *, seed: int = 0) -> Reader:
+    """Return the fastest reader whose batches equal those of `collate_fn` over single samples."""
     get_sample = get_sample_of(dataset)
     if get_sample is not None:
-        return SeededReader(get_sample, collate, seed=seed)
-    if collate is default_collate:
+        return SeededReader(get_sample, collate_fn, seed=seed)
+    if collate_fn is default_collate:
         if type(dataset) is TensorDataset:
             return TensorReader(dataset.tensors)
         if type(dataset) is Subset and type(dataset.dataset) is TensorDataset:
             return TensorReader(dataset.dataset.tensors, torch.as_tensor(dataset.indices, dtype=torch.int64))
-    return SampleReader(dataset, collate)
+    return SampleReader(dataset, collate_fn)
 
 
 def get_sample_of(dataset: Any) -> GetSample | None:
-    """Return the method of a dataset that asks for the seed of each sample, also of one that a Subset is taken of."""
+    """Return the `get_sample` method of a dataset, or of the dataset below a Subset; `None` if there is none."""
     if type(dataset) is Subset:
-        whole = get_sample_of(dataset.dataset)
-        return None if whole is None else _SubsetSamples(whole, dataset.indices)
+        of_full_dataset = get_sample_of(dataset.dataset)
+        return None if of_full_dataset is None else _SubsetSamples(of_full_dataset, dataset.indices)
     get_sample: GetSample | None = getattr(dataset, "get_sample", None)
     return get_sample
 
 
 class TensorReader:
-    """Gathers each tensor's rows at once; the batch is a list, as `default_collate` makes it of tuples."""
+    """Gathers the rows of each tensor in one operation; the batch is a list, as `default_collate` makes of tuples."""
 
     def __init__(self, tensors: Sequence[Tensor], subset: Tensor | None = None) -> None:
         self._tensors = tensors
@@ -61,35 +61,35 @@ class TensorReader:
 
 
 class SampleReader:
-    """Asks the dataset for all samples at once if it has `__getitems__`, else for one after the other."""
+    """Reads by the dataset's `__getitems__` if it has one, else sample by sample."""
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
+    def __init__(self, dataset: Any, collate_fn: Collate) -> None:
         self._dataset = dataset
-        self._collate = collate
-        self._at_once = getattr(dataset, "__getitems__", None)
+        self._collate_fn = collate_fn
+        self._getitems = getattr(dataset, "__getitems__", None)
 
     def read(self, indices: Tensor, epoch: int = 0) -> Any:
         """Return the collated samples."""
         wanted = indices.tolist()
-        samples = self._at_once(wanted) if self._at_once else [self._dataset[index] for index in wanted]
-        return self._collate(samples)
+        samples = self._getitems(wanted) if self._getitems else [self._dataset[index] for index in wanted]
+        return self._collate_fn(samples)
 
 
 class SeededReader:
-    """Gives the dataset a seed for each sample that depends on nothing but the run's seed, the epoch and the index."""
+    """Reads by `get_sample`, with a seed that depends only on the run's seed, the epoch and the index."""
 
-    def __init__(self, get_sample: GetSample, collate: Collate, *, seed: int) -> None:
+    def __init__(self, get_sample: GetSample, collate_fn: Collate, *, seed: int) -> None:
         self._get_sample = get_sample
-        self._collate = collate
+        self._collate_fn = collate_fn
         self._seed = seed
 
     def read(self, indices: Tensor, epoch: int = 0) -> Any:
         """Return the collated samples."""
-        return self._collate([self._get_sample(i, sample_seed(self._seed, epoch, i)) for i in indices.tolist()])
+        return self._collate_fn([self._get_sample(i, sample_seed(self._seed, epoch, i)) for i in indices.tolist()])
 
 
 class _SubsetSamples:
-    """Asks the whole dataset for the sample that has an index in the subset, with the seed of that index."""
+    """`get_sample` of a Subset; the seed is that of the index in the subset."""
 
     def __init__(self, get_sample: GetSample, indices: Sequence[int]) -> None:
         self._get_sample = get_sample
@@ -100,52 +100,47 @@ class _SubsetSamples:
 
 
 class Request(NamedTuple):
-    """What a worker is asked for."""
+    """The samples of one micro-batch, for a worker to read."""
 
     indices: Tensor
     seed: int
-    """Of python, numpy and torch in the worker, while it reads."""
+    """Seed of python, numpy and torch in the worker while it reads."""
     epoch: int = 0
 
 
 class WorkerPool:
-    """Worker processes that read ahead, and stay alive from one epoch to the next if they are to be kept.
+    """Worker processes that read ahead; persistent ones stay alive between epochs.
 
-    Each request is read under its seed of python, numpy and torch, so that random augmentation does not depend
-    on how many workers there are, nor on where a resumed run starts.
+    Each request is read under its own seed, so random augmentation depends neither on the number of workers nor on the
+    step at which a run is resumed.
     """
 
-    def __init__(self, reader: Reader, *, workers: int, pin_memory: bool, keep: bool) -> None:
+    def __init__(self, reader: Reader, *, num_workers: int, pin_memory: bool, persistent: bool) -> None:
         self._requests = _Requests()
         self._loader: DataLoader[Any] | None = DataLoader(
             _RequestDataset(reader),
             batch_sampler=self._requests,  # type: ignore[arg-type] # to the loader a request is the indices of one batch
-            num_workers=workers,
+            num_workers=num_workers,
             collate_fn=no_collate,
             pin_memory=pin_memory,
-            persistent_workers=keep,
-            # Its own generator: the loader would otherwise draw from the global one and change the run's randomness.
+            persistent_workers=persistent,
+            # A separate generator: the loader would otherwise draw from the global one and change the run's randomness.
             generator=torch.Generator(),
         )
 
     def read(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """Yield the batch of each request; what is left of an earlier call is given up."""
+        """Yield the batch of each request; unread requests of an earlier call are dropped."""
         assert self._loader is not None
         self._requests.pending = iter(requests)
         return iter(self._loader)
 
     def close(self) -> None:
-        """Let the workers end; may be called twice."""
+        """End the workers; may be called twice."""
         self._loader = None
 
 
-def read_in_workers(reader: Reader, requests: Iterable[Request], *, workers: int, pin_memory: bool) -> Iterator[Any]:
-    """Yield the batch of each request, read ahead by `workers` processes that end with the last one."""
-    return WorkerPool(reader, workers=workers, pin_memory=pin_memory, keep=False).read(requests)
-
-
 class _Requests:
-    """What a loader takes for the indices of its batches."""
+    """The batch sampler of the loader; its batches of indices are requests."""
 
     def __init__(self) -> None:
         self.pending: Iterator[Request] = iter(())
@@ -160,7 +155,7 @@ def request_seed(seed: int, epoch: int, position: int) -> int:
 
 
 class _RequestDataset(Dataset[Any]):
-    """What runs in a worker: a request is for one micro-batch."""
+    """The dataset in a worker; reads one request as one batch."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -174,5 +169,5 @@ class _RequestDataset(Dataset[Any]):
 
 
 def no_collate(item: Any) -> Any:
-    """Return what is given: samples are put together elsewhere, or not at all."""
+    """Return the item unchanged."""
     return item

@@ -1,4 +1,4 @@
-"""Which samples of a global batch a rank takes."""
+"""ShardSampler: the samples of each global batch that a rank reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.errors import UserError
 from trainkit.rng import preserve_rng, seed_everything
 
 _COMPARED = 1000
-"""Indices of an epoch that are looked at, to know whether a sampler draws the same again."""
+"""Indices of an epoch that are compared, to check that a sampler draws the same order on all ranks."""
 
 
 class Order(Protocol):
@@ -29,37 +29,36 @@ class Order(Protocol):
 
 
 class ShardSampler(DistributedSampler[Any]):
-    """Gives rank r of W every W-th sample of each global batch, without repeating or dropping any.
+    """Gives rank r of W every W-th sample of each global batch; none is repeated or dropped.
 
         positions   0 1 2 3 | 4 5 6 7 | 8 9        batch_size 4, 10 samples, W = 2
         rank 0      0   2   | 4   6   | 8
         rank 1        1   3 |   5   7 |   9
 
-    Over a whole epoch this is what PyTorch's `DistributedSampler` gives wherever that neither pads nor drops.
+    Over an epoch this equals PyTorch's `DistributedSampler`, if that neither pads nor drops samples.
     """
 
     def __init__(self, dataset: Sized, order: Order, *, rank: int, world_size: int) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank)  # type: ignore[arg-type] # only its len is used
         self.order = order
 
-    def share(self, epoch: int, start: int, stop: int) -> Tensor:
+    def shard(self, epoch: int, start: int, stop: int) -> Tensor:
         """Return this rank's sample indices among the positions from `start` to `stop` of the epoch's order."""
         return self.order.slice(epoch, start + self.rank, stop, self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's indices of the epoch given to `set_epoch`."""
-        return iter(self.share(self.epoch, 0, self.order.num_samples).tolist())
+        return iter(self.shard(self.epoch, 0, self.order.num_samples).tolist())
 
     def __len__(self) -> int:
         return len(range(self.rank, self.order.num_samples, self.num_replicas))
 
 
 class SamplerOrder:
-    """The order that a user's own sampler gives, drawn anew for each epoch from (seed, epoch).
+    """The order of a custom sampler, drawn again for each epoch under a seed from (seed, epoch).
 
-    It is the same on every rank and on a resume as long as the sampler's randomness comes from the global generators of
-    torch, python or numpy, or from its own `generator` attribute; one with another source of randomness only keeps its
-    number of samples.
+    It is the same on every rank and after a resume if the sampler draws from the global generators of torch, python or
+    numpy, or from its `generator` attribute. Another source of randomness is not seeded.
     """
 
     def __init__(self, sampler: Sampler[int], *, seed: int) -> None:
@@ -76,25 +75,30 @@ class SamplerOrder:
             self._epoch = epoch
         return self._indices[start:stop:step]
 
-    def first(self) -> list[int]:
-        """Return the first indices of the first epoch, drawn anew at each call."""
+    def first_indices(self) -> list[int]:
+        """Return the first indices of epoch 0, drawn again at each call."""
         with self._drawing(0) as indices:
             return [int(index) for index in islice(indices, _COMPARED)]
 
-    def complaint(self, first_of_ranks: Sequence[list[int]]) -> str | None:
-        """Return what this sampler does not keep, from what each rank drew first; raises UserError if ranks differ."""
+    def check(self, first_of_ranks: Sequence[list[int]]) -> str | None:
+        """Return a warning if a resume would change the order, else `None`; raises UserError if ranks differ.
+
+        Args:
+            first_of_ranks: The `first_indices` of each rank.
+
+        """
         name = type(self._sampler).__name__
         if any(drawn != first_of_ranks[0] for drawn in first_of_ranks):
             raise UserError(
                 f"the sampler {name} draws another order on each rank, so samples would be repeated and lost; let it "
-                "draw from torch's, python's or numpy's global generator, or from an attribute `generator` of its own "
-                "(torch.Generator), which are seeded alike for each epoch."
+                "draw from torch's, python's or numpy's global generator, or from an attribute `generator` "
+                "(torch.Generator), which are seeded for each epoch."
             )
-        if self.first() != first_of_ranks[0]:
+        if self.first_indices() != first_of_ranks[0]:
             return (
-                f"the sampler {name} draws from a generator that trainkit cannot seed: a resumed run would go on in "
+                f"the sampler {name} draws from a generator that trainkit cannot seed: a resumed run would use "
                 "another order. Let it draw from torch's, python's or numpy's global generator, or from an attribute "
-                "`generator` of its own (torch.Generator)."
+                "`generator` (torch.Generator)."
             )
         return None
 
@@ -103,14 +107,14 @@ class SamplerOrder:
             indices = [int(index) for index in drawn]
         if len(indices) != self.num_samples:
             raise UserError(
-                f"the sampler {type(self._sampler).__name__} gave {len(indices)} indices, but its __len__ says "
-                f"{self.num_samples}; make them agree."
+                f"the sampler {type(self._sampler).__name__} gave {len(indices)} indices, but its __len__ is "
+                f"{self.num_samples}; return the same number."
             )
         return torch.tensor(indices, dtype=torch.int64)
 
     @contextmanager
     def _drawing(self, epoch: int) -> Iterator[Iterator[int]]:
-        """Give the sampler's iterator of an epoch, under seeds that are the same on every rank."""
+        """Yield the sampler's iterator of an epoch, under seeds that are the same on every rank."""
         set_epoch = getattr(self._sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""Reading a stream of samples, in its own order."""
+"""IterableBatchLoader: the step batches of one rank from an iterable dataset, in its own order."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ from trainkit.data.readers import no_collate, request_seed
 from trainkit.errors import UserError
 from trainkit.rng import rng_state, set_rng_state
 
+logger = logging.getLogger(__name__)
+
+_STATES_KEPT = 4
+
 
 class StreamPosition(NamedTuple):
-    """Where a stream is: its dataset's own state, and the generators that it may draw from."""
+    """A position in an iterable dataset: its `state_dict`, and the state of the random generators."""
 
     dataset: dict[str, Any]
     generators: dict[str, Any]
 
 
 class WorkerIterator(Iterator[Any]):
-    """Gives a stream's samples in order, read ahead by a worker process under a seed.
+    """Yields the samples of an iterable dataset in order, read ahead by one worker process.
 
-    worker        a b c d (place after d) e f g h (place after h) ...
-    this process  a b c d      place      e f g h      place      ...
+    worker        a b c d (position after d) e f g h (position after h) ...
+    this process  a b c d      position      e f g h      position      ...
 
     Args:
         dataset: An iterable dataset.
         seed: Of python, numpy and torch in the worker.
-        every: The place is told after so many samples; `None`: the dataset tells of none.
-        begins_at: The generators as they were where the stream goes on from.
+        every: Samples between two reported positions; `None` if the dataset has no `state_dict`.
+        generator_state: State of the random generators at the start of the iteration, after a resume.
 
     """
 
@@ -47,13 +51,13 @@ class WorkerIterator(Iterator[Any]):
         *,
         seed: int,
         every: int | None = None,
-        begins_at: dict[str, Any] | None = None,
+        generator_state: dict[str, Any] | None = None,
     ) -> None:
-        self.place: StreamPosition | None = None
-        """After the last sample with which one was told."""
-        self._tells = every is not None
+        self.position: StreamPosition | None = None
+        """The last reported position."""
+        self._reports_position = every is not None
         loader: DataLoader[Any] = DataLoader(
-            dataset if every is None else _PositionReporting(dataset, every, begins_at),  # type: ignore[arg-type] # it is iterable
+            dataset if every is None else _PositionReporting(dataset, every, generator_state),  # type: ignore[arg-type] # it is iterable
             batch_size=None,
             num_workers=1,
             collate_fn=no_collate,
@@ -64,52 +68,46 @@ class WorkerIterator(Iterator[Any]):
     def __next__(self) -> Any:
         """Return the next sample."""
         item = next(self._items)
-        if not self._tells:
+        if not self._reports_position:
             return item
-        sample, place = item
-        if place is not None:
-            self.place = place
+        sample, position = item
+        if position is not None:
+            self.position = position
         return sample
 
 
 class _PositionReporting(IterableDataset[Any]):
-    """What runs in the worker."""
+    """The dataset in the worker; yields pairs of a sample and a position or `None`."""
 
-    def __init__(self, dataset: Any, every: int, begins_at: dict[str, Any] | None) -> None:
-        self._dataset, self._every, self._begins_at = dataset, every, begins_at
+    def __init__(self, dataset: Any, every: int, generator_state: dict[str, Any] | None) -> None:
+        self._dataset, self._every, self._begins_at = dataset, every, generator_state
 
     def __iter__(self) -> Iterator[Any]:
         if self._begins_at is not None:
             set_rng_state(self._begins_at)
         for number, sample in enumerate(self._dataset, start=1):
-            place = None
+            position = None
             if number % self._every == 0:
-                # A copy: the sample travels while the dataset goes on.
-                place = StreamPosition(deepcopy(dict(self._dataset.state_dict())), rng_state(devices=False))
-            yield sample, place
-
-
-logger = logging.getLogger(__name__)
-
-_STATES_KEPT = 4
+                # A copy: the sample is sent while the dataset continues.
+                position = StreamPosition(deepcopy(dict(self._dataset.state_dict())), rng_state(devices=False))
+            yield sample, position
 
 
 class IterableBatchLoader(BatchLoader):
-    """An iterable dataset, read in its own order by every rank: of each global batch a rank keeps every W-th sample."""
+    """Reads an iterable dataset in its own order: a rank reads all samples, and keeps every W-th of a global batch."""
 
     def __init__(
-        self, source: StageData, strategy: ShardsData, *, seed: int, limit: int | None, repeat_first: bool
+        self, stage_data: StageData, strategy: ShardsData, *, seed: int, limit: int | None, repeat_first: bool
     ) -> None:
-        super().__init__(source, strategy, seed=seed, limit=limit)
-        assert source.batch_size is not None
-        self._batch_size = source.batch_size
-        self._plan = strategy.plan(source.batch_size, even=source.stage == "train")
-        self._repeat_first = repeat_first
-        self._states: dict[int, dict[str, Any]] = {}  # position -> what a checkpoint keeps of the dataset there
+        super().__init__(stage_data, strategy, seed=seed, limit=limit, repeat_first=repeat_first)
+        assert stage_data.batch_size is not None
+        self._batch_size = stage_data.batch_size
+        self._plan = strategy.plan(stage_data.batch_size, even=stage_data.stage == "train")
+        self._states: dict[int, dict[str, Any]] = {}  # position -> state of the dataset for a checkpoint
         self._restored: dict[str, Any] = {}
-        self._keeps_position = hasattr(source.dataset, "state_dict")
-        # A worker has a copy of the dataset, so that every epoch begins with it as it is in this process.
-        self._outlives_epochs = self._keeps_position and source.workers == 0
+        self._keeps_position = hasattr(stage_data.dataset, "state_dict")
+        # A worker has a copy of the dataset: every epoch starts from the state of the dataset in this process.
+        self._continues_over_epochs = self._keeps_position and stage_data.num_workers == 0
 
     @property
     def num_steps(self) -> int | None:
@@ -118,7 +116,7 @@ class IterableBatchLoader(BatchLoader):
 
     @property
     def epoch_length(self) -> int | None:
-        length = self.source.num_items
+        length = self.stage_data.num_items
         most = None if self.limit is None else self.limit * self._batch_size
         return most if length is None else min(length, most or length)
 
@@ -134,16 +132,16 @@ class IterableBatchLoader(BatchLoader):
             position += len(step_batch)
             if steps_left is not None:
                 steps_left -= 1
-            # The next window is read before this one is handed out, to know whether this one ends the epoch.
+            # The next step batch is read before this one is yielded, to know whether this one ends the epoch.
             following = [] if steps_left == 0 else self._take(samples, position)
             self._remember(position, state)
-            if not following and steps_left != 0 and self._outlives_epochs:
-                self._remember(0, self._state_after(samples))  # read to its end, from which the next epoch begins
+            if not following and steps_left != 0 and self._continues_over_epochs:
+                self._remember(0, self._state_after(samples))  # the end, from which the next epoch continues
             mine = self._micro_batches(step_batch[self.rank :: self.world_size])
             yield StepBatch(mine, len(step_batch), len(step_batch), not following)
 
     def batches(self) -> Iterator[MicroBatch]:
-        samples = self._stream(0, 0)
+        samples = self._samples(0, 0)
         for number in range(self.limit) if self.limit is not None else count():
             step_batch = self._take(samples, number)
             if not step_batch:
@@ -151,11 +149,11 @@ class IterableBatchLoader(BatchLoader):
             first = self._first_from(number * self._batch_size)
             yield from self._micro_batches(step_batch[first :: self.world_size])
 
-    def example(self) -> MicroBatch | None:
+    def first_micro_batch(self) -> MicroBatch | None:
         return None
 
     def resplit(self, strategy: ShardsData) -> None:
-        self._plan = strategy.plan(self._batch_size, even=self.source.stage == "train")
+        self._plan = strategy.plan(self._batch_size, even=self.stage_data.stage == "train")
 
     def state_dict(self, position: int) -> dict[str, Any]:
         return {"position": position, **self._states[position]} if position in self._states else {}
@@ -164,80 +162,85 @@ class IterableBatchLoader(BatchLoader):
         self._restored = saved
 
     def _state_after(self, samples: Iterator[Any]) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the dataset, after the samples that were taken."""
+        """Return the state of the dataset after the samples that were read, for a checkpoint."""
         if isinstance(samples, WorkerIterator):
-            return {} if samples.place is None else samples.place._asdict()
-        return {"dataset": dict(self.source.dataset.state_dict())} if self._keeps_position else {}
+            return {} if samples.position is None else samples.position._asdict()
+        return {"dataset": dict(self.stage_data.dataset.state_dict())} if self._keeps_position else {}
 
     def _remember(self, position: int, state: dict[str, Any]) -> None:
-        """Keep the states of the last windows: windows may be read ahead of the one that is trained on."""
+        """Keep the states of the last step batches, as batches may be read ahead of the one that is trained on."""
         if state:
             self._states[position] = state
             for old in sorted(self._states.keys() - {0})[:-_STATES_KEPT]:
                 del self._states[old]
 
     def _from(self, epoch: int, position: int) -> Iterator[Any]:
-        """Return the stream from item `position` on: by the dataset's own state, else by reading up to it."""
-        dataset = self.source.dataset
+        """Return the samples from `position` on, by the dataset's saved state or by reading and skipping."""
+        dataset = self.stage_data.dataset
         restored, self._restored = self._restored, {}
         has_state = self._keeps_position and restored.get("position") == position
         if position == 0:
-            has_state = has_state and self._outlives_epochs
+            has_state = has_state and self._continues_over_epochs
         if has_state and position == 0:
-            dataset.load_state_dict(restored["dataset"])  # before it is told of the epoch, as where it was not resumed
+            dataset.load_state_dict(restored["dataset"])  # before set_epoch, as in a run without a resume
         set_epoch = getattr(dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
         if has_state and position:
             return self._from_state(restored, epoch, position)
-        samples = self._stream(epoch, 0)
+        samples = self._samples(epoch, 0)
         if has_state:
-            return self._begun_anew(samples, epoch)
+            return self._continued(samples, epoch)
         if position:
-            logger.warning(self._why_read_again(), position)
+            logger.warning(self._reread_warning(), position)
             deque(islice(samples, position), maxlen=0)
         return samples
 
     def _from_state(self, restored: dict[str, Any], epoch: int, position: int) -> Iterator[Any]:
-        """Return the stream from where its dataset was; after an epoch in a worker this process has it as before."""
-        dataset = self.source.dataset
-        before = None if self._outlives_epochs else deepcopy(dataset.state_dict())
+        """Return the samples from a saved state; the dataset here stays unchanged if a worker reads."""
+        dataset = self.stage_data.dataset
+        initial = None if self._continues_over_epochs else deepcopy(dataset.state_dict())
         dataset.load_state_dict(restored["dataset"])
-        samples = self._stream(epoch, position, begins_at=restored.get("generators"))
-        if before is not None:
-            dataset.load_state_dict(before)
+        samples = self._samples(epoch, position, generator_state=restored.get("generators"))
+        if initial is not None:
+            dataset.load_state_dict(initial)
         return samples
 
-    def _stream(self, epoch: int, position: int, *, begins_at: dict[str, Any] | None = None) -> Iterator[Any]:
-        """Return the stream as its dataset is now, read here or ahead by a worker process."""
-        source = self.source
-        if source.workers == 0:
-            return iter(source.dataset)
+    def _samples(self, epoch: int, position: int, *, generator_state: dict[str, Any] | None = None) -> Iterator[Any]:
+        """Return an iterator over the dataset from its current state, read here or ahead by a worker process."""
+        stage_data = self.stage_data
+        if stage_data.num_workers == 0:
+            return iter(stage_data.dataset)
         seed = request_seed(self.seed, epoch, position)
-        every = self._batch_size if self._keeps_position and source.stage == "train" else None
-        return WorkerIterator(source.dataset, seed=seed, every=every, begins_at=begins_at)
+        every = self._batch_size if self._keeps_position and stage_data.stage == "train" else None
+        return WorkerIterator(stage_data.dataset, seed=seed, every=every, generator_state=generator_state)
 
-    def _begun_anew(self, samples: Iterator[Any], epoch: int) -> Iterator[Any]:
-        """Yield an epoch that begins from the end of the one before, where a dataset may first say that it is at it."""
+    def _continued(self, samples: Iterator[Any], epoch: int) -> Iterator[Any]:
+        """Return the samples of an epoch that continues from the end of the previous one.
+
+        A dataset that was saved at its end may yield nothing at first; it is then iterated again.
+        """
         first = list(islice(samples, 1))
-        return chain(first, samples) if first else self._stream(epoch, 0)
+        return chain(first, samples) if first else self._samples(epoch, 0)
 
-    def _why_read_again(self) -> str:
+    def _reread_warning(self) -> str:
         if self._keeps_position:
-            why = "was saved without the position of its dataset (state_dict) here"
+            reason = "has no saved position (state_dict) at this step"
         else:
-            why = "keeps no position of its own (state_dict and load_state_dict)"
-        drawn = "" if self.source.workers else "; random numbers that it draws are not restored"
-        return f"the training stream {why}: its first %d samples are read again and skipped{drawn}."
+            reason = "has no state_dict and load_state_dict"
+        random = "" if self.stage_data.num_workers else "; random numbers that it draws are not restored"
+        return f"the iterable training dataset {reason}: its first %d samples are read again and skipped{random}."
 
     def _take(self, samples: Iterator[Any], taken: int) -> list[Any]:
-        """Return the samples of the next global batch; raises UserError for a stream from which none was `taken`."""
+        """Return the samples of the next global batch, after `taken` ones; raises UserError if the dataset is empty."""
         step_batch = list(islice(samples, self._batch_size))
         if not step_batch and taken == 0:
-            raise UserError(f"the {self.source.stage} stream gave no sample; check where its samples come from.")
-        return [] if self.source.drop_last and len(step_batch) < self._batch_size else step_batch
+            raise UserError(
+                f"the {self.stage_data.stage} IterableDataset gave no sample; check where its samples come from."
+            )
+        return [] if self.stage_data.drop_last and len(step_batch) < self._batch_size else step_batch
 
     def _micro_batches(self, mine: list[Any]) -> list[MicroBatch]:
         size = self._plan.micro_batch_size
         chunks = [mine[start : start + size] for start in range(0, len(mine), size)]
-        return [MicroBatch(self.source.collate(chunk), len(chunk)) for chunk in chunks]
+        return [MicroBatch(self.stage_data.collate_fn(chunk), len(chunk)) for chunk in chunks]

@@ -122,7 +122,7 @@ class FitLoop:
         """Return this rank's step batches of the present epoch, from the present position on."""
         run, state = self._run, self._run.state
         batches = run.strategy.step_batches(
-            self._feed.timed_batches(state.epoch, state.position), pin_memory=self._feed.source.pin_memory
+            self._feed.timed_batches(state.epoch, state.position), pin_memory=self._feed.stage_data.pin_memory
         )
         return batches if run.step_timer is None else run.step_timer.timed_batches(batches)
 

@@ -166,7 +166,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
 
 def evaluation_loop(run: Run, config: FitConfig, stage: str, *, limit: int | None) -> EvaluationLoop:
     """Return the loop of an evaluation of at most `limit` global batches."""
-    sources = run.data.sources("validation" if stage == "sanity" else stage)
+    sources = run.data.stage_data_by_name("validation" if stage == "sanity" else stage)
     seed = config.data_seed(run.data)
     loaders = {name: open_loader(source, run.strategy, seed=seed, limit=limit) for name, source in sources.items()}
     run.loaders += loaders.values()
@@ -182,7 +182,7 @@ def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
 
 def _prepare_data(run: Run, config: FitConfig) -> None:
     """Open the training data; its length gives the batch plan and the number of steps."""
-    source = run.data.source("train")
+    source = run.data.stage_data("train")
     run.loader = open_loader(
         source,
         run.strategy,

@@ -176,7 +176,7 @@ class ParityComparison:
     def agrees(self, row: ParityRow) -> bool:
         """Whether the differences are within the tolerance."""
         # NaN compares false, so it never agrees.
-        norms_agree = row.gradient_norm.value <= _NORM_SLACK * self._tolerance
+        norms_agree = row.grad_norm.value <= _NORM_SLACK * self._tolerance
         return norms_agree and row.loss.value <= self._tolerance and row.weights.value <= self._tolerance
 
     def row(self, name: str, run: ParityRun, *, verdict: str) -> ParityRow:

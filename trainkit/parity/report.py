@@ -27,7 +27,7 @@ class ParityRow:
     """`reference`, `equal`, `different` or `failed`."""
     layout: str = ""
     loss: Difference = field(default_factory=Difference)
-    gradient_norm: Difference = field(default_factory=Difference)
+    grad_norm: Difference = field(default_factory=Difference)
     weights: Difference = field(default_factory=Difference)
     seconds_a_step: float = math.nan
     bytes_a_step: int | None = None
@@ -76,10 +76,10 @@ class ParityReport:
 def _cells(row: ParityRow) -> tuple[str, ...]:
     if row.error:
         return (row.strategy, *[""] * 7, row.verdict)
-    worst = max((row.weights, row.loss, row.gradient_norm), key=_order)
+    worst = max((row.weights, row.loss, row.grad_norm), key=_order)
     where = "" if worst.value == 0 else f"step {worst.step} {worst.parameter}".strip()
     sent = "" if row.bytes_a_step is None else f"{row.bytes_a_step / 1e6:.2f}"
-    differences = [f"{difference.value:.1e}" for difference in (row.loss, row.gradient_norm, row.weights)]
+    differences = [f"{difference.value:.1e}" for difference in (row.loss, row.grad_norm, row.weights)]
     milliseconds = f"{1000 * row.seconds_a_step:.2f}"
     return (row.strategy, row.layout, *differences, where, milliseconds, sent, row.verdict)
 

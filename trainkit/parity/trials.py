@@ -164,7 +164,7 @@ class _StepRecorder(Callback):
             seen = {
                 "weights": {name: tensor.detach().cpu() for name, tensor in weights.items()},
                 "losses": self._logged(run, "loss"),
-                "norms": self._logged(run, "gradient_norm"),
+                "norms": self._logged(run, "grad_norm"),
                 "seconds": seconds,
             }
             torch.save(seen, self.folder / f"{run.state.step}.pt")
