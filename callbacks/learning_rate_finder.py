@@ -27,7 +27,7 @@ from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.report.charts import line_chart
 from trainkit.rng import preserve_rng
 from trainkit.run_dir.console import say
-from trainkit.strategy import local_state
+from trainkit.strategy import SupportsPhases, local_state
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
 
@@ -187,7 +187,7 @@ def trial(run: Run) -> Iterator[None]:
         for phase_optimizer, saved in zip(run.phase_optimizers, optimizers, strict=True):
             _restore_optimizer(phase_optimizer, saved)
         run.precision.load_state_dict(scaler)
-        if run.phase_optimizers[0].phase:
+        if isinstance(run.strategy, SupportsPhases):
             run.strategy.end_phases()
 
 

@@ -146,7 +146,7 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(make_trainer):
     trainer = make_trainer(
         max_duration="8step", log_every="4step", callbacks=[SpeedMonitor(log_step_times=True)], loggers=["jsonl"]
     )
-    data = Data(train=regression_data(32), batch_size=4, collate=_slow_collate)
+    data = Data(train=regression_data(32), batch_size=4, collate_fn=_slow_collate)
     result = trainer.fit(_SlowTask(), data)
     lines = [json.loads(line) for line in (trainer.run_dir / "step_times.jsonl").read_text().splitlines()]
     assert [(line["step"], line["steps"]) for line in lines] == [(4, 4), (8, 4)]
