@@ -107,7 +107,7 @@ def run_in_terminal(
     shown = Shown()
     try:
         for output in iter(lambda: _read(near), b""):
-            stream.loader(output)
+            stream.feed(output)
             if select.select([near], [], [], SETTLED_SECONDS)[0]:
                 continue  # more comes: what is on the screen may be half of a picture
             shown.screens.append([line.rstrip() for line in screen.display])

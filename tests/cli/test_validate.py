@@ -170,7 +170,7 @@ def test_numbers_texts_and_lists_of_the_right_kind_are_taken():
 def test_what_is_no_setting_is_told_how_to_write_one():
     assert "'trainer.seed' is not an override; write key=value." in _message("recipe=digits", "trainer.seed")
     assert "cannot be read" in _message("recipe=digits", "run_dir=a=b")
-    assert "add -m to try one after the other" in _message("recipe=digits", "task.lr=1,2")
+    assert "add -m to run once for each" in _message("recipe=digits", "task.lr=1,2")
     assert "'vars.lr' not found" in _message("recipe=digits", "task.lr=${vars.lr}")
     assert "has no value; type" in _message("recipe=digits", "task.lr=???")
 
@@ -281,7 +281,7 @@ def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
         ),
         (
             ["strategy.accumulate=3"],
-            "cannot be cut into accumulate=3 equal micro-batches on 1 rank(s); set accumulate=",
+            "cannot be split into accumulate=3 equal micro-batches on 1 rank(s); set accumulate=",
         ),
         (["strategy=ddp", "strategy.devices=4", "strategy.accumulate=32"], "accumulate=32 equal micro-batches on 4"),
         (["strategy=pipeline", "strategy.replicas=4", "strategy.accumulate=32"], "on 4 rank(s); set accumulate=16"),

@@ -210,7 +210,7 @@ def test_tensors_that_are_not_rows_of_the_batch_are_kept_whole():
 
 
 def test_a_ready_made_batch_without_rows_is_refused():
-    with pytest.raises(UserError, match=r"cannot tell how many samples .* type str .*batch_size instead"):
+    with pytest.raises(UserError, match=r"unknown number of samples in .* type str: .*batch_size instead"):
         next(feed_of(Data(train=["text"])).step_batches(0, 0))
 
 

@@ -76,7 +76,7 @@ def compared_on_this_rank():
         FusionStrategy(device="cpu", shard_optimizer=True),
     ]
     rows = compare_strategies(Perceptron(), perceptron_data(), strategies, steps=4).rows
-    return [(row.verdict, row.error) for row in rows], [strategy._steps_inside for strategy in strategies[1:]]
+    return [(row.verdict, row.error) for row in rows], [strategy._steps_in_backward for strategy in strategies[1:]]
 
 
 def test_optimizers_that_step_inside_backward_are_compared_as_they_are():
@@ -433,13 +433,13 @@ def test_two_strategies_of_one_kind_have_a_row_each():
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("steps=many", "steps=many: write for example steps=20"),
-        ("json=perhaps", "json=perhaps: write for example json=true"),
-        ("strategies=[single,,dp]", r"write strategies=\[single,dp,ddp\]"),
+        ("steps=many", "steps=many is invalid; type for example steps=20"),
+        ("json=perhaps", "json=perhaps is invalid; type for example json=true"),
+        ("strategies=[single,,dp]", r"type strategies=\[single,dp,ddp\]"),
         ("steps=0", "steps must be at least 1"),
         ("stepz=3", "stepz: unknown key. Did you mean 'steps'"),
-        ("strategy=ddp", r"strategy=ddp: .* write strategies=\[single,ddp\]"),
-        ("strategy.devices=3", "strategy.devices: .* write devices="),
+        ("strategy=ddp", r"strategy=ddp: .* type strategies=\[single,ddp\]"),
+        ("strategy.devices=3", "strategy.devices: .* type devices="),
         ("strategy.comm_hook=fp16", "strategy.comm_hook: unknown key; none of dp has it"),
         ("strategy.acumulate=2", "Did you mean 'accumulate'"),
         ("strategy.accumulate=many", "strategy.accumulate: 'many' is text"),
@@ -462,7 +462,11 @@ def test_devices_are_ranks_replicas_or_stages_of_strategies_that_are_named():
     assert make_strategy("dp", 3, "cpu").devices == 3 * [torch.device("cpu")]
     assert make_strategy("pipeline", 3, "cpu").mesh.stages == 3
     assert make_strategy(("pipeline", {"stages": 2}), 3, "cpu").mesh.stages == 2
-    assert make_strategy("ddp", 2, "cpu").hook is None is not make_strategy(("ddp", {"hook": "fp16"}), 2, "cpu").hook
+    assert (
+        make_strategy("ddp", 2, "cpu").comm_hook
+        is None
+        is not make_strategy(("ddp", {"comm_hook": "fp16"}), 2, "cpu").comm_hook
+    )
 
 
 # ---- Helpers for tests

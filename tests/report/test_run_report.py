@@ -30,7 +30,7 @@ def test_a_finished_run_has_curves_checkpoints_settings_and_environment(finished
         "step_00000012",
         f"torch {torch.__version__}",
         "global batch 8 = 1 rank x 1 micro-batch x 8 samples",
-        "started from Python without a config",
+        "started from Python, without a config",
     ):
         assert words in page.text, words
     titles = [attributes.get("class") for attributes in page.attributes("figure")]

@@ -331,7 +331,7 @@ def test_a_custom_process_group_trains_by_itself(tmp_path):
     (_, first), (refused, _), (_, last) = run_ranks(trained_in_a_custom_group, 3, str(tmp_path))
     assert first == last
     assert (torch.tensor(first) - flat(alone)).abs().max() < 2e-5
-    assert "only the ranks that torch.distributed.new_group was given" in refused
+    assert "only the ranks passed to torch.distributed.new_group" in refused
 
 
 # ---- Started ranks

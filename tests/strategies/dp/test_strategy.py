@@ -441,7 +441,7 @@ def test_the_plan_has_the_number_of_devices():
 
 
 def test_accumulation_that_does_not_divide_the_batch_raises_an_error():
-    with pytest.raises(UserError, match="batch_size=8 cannot be cut into accumulate=3"):
+    with pytest.raises(UserError, match="batch_size=8 cannot be split into accumulate=3"):
         dp(2, accumulate=3).plan(8)
 
 
