@@ -40,7 +40,7 @@ EXTRAS = {
 MISSING = "???"
 """OmegaConf's mark of a mandatory value."""
 _HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
-_KINDS = {
+_KINDS: dict[Any, str] = {
     **{int: "int", float: "float", bool: "bool", str: "str", Path: "str", os.PathLike: "str", NoneType: "none"},
     **dict.fromkeys((list, tuple, set, Sequence, Iterable, Collection), "list"),
     **dict.fromkeys((dict, Mapping, MutableMapping), "dict"),
