@@ -16,7 +16,7 @@ from trainkit.callback import Callback
 from trainkit.errors import UserError
 from trainkit.loops.run import Run
 from trainkit.model.flops import FlopCount
-from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
+from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.run_dir.console import Table, say, show
 from trainkit.strategy import Strategy, SupportsOverlapProfile
 

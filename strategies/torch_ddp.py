@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optim.optimizer import PhaseOptimizer
-from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
+from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.task import TaskModule
 from trainkit.tree import to_device
 

@@ -31,7 +31,7 @@ from trainkit.tree import to_device
 if TYPE_CHECKING:
     from trainkit.checkpoint.sharded_state import ShardedState
     from trainkit.data.data import StageData
-    from trainkit.profiling.timeline import Overlap
+    from trainkit.profiling import Overlap
 
 T = TypeVar("T")
 _NO_CONTEXT = nullcontext()

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.profiling.timeline import Overlap, TimelineFigure, TimelineSpan, Track, covered_seconds
-from trainkit.profiling.timeline import Timeline as DrawnTimeline
+from trainkit.profiling import Overlap, TimelineFigure, TimelineSpan, Track, covered_seconds
+from trainkit.profiling import Timeline as DrawnTimeline
 
 if TYPE_CHECKING:
     from .reducer import Reducer

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainkit.profiling.timeline import Timeline, TimelineFigure, TimelineSpan, Track
+from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
 
 from .graph import Node, TracedGraph
 from .partition import STATES_PER_PARAMETER, Partition

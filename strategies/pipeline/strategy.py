@@ -23,7 +23,7 @@ from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure_optimizers
 from trainkit.optim.precision import Precision
-from trainkit.profiling.timeline import NO_COMMUNICATION, Overlap
+from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.strategy import PhaseTraining, Strategy, loss_weight, named_state
 from trainkit.task import TaskModule, has_phases
 from trainkit.tree import to_device

@@ -26,8 +26,15 @@ from trainkit import Callback, Data, Phase, Trainer, UserError
 from trainkit.cli.main import Arguments, main
 from trainkit.cli.parity import parity
 from trainkit.errors import Stopped
-from trainkit.parity.compare import _numbers, assert_resume_exact, assert_strategies_equal, compare_strategies
-from trainkit.parity.report import Difference, ParityReport, ParityRow
+from trainkit.parity.compare import (
+    Difference,
+    ParityReport,
+    ParityRow,
+    _numbers,
+    assert_resume_exact,
+    assert_strategies_equal,
+    compare_strategies,
+)
 from trainkit.parity.trials import make_strategy
 from trainkit.testing import run_ranks
 

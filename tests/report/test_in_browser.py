@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.profiling.timeline import Timeline, TimelineSpan, Track
+from trainkit.profiling import Timeline, TimelineSpan, Track
 from trainkit.report.comparison import comparison_report
 from trainkit.report.record import read_run
 from trainkit.report.run_report import write_page, write_report

@@ -17,7 +17,7 @@ from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, TaskModule, Trainer
-from trainkit.profiling.timeline import read_timeline
+from trainkit.profiling import read_timeline
 from trainkit.testing import run_ranks
 
 MS = 1e-3

@@ -13,7 +13,7 @@ from tests.report.parsed import Page
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
 from trainkit.cli.main import main
-from trainkit.profiling.timeline import Timeline, TimelineFigure, TimelineSpan, Track
+from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
 from trainkit.report.run_report import write_report
 from trainkit.run_dir.failure import FailureRecord
 

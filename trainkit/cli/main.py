@@ -59,7 +59,7 @@ COMMANDS = {
         flags=("--json",),
     ),
     "partition": Command(
-        "trainkit.cli.partition:partition",
+        "trainkit.cli.report:partition",
         "show the partition of a pipeline, without training",
         "recipe=digits strategy.stages=4",
     ),

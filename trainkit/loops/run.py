@@ -28,7 +28,7 @@ from trainkit.task import TaskModule
 
 if TYPE_CHECKING:
     from trainkit.loops.step_timer import StepTimer
-    from trainkit.profiling.memory import PeakMemoryTracker
+    from trainkit.profiling import PeakMemoryTracker
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Run:
     @cached_property
     def peak_memory(self) -> PeakMemoryTracker:
         """The peak of allocated device memory, which callbacks read."""
-        from trainkit.profiling.memory import PeakMemoryTracker
+        from trainkit.profiling import PeakMemoryTracker
 
         return PeakMemoryTracker(self.strategy.device)
 

@@ -14,8 +14,8 @@ from typing import Any
 from trainkit.checkpoint.manifest import Manifest, parse_manifest
 from trainkit.checkpoint.store import CHECKPOINTS, CheckpointEntry
 from trainkit.errors import UserError
-from trainkit.profiling.timeline import FILENAME as TIMELINE
-from trainkit.profiling.timeline import Timeline, read_timeline
+from trainkit.profiling import FILENAME as TIMELINE
+from trainkit.profiling import Timeline, read_timeline
 from trainkit.report.config_diff import ConfigChange, read_config_diff
 from trainkit.run_dir.failure import CALLERS, FailureRecord, read_failures
 from trainkit.run_dir.failure import FILENAME as WARNINGS

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from trainkit.profiling.timeline import KINDS, Timeline, TimelineFigure, TimelineSpan
+from trainkit.profiling import KINDS, Timeline, TimelineFigure, TimelineSpan
 from trainkit.report.html import SafeHtml, element, number, seconds, share, short, size, ticks
 
 _ROW = 24

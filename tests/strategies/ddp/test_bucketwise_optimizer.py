@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
-from trainkit.strategies.ddp.bucketwise_optimizer import BucketwiseOptimizer
+from trainkit.strategies.ddp.strategy import BucketwiseOptimizer
 
 
 def test_a_bucket_is_stepped_alone_and_by_the_settings_of_its_groups():

@@ -2,12 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.fusion.partition import (
-    equal_shards,
-    imbalance,
-    naive_bytes_per_server,
-    split_into_chunks,
-)
+from trainkit.strategies.fusion.partition import equal_shards, imbalance, naive_bytes_per_server, split_into_chunks
 
 
 @given(numel=st.integers(0, 10_000), chunk=st.integers(1, 500))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainkit.profiling.memory import PeakMemoryTracker
+from trainkit.profiling import PeakMemoryTracker
 
 
 class Allocator:

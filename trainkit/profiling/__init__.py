@@ -1,1 +1,0 @@
-"""Profiling: what happened when on which track, and how much memory it took."""
