@@ -107,7 +107,7 @@ def test_the_wheel_holds_every_file_of_the_tree_and_nothing_else(sources, wheel)
     expected = set()
     for folder, installed in FOLDERS.items():
         for path in (sources / folder).rglob("*"):
-            if path.is_file() and path.suffix in (".py", ".yaml", ".typed", ".html", ".css", ".js"):
+            if path.is_file() and path.suffix in (".py", ".yaml", ".typed", ".html", ".css", ".js", ".template"):
                 expected.add(f"{installed}/{path.relative_to(sources / folder)}")
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert expected - found == set(), "name their package in pyproject.toml"
