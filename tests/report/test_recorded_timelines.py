@@ -74,14 +74,14 @@ class HookOfTheUser(Callback):
             self.calls += 1
             return allreduce_hook(group, bucket)
 
-        run.strategy._wrapped.register_comm_hook(run.strategy.group, hook)
+        run.strategy._wrapped.register_comm_hook(run.strategy.comm.group, hook)
 
 
 class LateStage(Callback):
     """The second stage begins each step later than the first."""
 
     def on_step_end(self, run):
-        if run.strategy.stage == 1:
+        if run.strategy.mesh.stage == 1:
             time.sleep(LATE)
 
 
