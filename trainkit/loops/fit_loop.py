@@ -218,10 +218,11 @@ def make_train_step(run: Run, policy: NonFinitePolicy, wrappers: Sequence[StepWr
 
 def make_phase_step(task: TaskModule, strategy: Strategy, phase_optimizer: PhaseOptimizer) -> PhaseStep:
     """Return the calls of one optimizer, without options around them."""
+    phased = strategy if isinstance(strategy, SupportsPhases) else None  # asked once: the check is slow
 
     def begin(step_name: str | None) -> None:
-        assert isinstance(strategy, SupportsPhases)  # checked before training
-        strategy.begin_phase(phase_optimizer, step_name=step_name or phase_optimizer.step_name)
+        assert phased is not None  # checked before training
+        phased.begin_phase(phase_optimizer, step_name=step_name or phase_optimizer.step_name)
 
     return PhaseStep(
         phase_optimizer.phase,
