@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TRAIN_READY := $(VENV)/.train-ready
 READY := $(VENV)/.ready
 ARGS ?=
 # Most tests wait for processes, so that more workers than cores are quicker. `make test WORKERS=0`: one after the other.
@@ -10,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 
 .PHONY: train test test-slow test-all torture check format bench docs installed clean
 
-train: $(READY) ## train the handwritten-digits recipe; more: make train ARGS='trainer.max_duration=2epoch'
+train: $(TRAIN_READY) ## train the handwritten-digits recipe; more: make train ARGS='trainer.max_duration=2epoch'
 	$(BIN)/trainkit fit recipe=digits $(ARGS)
 
 test: $(READY) ## the default tests, a few minutes on two cores
@@ -19,7 +20,8 @@ test: $(READY) ## the default tests, a few minutes on two cores
 test-slow: $(READY) ## the tests that take longer
 	$(PYTEST) -m slow --durations=20 $(ARGS)
 
-test-all: test test-slow
+test-all: $(READY) ## all tests in one go
+	$(PYTEST) --durations=20 $(ARGS)
 
 torture: $(READY) ## 200 kills of a training process, and as many of one that only saves: some minutes
 	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py $(ARGS)
@@ -47,8 +49,12 @@ installed: $(READY) # a copy whose folders are where their import names say, whi
 clean:
 	rm -rf $(VENV) build *.egg-info
 
-$(READY): pyproject.toml constraints.txt
+$(TRAIN_READY): pyproject.toml constraints.txt # what a recipe needs
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
+	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -c constraints.txt -e '.[recipes]'
+	touch $@
+
+$(READY): $(TRAIN_READY) # what the tests need besides
 	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,7 +49,7 @@ def measured(payload: dict[str, Any], folder: Path, num_rounds: int) -> dict[str
             work()
             seconds.setdefault(name, []).append(time.perf_counter() - start)
 
-    with AsyncWriter(store) as writer:
+    with closing(AsyncWriter(store)) as writer:
         writer.prepare(payload)
         writer.wait()
         for round_ in range(num_rounds):

@@ -11,17 +11,17 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from trainkit.strategies.pipeline.partition import StageCosts, slowest_stage
+from trainkit.strategies.pipeline.partition import StageCosts
 from trainkit.strategies.pipeline.plan_report import PlanReport
-from trainkit.strategies.pipeline.planner import plan
-from trainkit.strategies.pipeline.schedules import Span, bubble, idle_share
+from trainkit.strategies.pipeline.planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps
+from trainkit.strategies.pipeline.schedules import Schedule, Span, idle_share
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from trainkit.data.batch import MicroBatch, StepBatch
@@ -235,7 +235,7 @@ def show_speed(arguments: argparse.Namespace) -> None:
         cells = " ".join(f"{median(values) * 1e3:11.1f} ({min(values) * 1e3:7.1f})" for values in times)
         print(
             f"{count:>14} {cells} {ratios[0]:11.3f} ({ratios[1]:.3f}) {median(found['idle']):7.1%} "
-            f"{bubble(2, count):8.1%} {median(found['uneven']):7.3f}",
+            f"{Schedule('1f1b', 2).bubble(count):8.1%} {median(found['uneven']):7.3f}",
             flush=True,
         )
 
@@ -255,14 +255,19 @@ def show_balance() -> None:
     for name, (task, batch) in cases.items():
         for stages in (2, 4):
             start = time.perf_counter()
-            graph, partition = plan(task, task.training_step, batch, num_stages=stages)
+            plan = _plan(task, batch, stages, "measured")
             seconds = time.perf_counter() - start
-            shown = PlanReport.of(graph, partition, bubble=0.0)
+            graph = plan.whole
+            shown = PlanReport.of(graph, plan.partition, bubble=0.0)
             costs = StageCosts.of(graph, num_stages=stages, balance=0.0)
             best = _best_limit([costs(0, index, index + 1) for index in range(len(graph.nodes))], stages)
-            ratio = slowest_stage(partition.cuts, len(graph.nodes), costs) / best
+            ratio = costs.slowest(plan.partition.cuts) / best
             sizes = f"{name:>8} {stages:>7} {len(graph.nodes):>7}"
             print(f"{sizes} {shown.imbalance:>10.3f} {ratio:>10.3f} {seconds:>8.2f}")
+
+
+def _plan(task: TaskModule, batch: Any, stages: int, costs: Costs) -> PartitionPlan:
+    return plan_steps([TraceInput(task, TrainingStep(task.training_step), batch, costs)], num_stages=stages)
 
 
 def _best_limit(costs: list[float], stages: int) -> float:
@@ -282,9 +287,9 @@ def show_planning() -> None:
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH))
     depth = 150
     task = Gpt(64, depth)
-    for costs in ("measured", "estimated", "fake"):
+    for costs in get_args(Costs):
         start = time.perf_counter()
-        graph, _ = plan(task, task.training_step, (tokens, tokens), num_stages=4, costs=costs)
+        graph = _plan(task, (tokens, tokens), 4, costs).whole
         print(f"\n{depth} layers, 4 stages, {costs}: {time.perf_counter() - start:.2f} s, {len(graph.nodes)} nodes")
 
 
@@ -298,9 +303,9 @@ def overhead_on_rank(depth: int) -> dict[str, float]:
     step_batch = StepBatch([MicroBatch((tokens, tokens), 1) for _ in range(4)], 4, 4, False)
     for _ in range(3):
         strategy.forward_backward(task, step_batch)
-    staged = next(iter(strategy.staged_model.steps.values()))
-    stage_graph, executor = staged.stage_graphs[dist.get_rank()], staged.executor
-    shapes = next(iter(staged.shapes.values()))
+    executor = next(iter(strategy.staged_model.steps.values()))
+    stage_graph = executor.stage_graphs[dist.get_rank()]
+    shapes = next(iter(executor.shapes.values()))
     hidden = torch.randn(1, LENGTH, 64)
     received = {transfer.value: hidden for transfer in stage_graph.receives}
     with_pipeline, direct = [], []

@@ -295,7 +295,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     tables = {
-        "ready": ("ready-made batches of 32", ready_batches),
+        "ready": ("pre-batched batches of 32", ready_batches),
         "map32": ("TensorDataset, batch 32, shuffled", lambda s, r: map_style(s, r, batch_size=32)),
         "map256": ("TensorDataset, batch 256, shuffled", lambda s, r: map_style(s, r, batch_size=256)),
         "callbacks": ("what callbacks take of a step, logging every 50 steps", of_callbacks),

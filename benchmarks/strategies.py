@@ -15,7 +15,7 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
-from trainkit.strategies.fusion.partition import imbalance, naive_bytes_per_server
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
@@ -227,6 +226,19 @@ def bytes_of_a_step() -> list[int]:
         found.append(runner.strategy.bytes_a_step)
         runner.strategy.teardown()
     return found
+
+
+def naive_bytes_per_server(variables: Sequence[int], world_size: int) -> list[int]:
+    """Return the servers' loads if variables stay whole: the largest first, each to the least loaded server."""
+    loads = [0] * world_size
+    for size in sorted(variables, reverse=True):
+        loads[loads.index(min(loads))] += size
+    return loads
+
+
+def imbalance(loads: Sequence[int]) -> float:
+    """Return the load of the busiest server divided by the mean load."""
+    return max(loads) * len(loads) / sum(loads)
 
 
 def server_balance(ranks: int) -> dict[str, float]:

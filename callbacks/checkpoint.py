@@ -8,9 +8,9 @@ from traceback import walk_tb
 from typing import Literal
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.store import CheckpointEntry, CheckpointError, CheckpointStore, DamagedCheckpoint, Monitor
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor
 from trainkit.duration import Duration, Interval
-from trainkit.errors import NonFiniteLoss, UserError, nearest
+from trainkit.errors import CheckpointError, DamagedCheckpoint, NonFiniteLoss, UserError, check_monitored, nearest
 from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.state import TrainState
@@ -18,6 +18,7 @@ from trainkit.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
+_LARGE_IS_GOOD = ("accuracy", "acc", "auc", "auroc", "f1", "precision", "recall", "iou", "bleu", "psnr")
 BEST = "best"
 """Reason of a checkpoint whose metric was among the best."""
 
@@ -68,9 +69,10 @@ class Checkpoint(Callback):
     ) -> None:
         if mode not in ("min", "max"):
             raise UserError(f"checkpoint.mode={mode!r} is unknown.{nearest(mode, ('min', 'max'))} Choose min or max.")
-        for name, count in (("save_top_k", save_top_k), ("save_last_k", save_last_k)):
-            if count is not None and count < 1:
-                raise UserError(f"checkpoint.{name} must be at least 1, got {count}.")
+        limits = ("save_top_k", save_top_k, 1), ("save_last_k", save_last_k, 1), ("max_retries", max_retries, 0)
+        for name, count, least in limits:
+            if count is not None and count < least:
+                raise UserError(f"checkpoint.{name} must be at least {least}, got {count}.")
         self.every = None if every is None else Duration.parse(every, where="checkpoint.every")
         self.monitor = None if monitor is None else Monitor(monitor, mode)
         self.save_top_k = save_top_k
@@ -79,39 +81,50 @@ class Checkpoint(Callback):
         self.save_on_exception = save_on_exception
         self.async_save = async_save
         self.sharded = sharded
-        self._retry = SaveRetry(max_retries, Duration.parse(retry_every, where="checkpoint.retry_every"))
+        self.max_retries = max_retries
+        self.retry_every = Duration.parse(retry_every, where="checkpoint.retry_every")
         self._is_timed = self.every is not None and self.every.is_time
         self._interval = Interval(self.every)
         self._reason: str | None = None
         self._saved_step: int | None = None
         self._is_prepared = False
+        self._failures = 0  # in a row
+        self._retry_step: int | None = None  # after which a failed save is tried again
 
     def on_fit_start(self, run: Run) -> None:
+        if self.monitor is not None and run.is_main:
+            warn_of_mode("checkpoint", self.monitor.metric, self.monitor.mode)
         if self.monitor is not None and not run.data.has("validation"):
             raise UserError(
                 f"checkpoint.monitor={self.monitor.metric!r} is a metric of validation, but the data has none; give "
                 "Data(validation=...), or set checkpoint.monitor=null."
             )
-        if run.checkpointer.store is not None:
-            run.checkpointer.store = CheckpointStore(run.checkpointer.store.folder, monitor=self.monitor)
+        if sum(isinstance(callback, Checkpoint) for callback in run.callbacks) > 1:
+            raise UserError(
+                "callbacks contains Checkpoint twice, and each would remove what the other keeps; set every, monitor, "
+                "save_top_k and save_last_k of one."
+            )
+        store = run.checkpointer.store
+        if store is not None:
+            store = run.checkpointer.store = CheckpointStore(store.folder, monitor=self.monitor)
         self._interval.start(run.state)
-        self._reason = None
+        self._reason = self._saved_step = None
         self._is_prepared = False
-        self._retry.reset()
-        self._saved_step = run.strategy.comm.broadcast_object(_step_saved_last(run)) if run.resumed_from else None
+        self._forget_failures()
+        if run.resumed_from:
+            last = store.last() if run.is_main and store is not None else None
+            self._saved_step = run.strategy.comm.broadcast_object(None if last is None else last.step)
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         if self._is_timed and self._interval.due(run.state):
             self._reason = "interval"
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        if self.monitor is None or stage != "validation" or run.checkpointer.store is None:
+        if self.monitor is None or stage not in ("validation", "sanity") or run.checkpointer.store is None:
             return
-        if self.monitor.metric not in metrics:
-            raise UserError(
-                f"checkpoint.monitor={self.monitor.metric!r} is not a validation metric."
-                f"{nearest(self.monitor.metric, metrics)} There are: {', '.join(sorted(metrics)) or 'none'}."
-            )
+        check_monitored(f"checkpoint.monitor={self.monitor.metric!r}", self.monitor.metric, metrics)
+        if stage == "sanity":
+            return
         value = metrics[self.monitor.metric]
         self._wait_for_background_save(run)  # it may be one of the best
         if run.strategy.comm.broadcast_object(run.is_main and self._is_among_best(run.checkpointer.store, value)):
@@ -120,19 +133,19 @@ class Checkpoint(Callback):
     def on_step_end(self, run: Run) -> None:
         try:  # does not wait for the disk
             if run.checkpointer.poll():
-                self._retry.reset()
+                self._forget_failures()
         except CheckpointError as error:
             if not self.async_save:  # another callback's save
                 raise
-            self._retry.failed(error, run, in_background=True)
+            self._count_failure(error, run, in_background=True)
         if self.async_save and not self._is_prepared:  # the optimizer has its state only after its first step
             run.checkpointer.prepare(sharded=self.sharded)
             self._is_prepared = True
         # Saved here, not in on_evaluation_end: other callbacks' state after the evaluation belongs to the checkpoint.
         if not self._is_timed and self._interval.due(run.state):
             self._reason = self._reason or "interval"
-        if self._retry.step is not None:
-            self._reason = None if run.state.step < self._retry.step else self._reason or "retry"
+        if self._retry_step is not None:
+            self._reason = None if run.state.step < self._retry_step else self._reason or "retry"
         if self._reason is not None:
             self._save(run, self._reason)
 
@@ -140,6 +153,9 @@ class Checkpoint(Callback):
         # A background save may be of this step, and only the main rank knows that it failed.
         if self.async_save and run.strategy.comm.broadcast_object(self._wait_for_background_save(run)):
             self._saved_step = None
+        store = run.checkpointer.store
+        if run.strategy.comm.broadcast_object(run.is_main and store is not None and store.last() is None):
+            self._saved_step = None  # the folder was removed after the save of this step
         # `stopped_by`, not the signal that this rank received: saving is collective, and all ranks must agree.
         if run.stopped_by is not None:
             self._save(run, run.stopped_by.name, is_last=True)
@@ -148,11 +164,14 @@ class Checkpoint(Callback):
         run.checkpointer.wait()
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if not self.save_on_exception or run.checkpointer.store is None or not _is_worth_saving(error):
+        if not self.save_on_exception or run.checkpointer.store is None or run.state.step == 0:
+            return
+        # The weights are not sound, or it is the second Ctrl-C, which may interrupt anything and asks to leave at once.
+        if isinstance(error, (NonFiniteLoss, CheckpointError)) or not isinstance(error, Exception):
             return
         if run.strategy.comm.num_processes > 1:  # saving would wait for ranks that the exception may not have reached
             return
-        if run.state.step == 0 or _was_updating(error, run.strategy):
+        if _was_updating(error, run.strategy):
             return
         try:
             self._save(run, "exception", is_last=True)
@@ -172,9 +191,9 @@ class Checkpoint(Callback):
 
         def on_saved(entry: CheckpointEntry) -> None:
             assert run.checkpointer.store is not None
-            logger.info("saved %s (%s)", entry.path, reason)
+            logger.log(logging.DEBUG if run.has_display else logging.INFO, "saved %s (%s)", entry.path, reason)
             self._remove_others(run.checkpointer.store)
-            self._retry.reset()
+            self._forget_failures()
 
         if self.async_save:
             self._wait_for_background_save(run)
@@ -183,21 +202,49 @@ class Checkpoint(Callback):
         except CheckpointError as error:
             if is_last:
                 raise
-            self._retry.failed(error, run)
+            self._count_failure(error, run)
             return
         if not self.async_save:
-            self._retry.reset()
+            self._forget_failures()
         self._saved_step = run.state.step
 
     def _wait_for_background_save(self, run: Run) -> bool:
         """Return True if the background save failed; raises its error after too many failures."""
         try:
             if run.checkpointer.wait():
-                self._retry.reset()
+                self._forget_failures()
         except CheckpointError as error:
-            self._retry.failed(error, run, in_background=True)
+            self._count_failure(error, run, in_background=True)
             return True
         return False
+
+    def _forget_failures(self) -> None:
+        self._failures, self._retry_step = 0, None
+
+    def _count_failure(self, error: CheckpointError, run: Run, *, in_background: bool = False) -> None:
+        """Count a failed save and warn; raises the error after too many in a row.
+
+        Sets the step of the next try, which is collective, unless the save was in the background.
+        """
+        self._failures += 1
+        if self._failures > self.max_retries or isinstance(error, DamagedCheckpoint):
+            raise error
+        when = "when the next is due"
+        if not in_background:
+            step, elapsed = run.state.step, self.retry_every.elapsed(run.state)
+            # At the pace so far.
+            steps = max(1, math.ceil(self.retry_every.value * max(step, 1) / elapsed)) if elapsed > 0 else 1
+            self._retry_step = step + run.strategy.comm.broadcast_object(steps)
+            when = f"after step {self._retry_step}"
+        if run.is_main:
+            logger.warning(
+                "%s Training continues, and saving is tried again %s; %d more failures in a row end the run "
+                "(callbacks.checkpoint.max_retries=%d).",
+                error,
+                when,
+                self.max_retries - self._failures + 1,
+                self.max_retries,
+            )
 
     def _remove_others(self, store: CheckpointStore) -> None:
         if self.save_last_k is None:
@@ -209,9 +256,9 @@ class Checkpoint(Callback):
 
     def _is_among_best(self, store: CheckpointStore, value: float) -> bool:
         assert self.monitor is not None
-        best = self._best(store)
         if math.isnan(value):
             return False
+        best = self._best(store)
         if len(best) < self.save_top_k:
             return True
         worst = best[-1].metrics[self.monitor.metric]
@@ -224,79 +271,17 @@ class Checkpoint(Callback):
         return [entry for entry in store.ranked(*self.monitor) if entry.reason == BEST][: self.save_top_k]
 
 
-class SaveRetry:
-    """Counts failed saves in a row, and schedules the next try.
-
-        step      100           110           120
-        save      disk full     disk full     saved
-        failures  1             2             0
-
-    Args:
-        limit: Number of saves in a row that may fail; the next failure ends the run.
-        wait: Duration of training before the next try.
-
-    """
-
-    def __init__(self, limit: int, wait: Duration) -> None:
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-            raise UserError(f"checkpoint.max_retries must be a whole number, 0 or more, got {limit!r}.")
-        self._limit, self._wait = limit, wait
-        self._failures = 0
-        self.step: int | None = None
-        """Step after which to try again; `None` if no save has failed."""
-
-    def reset(self) -> None:
-        """Start counting from zero; may be called by the thread that saves."""
-        self._failures, self.step = 0, None
-
-    def failed(self, error: CheckpointError, run: Run, *, in_background: bool = False) -> None:
-        """Count a failure and warn; raises the error after too many.
-
-        Sets the step of the next try, which is collective, unless the save was in the background.
-        """
-        self._failures += 1
-        if self._failures > self._limit or isinstance(error, DamagedCheckpoint):
-            raise error
-        when = "when the next is due"
-        if not in_background:
-            self.step = run.state.step + run.strategy.comm.broadcast_object(_steps(self._wait, run))
-            when = f"after step {self.step}"
-        if run.is_main:
-            logger.warning(
-                "%s Training continues, and saving is tried again %s; %d more failures in a row end the run "
-                "(callbacks.checkpoint.max_retries=%d).",
-                error,
-                when,
-                self._limit - self._failures + 1,
-                self._limit,
-            )
-
-
-def _steps(wait: Duration, run: Run) -> int:
-    """Return the approximate number of steps that a duration takes, at the pace so far."""
-    state = run.state
-    elapsed = wait.elapsed(state)
-    return max(1, math.ceil(wait.value * max(state.step, 1) / elapsed)) if elapsed > 0 else 1
-
-
-def _step_saved_last(run: Run) -> int | None:
-    entry = run.checkpointer.store.last() if run.is_main and run.checkpointer.store is not None else None
-    return None if entry is None else entry.step
-
-
-def _is_worth_saving(error: BaseException) -> bool:
-    """Return True if the weights are sound and the user may wait.
-
-    A KeyboardInterrupt is the second Ctrl-C: it may interrupt anything, and asks to leave at once.
-    """
-    return isinstance(error, Exception) and not isinstance(error, (NonFiniteLoss, CheckpointError))
-
-
 def _was_updating(error: BaseException, strategy: Strategy) -> bool:
     """Return True if the error interrupted a step's update: some weights are new and others old."""
-    update = {
-        type(strategy).optimizer_step.__code__,
-        PhaseOptimizer.step_schedules.__code__,
-        TrainState.advance.__code__,
-    }
+    update = {f.__code__ for f in (type(strategy).optimizer_step, PhaseOptimizer.step_schedules, TrainState.advance)}
     return any(frame.f_code in update for frame, _ in walk_tb(error.__traceback__))
+
+
+def warn_of_mode(callback: str, metric: str, mode: str) -> None:
+    """Warn if a metric is monitored whose usual direction, by its name, is the other one."""
+    name = metric.rpartition("/")[2].lower()
+    usual = "max" if name.endswith(_LARGE_IS_GOOD) else "min" if name.endswith("loss") else mode
+    if mode != usual:
+        good, other = ("small", "large") if mode == "min" else ("large", "small")
+        what = f"{callback}.mode={mode}: a {good} {metric} counts as good"
+        logger.warning("%s; if a %s one is, set mode=%s.", what, other, usual)

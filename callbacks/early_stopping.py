@@ -6,8 +6,10 @@ import math
 from typing import Any, Literal
 
 from trainkit.callback import Callback
-from trainkit.errors import UserError, nearest
+from trainkit.errors import UserError, check_monitored, nearest
 from trainkit.loops.run import Run
+
+from .checkpoint import warn_of_mode
 
 
 class EarlyStopping(Callback):
@@ -50,24 +52,30 @@ class EarlyStopping(Callback):
         self._waited = 0
 
     def on_fit_start(self, run: Run) -> None:
-        if not run.data.has("validation"):
+        if not run.validates:
             raise UserError(
-                f"early_stopping.monitor={self.monitor!r} is a metric of validation, but the data has none; give "
-                "Data(validation=...), or remove early_stopping."
+                f"early_stopping.monitor={self.monitor!r} is a metric of validation, but the data has none, or "
+                "evaluate_every is None; give Data(validation=...) and evaluate_every='1epoch', or remove "
+                "early_stopping."
             )
+        if run.is_main:
+            warn_of_mode("early_stopping", self.monitor, self.mode)
         if run.resumed_from is None:
             self._best, self._best_step, self._waited = None, 0, 0
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        if stage != "validation" or run.phase_optimizer is None:
+        if stage not in ("validation", "sanity") or run.phase_optimizer is None:
             return
-        if self.monitor not in metrics:
-            raise UserError(
-                f"early_stopping.monitor={self.monitor!r} is not a validation metric.{nearest(self.monitor, metrics)} "
-                f"There are: {', '.join(sorted(metrics)) or 'none'}."
-            )
-        self._update(metrics[self.monitor], step=run.state.step)
-        reason = self._stop_reason(metrics[self.monitor])
+        check_monitored(f"early_stopping.monitor={self.monitor!r}", self.monitor, metrics)
+        if stage == "sanity":
+            return
+        value = metrics[self.monitor]
+        best = self._sign * math.inf if self._best is None else self._best
+        if self._sign * (best - value) > self.min_delta:
+            self._best, self._best_step, self._waited = value, run.state.step, 0
+        else:
+            self._waited += 1
+        reason = self._stop_reason(value)
         if reason is not None:
             run.request_stop(reason)
 
@@ -76,13 +84,6 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._best, self._best_step, self._waited = saved["best"], saved["best_step"], saved["waited"]
-
-    def _update(self, value: float, *, step: int) -> None:
-        best = self._sign * math.inf if self._best is None else self._best
-        if self._sign * (best - value) > self.min_delta:
-            self._best, self._best_step, self._waited = value, step, 0
-        else:
-            self._waited += 1
 
     def _stop_reason(self, value: float) -> str | None:
         if self.threshold is not None and self._sign * value <= self._sign * self.threshold:

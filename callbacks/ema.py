@@ -124,7 +124,11 @@ class WeightAveraging(Callback):
         if self._updates == 0:
             self._average = {name: tensor.detach().clone() for name, tensor in weights.items()}
         elif weights:  # a stage of a pipeline may have no parameters
-            _blend(self._average, weights, weight)
+            floating = [name for name, tensor in weights.items() if tensor.is_floating_point()]
+            average = [self._average[name] for name in floating]
+            torch._foreach_lerp_(average, [weights[name] for name in floating], weight)
+            for name in weights.keys() - floating:
+                self._average[name].copy_(weights[name])
         if weights and all(isinstance(tensor, nn.Parameter) for tensor in weights.values()):
             # Parameters stay the same objects; buffers may be replaced in every forward.
             self._pairs = list(self._average.values()), list(weights.values())
@@ -199,15 +203,6 @@ class EMA(WeightAveraging):
         if self.warm_up:
             decay = min(decay, (1 + self._updates) / (10 + self._updates))
         return 1.0 - decay
-
-
-def _blend(average: dict[str, Tensor], weights: dict[str, Tensor], weight: float) -> None:
-    """Move the average towards the weights by `weight` of the difference; copy what is not floating-point."""
-    names = [name for name, tensor in weights.items() if tensor.is_floating_point()]
-    torch._foreach_lerp_([average[name] for name in names], [weights[name] for name in names], weight)
-    for name, tensor in weights.items():
-        if not tensor.is_floating_point():
-            average[name].copy_(tensor)
 
 
 def _copy_state(state: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -22,13 +22,13 @@ from trainkit.loops.fit_loop import make_phase_step
 from trainkit.loops.phases import PhaseControl
 from trainkit.loops.run import Run
 from trainkit.metrics.accumulate import WeightedMeans
-from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.optimizer import PhaseOptimizer
-from trainkit.report.charts import line_chart
+from trainkit.report.charts import Series, chart
+from trainkit.report.html import Section, element, page
+from trainkit.report.record import Curve
 from trainkit.rng import preserve_rng
 from trainkit.run_dir.console import say
 from trainkit.strategy import SupportsPhases, local_state
-from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
 
 from .gradient_norms import PARTIAL_GRADIENTS
@@ -45,7 +45,7 @@ class LearningRateFinder(Callback):
     """Tries learning rates from low to high before training starts, and suggests one.
 
     Trial steps are real steps: under the run's strategy, with its global batch. Afterwards everything is restored.
-    The suggestion is the rate at which the loss falls most steeply. `learning_rates.svg` and `learning_rates.json` in
+    The suggestion is the rate at which the loss falls most steeply. `learning_rates.html` and `learning_rates.json` in
     the run folder hold the result. The finder does not run again after a resume.
 
     In a task with phases the rate of one phase is varied and its loss is used; the others train with their own rates.
@@ -124,8 +124,12 @@ class LearningRateFinder(Callback):
         """Return the rates and their losses, the same on every rank. Collective."""
         rates: list[float] = []
         losses: list[float] = []
+        mean, lowest = 0.0, math.inf
         means = WeightedMeans(run.strategy.device)
-        control = _phase_control(run) if phase_optimizer.phase else None
+        control = None
+        if phase_optimizer.phase:
+            steps = [make_phase_step(run.task, run.strategy, one) for one in run.phase_optimizers]
+            control = PhaseControl([replace(step, step_schedules=lambda: None) for step in steps])
         name = f"{phase_optimizer.phase}/loss" if phase_optimizer.phase else "loss"
         for step, batch in zip(range(self.num_steps * phase_optimizer.every), _step_batches(run), strict=False):
             rate = self.min_lr * (self.max_lr / self.min_lr) ** (len(rates) / (self.num_steps - 1))
@@ -134,7 +138,12 @@ class LearningRateFinder(Callback):
                 means.add(run.strategy.forward_backward(run.task, batch))
                 run.strategy.optimizer_step(phase_optimizer)
             else:
-                means.add(_train_phases(run.task, control, batch, step=step))
+                control.begin(batch, num_steps=step)
+                if run.task.manual:
+                    run.task.manual_step(control)
+                else:
+                    control.run_due_phases()
+                means.add(control.outputs)
             loss = means.reduce(run.strategy.comm).get(name)
             if loss is None or step % phase_optimizer.every:  # the phase is not due in this step
                 continue
@@ -142,24 +151,39 @@ class LearningRateFinder(Callback):
             losses.append(loss)
             if not math.isfinite(loss):
                 break
-            smooth = _smoothed(losses)
-            if len(rates) > self.num_steps // 10 + 1 and smooth[-1] > _DIVERGED * min(smooth) > 0:
+            mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
+            smooth = mean / (1 - _SMOOTHING ** len(losses))  # corrects the bias of the first values
+            lowest = min(lowest, smooth)
+            if len(rates) > self.num_steps // 10 + 1 and smooth > _DIVERGED * lowest > 0:
                 break
         return rates, losses
 
     def _report(self, run: Run, rates: list[float], losses: list[float]) -> None:
         best = self.suggestion
-        say(
-            "learning rate: no suggestion, because the loss did not fall; try a wider range"
+        result = (
+            "no suggestion, because the loss did not fall; try a wider range"
             if best is None
-            else f"learning rate: {best:.2g} is where the loss fell most steeply, of {len(rates)} rates"
+            else f"{best:.2g} is where the loss fell most steeply, of {len(rates)} rates"
         )
+        say(f"learning rate: {result}")
         if run.run_dir is not None:
-            titles = ("Loss while the learning rate rises", "learning rate", "loss")
-            write_text(run.run_dir / "learning_rates.svg", line_chart(rates, losses, marked=best, titles=titles))
+            write_text(run.run_dir / "learning_rates.html", _page(rates, losses, best, result))
             finite = [loss if math.isfinite(loss) else None for loss in losses]
-            result = {"suggestion": best, "rates": rates, "losses": finite}
-            write_text(run.run_dir / "learning_rates.json", json.dumps(result) + "\n")
+            content = {"suggestion": best, "rates": rates, "losses": finite}
+            write_text(run.run_dir / "learning_rates.json", json.dumps(content) + "\n")
+
+
+def _page(rates: list[float], losses: list[float], best: float | None, result: str) -> str:
+    """Return a page with the losses over the logarithm of the rates."""
+    series = [Series("loss", Curve([math.log10(rate) for rate in rates], losses))]
+    if best is not None:
+        _, loss = min(zip(rates, losses, strict=True), key=lambda pair: abs(pair[0] - best))
+        series.append(Series(f"loss at {best:.2g}", Curve([math.log10(best)], [loss]), 1))
+    drawn = chart("Loss", series, x_name="log10(learning rate)")
+    header = element("h1", f"Learning rate: {result}")
+    return page(
+        "Learning rates", header=header, sections=[Section("loss", "Loss while the learning rate rises", drawn)]
+    )
 
 
 @contextmanager
@@ -175,7 +199,7 @@ def trial(run: Run) -> Iterator[None]:
                 "false for the search (weights are the same under every strategy)."
             )
     weights = _copy(local_state(run.strategy, run.task))
-    optimizers = [_optimizer_state(phase_optimizer) for phase_optimizer in run.phase_optimizers]
+    restores = [_saved(phase_optimizer) for phase_optimizer in run.phase_optimizers]
     scaler = run.precision.state_dict()
     try:
         with preserve_rng():
@@ -184,55 +208,36 @@ def trial(run: Run) -> Iterator[None]:
         with torch.no_grad():
             for name, tensor in local_state(run.strategy, run.task).items():
                 tensor.copy_(weights[name])
-        for phase_optimizer, saved in zip(run.phase_optimizers, optimizers, strict=True):
-            _restore_optimizer(phase_optimizer, saved)
+        for restore in restores:
+            restore()
         run.precision.load_state_dict(scaler)
         if isinstance(run.strategy, SupportsPhases):
             run.strategy.end_phases()
 
 
-def _optimizer_state(phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in phase_optimizer.optimizer.param_groups
-    ]
-    return {
-        "groups": _copy(groups),
-        "state": _copy(dict(phase_optimizer.optimizer.state)),
-        "spikes": None if phase_optimizer.spikes is None else phase_optimizer.spikes.state_dict(),
-        "skipped_steps": phase_optimizer.skipped_steps,
-    }
+def _saved(phase_optimizer: PhaseOptimizer) -> Callable[[], None]:
+    """Copy an optimizer's state; return the function that restores it."""
+    optimizer, spikes = phase_optimizer.optimizer, phase_optimizer.spikes
+    groups = [_copy({name: group[name] for name in group if name != "params"}) for group in optimizer.param_groups]
+    state = _copy(dict(optimizer.state))
+    norms = {} if spikes is None else spikes.state_dict()
+    skipped_steps = phase_optimizer.skipped_steps
 
+    def restore() -> None:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.update(settings)
+        phase_optimizer.zero_grad()
+        if spikes is not None:
+            spikes.load_state_dict(norms)
+        phase_optimizer.skipped_steps = skipped_steps
 
-def _restore_optimizer(phase_optimizer: PhaseOptimizer, saved: dict[str, Any]) -> None:
-    phase_optimizer.optimizer.state.clear()
-    phase_optimizer.optimizer.state.update(saved["state"])
-    for group, settings in zip(phase_optimizer.optimizer.param_groups, saved["groups"], strict=True):
-        group.update(settings)
-    phase_optimizer.zero_grad()
-    if phase_optimizer.spikes is not None:
-        phase_optimizer.spikes.load_state_dict(saved["spikes"])
-    phase_optimizer.skipped_steps = saved["skipped_steps"]
+    return restore
 
 
 def _copy(value: Any) -> Any:
     return map_tensors(value, lambda tensor: tensor.detach().clone())
-
-
-def _phase_control(run: Run) -> PhaseControl:
-    """Return the control of a task's phases, whose schedules do not step."""
-    steps = [make_phase_step(run.task, run.strategy, phase_optimizer) for phase_optimizer in run.phase_optimizers]
-    return PhaseControl([replace(step, step_schedules=lambda: None) for step in steps])
-
-
-def _train_phases(task: TaskModule, control: PhaseControl, batch: StepBatch, *, step: int) -> list[StepOutput]:
-    """Return the outputs of the phases that are due in step `step`; collective."""
-    control.begin(batch, num_steps=step)
-    if task.manual:
-        task.manual_step(control)
-    else:
-        control.run_due_phases()
-    return control.outputs
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
@@ -253,16 +258,6 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> float | None:
         for index in range(min(reach, lowest - 1), lowest)
     }
     return rates[min(slopes, key=slopes.__getitem__)]
-
-
-def _smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the exponential moving averages, bias-corrected."""
-    smooth: list[float] = []
-    mean = 0.0
-    for number, loss in enumerate(losses, start=1):
-        mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-        smooth.append(mean / (1 - _SMOOTHING**number))
-    return smooth
 
 
 def _step_batches(run: Run) -> Iterator[StepBatch]:

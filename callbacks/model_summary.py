@@ -13,7 +13,7 @@ from trainkit.errors import UserError
 from trainkit.loops.run import Run
 from trainkit.model.flops import StepCost, cost_of_step, steps_of
 from trainkit.optim.lr_schedule import linear_scaling
-from trainkit.report.html import size
+from trainkit.report.html import short, size
 from trainkit.run_dir.console import Table, say, show
 from trainkit.strategy import local_state, named_state
 from trainkit.tree import to_device
@@ -82,20 +82,12 @@ def summary(task: nn.Module, *, max_rows: int, depth: int = 1, cost: StepCost | 
 
 
 def _costs(cost: StepCost | None, name: str) -> list[str]:
-    return [] if cost is None else [_operations(cost.flops[name]), size(cost.saved_bytes[name])]
-
-
-def _operations(count: float) -> str:
-    for unit in ("", "k", "M", "G"):
-        if count < 1000:
-            return f"{count:.0f}" if not unit else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} T"
+    return [] if cost is None else [short(cost.flops[name]), size(cost.saved_bytes[name])]
 
 
 def _header(run: Run) -> list[tuple[str, str]]:
     strategy = run.strategy
-    lines = [
+    rows = [
         ("task", type(run.task).__name__),
         ("strategy", f"{type(strategy).__name__} on {strategy.device}"),
         ("precision", run.precision.name),
@@ -106,10 +98,10 @@ def _header(run: Run) -> list[tuple[str, str]]:
     rates = [rate for phase_optimizer in run.phase_optimizers for rate in phase_optimizer.initial_learning_rates()]
     scaled = None if run.plan is None else linear_scaling(run.plan.batch_size, rates, run.reference_batch_size)
     if scaled is not None:
-        lines.append(("lr scaling", scaled))
+        rows.append(("lr scaling", scaled))
     if run.resumed_from is not None:
-        lines.append(("resumed", f"from {run.resumed_from} at step {run.state.step:,}"))
-    return lines
+        rows.append(("resumed", f"from {run.resumed_from} at step {run.state.step:,}"))
+    return rows
 
 
 def _sizes(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor]) -> Sequence[str]:

@@ -6,7 +6,6 @@ import json
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -16,9 +15,9 @@ from trainkit.callback import Callback
 from trainkit.errors import UserError
 from trainkit.loops.run import Run
 from trainkit.model.flops import FlopCount
-from trainkit.profiling import NO_COMMUNICATION, Overlap
+from trainkit.profiling import NO_COMMUNICATION
 from trainkit.run_dir.console import Table, say, show
-from trainkit.strategy import Strategy, SupportsOverlapProfile
+from trainkit.strategy import SupportsOverlapProfile
 
 logger = logging.getLogger(__name__)
 
@@ -31,35 +30,24 @@ _MIN_OVERLAP_STEPS = 2  # some strategies report a step when the next one starts
 _WARMUP_STEPS = 2  # until buckets keep their layout
 
 
-@dataclass(frozen=True)
-class _Peak:
-    """Peak of a device in TFLOP/s."""
-
-    half: float
-    """In bf16 and fp16."""
-    tf32: float
-    single: float
-    """In fp32 without TF32."""
-
-
-# The longest key that is part of the device's name applies.
+# TFLOP/s in half precision (bf16, fp16), in TF32 and in fp32. The longest key in the device's name applies.
 _PEAKS = {
-    "V100": _Peak(125.0, 15.7, 15.7),
-    "T4": _Peak(65.0, 8.1, 8.1),
-    "A100": _Peak(312.0, 156.0, 19.5),
-    "A10": _Peak(125.0, 62.5, 31.2),
-    "A10G": _Peak(70.0, 35.0, 31.5),
-    "A30": _Peak(165.0, 82.0, 10.3),
-    "A40": _Peak(149.7, 74.8, 37.4),
-    "L4": _Peak(121.0, 60.0, 30.3),
-    "L40": _Peak(181.0, 90.5, 90.5),
-    "L40S": _Peak(362.0, 183.0, 91.6),
-    "H100": _Peak(989.4, 494.7, 66.9),
-    "H100 PCIe": _Peak(756.0, 378.0, 51.0),
-    "H200": _Peak(989.4, 494.7, 66.9),
-    "B200": _Peak(2250.0, 1125.0, 80.0),
-    "RTX 3090": _Peak(71.0, 35.6, 35.6),
-    "RTX 4090": _Peak(165.2, 82.6, 82.6),
+    "V100": (125.0, 15.7, 15.7),
+    "T4": (65.0, 8.1, 8.1),
+    "A100": (312.0, 156.0, 19.5),
+    "A10": (125.0, 62.5, 31.2),
+    "A10G": (70.0, 35.0, 31.5),
+    "A30": (165.0, 82.0, 10.3),
+    "A40": (149.7, 74.8, 37.4),
+    "L4": (121.0, 60.0, 30.3),
+    "L40": (181.0, 90.5, 90.5),
+    "L40S": (362.0, 183.0, 91.6),
+    "H100": (989.4, 494.7, 66.9),
+    "H100 PCIe": (756.0, 378.0, 51.0),
+    "H200": (989.4, 494.7, 66.9),
+    "B200": (2250.0, 1125.0, 80.0),
+    "RTX 3090": (71.0, 35.6, 35.6),
+    "RTX 4090": (165.2, 82.6, 82.6),
 }
 
 
@@ -103,7 +91,9 @@ class Profiler(Callback):
         self.start_step, self.end_step = start_step, end_step
         self.profile_memory, self.with_stack = profile_memory, with_stack
         self.peak_tflops = peak_tflops
-        self._overlap = OverlapProfiler(end=start_step - 2)
+        self._overlap_end = start_step - 2  # before the slower recorded steps
+        self._overlap_start = max(self._overlap_end - _OVERLAP_STEPS, _WARMUP_STEPS)
+        self._overlap_since = 0.0
         self._first_step = 0
         self._counting: ExitStack | None = None
         self._counted: list[int] = []
@@ -116,7 +106,6 @@ class Profiler(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._first_step = run.state.step
-        self._overlap = OverlapProfiler(end=self.start_step - 2)
         self._local_flops = self._flops = None
         self._record = {}
         self._since, self._since_step = time.perf_counter(), run.state.step
@@ -125,7 +114,7 @@ class Profiler(Callback):
         step = run.state.step - self._first_step
         if step > self.end_step:
             return
-        self._overlap.on_step_end(run, step)
+        self._profile_overlap(run, step)
         if step == self.start_step - 2:
             self._start_counting(run)
         elif step == self.start_step - 1:
@@ -138,11 +127,11 @@ class Profiler(Callback):
     def on_evaluation_start(self, run: Run, stage: str) -> None:
         self._stop_counting()  # the step has been made
         self._evaluating_since = time.perf_counter()
-        self._overlap.on_evaluation_start()
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        self._evaluating += time.perf_counter() - self._evaluating_since
-        self._overlap.on_evaluation_end()
+        seconds = time.perf_counter() - self._evaluating_since
+        self._evaluating += seconds
+        self._overlap_since += seconds
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         if self._flops is None and run.state.step - self._first_step >= self.start_step:
@@ -160,8 +149,6 @@ class Profiler(Callback):
         self._stop_recording(run)
         if self._flops:
             self._record["flops_per_step"] = self._flops
-        if self._overlap.record:
-            self._record["overlap"] = self._overlap.record
         self._write(run)
 
     def close(self) -> None:
@@ -169,6 +156,35 @@ class Profiler(Callback):
         if self._profile is not None:
             self._profile.__exit__(None, None, None)
             self._profile = None
+
+    # ---- Overlap
+
+    def _profile_overlap(self, run: Run, step: int) -> None:
+        """Start or finish the measurement; `step` counts from the start of this run."""
+        has_room = self._overlap_end - self._overlap_start >= _MIN_OVERLAP_STEPS
+        if step == self._overlap_start and has_room:
+            if isinstance(run.strategy, SupportsOverlapProfile):
+                run.strategy.start_overlap_profile()
+            self._overlap_since = _now(run)
+        elif step == self._overlap_end:
+            self._finish_overlap(run, _now(run) - self._overlap_since, has_room=has_room)
+
+    def _finish_overlap(self, run: Run, seconds: float, *, has_room: bool) -> None:
+        steps = max(self._overlap_end - self._overlap_start, 1)
+        if isinstance(run.strategy, SupportsOverlapProfile):
+            overlap = run.strategy.stop_overlap_profile(steps)
+        else:
+            overlap = NO_COMMUNICATION if run.strategy.comm.num_processes == 1 else None
+        name = type(run.strategy).__name__
+        if overlap is not None:
+            record = overlap.record(strategy=name, step_seconds=seconds / steps if has_room else 0.0)
+        elif not has_room:
+            record = {"line": "overlap: not measured; it needs profiler.start_step=6 or later"}
+        else:
+            record = {"line": f"overlap: unknown for {name} on {run.strategy.device.type}; see the trace"}
+        if run.is_main:
+            self._record["overlap"] = record
+            say(record["line"])
 
     # ---- FLOPs
 
@@ -232,7 +248,6 @@ class Profiler(Callback):
             on_device=on_device,
             operations=operations,
             peak_bytes=run.peak_memory.of_run() if on_device else None,
-            overlap=self._overlap.record,
         )
         self._write(run)
         logger.info("the trace of steps %d to %d is in %s", first, last, trace)
@@ -246,64 +261,6 @@ class Profiler(Callback):
     def _write(self, run: Run) -> None:
         if run.is_main and run.run_dir is not None and self._record:
             (run.run_dir / RECORD).write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8")
-
-
-class OverlapProfiler:
-    """Measures how much communication is hidden, over up to four steps before the slower recorded ones.
-
-    Args:
-        end: Last measured step.
-
-    """
-
-    def __init__(self, *, end: int) -> None:
-        self._end = end
-        self._start = max(end - _OVERLAP_STEPS, _WARMUP_STEPS)
-        self._since = 0.0
-        self._evaluating_since = 0.0
-        self.record: dict[str, Any] = {}
-        """The result, on the main rank."""
-
-    def on_step_end(self, run: Run, step: int) -> None:
-        """Start or finish the measurement; `step` counts from the start of this run."""
-        if step == self._start and self._has_room:
-            if isinstance(run.strategy, SupportsOverlapProfile):
-                run.strategy.start_overlap_profile()
-            self._since = _now(run)
-        elif step == self._end:
-            self._finish(run, _now(run) - self._since if self._has_room else 0.0)
-
-    def on_evaluation_start(self) -> None:
-        """Exclude the time of the evaluation."""
-        self._evaluating_since = time.perf_counter()
-
-    def on_evaluation_end(self) -> None:
-        """End the exclusion."""
-        self._since += time.perf_counter() - self._evaluating_since
-
-    @property
-    def _has_room(self) -> bool:
-        return self._end - self._start >= _MIN_OVERLAP_STEPS
-
-    def _finish(self, run: Run, seconds: float) -> None:
-        steps = max(self._end - self._start, 1)
-        overlap = _stop_profile(run.strategy, steps)
-        if not run.is_main:
-            return
-        name = type(run.strategy).__name__
-        if overlap is not None:
-            self.record = overlap.record(strategy=name, step_seconds=seconds / steps)
-        elif not self._has_room:
-            self.record = {"line": "overlap: not measured; it needs profiler.start_step=6 or later"}
-        else:
-            self.record = {"line": f"overlap: unknown for {name} on {run.strategy.device.type}; see the trace"}
-        say(self.record["line"])
-
-
-def _stop_profile(strategy: Strategy, steps: int) -> Overlap | None:
-    if isinstance(strategy, SupportsOverlapProfile):
-        return strategy.stop_overlap_profile(steps)
-    return NO_COMMUNICATION if strategy.comm.num_processes == 1 else None
 
 
 def _now(run: Run) -> float:
@@ -335,6 +292,6 @@ def peak_of_model(name: str, *, precision: str, tf32: bool) -> tuple[float | Non
     known = [model for model in _PEAKS if f" {model} " in words]
     if not known or precision == "fp64":
         return None, ""
-    peak = _PEAKS[max(known, key=len)]
-    value = peak.half if precision != "fp32" else peak.tf32 if tf32 else peak.single
+    half, with_tf32, single = _PEAKS[max(known, key=len)]
+    value = half if precision != "fp32" else with_tf32 if tf32 else single
     return value * 1e12, f"of {value:g} TFLOP/s per device ({name}, {precision}{' with TF32' if tf32 else ''})"

@@ -16,10 +16,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.store import CheckpointEntry, CheckpointError, CheckpointStore, Monitor
-from trainkit.errors import UserError
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor
+from trainkit.errors import CheckpointError, UserError
 from trainkit.loops.run import Run
-from trainkit.run_dir.console import Table, clock, number, on_terminal, say, show, terminal
+from trainkit.run_dir.console import Table, clock, number, on_terminal, printable, say, show, terminal
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -83,7 +83,9 @@ class ProgressBar(Callback):
             show(_checkpoint_table(run.checkpointer.store))
 
     def close(self) -> None:
-        self._progress = None
+        if self._progress is not None:
+            self._progress.run.has_display = False
+            self._progress = None
         if self._display is not None:
             self._display.stop()
             self._display = None
@@ -91,9 +93,9 @@ class ProgressBar(Callback):
     def _start(self, run: Run) -> None:
         self.close()
         self._progress = RunProgress(run)
-        if on_terminal():
+        run.has_display = on_terminal()
+        if run.has_display:
             self._display = LiveProgress(self._progress, refresh_per_second=self.refresh_per_second)
-            self._display.start()
 
 
 def _checkpoint_table(store: CheckpointStore) -> Table:
@@ -102,13 +104,11 @@ def _checkpoint_table(store: CheckpointStore) -> Table:
     monitor: Monitor | None = None
     best: CheckpointEntry | None = None
     with suppress(CheckpointError):  # no metric is monitored, or none was measured yet
-        best = store.best(*store.monitor())
-        monitor = store.monitor()
+        best, monitor = store.best(*store.monitor()), store.monitor()
     columns = ["checkpoint", "step", "reason", *([monitor.metric] if monitor else []), ""]
     table = Table(f"Checkpoints in {store.folder}", columns)
     for index, entry in enumerate(entries):
-        measured = entry.metrics.get(monitor.metric) if monitor else None
-        values = ["-" if measured is None else number(measured)] if monitor else []
+        values = [number(entry.metrics[monitor.metric]) if monitor.metric in entry.metrics else "-"] if monitor else []
         marks = ["best"] * (entry == best) + ["last"] * (index == len(entries) - 1)
         table.rows.append([entry.path.name, f"{entry.step:,}", entry.reason, *values, ", ".join(marks)])
         if entry == best:
@@ -134,8 +134,8 @@ class RunProgress:
 
     def step(self) -> str:
         """Return `step 120/4,000`, without the total if it is unknown."""
-        total = self.run.max_steps
-        return f"step {self.run.state.step:,}" + (f"/{total:,}" if total is not None else "")
+        total = "" if self.run.max_steps is None else f"/{self.run.max_steps:,}"
+        return f"step {self.run.state.step:,}{total}"
 
     def epoch(self) -> str:
         """Return `3/10`: the current epoch, counted from 1, and the total if it is known."""
@@ -176,25 +176,20 @@ class RunProgress:
 
 
 class LiveProgress:
-    """Draws the progress of a run below other output, a few times per second, in a background thread."""
+    """Draws the progress of a run below other output, from construction on, in a background thread."""
 
     def __init__(self, progress: RunProgress, *, refresh_per_second: float) -> None:
+        from rich.live import Live
         from rich.text import Text
 
         self._text = Text
         self._progress = progress
-        self._refresh_per_second = refresh_per_second
         self._shown = ExitStack()
-
-    def start(self) -> None:
-        """Start drawing; other output appears above the display."""
-        from rich.live import Live
-
         streams = (sys.stdout, sys.stderr)
-        rate = self._refresh_per_second
-        self._shown.enter_context(
-            Live(get_renderable=self.draw, console=terminal(), refresh_per_second=rate, transient=True)
+        display = Live(
+            get_renderable=self.draw, console=terminal(), refresh_per_second=refresh_per_second, transient=True
         )
+        self._shown.enter_context(display)
         self._shown.enter_context(_log_to_current_stderr(streams))
 
     def stop(self) -> None:
@@ -228,7 +223,7 @@ class LiveProgress:
         metrics = dict(self._progress.run.state.metrics)  # copied at once: the main thread may be adding to it
         rate = f"{self._progress.samples_per_second(metrics, now=now):,.0f} samples/s"
         elapsed = clock(now - self._progress.started)
-        return self._text("  ".join([*self._progress.training_metrics(metrics), rate, elapsed]))
+        return self._text(printable("  ".join([*self._progress.training_metrics(metrics), rate, elapsed])))
 
     def _evaluation(self) -> Text:
         """Return the bar of the running evaluation, or else the results of the last validation."""
@@ -236,9 +231,9 @@ class LiveProgress:
         if evaluation is None:
             metrics = dict(self._progress.run.state.metrics)
             last = {name: value for name, value in metrics.items() if name.startswith("validation/")}
-            return self._text("  ".join(_named(last)), style="green")
+            return self._text(printable("  ".join(_named(last))), style="green")
         line = self._text()
-        line.append(f"{evaluation.stage}  ", style="bold")
+        line.append(printable(f"{evaluation.stage}  "), style="bold")
         total = evaluation.num_batches
         if total:
             self._bar(line, min(1.0, evaluation.batch / total), "green")

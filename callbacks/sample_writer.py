@@ -46,7 +46,7 @@ class SampleWriter(Callback):
         run.task.eval()
         try:
             with preserve_rng(), torch.no_grad():
-                batch = make_reader(source.dataset, source.collate_fn, seed=run.seed).read(torch.arange(count))
+                batch = make_reader(source.dataset, source.collate_fn, seed=run.seed)(torch.arange(count), 0)
                 predictions = run.strategy.predict(run.task, MicroBatch(batch, count))
         finally:
             run.task.train(was_training)

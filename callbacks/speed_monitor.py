@@ -16,12 +16,9 @@ from trainkit.run_dir.console import clock, say
 from .device_stats import resident_bytes
 
 FILENAME = "step_times.jsonl"
-MAX_DATA_WAIT = 0.2
-"""Fraction of the time that the loop may wait for data without a warning."""
-SLOW_INTERVALS_TO_WARN = 3
-"""Intervals in a row above `MAX_DATA_WAIT` before the warning: one alone may be the start of workers."""
-MIN_INTERVAL_SECONDS = 0.5
-"""Minimum length of such an interval, which may span several log intervals."""
+MAX_DATA_WAIT = 0.2  # fraction of the time that the loop may wait for data without a warning
+SLOW_INTERVALS_TO_WARN = 3  # in a row above `MAX_DATA_WAIT`: one alone may be the start of workers
+MIN_INTERVAL_SECONDS = 0.5  # such an interval may span several log intervals
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +48,7 @@ class SpeedMonitor(Callback):
         # Since the last log point.
         self._start = self._evaluation_seconds = self._waited = 0.0
         self._step = self._samples = 0
-        self._evaluation_start: float | None = None
+        self._evaluation_start = 0.0
         # Since the last check for slow data.
         self._check_waited = self._check_seconds = 0.0
         self._slow_intervals = 0
@@ -62,20 +59,16 @@ class SpeedMonitor(Callback):
             assert run.loader is not None
             self._timer = run.step_timer = StepTimer(run.strategy, run.precision, run.loader)
             if run.is_main and run.run_dir is not None:
-                self._file = os.open(run.run_dir / FILENAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+                self._file = os.open(run.run_dir / FILENAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         if self.log_hours and run.resumed_from is None:
             self._all_evaluation_seconds = 0.0
-        self._evaluation_start = None
         self._start_interval(run, time.monotonic())
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
         self._evaluation_start = time.monotonic()
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        if self._evaluation_start is None:
-            return
         seconds = time.monotonic() - self._evaluation_start
-        self._evaluation_start = None
         self._evaluation_seconds += seconds
         if stage != "sanity":
             self._all_evaluation_seconds += seconds
@@ -147,8 +140,13 @@ class SpeedMonitor(Callback):
             "step": run.state.step,
             "steps": steps,
             "seconds": {part: round(value, 7) for part, value in parts.items()},
-            "memory": _memory(run),
+            "memory": {},
         }
+        resident = resident_bytes()
+        if resident is not None:
+            line["memory"]["host"] = resident
+        if run.strategy.device.type == "cuda":
+            line["memory"]["device"] = run.peak_memory.between_logs(run.state.step)
         if self._evaluation_seconds:
             line["evaluation"] = round(self._evaluation_seconds, 7)
         os.write(self._file, f"{json.dumps(line)}\n".encode())
@@ -162,12 +160,3 @@ def _bottleneck(fraction: float, num_workers: int) -> str:
         "make the dataset's __getitem__ faster (decode less, read from a faster disk, prepare samples beforehand)"
     )
     return f"data is the bottleneck: {100 * fraction:.0f} % of the time the loop waits for samples; {remedy}."
-
-
-def _memory(run: Run) -> dict[str, int]:
-    """Return the resident bytes of this process, and the peak of a CUDA device between log points."""
-    resident = resident_bytes()
-    memory = {} if resident is None else {"host": resident}
-    if run.strategy.device.type == "cuda":
-        memory["device"] = run.peak_memory.between_logs(run.state.step)
-    return memory

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
+from trainkit.recipes.gpt import Block, init_weights, make_adamw
 
 from trainkit.data.data import Data
 from trainkit.errors import UserError
@@ -24,7 +25,6 @@ from trainkit.task import TaskModule
 
 NUM_TOKENS = 256
 _PADDING = -1
-_INITIAL_STD = 0.02
 _WARMUP = 0.1  # of all steps
 _VALIDATION_EVERY = 10  # files, of which one validates
 
@@ -62,17 +62,12 @@ class CharLM(TaskModule):
             )
         if layers < 1 or context < 1:
             raise UserError(f"task.layers and task.context must be at least 1, got {layers} and {context}.")
-        self.lr = lr
-        self.weight_decay = weight_decay
+        self.lr, self.weight_decay = lr, weight_decay
         self.tokens = nn.Embedding(NUM_TOKENS, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, bias=False, gelu="none") for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # Keeps the size of the residual stream independent of the depth.
-                depth = 2 * layers if name.endswith(("mix.weight", "shrink.weight")) else 1
-                nn.init.normal_(parameter, std=_INITIAL_STD / math.sqrt(depth))
+        init_weights(self, layers=layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next byte at each position of `tokens`, shape (batch, length)."""
@@ -85,36 +80,20 @@ class CharLM(TaskModule):
 
     def training_step(self, batch: Any) -> dict[str, Tensor]:
         """Return the mean loss of a byte in nats, in bits, and the number of bytes."""
-        return self._measure(batch[0])
+        logits, targets = self(_inputs(batch[0])), batch[0][:, 1:].long()  # (batch, context, 256), (batch, context)
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_PADDING)
+        return {"loss": loss, "bits_per_character": loss.detach() / math.log(2), "weight": (targets != _PADDING).sum()}
 
-    def validation_step(self, batch: Any) -> dict[str, Tensor]:
-        """Return the mean loss of a byte in nats, in bits, and the number of bytes."""
-        return self._measure(batch[0])
+    validation_step = training_step
 
     def predict_step(self, batch: Any) -> Tensor:
         """Return the most likely next byte at each position, shape (batch, context)."""
-        tokens: Tensor = self(_inputs(batch[0])).argmax(dim=2)
-        return tokens
+        return torch.argmax(self(_inputs(batch[0])), dim=2)
 
     def configure_optimizers(self, total_steps: int) -> tuple[AdamW, LambdaLR]:
         """Return AdamW with a learning rate that warms up, then decays along a half cosine."""
-        matrices = [parameter for parameter in self.parameters() if parameter.dim() >= 2]
-        others = [parameter for parameter in self.parameters() if parameter.dim() < 2]
-        groups = [
-            {"params": matrices, "weight_decay": self.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        optimizer = AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
+        optimizer = make_adamw(self, lr=self.lr, weight_decay=self.weight_decay)
         return optimizer, LambdaLR(optimizer, partial(_lr_factor, total_steps=total_steps))
-
-    def _measure(self, windows: Tensor) -> dict[str, Tensor]:
-        targets = windows[:, 1:].long()  # (batch, context)
-        loss = functional.cross_entropy(self(_inputs(windows)).flatten(0, 1), targets.flatten(), ignore_index=_PADDING)
-        return {
-            "loss": loss,
-            "bits_per_character": loss.detach() / math.log(2),
-            "weight": (targets != _PADDING).sum(),
-        }
 
 
 class SourceFiles(Data):
@@ -141,8 +120,7 @@ class SourceFiles(Data):
         super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, num_workers=num_workers)
         if context < 1 or max_bytes < 1:
             raise UserError(f"data.context and data.max_bytes must be at least 1, got {context} and {max_bytes}.")
-        self.context = context
-        self.max_bytes = max_bytes
+        self.context, self.max_bytes = context, max_bytes
 
     def dataset(self, stage: str) -> TensorDataset:
         """Return the windows of a stage; test and predict use the validation files."""
@@ -153,10 +131,8 @@ class SourceFiles(Data):
     def _windows(self) -> tuple[Tensor, Tensor]:
         """Return the training and validation windows, each of shape (windows, context + 1)."""
         texts = source_texts(max_bytes=self.max_bytes)
-        return (
-            self._split([text for index, text in enumerate(texts) if index % _VALIDATION_EVERY]),
-            self._split(texts[::_VALIDATION_EVERY]),
-        )
+        train = [text for index, text in enumerate(texts) if index % _VALIDATION_EVERY]
+        return self._split(train), self._split(texts[::_VALIDATION_EVERY])
 
     def _split(self, texts: list[bytes]) -> Tensor:
         """Split each text into windows; the last byte of a window is the first of the next one."""
@@ -200,29 +176,3 @@ def _lr_factor(step: int, *, total_steps: int) -> float:
 def _inputs(windows: Tensor) -> Tensor:
     # The embedding needs a valid index for padding; attention is causal, so no byte before it is affected.
     return windows[:, :-1].long().clamp(min=0)
-
-
-class _Block(nn.Module):
-    """Causal self-attention, then a two-layer network at each position, both residual."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.attend = nn.Linear(width, 3 * width, bias=False)
-        self.mix = nn.Linear(width, width, bias=False)
-        self.network_norm = nn.LayerNorm(width)
-        self.widen = nn.Linear(width, 4 * width, bias=False)
-        self.shrink = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return features of the same shape, (batch, length, width)."""
-        features = features + self.mix(self._attended(self.attention_norm(features)))
-        network: Tensor = self.shrink(functional.gelu(self.widen(self.network_norm(features))))
-        return features + network
-
-    def _attended(self, features: Tensor) -> Tensor:
-        parts = self.attend(features).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        query, key, value = parts  # each of shape (batch, heads, length, width / heads)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return attended.transpose(1, 2).flatten(2)

@@ -1,11 +1,12 @@
 """Contrastive learning of image features from handwritten digits, without labels.
 
 A linear classifier on the features reaches an accuracy of 91 % with 50 labels, and of 98 % with all 1437.
+
+Needs the extra `recipes`.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import Dataset
 from trainkit.recipes.digits import DigitsData
 
-from trainkit.data.data import Data
 from trainkit.errors import UserError
 from trainkit.task import TaskModule
 
@@ -50,9 +50,7 @@ class ContrastiveTask(TaskModule):
             raise UserError(f"task.width and task.features must be at least 1, got {width} and {features}.")
         if not temperature > 0:
             raise UserError(f"task.temperature must be above 0, got {temperature}.")
-        self.temperature = temperature
-        self.lr = lr
-        self.weight_decay = weight_decay
+        self.temperature, self.lr, self.weight_decay = temperature, lr, weight_decay
         self.encoder = nn.Sequential(
             *_stage(1, width),  # (batch, width, 4, 4)
             *_stage(width, 2 * width),  # (batch, 2 * width, 2, 2)
@@ -69,11 +67,18 @@ class ContrastiveTask(TaskModule):
 
     def training_step(self, batch: Any) -> dict[str, Tensor]:
         """Return the contrastive loss, and the fraction of views whose nearest neighbor is their partner."""
-        return self._compare(batch[0], batch[1])
+        first, second = batch
+        count = len(first)
+        views = functional.normalize(self.projector(self(torch.cat([first, second]))), dim=1)  # (2 * batch, features)
+        itself = torch.eye(2 * count, dtype=torch.bool, device=views.device)
+        similarity = (views @ views.T / self.temperature).masked_fill(itself, float("-inf"))
+        partners = torch.arange(2 * count, device=views.device).roll(count)
+        return {
+            "loss": functional.cross_entropy(similarity, partners),
+            "matched": (similarity.argmax(dim=1) == partners).float().mean(),
+        }
 
-    def validation_step(self, batch: Any) -> dict[str, Tensor]:
-        """Return the contrastive loss, and the fraction of views whose nearest neighbor is their partner."""
-        return self._compare(batch[0], batch[1])
+    validation_step = training_step
 
     def predict_step(self, batch: Any) -> Tensor:
         """Return the features of each image, shape (batch, features)."""
@@ -84,18 +89,6 @@ class ContrastiveTask(TaskModule):
         """Return AdamW with a learning rate that decays to zero along a half cosine."""
         optimizer = AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         return optimizer, CosineAnnealingLR(optimizer, T_max=total_steps)
-
-    def _compare(self, first: Tensor, second: Tensor) -> dict[str, Tensor]:
-        count = len(first)
-        views = functional.normalize(self.projector(self(torch.cat([first, second]))), dim=1)  # (2 * batch, features)
-        similarity = views @ views.T / self.temperature
-        itself = torch.eye(2 * count, dtype=torch.bool, device=views.device)
-        similarity = similarity.masked_fill(itself, float("-inf"))
-        partners = torch.arange(2 * count, device=views.device).roll(count)
-        return {
-            "loss": functional.cross_entropy(similarity, partners),
-            "matched": (similarity.argmax(dim=1) == partners).float().mean(),
-        }
 
 
 class TwoViews(Dataset[tuple[Tensor, Tensor]]):
@@ -109,9 +102,7 @@ class TwoViews(Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, images: Tensor, *, shift: int, noise: float) -> None:
-        self.images = images
-        self.shift = shift
-        self.noise = noise
+        self.images, self.shift, self.noise = images, shift, noise
 
     def __len__(self) -> int:
         return len(self.images)
@@ -131,16 +122,12 @@ class TwoViews(Dataset[tuple[Tensor, Tensor]]):
         return view + self.noise * torch.randn(view.shape, generator=generator)
 
 
-class DigitViews(Data):
-    """Two views of each of scikit-learn's digits, without labels. Predictions use the plain images.
+class DigitViews(DigitsData):
+    """Two views of each image of `digits`, without labels. Predictions use the plain images.
 
     Args:
-        batch_size: Images of one optimizer step, over all ranks.
-        evaluation_batch_size: Images of one evaluation batch, over all ranks.
         shift: Maximum shift of a view, in pixels.
         noise: Standard deviation of the noise of a pixel.
-        num_train: Maximum number of training images.
-        num_workers: Worker processes that read samples; 0: the training process.
 
     """
 
@@ -154,28 +141,20 @@ class DigitViews(Data):
         num_train: int | None = None,
         num_workers: int = 0,
     ) -> None:
-        super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, num_workers=num_workers)
+        super().__init__(
+            batch_size=batch_size,
+            evaluation_batch_size=evaluation_batch_size,
+            num_train=num_train,
+            num_workers=num_workers,
+        )
         if not 0 <= shift < 4 or noise < 0:
             raise UserError(f"data.shift must be from 0 to 3 and data.noise at least 0, got {shift} and {noise}.")
-        self.shift = shift
-        self.noise = noise
-        self._digits = DigitsData(num_train=num_train)
+        self.shift, self.noise = shift, noise
 
-    def dataset(self, stage: str) -> Dataset[Any]:
+    def dataset(self, stage: str) -> Any:
         """Return the views of a stage; test and predict use the validation images."""
-        return self._without_views if stage == "predict" else self._views[stage == "train"]
-
-    @cached_property
-    def _views(self) -> tuple[TwoViews, TwoViews]:
-        stages = ("validation", "train")
-        validation, train = (
-            TwoViews(self._digits.dataset(stage).tensors[0], shift=self.shift, noise=self.noise) for stage in stages
-        )
-        return validation, train
-
-    @property
-    def _without_views(self) -> Dataset[Any]:
-        return self._digits.dataset("validation")
+        digits = super().dataset(stage)
+        return digits if stage == "predict" else TwoViews(digits.tensors[0], shift=self.shift, noise=self.noise)
 
 
 def _stage(channels_in: int, channels: int) -> list[nn.Module]:

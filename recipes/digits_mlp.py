@@ -1,10 +1,14 @@
-"""Fully connected network on handwritten digits, with a validation accuracy of 97 % within seconds."""
+"""Fully connected network on handwritten digits, with a validation accuracy of 97 % within seconds.
+
+Needs the extra `recipes`.
+"""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 from trainkit.recipes.digits import NUM_CLASSES, measure
@@ -28,8 +32,7 @@ class DigitsMLP(TaskModule):
         super().__init__()
         if width < 1 or depth < 0:
             raise UserError(f"task.width must be at least 1 and task.depth at least 0, got {width} and {depth}.")
-        self.lr = lr
-        self.weight_decay = weight_decay
+        self.lr, self.weight_decay = lr, weight_decay
         sizes = [64, *[width] * depth]
         hidden = [layer for size_in, size in pairwise(sizes) for layer in (nn.Linear(size_in, size), nn.ReLU())]
         self.network = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-1], NUM_CLASSES))
@@ -43,14 +46,11 @@ class DigitsMLP(TaskModule):
         """Return loss and accuracy."""
         return measure(self(batch[0]), batch[1])
 
-    def validation_step(self, batch: Any) -> dict[str, Tensor]:
-        """Return loss and accuracy."""
-        return measure(self(batch[0]), batch[1])
+    validation_step = training_step
 
     def predict_step(self, batch: Any) -> Tensor:
         """Return the most likely digit of each image."""
-        digits: Tensor = self(batch[0]).argmax(dim=1)
-        return digits
+        return torch.argmax(self(batch[0]), dim=1)
 
     def configure_optimizers(self) -> AdamW:
         """Return AdamW at a constant learning rate."""

@@ -1,6 +1,8 @@
 """Fine-tuning of a causal language model of the transformers package, optionally with LoRA.
 
 `task.lora_rank=8` trains only low-rank adapters (LoRA, by the peft package).
+
+Needs the extra `huggingface`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ from trainkit.recipes.gpt import TokenFiles
 from trainkit.errors import UserError
 from trainkit.integrations.huggingface import HuggingFaceTask
 
-# Small enough for a laptop.
-_SMALL: dict[str, Any] = {
+_SMALL: dict[str, Any] = {  # enough for a laptop
     "model_type": "gpt2",
     "n_layer": 2,
     "n_head": 2,
@@ -98,7 +99,7 @@ def _add_adapters(model: Any, *, rank: int, alpha: int) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError:
         raise UserError(
-            "task.lora_rank needs the package 'peft', which is not installed; type: pip install 'trainkit[huggingface]'"
+            "task.lora_rank needs 'peft', which is not installed; type: pip install 'trainkit-torch[huggingface]'"
         ) from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the detected type of layer

@@ -1,4 +1,7 @@
-"""Conditional GAN on handwritten digits: discriminator and generator train in two phases of each step."""
+"""Conditional GAN on handwritten digits: discriminator and generator train in two phases of each step.
+
+Needs the extra `recipes`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Adam
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 from trainkit.recipes.digits import NUM_CLASSES, DigitsData
 
 from trainkit.errors import UserError
@@ -39,9 +42,7 @@ class DigitsGAN(TaskModule):
         super().__init__()
         if width < 1:
             raise UserError(f"task.width must be at least 1 unit, got {width}.")
-        self.lr = lr
-        self.penalty = penalty
-        self.generator_every = generator_every
+        self.lr, self.penalty, self.generator_every = lr, penalty, generator_every
         self.generator = nn.Sequential(
             nn.Linear(NUM_LATENT + NUM_CLASSES, width),
             nn.ReLU(),
@@ -99,11 +100,7 @@ class DigitsGAN(TaskModule):
         betas = (0.5, 0.999)  # less momentum, as the opponent changes (Radford et al., 2015)
         return [
             Phase("discriminator", Adam(self.discriminator.parameters(), lr=self.lr, betas=betas)),
-            Phase(
-                "generator",
-                Adam(self.generator.parameters(), lr=self.lr, betas=betas),
-                every=self.generator_every,
-            ),
+            Phase("generator", Adam(self.generator.parameters(), lr=self.lr, betas=betas), every=self.generator_every),
         ]
 
     def _discriminate(self, images: Tensor, digits: Tensor) -> Tensor:
@@ -114,19 +111,11 @@ class DigitsGAN(TaskModule):
 
 
 class DigitsWithNoise(DigitsData):
-    """The images of `digits`, each with its digit and noise, which depends on the seed, the epoch and the sample.
-
-    Args:
-        batch_size: Samples of one optimizer step, over all ranks.
-        evaluation_batch_size: Samples of one evaluation batch, over all ranks.
-        num_train: Maximum number of training images.
-        num_workers: Worker processes that read samples; 0: the training process.
-
-    """
+    """The images of `digits`, each with its digit and noise, which depends on the seed, the epoch and the sample."""
 
     def dataset(self, stage: str) -> Any:
         """Return the images of a stage with their noise."""
-        return _WithNoise(super().dataset(stage))
+        return _WithNoise(*super().dataset(stage).tensors)
 
 
 class FrechetDistance(Metric):
@@ -168,16 +157,10 @@ class FrechetDistance(Metric):
         return mean, getattr(self, f"{name}_products") / count - torch.outer(mean, mean)
 
 
-class _WithNoise(Dataset[Any]):
-    def __init__(self, images: TensorDataset) -> None:
-        self._images = images
-
-    def __len__(self) -> int:
-        return len(self._images)
-
+class _WithNoise(TensorDataset):
     def get_sample(self, index: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the image, its digit, and noise of shape (16,)."""
-        image, digit = self._images[index]
+        image, digit = self[index]
         generator = torch.Generator().manual_seed(seed)
         return image, digit, torch.randn(NUM_LATENT, generator=generator)
 

@@ -2,6 +2,8 @@
 
 Any folder of text is tokenized, into bytes or by BPE. The default text is the source files of the standard library, so
 nothing is downloaded.
+
+Needs the extra `huggingface` for `data.tokenizer=bpe`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,24 +39,16 @@ _VALIDATION_FRACTION = 0.1  # of each file, at its end
 _MIN_BYTES = 32  # of a file
 _END = "<|end|>"
 _NAME_LENGTH = 12  # of the name of a token folder
-
-
-class Size(NamedTuple):
-    """Number of layers, attention heads per layer, and features per position."""
-
-    layers: int
-    heads: int
-    width: int
-
-
-SIZES = {
-    "tiny": Size(2, 2, 32),
-    "mini": Size(4, 4, 128),
-    "gpt2": Size(12, 12, 768),
-    "gpt2-medium": Size(24, 16, 1024),
-    "gpt2-large": Size(36, 20, 1280),
-    "gpt2-xl": Size(48, 25, 1600),
+SIZES = {  # name: layers, attention heads, features of each position
+    "tiny": (2, 2, 32),
+    "mini": (4, 4, 128),
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
 }
+Encode = Callable[[bytes], Any]
+"""Returns the tokens of a text, with an end token."""
 
 
 class GPT(TaskModule):
@@ -90,21 +84,12 @@ class GPT(TaskModule):
                 f"task.context must be at least 1 and task.vocabulary at least 2, got {context}, {vocabulary}."
             )
         layers, heads, width = SIZES[size]
-        self.vocabulary = vocabulary
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.recompute = recompute
+        self.lr, self.weight_decay, self.recompute = lr, weight_decay, recompute
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # Keeps the size of the residual stream independent of the depth.
-                depth = 2 * layers if name.endswith(("mix.weight", "shrink.weight")) else 1
-                nn.init.normal_(parameter, std=_INITIAL_STD / math.sqrt(depth))
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+        init_weights(self, layers=layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next token at each position of `tokens`, shape (batch, length)."""
@@ -118,35 +103,70 @@ class GPT(TaskModule):
 
     def training_step(self, batch: Any) -> dict[str, Tensor]:
         """Return the mean loss of a token and the accuracy of the most likely one."""
-        return self._measure(batch)
-
-    def validation_step(self, batch: Any) -> dict[str, Tensor]:
-        """Return the mean loss of a token and the accuracy of the most likely one."""
-        return self._measure(batch)
-
-    def predict_step(self, batch: Any) -> Tensor:
-        """Return the most likely next token at each position, shape (batch, context)."""
-        predicted: Tensor = self(batch[:, :-1]).argmax(dim=2)
-        return predicted
-
-    def configure_optimizers(self, total_steps: int) -> tuple[AdamW, LambdaLR]:
-        """Return AdamW with a learning rate that warms up, then decays along a half cosine."""
-        matrices = [parameter for parameter in self.parameters() if parameter.dim() >= 2]
-        others = [parameter for parameter in self.parameters() if parameter.dim() < 2]
-        groups = [
-            {"params": matrices, "weight_decay": self.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        optimizer = AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
-        return optimizer, LambdaLR(optimizer, partial(_lr_factor, total_steps=total_steps))
-
-    def _measure(self, windows: Tensor) -> dict[str, Tensor]:
-        targets = windows[:, 1:]  # (batch, context)
-        logits = self(windows[:, :-1])
+        logits, targets = self(batch[:, :-1]), batch[:, 1:]  # (batch, context, vocabulary), (batch, context)
         return {
             "loss": functional.cross_entropy(logits.flatten(0, 1), targets.flatten()),
             "accuracy": (logits.argmax(dim=2) == targets).float().mean(),
         }
+
+    validation_step = training_step
+
+    def predict_step(self, batch: Any) -> Tensor:
+        """Return the most likely next token at each position, shape (batch, context)."""
+        return torch.argmax(self(batch[:, :-1]), dim=2)
+
+    def configure_optimizers(self, total_steps: int) -> tuple[AdamW, LambdaLR]:
+        """Return AdamW with a learning rate that warms up, then decays along a half cosine."""
+        optimizer = make_adamw(self, lr=self.lr, weight_decay=self.weight_decay)
+        return optimizer, LambdaLR(optimizer, partial(_lr_factor, total_steps=total_steps))
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a two-layer network at each position, both residual.
+
+    `gelu` is the approximation of the function between the two layers: `tanh`, as in GPT-2, or `none`.
+    """
+
+    def __init__(self, width: int, heads: int, *, bias: bool = True, gelu: str = "tanh") -> None:
+        super().__init__()
+        self.heads, self.gelu = heads, gelu
+        self.attention_norm = nn.LayerNorm(width)
+        self.attend = nn.Linear(width, 3 * width, bias=bias)
+        self.mix = nn.Linear(width, width, bias=bias)
+        self.network_norm = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width, bias=bias)
+        self.shrink = nn.Linear(4 * width, width, bias=bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return features of the same shape, (batch, length, width)."""
+        features = features + self.mix(self._attended(self.attention_norm(features)))
+        network: Tensor = self.shrink(functional.gelu(self.widen(self.network_norm(features)), approximate=self.gelu))
+        return features + network
+
+    def _attended(self, features: Tensor) -> Tensor:
+        parts = self.attend(features).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = parts  # each of shape (batch, heads, length, width / heads)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+
+def init_weights(task: nn.Module, *, layers: int) -> None:
+    """Initialize the weights of `layers` blocks and the embeddings around them as in GPT-2."""
+    for name, parameter in task.named_parameters():
+        if parameter.dim() == 2:
+            # Keeps the size of the residual stream independent of the depth.
+            depth = 2 * layers if name.endswith(("mix.weight", "shrink.weight")) else 1
+            nn.init.normal_(parameter, std=_INITIAL_STD / math.sqrt(depth))
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+
+
+def make_adamw(task: nn.Module, *, lr: float, weight_decay: float) -> AdamW:
+    """Return AdamW with weight decay for matrices only."""
+    matrices = [parameter for parameter in task.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in task.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
 class TokenWindows(Dataset[Tensor]):
@@ -160,9 +180,7 @@ class TokenWindows(Dataset[Tensor]):
     """
 
     def __init__(self, path: Path, token_type: str, *, context: int) -> None:
-        self.path = path
-        self.token_type = token_type
-        self.context = context
+        self.path, self.token_type, self.context = path, token_type, context
         self._mapped: Any = None
         num_tokens = path.stat().st_size // np.dtype(token_type).itemsize
         self._length = max(0, num_tokens - 1) // context
@@ -224,10 +242,7 @@ class TokenFiles(Data):
         self.text = Path(sysconfig.get_path("stdlib")) if text is None else Path(text)
         self.only_top = text is None
         self.tokens = Path(tokens)
-        self.tokenizer = tokenizer
-        self.vocabulary = vocabulary
-        self.context = context
-        self.max_bytes = max_bytes
+        self.tokenizer, self.vocabulary, self.context, self.max_bytes = tokenizer, vocabulary, context, max_bytes
 
     def dataset(self, stage: str) -> Dataset[Any]:
         """Return the windows of a stage; test and predict use the validation windows."""
@@ -263,12 +278,21 @@ class TokenFiles(Data):
                 left -= path.stat().st_size
 
     def _make(self, folder: Path, *, files: list[Path], source: dict[str, Any]) -> None:
-        """Write the token files and `tokens.json`."""
+        """Write `train.bin`, `validation.bin` and `tokens.json`."""
         if not files:
             raise UserError(f"data.text={self.text} has no text files of {_MIN_BYTES} bytes or more.")
         encode, vocabulary = _tokenizer(self.tokenizer, files, vocabulary=self.vocabulary, folder=folder)
         token_type = "uint16" if vocabulary <= 2**16 else "uint32"
-        counts = _write(files, encode, token_type, folder, max_bytes=self.max_bytes)
+        counts, left = {"train": 0, "validation": 0}, self.max_bytes
+        with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as validation:
+            for path in files:
+                text = path.read_bytes()[:left]
+                left = None if left is None else left - len(text)
+                tokens = np.asarray(encode(text), dtype=token_type)
+                split = len(tokens) - int(_VALIDATION_FRACTION * len(tokens))
+                for name, file, part in (("train", train, tokens[:split]), ("validation", validation, tokens[split:])):
+                    part.tofile(file)
+                    counts[name] += len(part)
         made = {**source, "token_type": token_type, "tokenizer_vocabulary": vocabulary, **counts}
         (folder / "tokens.json").write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
 
@@ -276,9 +300,6 @@ class TokenFiles(Data):
 def _is_text(path: Path) -> bool:
     with path.open("rb") as file:
         return b"\0" not in file.read(4096)
-
-
-Encode = Callable[[bytes], Any]
 
 
 def _tokenizer(name: str, files: list[Path], *, vocabulary: int, folder: Path) -> tuple[Encode, int]:
@@ -292,7 +313,7 @@ def _tokenizer(name: str, files: list[Path], *, vocabulary: int, folder: Path) -
     except ModuleNotFoundError as error:
         raise UserError(
             f"data.tokenizer={name} needs the package '{error.name}', which is not installed; type: "
-            "pip install 'trainkit[huggingface]'"
+            "pip install 'trainkit-torch[huggingface]'"
         ) from None
     try:
         pretrained = AutoTokenizer.from_pretrained(name)
@@ -316,24 +337,6 @@ def _train_bpe(files: list[Path], *, vocabulary: int, folder: Path) -> tuple[Enc
     return lambda text: [*tokenizer.encode(text.decode(errors="replace")).ids, end], tokenizer.get_vocab_size()
 
 
-def _write(
-    files: list[Path], encode: Encode, token_type: str, folder: Path, *, max_bytes: int | None
-) -> dict[str, int]:
-    """Write `train.bin` and `validation.bin`, and return the number of tokens in each."""
-    counts = {"train": 0, "validation": 0}
-    left = max_bytes
-    with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as validation:
-        for path in files:
-            text = path.read_bytes()[:left]
-            left = None if left is None else left - len(text)
-            tokens = np.asarray(encode(text), dtype=token_type)
-            split = len(tokens) - int(_VALIDATION_FRACTION * len(tokens))
-            for name, file, part in (("train", train, tokens[:split]), ("validation", validation, tokens[split:])):
-                part.tofile(file)
-                counts[name] += len(part)
-    return counts
-
-
 def _lr_factor(step: int, *, total_steps: int) -> float:
     """Return the factor of the peak learning rate: warm-up over a twentieth of the steps, then cosine to a tenth."""
     warmup = max(1, round(_WARMUP * total_steps))
@@ -341,29 +344,3 @@ def _lr_factor(step: int, *, total_steps: int) -> float:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return _FINAL_LR + (1 - _FINAL_LR) * (0.5 + 0.5 * math.cos(math.pi * done))
-
-
-class _Block(nn.Module):
-    """Causal self-attention, then a two-layer network at each position, both residual."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.attend = nn.Linear(width, 3 * width)
-        self.mix = nn.Linear(width, width)
-        self.network_norm = nn.LayerNorm(width)
-        self.widen = nn.Linear(width, 4 * width)
-        self.shrink = nn.Linear(4 * width, width)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return features of the same shape, (batch, length, width)."""
-        features = features + self.mix(self._attended(self.attention_norm(features)))
-        network: Tensor = self.shrink(functional.gelu(self.widen(self.network_norm(features)), approximate="tanh"))
-        return features + network
-
-    def _attended(self, features: Tensor) -> Tensor:
-        parts = self.attend(features).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        query, key, value = parts  # each of shape (batch, heads, length, width / heads)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return attended.transpose(1, 2).flatten(2)

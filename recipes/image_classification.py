@@ -1,13 +1,16 @@
 """Image classification with a ResNet, on CIFAR-10 or a folder with one sub-folder of images per class.
 
-CIFAR-10 (162 MB) is downloaded only when `data.download=true` asks for it.
+CIFAR-10 (162 MB) is downloaded only when `data.download=true` asks for it. `size=tiny` generates images.
+
+Needs the extra `images` for a folder of images.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tarfile
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.request import urlopen
@@ -33,7 +36,6 @@ _CIFAR10_ROW = 1 + 3 * _CIFAR10_SIDE**2  # bytes: the class, then the pixels of 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 _VALIDATION_EVERY = 10  # images, of which one validates, in a folder without a validation folder
 _BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}
-_CHUNK = 1 << 20
 _WARMUP = 0.25  # of all steps
 
 
@@ -76,10 +78,7 @@ class ResNet(TaskModule):
             raise UserError(f"task.norm must be batch or group, got {norm!r}.")
         if stride not in (1, 2):
             raise UserError(f"task.stride must be 1 or 2, got {stride}.")
-        self.classes = classes
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.smoothing = smoothing
+        self.lr, self.weight_decay, self.smoothing = lr, weight_decay, smoothing
         kernel = 3 if stride == 1 else 7
         self.enter = nn.Sequential(
             nn.Conv2d(3, width, kernel, stride=stride, padding=kernel // 2, bias=False),
@@ -87,14 +86,13 @@ class ResNet(TaskModule):
             nn.ReLU(),
             nn.MaxPool2d(3, stride=2, padding=1) if stride == 2 else nn.Identity(),
         )
-        blocks: list[nn.Module] = []
+        self.blocks = nn.Sequential()
         channels_in = width
         for stage, count in enumerate(_BLOCKS[depth]):
             for block in range(count):
                 channels = width * 2**stage
-                blocks.append(_Block(channels_in, channels, stride=2 if stage and not block else 1, norm=norm))
+                self.blocks.append(_Block(channels_in, channels, stride=2 if stage and not block else 1, norm=norm))
                 channels_in = channels
-        self.blocks = nn.Sequential(*blocks)
         self.leave = nn.Linear(channels_in, classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -105,20 +103,17 @@ class ResNet(TaskModule):
 
     def training_step(self, batch: Any) -> dict[str, Tensor]:
         """Return loss and accuracy."""
-        logits = self(batch[0])
-        loss = functional.cross_entropy(logits, batch[1], label_smoothing=self.smoothing)
-        return {"loss": loss, "accuracy": (logits.argmax(dim=1) == batch[1]).float().mean()}
+        logits, classes = self(batch[0]), batch[1]
+        return {
+            "loss": functional.cross_entropy(logits, classes, label_smoothing=self.smoothing if self.training else 0.0),
+            "accuracy": (logits.argmax(dim=1) == classes).float().mean(),
+        }
 
-    def validation_step(self, batch: Any) -> dict[str, Tensor]:
-        """Return loss and accuracy."""
-        logits = self(batch[0])
-        accuracy = (logits.argmax(dim=1) == batch[1]).float().mean()
-        return {"loss": functional.cross_entropy(logits, batch[1]), "accuracy": accuracy}
+    validation_step = training_step
 
     def predict_step(self, batch: Any) -> Tensor:
         """Return the most likely class of each image."""
-        classes: Tensor = self(batch[0]).argmax(dim=1)
-        return classes
+        return torch.argmax(self(batch[0]), dim=1)
 
     def configure_optimizers(self, total_steps: int) -> tuple[SGD, LambdaLR]:
         """Return SGD with momentum, and a learning rate that warms up over a quarter of the steps, then decays."""
@@ -168,13 +163,14 @@ class AugmentedImages(Images):
 
 
 class ImageData(Data):
-    """CIFAR-10, or the images of a folder.
+    """CIFAR-10, the images of a folder, or generated images.
 
     A folder has `train` and `validation` with one sub-folder per class each, or only the sub-folders of the classes,
     of which every tenth image then validates.
 
     Args:
-        folder: Folder of images, or of CIFAR-10 in its binary version (`cifar-10-batches-bin`).
+        folder: Folder of images, or of CIFAR-10 in its binary version (`cifar-10-batches-bin`); `None`: images of ten
+            colours are generated.
         download: Download CIFAR-10 into `folder` if it does not exist.
         side: Height and width that images of files are resized to.
         augment: Shift and flip training images.
@@ -188,7 +184,7 @@ class ImageData(Data):
     def __init__(
         self,
         *,
-        folder: str = "data/cifar10",
+        folder: str | None = "data/cifar10",
         download: bool = False,
         side: int = 32,
         augment: bool = True,
@@ -205,40 +201,42 @@ class ImageData(Data):
         )
         if side < 8:
             raise UserError(f"data.side must be at least 8 pixels, got {side}.")
-        self.folder = folder
-        self.download = download
-        self.side = side
-        self.augment = augment
+        self.folder, self.download, self.side, self.augment = folder, download, side, augment
+        self._images: dict[str, Images] = {}
 
     def dataset(self, stage: str) -> Images:
         """Return the images of a stage; test and predict use the validation images."""
-        if stage == "train" and self.augment:
-            plain = self._train
-            return AugmentedImages(plain.pixels, plain.classes, side=plain.side)
-        return self._train if stage == "train" else self._validation
+        stage = "train" if stage == "train" else "validation"
+        if stage not in self._images:
+            kind = AugmentedImages if stage == "train" and self.augment else Images
+            self._images[stage] = kind(*self._load(stage), side=self.side)
+        return self._images[stage]
 
-    @cached_property
-    def _train(self) -> Images:
-        return self._images("train")
-
-    @cached_property
-    def _validation(self) -> Images:
-        return self._images("validation")
-
-    def _images(self, stage: str) -> Images:
+    def _load(self, stage: str) -> tuple[Any, list[int]]:
+        if self.folder is None:
+            return generate(stage, self.side)
         folder = Path(self.folder)
         if self.download:
             download_cifar10(folder)
         cifar = folder if folder.name == _CIFAR10_FOLDER else folder / _CIFAR10_FOLDER
         if cifar.is_dir():
-            return Images(*read_cifar10(cifar, stage), side=_CIFAR10_SIDE)
+            return read_cifar10(cifar, stage)
         if not folder.is_dir():
             raise UserError(
                 f"data.folder={folder} does not exist. Set it to a folder with one sub-folder of images per class, or "
                 "type data.download=true to download CIFAR-10 (162 MB) into it."
             )
-        files, classes = _files(folder, stage)
-        return Images(files, classes, side=self.side)
+        return _files(folder, stage)
+
+
+def generate(stage: str, side: int) -> tuple[Any, list[int]]:
+    """Return noisy images of ten colours, shape (images, side, side, 3), and their colours: 400 train, 100 validate."""
+    count, seed = (400, 1) if stage == "train" else (100, 2)
+    generator = np.random.default_rng(seed)
+    colours = np.random.default_rng(0).uniform(0, 256, (10, 1, 1, 3))
+    classes = np.arange(count) % 10
+    pixels = colours[classes] + generator.normal(0, 30, (count, side, side, 3))
+    return pixels.clip(0, 255).astype(np.uint8), classes.tolist()
 
 
 def download_cifar10(folder: Path, *, url: str = CIFAR10_URL, md5: str = _CIFAR10_MD5) -> None:
@@ -251,14 +249,13 @@ def download_cifar10(folder: Path, *, url: str = CIFAR10_URL, md5: str = _CIFAR1
 
 def _fetch(folder: Path, *, url: str, md5: str) -> None:
     """Download the archive and extract its files into `folder`."""
-    archive, digest = folder / "archive.tar.gz", hashlib.md5(usedforsecurity=False)
+    archive = folder / "archive.tar.gz"
     try:
         with urlopen(url, timeout=60) as response, archive.open("wb") as file:
-            while chunk := response.read(_CHUNK):
-                digest.update(chunk)
-                file.write(chunk)
-        if digest.hexdigest() != md5:
-            raise UserError(f"{url} has the wrong checksum (md5 {digest.hexdigest()}, expected {md5}).")
+            shutil.copyfileobj(response, file)
+        digest = hashlib.md5(archive.read_bytes(), usedforsecurity=False).hexdigest()
+        if digest != md5:
+            raise UserError(f"{url} has the wrong checksum (md5 {digest}, expected {md5}).")
         with tarfile.open(archive) as packed:
             packed.extractall(folder, filter="data")
     except OSError as error:
@@ -314,7 +311,7 @@ def _read(path: Path, *, side: int) -> Any:
         from PIL import Image, ImageOps
     except ModuleNotFoundError:
         raise UserError(
-            "reading images needs Pillow, which is not installed; type: pip install 'trainkit[images]'"
+            "reading images needs Pillow, which is not installed; type: pip install 'trainkit-torch[images]'"
         ) from None
     with Image.open(path) as image:
         return np.asarray(ImageOps.fit(image.convert("RGB"), (side, side)))
@@ -344,9 +341,8 @@ class _Block(nn.Module):
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),
             _norm(norm, channels),
         )
-        same = stride == 1 and channels_in == channels
         self.shortcut: nn.Module = nn.Identity()
-        if not same:
+        if stride != 1 or channels_in != channels:
             project = nn.Conv2d(channels_in, channels, 1, stride=stride, bias=False)
             self.shortcut = nn.Sequential(project, _norm(norm, channels))
 

@@ -1,6 +1,8 @@
 """Residual network on a table of numbers, from scikit-learn or a CSV file.
 
 It classifies tumors by 30 measurements with a validation accuracy of 98 % within a second.
+
+Needs the extra `recipes`, without `data.csv`.
 """
 
 from __future__ import annotations
@@ -58,9 +60,7 @@ class TabularTask(TaskModule):
             )
         if classes < 2:
             raise UserError(f"task.classes must be at least 2, got {classes}.")
-        self.columns = columns
-        self.lr = lr
-        self.weight_decay = weight_decay
+        self.columns, self.lr, self.weight_decay = columns, lr, weight_decay
         self.enter = nn.Linear(columns, width)
         self.blocks = nn.ModuleList(_Block(width) for _ in range(blocks))
         self.leave = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))
@@ -77,28 +77,22 @@ class TabularTask(TaskModule):
 
     def training_step(self, batch: Any) -> dict[str, Tensor]:
         """Return loss and accuracy."""
-        return self._measure(batch)
-
-    def validation_step(self, batch: Any) -> dict[str, Tensor]:
-        """Return loss and accuracy."""
-        return self._measure(batch)
-
-    def predict_step(self, batch: Any) -> Tensor:
-        """Return the most likely class of each row."""
-        classes: Tensor = self(batch[0]).argmax(dim=1)
-        return classes
-
-    def configure_optimizers(self, total_steps: int) -> tuple[AdamW, CosineAnnealingLR]:
-        """Return AdamW with a learning rate that decays to zero along a half cosine."""
-        optimizer = AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        return optimizer, CosineAnnealingLR(optimizer, T_max=total_steps)
-
-    def _measure(self, batch: Any) -> dict[str, Tensor]:
         logits, classes = self(batch[0]), batch[1]
         return {
             "loss": functional.cross_entropy(logits, classes),
             "accuracy": (logits.argmax(dim=1) == classes).float().mean(),
         }
+
+    validation_step = training_step
+
+    def predict_step(self, batch: Any) -> Tensor:
+        """Return the most likely class of each row."""
+        return torch.argmax(self(batch[0]), dim=1)
+
+    def configure_optimizers(self, total_steps: int) -> tuple[AdamW, CosineAnnealingLR]:
+        """Return AdamW with a learning rate that decays to zero along a half cosine."""
+        optimizer = AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        return optimizer, CosineAnnealingLR(optimizer, T_max=total_steps)
 
 
 class TableData(Data):
@@ -127,26 +121,24 @@ class TableData(Data):
         super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, num_workers=num_workers)
         if table not in ("breast_cancer", "wine", "iris"):
             raise UserError(f"unknown data.table={table!r}.{nearest(table, ('breast_cancer', 'wine', 'iris'))}")
-        self.table = table
-        self.csv = csv
+        self.table, self.csv = table, csv
 
     def dataset(self, stage: str) -> TensorDataset:
         """Return the rows of a stage; test and predict use the validation rows."""
-        rows, classes = self._rows_and_classes
-        num_validation = max(1, round(_VALIDATION_FRACTION * len(rows)))
-        if stage == "train":
-            return TensorDataset(rows[num_validation:], classes[num_validation:])
-        return TensorDataset(rows[:num_validation], classes[:num_validation])
+        train, validation = self._splits
+        return train if stage == "train" else validation
 
     @cached_property
-    def _rows_and_classes(self) -> tuple[Tensor, Tensor]:
-        """Return all rows and their classes; the validation rows come first."""
+    def _splits(self) -> tuple[TensorDataset, TensorDataset]:
+        """Return the training and the validation rows with their classes."""
         rows, classes = _read_scikit_learn(self.table) if self.csv is None else _read_csv(Path(self.csv))
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         rows, classes = rows[order], classes[order]
-        trained = rows[max(1, round(_VALIDATION_FRACTION * len(rows))) :]
+        count = max(1, round(_VALIDATION_FRACTION * len(rows)))
+        trained = rows[count:]
         deviation = trained.std(dim=0).clamp(min=1e-9)  # a constant column has none
-        return ((rows - trained.mean(dim=0)) / deviation).float(), classes
+        rows = ((rows - trained.mean(dim=0)) / deviation).float()
+        return TensorDataset(rows[count:], classes[count:]), TensorDataset(rows[:count], classes[:count])
 
 
 def _read_scikit_learn(table: str) -> tuple[Tensor, Tensor]:
@@ -154,7 +146,7 @@ def _read_scikit_learn(table: str) -> tuple[Tensor, Tensor]:
         from sklearn import datasets
     except ModuleNotFoundError:
         raise UserError(
-            "the tables are part of scikit-learn, which is not installed; type: pip install 'trainkit[recipes]'"
+            "the tables are in scikit-learn, which is not installed; type: pip install 'trainkit-torch[recipes]'"
         ) from None
     loaded = getattr(datasets, f"load_{table}")()
     return torch.tensor(loaded.data, dtype=torch.float64), torch.tensor(loaded.target, dtype=torch.int64)

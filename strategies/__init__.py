@@ -1,1 +1,1 @@
-"""Where the work of a step is done: one module or sub-package for each strategy."""
+"""Strategies: one module or package each, which does the work of a step on its devices."""

@@ -24,13 +24,13 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
+from torch.distributed import Store  # type: ignore[attr-defined] # torch exports them at run time
 from torch.distributed.rendezvous import rendezvous
 
-from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast, check_same_model, gather, tensors_of
 from trainkit.distributed.failure_store import RankWatchdog
-from trainkit.distributed.launcher import RankEnvironment, environment_of_caller, launch_ranks
+from trainkit.distributed.launcher import RankEnvironment, environment_of_caller, join_store, launch_ranks
 from trainkit.distributed.rank_log import log_copied
 from trainkit.distributed.rendezvous import fresh_store, variables_of_task
 from trainkit.errors import UserError, nearest
@@ -50,18 +50,12 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class RankSettings:
     """Number, devices and launcher of the ranks; raises UserError for invalid values."""
 
-    devices: int | str = "auto"
-    """Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU."""
-    device: str = "auto"
-    """`auto`, `cpu` or `cuda`."""
-    timeout_seconds: float = 1800.0
-    """Seconds to wait for another rank."""
-    backend: str = "auto"
-    """`auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed."""
-    launcher: str = "local"
-    """Starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster)."""
-    process_group: dist.ProcessGroup | None = None
-    """The ranks that train together if this process is a rank already; `None`: all ranks."""
+    devices: int | str = "auto"  # ranks to start on this machine; "auto": one for each GPU, or two on the CPU
+    device: str = "auto"  # `auto`, `cpu` or `cuda`
+    timeout_seconds: float = 1800.0  # to wait for another rank
+    backend: str = "auto"  # `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed
+    launcher: str = "local"  # `local` (this process, on this machine) or `ray` (a Ray cluster)
+    process_group: dist.ProcessGroup | None = None  # the ranks that train, if this is a rank already; `None`: all ranks
 
     def __post_init__(self) -> None:
         devices, group, launcher = self.devices, self.process_group, self.launcher
@@ -82,14 +76,8 @@ class MultiProcessStrategy(Strategy):
     """One process for each device, started here or by torchrun.
 
     Every rank trains a copy of the task on its own samples. After `forward_backward` every rank has the sum of the
-    ranks' gradients, each weighted by its fraction of the global batch; `reduce_gradients` sums them.
-
-    Args:
-        ranks: Number, devices and launcher of the ranks.
-        accumulate: Micro-batches of a step on each rank.
-        micro_batch_size: Samples on one device at once, at most.
-        broadcast_buffers: Make buffers (batch-norm statistics) equal to those of rank 0 after every step.
-
+    ranks' gradients, each weighted by its fraction of the global batch; `reduce_gradients` sums them. With
+    `broadcast_buffers` buffers (batch-norm statistics) become those of rank 0 after every step.
     """
 
     comm: ProcessGroupCollectives  # from `setup` on
@@ -118,7 +106,11 @@ class MultiProcessStrategy(Strategy):
     def validate(self) -> None:
         """Raise UserError for unavailable devices, backends or packages."""
         if self.ranks.launcher == "ray":
-            return self._validate_on_ray()
+            if find_spec("ray") is None:
+                raise UserError("launcher=ray needs the package ray. Type: pip install 'trainkit-torch[ray]'")
+            if self.ranks.devices == "auto":
+                raise UserError("launcher=ray needs the total number of ranks; set strategy.devices=8.")
+            return
         device = pick_device(self._requested_device)
         if device.type == "mps":
             raise UserError(f"{type(self).__name__} runs on cpu or cuda, not on mps; set strategy.device=cpu.")
@@ -132,12 +124,6 @@ class MultiProcessStrategy(Strategy):
             raise UserError(
                 f"backend={self.ranks.backend!r} is not part of this torch build; set strategy.backend=auto."
             )
-
-    def _validate_on_ray(self) -> None:
-        if find_spec("ray") is None:
-            raise UserError("launcher=ray needs the package ray. Type: pip install 'trainkit[ray]'")
-        if self.ranks.devices == "auto":
-            raise UserError("launcher=ray needs the total number of ranks; set strategy.devices=8.")
 
     @property
     def starts_ranks(self) -> bool:
@@ -157,42 +143,21 @@ class MultiProcessStrategy(Strategy):
     def launch(self, run: Callable[[], T]) -> T:
         """Call `run` on every rank and return its value on rank 0 (under torchrun: on this rank)."""
         if _is_joining():
-            return self._run_joined(run)
-        run_or_publish = partial(self._run_or_publish, run)
-        value: T
+            with ExitStack() as self._while_joined:
+                self._while_joined.callback(setattr, self, "_while_joined", None)
+                return self._run_or_publish(run)
+        launch: Callable[..., T] = partial(launch_ranks, log_dir=self.log_dir, name_of=self.rank_name)
         if self.ranks.launcher == "ray":
             from trainkit.distributed.ray_launcher import launch_on_ray
 
-            value = launch_on_ray(
-                run_or_publish,
-                num_ranks=self.num_ranks(),
-                enter=self._enter,
-                environment=environment_of_caller(self.log_dir),
-                signals=self.stop_signals,
-                on_gpus=pick_device(self._requested_device).type == "cuda",
-            )
-        else:
-            value = launch_ranks(
-                run_or_publish,
-                num_ranks=self.num_ranks(),
-                enter=self._enter,
-                log_dir=self.log_dir,
-                signals=self.stop_signals,
-                name_of=self.rank_name,
-            )
-        return value
+            on_gpus = pick_device(self._requested_device).type == "cuda"
+            launch = partial(launch_on_ray, environment=environment_of_caller(self.log_dir), on_gpus=on_gpus)
+        run = partial(self._run_or_publish, run)
+        return launch(run, num_ranks=self.num_ranks(), enter=self._enter, signals=self.stop_signals)
 
     def _enter(self, environment: RankEnvironment) -> None:
         """Become the rank of the environment; called first in a started process."""
         self._environment, self.attempt = environment, environment.attempt
-
-    def _run_joined(self, run: Callable[[], T]) -> T:
-        with ExitStack() as stack:
-            self._while_joined = stack
-            try:
-                return self._run_or_publish(run)
-            finally:
-                self._while_joined = None
 
     def _run_or_publish(self, run: Callable[[], T]) -> T:
         """Run; publish an error for the ranks that wait for this one."""
@@ -218,20 +183,18 @@ class MultiProcessStrategy(Strategy):
             self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         if self._environment is None:
-            self._keep_log()
+            self.log_dir = gather(self.log_dir, self._all_ranks)[0]
+            if self.log_dir is not None and self._while_joined is not None:
+                self._while_joined.enter_context(log_copied(self.log_dir, rank=self._all_ranks.rank()))
         self.precision = precision
         precision.setup(self.device)
         self._steps, self._weighted_by = 0, {}
         self.comm = ProcessGroupCollectives.join(
-            self._all_ranks,
-            device=self.device,
-            timeout_seconds=self.ranks.timeout_seconds,
-            step=lambda: self._steps,
+            self._all_ranks, device=self.device, timeout_seconds=self.ranks.timeout_seconds, step=lambda: self._steps
         )
-        if self.comm.failure_store is not None:
-            self._watchdog = RankWatchdog(
-                self.comm.failure_store, step=lambda: max(self._steps - 1, 0), describe=phase_in
-            )
+        store = self.comm.failure_store
+        if store is not None:
+            self._watchdog = RankWatchdog(store, step=lambda: max(self._steps - 1, 0), describe=phase_in)
 
     @property
     def _all_ranks(self) -> dist.ProcessGroup:
@@ -240,26 +203,21 @@ class MultiProcessStrategy(Strategy):
         assert group is not None
         return group
 
-    def _keep_log(self) -> None:
-        """Copy the output of a rank that torchrun started to its log in the folder of rank 0; collective."""
-        self.log_dir = gather(self.log_dir, self._all_ranks)[0]
-        if self.log_dir is not None and self._while_joined is not None:
-            self._while_joined.enter_context(log_copied(self.log_dir, rank=self._all_ranks.rank()))
-
     def _join_group(self, kind: str) -> None:
         backend = self.ranks.backend
         if backend == "auto":
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         limit = timedelta(seconds=self.ranks.timeout_seconds)
         environment = self._environment
+        store: Store
         if environment is None:
-            shared, rank, world_size = next(rendezvous("env://", timeout=limit))
-            fresh = fresh_store(shared, rank=rank, world_size=world_size, limit=limit)
-            dist.init_process_group(backend, store=fresh, rank=rank, world_size=world_size, timeout=limit)
+            store, rank, world_size = next(rendezvous("env://", timeout=limit))
+            store = fresh_store(store, rank=rank, world_size=world_size, limit=limit)
         else:
-            store = TCPStore(environment.store_host, environment.store_port, is_master=False, timeout=limit)
+            host, port, token = environment.store_host, environment.store_port, environment.store_token
+            store = join_store(host, port, token, limit=limit)
             rank, world_size = environment.rank, environment.world_size
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         self._owns_group = True
 
     def prepare(self, task: TaskModule) -> None:
@@ -302,7 +260,7 @@ class MultiProcessStrategy(Strategy):
     def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
         self._steps += 1
-        if self._is_auto:
+        if self.auto_micro_batch:
             outputs = self._forward_backward_or_oom(task, batch)
         else:
             if not batch.micro_batches:
@@ -336,7 +294,7 @@ class MultiProcessStrategy(Strategy):
         self._reduce_zeros()
 
     def _reduce_zeros(self) -> None:
-        """Contribute zeros to the reduction; collective."""
+        """Contribute zeros, or what is accumulated, to the reduction; collective."""
         with self._synced():
             pass
 
@@ -360,32 +318,26 @@ class MultiProcessStrategy(Strategy):
         parameters = [parameter for parameter in task.parameters() if parameter.requires_grad]
         if reason is not None:
             outputs.clear()
-            self._fill_gradients_with_nan(parameters)
+            for parameter in parameters:
+                parameter.grad = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            with self.no_sync():  # by a backward, so that gradient hooks run
+                torch.autograd.backward(parameters, [torch.full_like(parameter, torch.nan) for parameter in parameters])
         if batch.micro_batches:
             with self._synced():
                 pass
         else:
             self._join_without_samples()
-        if self._is_oom_anywhere(parameters, reason is not None):
+        is_oom = reason is not None
+        if self.comm.num_processes > 1 and self.comm.asks_on_host:
+            is_oom = self.comm.any_rank_on_host(is_oom)
+        elif self.comm.num_processes > 1:
+            is_oom = _has_nan_gradients(parameters) and self.comm.any_rank(is_oom)
+        if is_oom:
             raise torch.OutOfMemoryError(reason or "on another rank")
         self._normalize_gradients(outputs, batch)
         return outputs
-
-    def _is_oom_anywhere(self, parameters: Sequence[nn.Parameter], here: bool) -> bool:
-        """Return True if any rank is out of memory; `here` is this rank's state. Collective."""
-        if self.comm.num_processes == 1:
-            return here
-        if self.comm.asks_on_host:
-            return self.comm.any_rank_on_host(here)
-        return _has_nan_gradients(parameters) and self.comm.any_rank(here)
-
-    def _fill_gradients_with_nan(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        with self.no_sync():  # by a backward, so that gradient hooks run
-            torch.autograd.backward(parameters, [torch.full_like(parameter, torch.nan) for parameter in parameters])
 
     @property
     def _weighted(self) -> bool | None:
@@ -398,20 +350,19 @@ class MultiProcessStrategy(Strategy):
         if self._weighted is None:
             self._weighted_by[self._step_name] = self.comm.any_rank(own)
         if outputs and own != self._weighted:
+            now, before = ("a weight", "did not") if own else ("no weight", "did")
             raise UserError(
-                "training_step returned a weight, but did not in the first step; return one always or never."
-                if own
-                else "training_step returned no weight, but did in the first step; return one always or never."
+                f"training_step returned {now}, but {before} in the first step; return one always or never."
             )
         if self._weighted:
             self._scale_gradients(self._samples_over_weight(outputs, batch))
 
     def _samples_over_weight(self, outputs: Sequence[StepOutput], batch: StepBatch) -> Tensor:
         """Return the factor that divides gradients by the sum of weights instead of samples; a scalar on the device."""
-        undivided = float(self._is_undivided(batch.micro_batches, batch))
+        undivided = self._on_device(float(self._is_undivided(batch)))
         weights = [self._on_device(output.weight) for output in outputs]
         total = torch.stack(weights).sum() if weights else self._on_device(0.0)
-        sums = torch.stack([total, self._on_device(undivided)])
+        sums = torch.stack([total, undivided])
         total, any_undivided = self.comm.reduce_in_place(sums, where="the sum of weights")
         factor = torch.where(total > 0, batch.num_samples / total, 0.0)  # 0 for a batch of padding only
         return torch.where(any_undivided > 0, 1.0, factor)
@@ -421,9 +372,9 @@ class MultiProcessStrategy(Strategy):
             return value.detach().to(self.device, torch.float64)
         return torch.full((), value, dtype=torch.float64, device=self.device)  # a copy would be a device sync
 
-    def _is_undivided(self, micro_batches: Sequence[MicroBatch], batch: StepBatch) -> bool:
+    def _is_undivided(self, batch: StepBatch) -> bool:
         """Return True if one micro-batch is the whole global batch: its loss is not weighted."""
-        return len(micro_batches) == 1 and micro_batches[0].num_samples == batch.num_samples
+        return len(batch.micro_batches) == 1 and batch.micro_batches[0].num_samples == batch.num_samples
 
 
 class BroadcastBuffers:
@@ -442,7 +393,9 @@ class BroadcastBuffers:
         """Return the present tensors of the buffers; one that is gone or has another shape is the last that fitted."""
         for index, (table, name) in enumerate(self._places):
             tensor, before = table.get(name), self._tensors[index]
-            if tensor is not None and tensor is not before and _fits(tensor, before):
+            if tensor is None or tensor is before or tensor.shape != before.shape:
+                continue
+            if tensor.dtype == before.dtype and tensor.device == before.device:
                 self._tensors[index] = tensor
         return self._tensors
 
@@ -454,10 +407,6 @@ def _has_nan_gradients(parameters: Sequence[nn.Parameter]) -> bool:
         if gradient is not None and gradient.numel() and not gradient.is_sparse:
             return bool(torch.isnan(gradient[(0,) * gradient.dim()]))  # in any memory format
     return False
-
-
-def _fits(tensor: Tensor, before: Tensor) -> bool:
-    return tensor.shape == before.shape and tensor.dtype == before.dtype and tensor.device == before.device
 
 
 def _is_joining() -> bool:

@@ -20,4 +20,4 @@ class SingleStrategy(PhaseTraining):
 
     """
 
-    auto_micro_batch = False
+    supports_auto_micro_batch = True

@@ -66,18 +66,9 @@ class TorchDDPStrategy(MultiProcessStrategy):
         launcher: str = "local",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        ranks = RankSettings(devices, device, timeout_seconds, backend, launcher, process_group)
         super().__init__(
-            RankSettings(
-                devices=devices,
-                device=device,
-                timeout_seconds=timeout_seconds,
-                backend=backend,
-                launcher=launcher,
-                process_group=process_group,
-            ),
-            accumulate=accumulate,
-            micro_batch_size=micro_batch_size,
-            broadcast_buffers=broadcast_buffers,
+            ranks, accumulate=accumulate, micro_batch_size=micro_batch_size, broadcast_buffers=broadcast_buffers
         )
         self.bucket_cap_mb = bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters
@@ -136,8 +127,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
         """Add the gradients of this micro-batch, scaled so that PyTorch's mean over ranks is the sum."""
         loss = output.loss
         assert loss is not None
-        undivided = self._is_undivided(batch.micro_batches, batch)
-        weight = 1.0 if undivided else output.weight / batch.num_samples
+        weight = 1.0 if self._is_undivided(batch) else output.weight / batch.num_samples
         self.precision.scale(loss * (weight * self.comm.world_size)).backward()
         output.loss = loss.detach()
 

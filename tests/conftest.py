@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from trainkit import Trainer
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # the tests need no network; set before the first import of huggingface_hub
 
 # Time limits on single examples fail on a busy machine; the same examples every time make a failure repeatable.
 hypothesis.settings.register_profile("trainkit", deadline=None, derandomize=True, max_examples=60)

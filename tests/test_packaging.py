@@ -57,7 +57,7 @@ def sources(tmp_path_factory):
 def wheel(sources, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     _run(sys.executable, "-m", "pip", "wheel", *_OFFLINE, "--wheel-dir", folder, sources)
-    (path,) = folder.glob("trainkit-*.whl")
+    (path,) = folder.glob("trainkit_torch-*.whl")
     return path
 
 

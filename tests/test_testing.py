@@ -36,13 +36,12 @@ def test_the_first_failure_is_raised_with_its_traceback():
 
 def waiting(folder):
     (Path(folder) / str(os.getpid())).touch()
-    time.sleep(60 if dist.get_rank() else 0)
+    time.sleep(600 if dist.get_rank() else 0)
 
 
 def test_ranks_that_do_not_end_in_time_are_killed(tmp_path):
-    start = time.monotonic()
+    run_ranks(what_a_rank_sees, 2, 10)  # the server that forks ranks imports torch at its first
     first, second = rank_outcomes(waiting, 2, str(tmp_path), timeout=6.0)
-    assert time.monotonic() - start < 40
     assert first.failure is None and "had not ended" in second.failure
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)

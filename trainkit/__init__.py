@@ -8,46 +8,27 @@ from typing import TYPE_CHECKING, Any
 __path__ = extend_path(__path__, __name__)
 
 if TYPE_CHECKING:
-    from trainkit.callback import Callback
-    from trainkit.custom_loop import Session, session
-    from trainkit.data.batch import BatchPlan
-    from trainkit.data.data import Data
-    from trainkit.data.mixture import Mixture, Sequential
-    from trainkit.data.packing import Packed
-    from trainkit.duration import Duration
-    from trainkit.errors import Stopped, UserError
-    from trainkit.logger import Logger
-    from trainkit.loops.phases import PhaseControl
-    from trainkit.metrics.metric import Metric
-    from trainkit.optim.lr_schedule import LRSchedule
-    from trainkit.optim.phase import Phase
-    from trainkit.state import TrainState
-    from trainkit.strategy import Strategy
-    from trainkit.task import TaskModule
-    from trainkit.trainer import Trainer
+    from trainkit.callback import Callback as Callback
+    from trainkit.custom_loop import Session as Session
+    from trainkit.custom_loop import session as session
+    from trainkit.data.batch import BatchPlan as BatchPlan
+    from trainkit.data.data import Data as Data
+    from trainkit.data.mixture import Mixture as Mixture
+    from trainkit.data.mixture import Sequential as Sequential
+    from trainkit.data.packing import Packed as Packed
+    from trainkit.duration import Duration as Duration
+    from trainkit.errors import Stopped as Stopped
+    from trainkit.errors import UserError as UserError
+    from trainkit.logger import Logger as Logger
+    from trainkit.loops.phases import PhaseControl as PhaseControl
+    from trainkit.metrics.metric import Metric as Metric
+    from trainkit.optim.lr_schedule import LRSchedule as LRSchedule
+    from trainkit.optim.phase import Phase as Phase
+    from trainkit.state import TrainState as TrainState
+    from trainkit.strategy import Strategy as Strategy
+    from trainkit.task import TaskModule as TaskModule
+    from trainkit.trainer import Trainer as Trainer
 
-__all__ = [
-    "BatchPlan",
-    "Callback",
-    "Data",
-    "Duration",
-    "LRSchedule",
-    "Logger",
-    "Metric",
-    "Mixture",
-    "Packed",
-    "Phase",
-    "PhaseControl",
-    "Sequential",
-    "Session",
-    "Stopped",
-    "Strategy",
-    "TaskModule",
-    "TrainState",
-    "Trainer",
-    "UserError",
-    "session",
-]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -72,6 +53,7 @@ _HOMES = {
     "UserError": "errors",
     "session": "custom_loop",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

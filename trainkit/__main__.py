@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import sys
 
-
-def main() -> int:
-    """Run the command that was typed and return its exit code."""
-    from trainkit.cli.main import main as run
-
-    return run()
-
+from trainkit.cli.main import main
 
 # Processes that a strategy starts import this module too, under another name.
 if __name__ == "__main__":

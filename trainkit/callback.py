@@ -84,16 +84,4 @@ class Callback:
         }
 
 
-HOOKS = (
-    "on_fit_start",
-    "on_fit_end",
-    "on_epoch_start",
-    "on_epoch_end",
-    "on_step_end",
-    "on_log",
-    "on_evaluation_start",
-    "on_dataset_end",
-    "on_evaluation_end",
-    "on_save",
-    "on_exception",
-)
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))

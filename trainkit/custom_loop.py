@@ -15,13 +15,11 @@ from trainkit.data.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import UserError
 from trainkit.loops.evaluation_loop import EvaluationLoop
-from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.fit_loop import FitLoop
 from trainkit.loops.run import Run
 from trainkit.loops.worker import evaluation_loop, prepare_fit, run_on_rank
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.metrics.step_output import StepOutput
-from trainkit.state import TrainState
 from trainkit.strategy import StartsRanks, Strategy
 from trainkit.task import TaskModule
 from trainkit.trainer import Trainer
@@ -97,51 +95,36 @@ def session(
     data, checkpoint = trainer.check(task, data, resume=resume)
     config = trainer.fit_config
     with run_on_rank(trainer.strategy, config, task, data, None if run_dir is None else Path(run_dir)) as run:
-        yield Session(run, config, prepare_fit(run, config, checkpoint))
+        yield Session(run, prepare_fit(run, config, checkpoint))
+        run.emit("on_fit_end")
 
 
 class Session:
     """One run on this rank, driven step by step."""
 
-    def __init__(self, run: Run, config: FitConfig, loop: FitLoop) -> None:
-        self.run = run
-        self._config = config
-        self._loop = loop
+    def __init__(self, run: Run, loop: FitLoop) -> None:
+        self.run, self._loop = run, loop
+        self.task, self.state = run.task, run.state
         self._evaluations: dict[str, EvaluationLoop] = {}  # by stage, with loaders that keep their workers
         loop.start()
-
-    @property
-    def task(self) -> TaskModule:
-        """The task, on its device."""
-        return self.run.task
-
-    @property
-    def state(self) -> TrainState:
-        """The counters of training."""
-        return self.run.state
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizer of the task, or of each of its phases."""
         return [phase_optimizer.optimizer for phase_optimizer in self.run.phase_optimizers]
 
-    @property
-    def is_main(self) -> bool:
-        """True on the rank that writes and prints."""
-        return self.run.is_main
-
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield this rank's step batches until `max_duration`, or until any rank was asked to stop.
 
-        The task's callbacks are called at epochs. Raises UserError if a batch was not passed to `step`.
+        The task's callbacks are called as in `Trainer.fit`: `on_step_end` when the next batch is requested, and
+        `on_epoch_start` and `on_epoch_end`. Raises UserError if a batch was not passed to `step`.
         """
-        state = self.run.state
         for batch in self._loop.step_batches():
-            before = state.step
+            before = self.state.step
             yield batch
-            if state.step != before + 1:
+            if self.state.step != before + 1:
                 raise UserError(
-                    f"the step count went from {before} to {state.step} over one step batch; call "
+                    f"the step count went from {before} to {self.state.step} over one step batch; call "
                     "session.step(batch) once for each."
                 )
 
@@ -169,7 +152,7 @@ class Session:
         A validation also steps the schedules that follow a metric. The task is in training mode afterwards.
         """
         if stage not in self._evaluations:
-            self._evaluations[stage] = evaluation_loop(self.run, self._config, stage, limit=None)
+            self._evaluations[stage] = evaluation_loop(self.run, stage, limit=None)
         metrics = self._evaluations[stage].run()
         self.task.train()
         if metrics is None:

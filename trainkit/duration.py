@@ -11,14 +11,8 @@ from trainkit.errors import UserError, nearest
 from trainkit.state import TrainState
 
 UNITS = ("step", "epoch", "sample", "second", "minute", "hour")
-_SPELLINGS = {
-    **{unit: unit for unit in UNITS},
-    **{f"{unit}s": unit for unit in UNITS},
-    "s": "second",
-    "sec": "second",
-    "min": "minute",
-    "h": "hour",
-}
+_SPELLINGS = {unit: unit for unit in UNITS} | {f"{unit}s": unit for unit in UNITS}
+_SPELLINGS |= {"s": "second", "sec": "second", "min": "minute", "h": "hour"}
 _SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
 _ROUNDING = 1e-12
 """Relative tolerance of comparisons: fractions of an epoch are not exact in binary."""
@@ -115,7 +109,7 @@ class Interval:
         """Count from the present state, which may be that of a resumed run."""
         if self.duration is None:
             return
-        if self.duration.unit in _SECONDS:
+        if self.duration.is_time:
             state.sync_clock()
         passed = math.floor(self.duration.elapsed(state) / self.duration.value * (1 + _ROUNDING))
         self._next = (passed + 1) * self.duration.value * (1 - _ROUNDING)

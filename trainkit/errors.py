@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from traceback import walk_tb
 
 
 class UserError(ValueError):
@@ -17,6 +18,14 @@ class NonFiniteLoss(UserError):
     """The loss became NaN or infinite."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint that could not be written, found or used."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is missing, cut off or altered: an earlier one can take its place."""
+
+
 class RemoteRankError(RuntimeError):
     """Another rank failed, died or did not join; the message names it, and the reason if it is known.
 
@@ -24,10 +33,25 @@ class RemoteRankError(RuntimeError):
     """
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def raising_module(error: BaseException) -> str:
+    """Return the name of the module whose code raised `error`; empty without a traceback."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+
+
+def nearest(name: object, valid: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` with the valid name nearest to `name`; empty if none is near."""
-    matches = get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    matches = get_close_matches(str(name), list(valid), n=1, cutoff=0.5)
     return f" Did you mean '{matches[0]}'?" if matches else ""
+
+
+def check_monitored(what: str, metric: str, metrics: Iterable[str]) -> None:
+    """Raise UserError, which begins with `what`, unless a validation or its sanity batches returned `metric`."""
+    names = sorted(name.replace("sanity/", "validation/", 1) for name in metrics)
+    if metric not in names:
+        raise UserError(
+            f"{what} is not a validation metric.{nearest(metric, names)} There are: {', '.join(names) or 'none'}."
+        )
 
 
 class Stopped(SystemExit):

@@ -21,9 +21,9 @@ HyperParameter = str | int | float | bool
 
 
 class Logger(ABC):
-    """Writes the metrics of a run; only rank 0 opens it, and its errors do not end the run.
+    """Writes the metrics of a run; its errors do not end the run.
 
-    Every logger writes scalars; override the other methods if the destination supports them.
+    Only rank 0 calls it, and writes only between `open` and `close`. Override what the destination supports.
     """
 
     @abstractmethod
@@ -35,7 +35,7 @@ class Logger(ABC):
         """Write `metrics` by their full names (`train/loss`) at optimizer step `step`."""
 
     def write_config(self, config: str) -> None:
-        """Write the run's config, a YAML text."""
+        """Write the run's config, a YAML text that is not empty."""
 
     def write_hyperparameters(self, values: Mapping[str, HyperParameter]) -> None:
         """Write the hyperparameters by their dotted names (`trainer.seed`), for tables of several runs."""
@@ -56,7 +56,7 @@ class Logger(ABC):
         """Flush and release; may be called twice."""
 
 
-def cut(text: str, limit: int) -> str:
+def truncate(text: str, limit: int) -> str:
     """Return `text` in at most `limit` characters, with a note of its full length."""
     if len(text) <= limit:
         return text
@@ -66,8 +66,6 @@ def cut(text: str, limit: int) -> str:
 
 def hyperparameters(config: str) -> dict[str, HyperParameter]:
     """Return the leaves of a YAML text by their dotted names (`trainer.seed`), without those that are `null`."""
-    if not config.strip():
-        return {}
     import yaml
 
     return dict(_flat(yaml.safe_load(config), ""))
@@ -76,15 +74,20 @@ def hyperparameters(config: str) -> dict[str, HyperParameter]:
 def require_package(package: str, *, extra: str, where: str) -> None:
     """Raise UserError with what to type if a package is not installed. Nothing is imported."""
     if find_spec(package) is None:
-        raise UserError(
-            f"{where} needs the package '{package}', which is not installed: pip install 'trainkit[{extra}]'."
-        )
+        install = f"pip install 'trainkit-torch[{extra}]'"
+        raise UserError(f"{where} needs the package '{package}', which is not installed: {install}.")
+
+
+def check_inside_run_dir(path: str, *, where: str) -> None:
+    """Raise UserError if a logger's file or folder could lie outside of the run's folder."""
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        raise UserError(f"{where}={path!r} must lie in the run's folder; write a name such as {Path(path).name!r}.")
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, HyperParameter]]:
     if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _flat(part, f"{name}.{key}" if name else str(key))
+        for key, child in value.items():
+            yield from _flat(child, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (str, int, float, bool)):
         yield name, value
     elif value is not None:

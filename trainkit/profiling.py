@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from trainkit.checkpoint.files import write_text
 
 FILENAME = "timeline.json"
 KINDS = ("forward", "backward", "communication", "blocked", "wait", "optimizer")
@@ -83,31 +84,16 @@ class Timeline:
 
     def write(self, folder: Path) -> None:
         """Write `timeline.json` into a run's folder, replacing an earlier one; times start at 0."""
-        folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f".{FILENAME}.part"
-        part.write_text(json.dumps({"version": _VERSION, **asdict(self._from_zero())}) + "\n", encoding="utf-8")
-        os.replace(part, folder / FILENAME)
-
-    def _from_zero(self) -> Timeline:
         first = self.start
-        tracks = [
-            Track(
-                track.name,
-                [
-                    TimelineSpan(
-                        span.kind,
-                        round(span.start - first, _DIGITS),
-                        round(span.end - first, _DIGITS),
-                        span.name,
-                        span.label,
-                    )
-                    for span in track.spans
-                ],
-            )
-            for track in self.tracks
-        ]
+
+        def shifted(span: TimelineSpan) -> TimelineSpan:
+            return replace(span, start=round(span.start - first, _DIGITS), end=round(span.end - first, _DIGITS))
+
+        tracks = [Track(track.name, [shifted(span) for span in track.spans]) for track in self.tracks]
         figures = [figure for figure in self.figures if math.isfinite(figure.value)]
-        return Timeline(self.strategy, self.title, tracks, self.step, figures, list(self.advice))
+        content = {"version": _VERSION, **asdict(replace(self, tracks=tracks, figures=figures))}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / FILENAME, json.dumps(content) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +116,14 @@ class Overlap:
 
     def line(self, *, strategy: str, step_seconds: float) -> str:
         """Return one line, relative to the seconds of a whole step."""
+        note = f" ({self.note})" if self.note else ""
         if self.communication == 0:
-            return f"overlap: {strategy} has no communication here{self._more()}"
+            return f"overlap: {strategy} has no communication here{note}"
         taken = self.exposed if self.communication is None else self.communication
         share = f"{1e3 * taken:.2f} ms ({taken / step_seconds:.0%}) of a step"
         if self.hidden_share is None:
-            return f"overlap: {strategy} waits for others in {share}{self._more()}"
-        return f"overlap: {strategy} communicates in {share}, {self.hidden_share:.0%} of it hidden{self._more()}"
+            return f"overlap: {strategy} waits for others in {share}{note}"
+        return f"overlap: {strategy} communicates in {share}, {self.hidden_share:.0%} of it hidden{note}"
 
     def record(self, *, strategy: str, step_seconds: float) -> dict[str, Any]:
         """Return the numbers and the line, for the run's `profile.json`."""
@@ -148,9 +135,6 @@ class Overlap:
             "steps": self.steps,
             "line": self.line(strategy=strategy, step_seconds=step_seconds),
         }
-
-    def _more(self) -> str:
-        return f" ({self.note})" if self.note else ""
 
 
 NO_COMMUNICATION = Overlap(0.0, communication=0.0, note="one process, one device")
@@ -167,7 +151,7 @@ def read_timeline(folder: Path) -> Timeline | None:
         ]
         saved["figures"] = [TimelineFigure(**figure) for figure in saved["figures"]]
         return Timeline(**saved)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -181,10 +165,7 @@ def covered_seconds(spans: Sequence[tuple[float, float]]) -> float:
 
 
 class PeakMemoryTracker:
-    """Peak memory of tensors on a CUDA device; the only place that resets torch's peak, so that several may read it.
-
-    Not for other devices.
-    """
+    """Peak memory of tensors on a CUDA device; the only place that resets torch's peak, so that several may read it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

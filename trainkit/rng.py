@@ -23,9 +23,7 @@ def seed_everything(seed: int) -> None:
 def rng_state(*, devices: bool = True) -> dict[str, Any]:
     """Return the state of python's, numpy's and torch's generators, as tensors and plain values.
 
-    Args:
-        devices: Include the generators of GPUs; a worker process has none.
-
+    `devices` includes the generators of GPUs; a worker process has none.
     """
     import numpy as np
 

@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import threading
-from signal import Signals
-from types import FrameType, TracebackType
+from collections.abc import Sequence
+from types import FrameType
 
 from trainkit.errors import UserError, nearest
 
@@ -27,10 +27,8 @@ def preemption_signal_named(name: str | None) -> signal.Signals | None:
     if name is None:
         return None
     if name not in _PREEMPTION:
-        raise UserError(
-            f"preemption_signal={name!r} is unknown.{nearest(str(name), _PREEMPTION)} Choose one of: "
-            f"{', '.join(_PREEMPTION)}."
-        )
+        hint = nearest(str(name), _PREEMPTION)
+        raise UserError(f"preemption_signal={name!r} is unknown.{hint} Choose one of: {', '.join(_PREEMPTION)}.")
     return signal.Signals[name]
 
 
@@ -40,9 +38,9 @@ class StopSignals:
     Handlers can only be set in the main thread; in other threads nothing is received.
     """
 
-    def __init__(self, preemption: signal.Signals | None = None) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = ALWAYS) -> None:
         self.received: signal.Signals | None = None
-        self._signals = tuple(dict.fromkeys((*ALWAYS, *(() if preemption is None else (preemption,)))))
+        self._signals = set(signals)
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignals:
@@ -51,9 +49,7 @@ class StopSignals:
                 self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, handler)  # type: ignore[arg-type] # what signal.signal returned
@@ -62,24 +58,6 @@ class StopSignals:
         if self.received is None:
             self.received = signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def signal_to_requeue_after(requeue: bool, preemption: Signals | None) -> str | None:
-    """Return the name of the signal after which the job is requeued; raises UserError if none is chosen."""
-    if not requeue:
-        return None
-    if preemption is None:
-        raise UserError(
-            "requeue=true requeues the job after a signal, but none is chosen; set "
-            "trainer.preemption_signal=SIGUSR1, and #SBATCH --signal=USR1@120 in the job."
-        )
-    return preemption.name
-
-
-def check_resumes(requeue: bool, *, resume_auto: bool) -> None:
-    """Raise UserError if a requeued job would start from the beginning."""
-    if requeue and not resume_auto:
-        raise UserError("requeue=true starts the same command again, which must then resume this run; add resume=auto.")
 
 
 def requeue_job() -> None:
@@ -93,11 +71,8 @@ def requeue_job() -> None:
         return
     logger.info("requeueing SLURM job %s", job)
     try:
-        done = subprocess.run(
-            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_REQUEUE_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        logger.error("job %s was not requeued: %s. Type: scontrol requeue %s", job, error, job)
-        return
-    if done.returncode:
-        logger.error("job %s was not requeued: %s. Type: scontrol requeue %s", job, done.stderr.strip(), job)
+        command = ["scontrol", "requeue", job]
+        subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        logger.error("job %s was not requeued: %s. Type: scontrol requeue %s", job, reason, job)

@@ -48,8 +48,7 @@ class TrainState:
     @property
     def own_seconds(self) -> float:
         """Seconds of training by this rank's own clock."""
-        running = time.monotonic() - self._started if self._started is not None else 0.0
-        return self._seconds_before + running
+        return self._seconds_before + (0.0 if self._started is None else time.monotonic() - self._started)
 
     def start_clock(self) -> None:
         """Count seconds from now on."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch, split_error
-from trainkit.data.sampler import Order, ShardSampler
+from trainkit.data.order import Order, ShardSampler
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
@@ -57,6 +57,11 @@ class Strategy:
     """Number of times that the ranks of this run were lost and started again."""
     supports_module_hooks: bool = True
     """True if the modules of a step run unchanged, so that hooks see all their outputs."""
+    supports_auto_micro_batch: bool = False
+    """True if `forward_backward` raises torch.OutOfMemoryError on every rank if it is raised on one.
+
+    The caller then drops the gradients, sets a smaller `micro_batch_size`, and computes the step again.
+    """
 
     def __init__(
         self,
@@ -65,15 +70,14 @@ class Strategy:
         accumulate: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
-        is_auto = micro_batch_size == "auto"
-        size = None if isinstance(micro_batch_size, str) and is_auto else micro_batch_size
-        if is_auto:
-            if not isinstance(self, SupportsAutoMicroBatch):
-                raise UserError(
-                    f"micro_batch_size=auto does not work with {type(self).__name__}; give a number, or use "
-                    "strategy=single, dp, ddp or fusion."
-                )
-            self.auto_micro_batch = True
+        self.auto_micro_batch = micro_batch_size == "auto"
+        """True if the size of micro-batches is found while training."""
+        size = None if self.auto_micro_batch else micro_batch_size
+        if self.auto_micro_batch and not self.supports_auto_micro_batch:
+            raise UserError(
+                f"micro_batch_size=auto does not work with {type(self).__name__}; give a number, or use "
+                "strategy=single, dp, ddp or fusion."
+            )
         for name, value in (("accumulate", accumulate), ("micro_batch_size", size)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
@@ -88,13 +92,12 @@ class Strategy:
         self.precision = Precision()
         self.accumulate = accumulate
         self.micro_batch_size = size if isinstance(size, int) else None
-        self.num_micro_batches: int = accumulate or (2 if is_auto or size is not None else 1)
+        self.num_micro_batches: int = accumulate or (1 if micro_batch_size is None else 2)
         """Micro-batches of a step that are asked for on each rank (2 if their size is limited)."""
         self.log_dir: Path | None = None
         """The run's folder, for the output of ranks other than the main one."""
         self.stop_signals: Sequence[Signals] = ALWAYS
         """Signals that the process that started the ranks forwards to them."""
-        self._is_auto = is_auto
         self._requested_device = device
         self._trained: list[nn.Parameter] = []  # in the present phase
         self._all_trained: list[nn.Parameter] = []  # in any phase
@@ -224,7 +227,11 @@ class Strategy:
     def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: StepBatch) -> None:
         """Divide by the batch's sum of weights if the task returned weights; collective."""
         if len(outputs) > 1 and any(output.own_weight for output in outputs):
-            self._scale_gradients(_quotient(batch.num_samples, sum(output.weight for output in outputs)))
+            total = sum(output.weight for output in outputs)  # 0 for a batch of padding only
+            if isinstance(total, Tensor):
+                self._scale_gradients(torch.where(total > 0, batch.num_samples / total, 0.0))
+            else:
+                self._scale_gradients(batch.num_samples / total if total else 0.0)
 
     def _scale_gradients(self, factor: float | Tensor) -> None:
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
@@ -285,13 +292,13 @@ class Strategy:
 
 
 class PhaseTraining(Strategy):
-    """A strategy that trains the parameters of one phase at a time, as SupportsPhases requires."""
+    """A strategy that holds the whole task and trains its phases one after the other."""
 
     def check_phases(self, task: TaskModule) -> None:
-        """Raise UserError for a task whose phases cannot be trained; called before any process is started."""
+        """Accept every task."""
 
     def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
-        """Make the next `forward_backward` train only this phase's parameters, by the task's method `step_name`."""
+        """Freeze all parameters but those of this phase, and train by the task's method `step_name`."""
         chosen = {id(parameter) for parameter in phase_optimizer.parameters}
         for parameter in self._all_trained:
             parameter.requires_grad_(id(parameter) in chosen)
@@ -300,7 +307,7 @@ class PhaseTraining(Strategy):
         self.precision.begin_phase(phase_optimizer.phase)
 
     def end_phases(self) -> None:
-        """Make every parameter that some phase trains require a gradient."""
+        """Unfreeze the parameters of all phases; may be called without a phase."""
         for parameter in self._all_trained:
             parameter.requires_grad_(True)
         self._trained, self._step_name = self._all_trained, "training_step"
@@ -326,17 +333,6 @@ class SupportsPhases(Protocol):
 
     def end_phases(self) -> None:
         """Make every parameter that some phase trains require a gradient; may be called without a phase."""
-
-
-@runtime_checkable
-class SupportsAutoMicroBatch(Protocol):
-    """Raises torch.OutOfMemoryError from `forward_backward` on every rank if it is raised on one.
-
-    The caller then drops the gradients, sets a smaller `micro_batch_size`, and computes the step again.
-    """
-
-    auto_micro_batch: bool
-    """True with `micro_batch_size=auto`."""
 
 
 @runtime_checkable
@@ -370,11 +366,7 @@ class PreparesSteps(Protocol):
     """Needs the first batch of training before anything is evaluated."""
 
     def prepare_steps(self, task: TaskModule, batches: Iterator[StepBatch]) -> None:
-        """Prepare the first step; collective.
-
-        `batches` are the first of training, not on the device yet; `step_batches` yields the one that is read here
-        as its first.
-        """
+        """Prepare the first step from the first of `batches`, which `step_batches` yields again; collective."""
 
 
 @runtime_checkable
@@ -428,18 +420,12 @@ def waited_seconds(strategy: Strategy) -> float | None:
     return strategy.waited_seconds if isinstance(strategy, SupportsOverlapProfile) else None
 
 
-def uses_auto_micro_batch(strategy: Strategy) -> bool:
-    """Return True if the size of micro-batches is found while training."""
-    return isinstance(strategy, SupportsAutoMicroBatch) and strategy.auto_micro_batch
-
-
 def check_phases_run(task: TaskModule, strategy: Strategy) -> None:
     """Raise UserError for a task with phases on a strategy that cannot train them."""
     if not isinstance(strategy, SupportsPhases):
-        name = type(strategy).__name__
         raise UserError(
-            f"{type(task).__name__} has phases, which {name} cannot train: it supports one step and one optimizer. "
-            "Set strategy=ddp, strategy=dp, strategy=pipeline or strategy=single."
+            f"{type(task).__name__} has phases, which {type(strategy).__name__} cannot train: it supports one step and "
+            "one optimizer. Set strategy=ddp, strategy=dp, strategy=pipeline or strategy=single."
         )
     strategy.check_phases(task)
 
@@ -448,18 +434,22 @@ def loss_weight(output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -
     """Return the factor of a micro-batch's loss in the sum that backward starts from."""
     if micro_batch.num_samples != batch.num_samples:
         return output.weight / batch.num_samples
-    return 1.0 if not output.own_weight else _one_unless_zero(output.weight)
+    if not output.own_weight:
+        return 1.0
+    weight = output.weight  # 0 for a batch of padding only
+    return (weight > 0).to(weight.dtype) if isinstance(weight, Tensor) else float(weight > 0)
 
 
 def pick_device(name: str) -> torch.device:
     """Return the device called `name` (`auto`: the best one available); raises UserError for one that is missing."""
     kind, _, index = str(name).partition(":")
+    has_mps = torch.backends.mps.is_available()
     if kind not in _DEVICE_KINDS or (index and not index.isdigit()):
         raise UserError(
             f"unknown device {name!r}.{nearest(kind, _DEVICE_KINDS)} Choose auto, cpu, cuda, cuda:0 or mps."
         )
     if kind == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if _has_mps() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
     if kind == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(index or 0) >= count:
@@ -467,22 +457,6 @@ def pick_device(name: str) -> torch.device:
                 f"device {name!r} is not available: torch sees {count} CUDA device{'s' * (count != 1)}; "
                 f"set device={'cuda:0' if count else 'cpu'}, or install a torch build for your GPU."
             )
-    if kind == "mps" and not _has_mps():
+    if kind == "mps" and not has_mps:
         raise UserError("device 'mps' is not available; set device=cpu.")
     return torch.device(str(name))
-
-
-def _has_mps() -> bool:
-    return torch.backends.mps.is_available()
-
-
-def _one_unless_zero(weight: float | Tensor) -> float | Tensor:
-    """Return 1 for a weight above 0, and 0 for that of a batch of padding only."""
-    return (weight > 0).to(weight.dtype) if isinstance(weight, Tensor) else float(weight > 0)
-
-
-def _quotient(samples: int, weight: float | Tensor) -> float | Tensor:
-    """Return `samples / weight`, or 0 for a weight of 0."""
-    if isinstance(weight, Tensor):
-        return torch.where(weight > 0, samples / weight, 0.0)
-    return samples / weight if weight else 0.0

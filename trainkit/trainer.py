@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import DataLoader
 
 from trainkit import registry
 from trainkit.callback import Callback
@@ -23,16 +26,10 @@ from trainkit.model.transforms import ModelTransforms
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import GradientClipping
 from trainkit.optim.precision import Precision
+from trainkit.run_dir.console import say
 from trainkit.run_dir.folder import check_run_dir, choose_run_dir
 from trainkit.run_dir.lock import check_not_locked
-from trainkit.signals import (
-    ALWAYS,
-    EXIT_CODES,
-    check_resumes,
-    preemption_signal_named,
-    requeue_job,
-    signal_to_requeue_after,
-)
+from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named, requeue_job
 from trainkit.strategy import Strategy, check_phases_run
 from trainkit.task import TaskModule, has_phases
 
@@ -42,6 +39,14 @@ if TYPE_CHECKING:
 AUTO = "auto"
 DEFAULT_CALLBACKS = ("model_summary", "learning_rate_monitor", "speed_monitor", "checkpoint", "progress_bar")
 DEFAULT_LOGGERS = ("tensorboard", "jsonl")
+_STEPS = {"train": "training_step", "validation": "validation_step", "test": "test_step", "predict": "predict_step"}
+_TYPES: dict[Any, str] = {
+    bool: "True or False",
+    str: "text",
+    Path: "a Path",
+    Strategy: "a trainkit.Strategy",
+    NoneType: "None",
+}
 
 
 class Trainer:
@@ -66,7 +71,7 @@ class Trainer:
         detect_anomaly: Enable `torch.autograd.set_detect_anomaly` (slow).
         fused_optimizer: Use fused optimizer kernels where torch has them.
         no_weight_decay: Parameters without weight decay: `bias`, `norm`, `embedding`, or name patterns.
-        freeze: Name patterns of parameters or modules that are not trained.
+        freeze: Name patterns of parameters or modules that are not trained; their batch norms keep their statistics.
         activation_checkpointing: Name patterns of modules whose activations are recomputed in backward.
         channels_last: Use the channels_last memory format, which makes convolutions faster on GPUs.
         sync_batch_norm: Convert BatchNorm to SyncBatchNorm (CUDA).
@@ -133,16 +138,21 @@ class Trainer:
         loggers: Sequence[str | Logger] | None = None,
         config: str = "",
     ) -> None:
+        chosen_precision = Precision(precision, tf32=tf32)  # first: its error lists the names
+        _check_types(locals())
         self.strategy = registry.make("strategy", strategy) if isinstance(strategy, str) else strategy
+        if run_dir == "":
+            raise UserError("run_dir is empty; write run_dir='runs/mine', or leave it out for a new folder in runs/.")
         signal = preemption_signal_named(preemption_signal)
+        changes = (freeze, activation_checkpointing, channels_last, sync_batch_norm)
         parsed = FitConfig(
             max_duration=Duration.parse_all(max_duration, where="max_duration"),
             evaluate_every=None if evaluate_every is None else Duration.parse(evaluate_every, where="evaluate_every"),
             log_every=Duration.parse(log_every, where="log_every"),
             seed=seed,
-            precision=Precision(precision, tf32=tf32),
+            precision=chosen_precision,
             clip=GradientClipping(max_grad_norm, max_grad_value),
-            transforms=ModelTransforms(freeze, activation_checkpointing, channels_last, sync_batch_norm),
+            transforms=ModelTransforms(*changes) if any(changes) else None,
             compile=compile,
             deterministic=deterministic,
             detect_anomaly=detect_anomaly,
@@ -160,41 +170,37 @@ class Trainer:
             },
             overfit_batches=overfit_batches,
             fast_dev_run=fast_dev_run,
-            preemption_signal=signal,
             callbacks=_make_all(Callback, "callbacks", DEFAULT_CALLBACKS if callbacks is None else callbacks),
-            loggers=_make_all(Logger, "logger", DEFAULT_LOGGERS if loggers is None else loggers),
+            loggers=_make_all(Logger, "loggers", DEFAULT_LOGGERS if loggers is None else loggers),
             yaml=config,
         )
         self.fit_config = parsed.in_one_batch() if fast_dev_run else parsed
-        self.requeue_after = signal_to_requeue_after(requeue, signal)
-        if signal is not None:
-            self.strategy.stop_signals = (*ALWAYS, signal)
+        self.callbacks = self.fit_config.callbacks
+        """The callbacks of the run; more can be appended before it starts."""
+        if requeue and signal is None:
+            raise UserError(
+                "requeue=true requeues the job after a signal, but none is chosen; set "
+                "trainer.preemption_signal=SIGUSR1, and #SBATCH --signal=USR1@120 in the job."
+            )
+        self.requeue_after = signal.name if requeue and signal is not None else None
+        self.strategy.stop_signals = ALWAYS if signal is None else (*ALWAYS, signal)
         if profile:
             profiler = registry.make("callbacks", "profiler")
             if not any(type(callback) is type(profiler) for callback in self.callbacks):  # else keep its settings
                 self.callbacks.append(profiler)
         self.report = report
         self.run_dir = None if run_dir is None else Path(run_dir)
+        self.prints_run_dir = callbacks is None
+        """True if the end of a fit prints the run folder; by default where the default callbacks print too."""
         self.reference_batch_size: ReferenceBatchSize | None = None
         """The global batch that the learning rate was chosen for; the command line sets that of a recipe."""
         self.config_diff: Callable[[], Sequence[ConfigChange] | None] = lambda: None
         """Returns how the config differs from its recipe; set by the command line."""
 
-    @property
-    def callbacks(self) -> list[Callback]:
-        """The callbacks of the run; more can be appended before it starts."""
-        return self.fit_config.callbacks
-
     # ---- The four entry points; each checks what it can before any process is started
 
-    def fit(
-        self,
-        task: TaskModule,
-        data: Data | DataLoader[Any] | Dataset[Any],
-        *,
-        resume: str | Path | None = None,
-    ) -> FitResult:
-        """Train `task` in place and return the result.
+    def fit(self, task: TaskModule, data: Data | DataLoader[Any], *, resume: str | Path | None = None) -> FitResult:
+        """Train `task` in place, print where the run folder is, and return the result.
 
         `resume` is a run folder or a checkpoint; training continues in the same folder with the next sample. With
         `resume="auto"` it resumes the run in `run_dir`, or without a `run_dir` the newest unfinished run of this task
@@ -204,8 +210,10 @@ class Trainer:
         data, checkpoint = self.check(task, data, resume=resume)
         run_dir = self._choose_run_dir(task, checkpoint)
         self.strategy.log_dir = run_dir
-        config = replace(self.fit_config, reference_batch_size=self.reference_batch_size)
-        work = partial(fit_on_rank, self.strategy, config, task, data, checkpoint=checkpoint, run_dir=run_dir)
+        config, reference = self.fit_config, self.reference_batch_size
+        work = partial(
+            fit_on_rank, self.strategy, config, task, data, checkpoint=checkpoint, run_dir=run_dir, reference=reference
+        )
         with self._reported(run_dir):
             result = self.strategy.launch(work)
         if result.weights is not None:
@@ -216,52 +224,66 @@ class Trainer:
             if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
+        if result.run_dir is not None and self.prints_run_dir and self.strategy.comm.is_main:
+            say(f"run folder: {result.run_dir}{' (see report.html)' if self.report else ''}")
         return replace(result, weights=None)
 
-    def validate(self, task: TaskModule, data: Any, *, checkpoint: str | Path | None = None) -> dict[str, float]:
+    def validate(
+        self, task: TaskModule, data: Data | DataLoader[Any], *, checkpoint: str | Path | None = None
+    ) -> dict[str, float]:
         """Return the metrics over all validation samples (`validation/loss`)."""
-        metrics: dict[str, float] = self._evaluate(task, data, checkpoint, stage="validation")
-        return metrics
+        return dict(self._evaluate(task, data, checkpoint, stage="validation"))
 
-    def test(self, task: TaskModule, data: Any, *, checkpoint: str | Path | None = None) -> dict[str, float]:
+    def test(
+        self, task: TaskModule, data: Data | DataLoader[Any], *, checkpoint: str | Path | None = None
+    ) -> dict[str, float]:
         """Return the metrics over all test samples (`test/loss`)."""
-        metrics: dict[str, float] = self._evaluate(task, data, checkpoint, stage="test")
-        return metrics
+        return dict(self._evaluate(task, data, checkpoint, stage="test"))
 
-    def predict(self, task: TaskModule, data: Any, *, checkpoint: str | Path | None = None) -> Any:
+    def predict(self, task: TaskModule, data: Data | DataLoader[Any], *, checkpoint: str | Path | None = None) -> Any:
         """Return the predictions in the order of the dataset, concatenated along their first dimension."""
         return self._evaluate(task, data, checkpoint, stage="predict")
 
     def check(self, task: TaskModule, data: Any, *, resume: str | Path | None) -> tuple[Data, Path | None]:
         """Return the data and the run or checkpoint to resume; raises UserError for what cannot be trained."""
-        data = as_data(data, "train")
-        self._validate(task, data, "train")
-        check_resumes(self.requeue_after is not None, resume_auto=resume == AUTO)
+        data = self._checked_data(task, data, "train")
+        if self.requeue_after is not None and resume != AUTO:
+            raise UserError(
+                "requeue=true starts the same command again, which must then resume this run; add resume=auto."
+            )
         return data, self._run_to_resume(task) if resume == AUTO else _checked(resume)
 
     def _evaluate(self, task: TaskModule, data: Any, checkpoint: str | Path | None, *, stage: str) -> Any:
-        data = as_data(data, stage)
-        self._validate(task, data, stage)
-        work = partial(
-            evaluate_on_rank, self.strategy, self.fit_config, task, data, stage=stage, checkpoint=_checked(checkpoint)
-        )
+        data, start = self._checked_data(task, data, stage), _checked(checkpoint)
+        work = partial(evaluate_on_rank, self.strategy, self.fit_config, task, data, stage=stage, checkpoint=start)
         return self.strategy.launch(work)
 
-    def _validate(self, task: TaskModule, data: Data, stage: str) -> None:
+    def _checked_data(self, task: TaskModule, data: object, stage: str) -> Data:
+        """Return a Data or a DataLoader as Data; raises UserError for what cannot be trained or evaluated."""
+        if isinstance(data, DataLoader):
+            data = Data(**{stage: data})  # type: ignore[arg-type] # one of its four stages
+        elif not isinstance(data, Data):
+            kind = type(data).__name__
+            raise UserError(f"the data is a {kind}; pass Data({stage}=dataset, batch_size=32), or a torch DataLoader.")
         if not isinstance(task, TaskModule):
             raise UserError(
                 f"the task is a {type(task).__name__}; subclass trainkit.TaskModule and pass an object of it."
             )
         self.strategy.validate()
-        self.fit_config.transforms.check(task)
+        if self.fit_config.transforms is not None:
+            self.fit_config.transforms.check(task)
         source = data.stage_data(stage)
+        if stage == "train" and has_phases(task):
+            check_phases_run(task, self.strategy)
+        else:
+            _check_step(task, _STEPS[stage])
         if stage == "train":
-            if has_phases(task):
-                check_phases_run(task, self.strategy)
             if source.batch_size is not None:
                 self.strategy.plan(source.batch_size)
-            if self.fit_config.validates(data):
+            if data.has("validation") and self.fit_config.evaluate_every is not None:
                 data.stage_data("validation")
+                _check_step(task, "validation_step")
+        return data
 
     def _reported(self, run_dir: Path | None) -> AbstractContextManager[None]:
         """Return a context at whose end the report is written, if one is wanted."""
@@ -289,20 +311,31 @@ class Trainer:
         return run_dir
 
 
-def as_data(data: Any, stage: str) -> Data:
-    """Return a Data or a DataLoader as Data; raises UserError for anything else, which needs a batch size."""
-    if isinstance(data, Data):
-        return data
-    if isinstance(data, DataLoader):
-        return Data(**{stage: data})  # type: ignore[arg-type] # one of its four stages
-    raise UserError(
-        f"the data is a {type(data).__name__}; pass Data({stage}=dataset, batch_size=32), or a torch DataLoader."
-    )
+def _check_step(task: TaskModule, name: str) -> None:
+    """Raise UserError unless the task's method can be called with a batch alone."""
+    kind = type(task)
+    if name == "predict_step" and kind.predict_step is TaskModule.predict_step and kind.forward is nn.Module.forward:
+        raise UserError(f"{kind.__name__} has no predict_step; define predict_step(self, batch), or forward.")
+    parameters = signature(getattr(task, name))
+    try:
+        parameters.bind(None)
+    except TypeError:
+        raise UserError(f"{kind.__name__}.{name}{parameters} must take a batch alone: {name}(self, batch).") from None
 
 
-def _make_all(kind: type[Any], group: str, items: Any) -> list[Any]:
+def _check_types(arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for a Trainer's argument of a wrong type; numbers, lists and durations are checked later."""
+    for name, hint in get_type_hints(Trainer.__init__).items():
+        value, allowed = arguments.get(name), get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if not set(allowed) <= _TYPES.keys():
+            continue
+        if not isinstance(value, allowed):
+            raise UserError(f"{name} must be {' or '.join(_TYPES[kind] for kind in allowed)}, got {value!r}.")
+
+
+def _make_all(kind: type[Any], name: str, items: Any) -> list[Any]:
     """Return the callbacks or loggers of a list of names and objects; raises UserError for anything else."""
-    name = "callbacks" if group == "callbacks" else "loggers"
+    group = "callbacks" if name == "callbacks" else "logger"
     if isinstance(items, str) or not isinstance(items, Sequence):
         raise UserError(f"{name}={items!r} is not a list; write {name}=[{items!r}].")
     made = []
@@ -312,6 +345,8 @@ def _make_all(kind: type[Any], group: str, items: Any) -> list[Any]:
         made.append(registry.make(group, item) if isinstance(item, str) else item)
         if not isinstance(made[-1], kind):
             raise UserError(f"{item!r} in {name} is not a name or a trainkit.{kind.__name__}.")
+        if sum(item is other or (isinstance(item, str) and item == other) for other in items) > 1:
+            raise UserError(f"{name} contains {item!r} twice; remove one of them.")
     return made
 
 
@@ -319,6 +354,8 @@ def _checked(path: str | Path | None) -> Path | None:
     """Return the path of a run folder or checkpoint; raises UserError if it does not exist."""
     if path is None:
         return None
+    if not isinstance(path, (str, Path)):
+        raise UserError(f"{path!r} is not the path of a run folder or checkpoint; write 'runs/mine', or resume='auto'.")
     from trainkit.checkpoint.store import resolve
 
     resolve(path)

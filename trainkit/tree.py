@@ -16,16 +16,11 @@ from trainkit.errors import UserError
 def tree_map(function: Callable[[Any], Any], tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Return `tree` with `function` applied to each leaf.
 
-    Mappings, lists, tuples, named tuples and dataclasses are nodes and keep their type; everything else is a leaf.
-    (torch.utils._pytree supports only registered mappings and dataclasses.)
-
-    Args:
-        function: Takes a leaf and returns its replacement.
-        tree: Containers in containers, or a single leaf.
-        is_leaf: Returns True for a node that is treated as a leaf.
-
+    Mappings, lists, tuples, named tuples and dataclasses are nodes and keep their type. Everything else is a leaf, and
+    so is a node for which `is_leaf` returns True. (torch.utils._pytree supports only registered mappings and
+    dataclasses.)
     """
-    if is_leaf is not None and is_leaf(tree):
+    if isinstance(tree, Tensor) or (is_leaf is not None and is_leaf(tree)):
         return function(tree)
     kind = type(tree)
     # Most batches, without the slow checks below: this runs in every step.
@@ -44,9 +39,9 @@ def tree_leaves(tree: Any) -> Iterator[Any]:
     parts = _parts(tree)
     if parts is None:
         yield tree
-        return
-    for part in parts:
-        yield from tree_leaves(part)
+    else:
+        for part in parts:
+            yield from tree_leaves(part)
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -79,13 +74,15 @@ def rows(batch: Any, selection: slice, *, of: int) -> Any:
 def to_device(batch: Any, device: torch.device, *, dtype: torch.dtype | None = None) -> Any:
     """Return `batch` with its tensors on `device` and its floating-point ones as `dtype`; copies do not block."""
 
-    def move(tensor: Tensor) -> Tensor:
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else None
-        return tensor.to(device=device, dtype=wanted, non_blocking=True)
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        wanted = dtype if dtype is not None and leaf.is_floating_point() else None
+        return leaf.to(device=device, dtype=wanted, non_blocking=True)
 
     if hasattr(batch, "to") and not isinstance(batch, Tensor):
         return batch.to(device)  # a custom batch type
-    return map_tensors(batch, move)
+    return tree_map(move, batch)
 
 
 def concatenate(outputs: Sequence[Any]) -> Any:

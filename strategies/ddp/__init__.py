@@ -10,20 +10,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPStrategy", "DistributedDataParallel", "Reducer", "ReducerSettings"]
 
-_HOMES = {
-    "DDPStrategy": "strategy",
-    "DistributedDataParallel": "distributed_data_parallel",
-    "Reducer": "reducer",
-    "ReducerSettings": "reducer",
-}
+_HOMES = {"DDPStrategy": "strategy", "DistributedDataParallel": "distributed_data_parallel"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on its first use, so that naming the package does not import torch.distributed."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    return getattr(import_module(f".{_HOMES.get(name, 'reducer')}", __name__), name)

@@ -20,22 +20,20 @@ Unused = Literal["auto", "error", "graph"]
 class ReducerSettings:
     """Settings of a Reducer."""
 
-    average: bool = True
-    """Divide by the number of ranks; otherwise leave the sum."""
-    bucket_cap_mb: float | None = None
-    """Size of a bucket in MiB; `None`: 25, as in PyTorch's Reducer."""
-    first_bucket_cap_mb: float = 1.0
-    """Size of the first bucket in MiB, whose reduction should start early."""
-    gradient_as_bucket_view: bool = True
-    """Make `.grad` a view of the bucket: one set of gradients, and no copy back."""
+    average: bool = True  # divide by the number of ranks; otherwise leave the sum
+    bucket_cap_mb: float | None = None  # size of a bucket in MiB; `None`: 25, as in PyTorch's Reducer
+    first_bucket_cap_mb: float = 1.0  # size of the first bucket in MiB, whose reduction should start early
+    bucket_caps_mb: tuple[
+        float, ...
+    ] = ()  # instead of both: sizes of the first buckets, and the last one of all others
+    gradient_as_bucket_view: bool = True  # make `.grad` a view of the bucket: one set of gradients, and no copy back
     find_unused_parameters: Unused = "auto"
     """Parameters without a gradient: "auto" handles them, "error" names them, "graph" finds them before backward."""
     static_graph: bool = False
     """Every step uses the same parameters equally often; those unused in the first step never delay a bucket."""
     transport: TransportName = "auto"
     """Sum of the buckets: "shared_memory", "process_group" (gloo, nccl), or "auto": shared memory where it works."""
-    timeout_seconds: float = 1800.0
-    """Seconds to wait for another rank."""
+    timeout_seconds: float = 1800.0  # to wait for another rank
 
 
 @dataclass(slots=True, eq=False)
@@ -173,11 +171,10 @@ def make_buckets(
 
     With `flags` the gradients of a bucket are followed by one number for each of its parameters.
     """
-    dtypes = [entries[layout.parameters[0]].parameter.dtype for layout in plan.buckets]
-    sizes = [
-        (0 if layout.sparse else layout.numel + flags * len(layout.parameters), dtype)
-        for layout, dtype in zip(plan.buckets, dtypes, strict=True)
-    ]
+    sizes = []
+    for layout in plan.buckets:
+        numel = 0 if layout.sparse else layout.numel + flags * len(layout.parameters)
+        sizes.append((numel, entries[layout.parameters[0]].parameter.dtype))
     buckets = []
     for index, (layout, flat) in enumerate(zip(plan.buckets, transport.allocate(sizes), strict=True)):
         members = [entries[i] for i in layout.parameters]
@@ -191,24 +188,14 @@ def make_buckets(
 
 def shaped_like(flat: Tensor, parameter: Tensor) -> Tensor:
     """Return a view of `flat` with the parameter's sizes, and its strides if they are dense."""
-    if _is_dense(parameter):
-        return flat.as_strided(parameter.size(), parameter.stride())
-    return flat.view(parameter.size())
+    expected = 1  # stride of the next dimension of a dense tensor, from the inner to the outer one
+    for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
+        if size > 1 and stride != expected:
+            return flat.view(parameter.size())
+        expected *= size
+    return flat.as_strided(parameter.size(), parameter.stride())
 
 
 def _views(flat: Tensor, layout: BucketLayout, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the view of each of the bucket's parameters."""
     pairs = zip(parameters, layout.offsets, strict=True)
     return [shaped_like(flat[offset : offset + p.numel()], p) for p, offset in pairs]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return True if the strides cover each element of one block of memory once."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

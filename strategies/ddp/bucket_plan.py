@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 MIB = 1024 * 1024
 DEFAULT_CAP_BYTES = 25 * MIB
@@ -58,23 +59,25 @@ def plan_buckets(
     *,
     cap_bytes: int,
     first_cap_bytes: int = MIB,
+    caps_bytes: Sequence[int] = (),
     order: Sequence[int] | None = None,
     apart: Iterable[int] = (),
 ) -> BucketPlan:
     """Return buckets that hold every parameter exactly once, filled in `order` up to a cap.
 
     A bucket is closed when it has reached its cap, so a parameter larger than the cap is never split. Buckets of
-    different kinds are filled side by side and reduced in the order in which they were closed. `order` defaults to the
-    reverse order of the parameters. Parameters in `apart` (unused in the first backward) come last and share no bucket
-    with the others, so that they delay none.
+    different kinds are filled side by side and reduced in the order in which they were closed. With `caps_bytes` the
+    first buckets of each kind have these caps, and the others the last of them. `order` defaults to the reverse order
+    of the parameters. Parameters in `apart` (unused in the first backward) come last and share no bucket with the
+    others, so that they delay none.
     """
     order = range(len(specs) - 1, -1, -1) if order is None else order
     if sorted(order) != list(range(len(specs))):
         raise ValueError(f"order must name each of the {len(specs)} parameters once, got {list(order)}")
     last = frozenset(apart)
-    first_cap_bytes = min(first_cap_bytes, cap_bytes)
-    layouts = _fill(specs, [i for i in order if i not in last], cap_bytes, first_cap_bytes)
-    layouts += _fill(specs, [i for i in order if i in last], cap_bytes, cap_bytes)
+    caps = tuple(caps_bytes) or (min(first_cap_bytes, cap_bytes), cap_bytes)
+    layouts = _fill(specs, [i for i in order if i not in last], caps)
+    layouts += _fill(specs, [i for i in order if i in last], caps[-1:])
     return BucketPlan(tuple(layouts))
 
 
@@ -83,11 +86,11 @@ def ring_bytes(num_bytes: int, world_size: int) -> int:
     return 2 * num_bytes * (world_size - 1) // world_size
 
 
-def _fill(specs: Sequence[GradientSpec], order: Sequence[int], cap: int, first_cap: int) -> list[BucketLayout]:
+def _fill(specs: Sequence[GradientSpec], order: Sequence[int], caps: Sequence[int]) -> list[BucketLayout]:
     closed: list[list[int]] = []
     open_buckets: dict[str, list[int]] = {}
     filled: dict[str, int] = {}  # bytes in the open bucket of each kind
-    started: set[str] = set()  # kinds whose small first bucket is closed
+    remaining: dict[str, Sequence[int]] = {}  # caps of the open bucket of each kind and of the next ones
     for index in order:
         spec = specs[index]
         if spec.sparse:
@@ -95,8 +98,9 @@ def _fill(specs: Sequence[GradientSpec], order: Sequence[int], cap: int, first_c
             continue
         open_buckets.setdefault(spec.kind, []).append(index)
         filled[spec.kind] = filled.get(spec.kind, 0) + spec.numel * spec.element_bytes
-        if filled[spec.kind] >= (cap if spec.kind in started else first_cap):
-            started.add(spec.kind)
+        caps_left = remaining.setdefault(spec.kind, caps)
+        if filled[spec.kind] >= caps_left[0]:
+            remaining[spec.kind] = caps_left[1:] or caps_left
             filled[spec.kind] = 0
             closed.append(open_buckets.pop(spec.kind))
     closed.extend(open_buckets.values())
@@ -104,9 +108,6 @@ def _fill(specs: Sequence[GradientSpec], order: Sequence[int], cap: int, first_c
 
 
 def _lay_out(specs: Sequence[GradientSpec], members: list[int]) -> BucketLayout:
-    offsets, end = [], 0
-    for index in members:
-        offsets.append(end)
-        end += specs[index].numel
+    *offsets, end = accumulate((specs[index].numel for index in members), initial=0)
     first = specs[members[0]]
     return BucketLayout(first.kind, tuple(members), tuple(offsets), end, first.sparse)

@@ -8,7 +8,7 @@ return a future, can be registered as well.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any
@@ -20,33 +20,29 @@ from torch import Tensor, nn
 from trainkit.errors import UserError, nearest
 
 from .bucket import GradBucket
-from .transport import CommunicationHook
+from .transport import CommunicationHook, HookSteps
 
-Steps = Generator[Any, Any, Tensor]
+Numbered = list[tuple[int, Tensor]]  # by position in the bucket
 
 
-def average_hook(group: dist.ProcessGroup, bucket: GradBucket) -> Steps:
+def average_hook(group: dist.ProcessGroup, bucket: GradBucket) -> HookSteps:
     """Leave the mean, uncompressed."""
     buffer = bucket.buffer().div_(group.size())
     yield dist.all_reduce(buffer, group=group, async_op=True)
     return buffer
 
 
-def fp16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> Steps:
+def fp16_hook(group: dist.ProcessGroup, bucket: GradBucket, *, dtype: torch.dtype = torch.float16) -> HookSteps:
     """Leave the mean, sent as float16; gradients above 65504 overflow."""
-    return _cast_hook(group, bucket, torch.float16)
-
-
-def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> Steps:
-    """Leave the mean, sent as bfloat16: the range of float32 with 8 bits of precision."""
-    return _cast_hook(group, bucket, torch.bfloat16)
-
-
-def _cast_hook(group: dist.ProcessGroup, bucket: GradBucket, dtype: torch.dtype) -> Steps:
     buffer = bucket.buffer()
     sent = buffer.div(group.size()).to(dtype)
     yield dist.all_reduce(sent, group=group, async_op=True)
     return buffer.copy_(sent)
+
+
+def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> HookSteps:
+    """Leave the mean, sent as bfloat16: the range of float32 with 8 bits of precision."""
+    return fp16_hook(group, bucket, dtype=torch.bfloat16)
 
 
 @dataclass(slots=True)
@@ -59,19 +55,17 @@ class PowerSGD:
     group: dist.ProcessGroup
     rank: int = 2
     start_step: int = 10  # before it gradients are sent uncompressed: they change most then
-    factors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (bucket, position) -> Q
-    errors: dict[int, Tensor] = field(default_factory=dict)  # bucket -> difference that was not sent yet
-    steps: dict[int, int] = field(default_factory=dict)
+    factors: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)  # (bucket, position) -> Q
+    errors: dict[int, Tensor] = field(default_factory=dict, init=False)  # bucket -> difference that was not sent yet
+    steps: dict[int, int] = field(default_factory=dict, init=False)
 
 
-def power_sgd_hook(state: PowerSGD, bucket: GradBucket) -> Steps:
+def power_sgd_hook(state: PowerSGD, bucket: GradBucket) -> HookSteps:
     """Leave a low-rank approximation of the mean; its error is added to the next step's gradient."""
     index, buffer, world_size = bucket.index(), bucket.buffer(), state.group.size()
     step = state.steps[index] = state.steps.get(index, -1) + 1
     if step < state.start_step:
-        buffer.div_(world_size)
-        yield dist.all_reduce(buffer, group=state.group, async_op=True)
-        return buffer
+        return (yield from average_hook(state.group, bucket))
     if index in state.errors:
         buffer.add_(state.errors[index])
     whole = buffer.clone()
@@ -89,26 +83,23 @@ def power_sgd_hook(state: PowerSGD, bucket: GradBucket) -> Steps:
         matrix.copy_(left @ right.t())
         state.factors[index, position] = right
     state.errors[index] = whole.sub_(buffer)
-    _zero_vector_errors(state.errors[index], bucket, vectors)
+    places = bucket.gradients_in(state.errors[index])
+    for position, _ in vectors:  # sent uncompressed: they differ only by the other ranks' gradients
+        places[position].zero_()
     return buffer
 
 
-def _split_by_shape(
-    gradients: Sequence[Tensor], rank: int
-) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
+def _split_by_shape(gradients: Sequence[Tensor], rank: int) -> tuple[Numbered, Numbered]:
     """Return (position, matrix) of gradients that low rank makes smaller, and (position, gradient) of the others."""
     matrices, vectors = [], []
     for position, gradient in enumerate(gradients):
-        matrix = gradient.view(gradient.shape[0], -1) if _can_be_matrix(gradient) else gradient
+        can_be_matrix = gradient.dim() >= 2 and gradient.is_contiguous()
+        matrix = gradient.view(gradient.shape[0], -1) if can_be_matrix else gradient
         if matrix.dim() == 2 and 2 * rank * sum(matrix.shape) < matrix.numel():
             matrices.append((position, matrix))
         else:
             vectors.append((position, gradient))
     return matrices, vectors
-
-
-def _can_be_matrix(gradient: Tensor) -> bool:
-    return gradient.dim() >= 2 and gradient.is_contiguous()
 
 
 def _factor(state: PowerSGD, index: int, position: int, matrix: Tensor) -> Tensor:
@@ -136,13 +127,6 @@ def _split_into(tensors: Sequence[Tensor], flat: Tensor) -> None:
         tensor.copy_(part.view(tensor.shape))
 
 
-def _zero_vector_errors(error: Tensor, bucket: GradBucket, vectors: Sequence[tuple[int, Tensor]]) -> None:
-    """Zero the errors of vectors: they are sent uncompressed, and differ only by the other ranks' gradients."""
-    places = bucket.gradients_in(error)
-    for position, _ in vectors:
-        places[position].zero_()
-
-
 @dataclass(slots=True)
 class PeriodicAveraging:
     """State of local SGD: every rank steps on its own gradients, and parameters are averaged every `period` steps."""
@@ -150,7 +134,7 @@ class PeriodicAveraging:
     group: dist.ProcessGroup
     start_step: int = 100  # before it gradients are averaged in every step
     period: int = 8  # steps between two averagings of parameters
-    step: int = 0
+    step: int = field(default=0, init=False)
 
     def after_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the parameters every `period` steps; collective."""
@@ -164,16 +148,14 @@ class PeriodicAveraging:
                 parameter.copy_(mean)
 
 
-def local_sgd_hook(state: PeriodicAveraging, bucket: GradBucket) -> Steps:
+def local_sgd_hook(state: PeriodicAveraging, bucket: GradBucket) -> HookSteps:
     """Leave the mean before `start_step`, then the rank's own gradient."""
-    buffer = bucket.buffer()
     if state.step < state.start_step:
-        buffer.div_(state.group.size())
-        yield dist.all_reduce(buffer, group=state.group, async_op=True)
-    return buffer
+        yield from average_hook(state.group, bucket)
+    return bucket.buffer()
 
 
-HOOKS: dict[str, Callable[[Any, Any], Steps] | None] = {
+HOOKS: dict[str, Callable[[Any, Any], HookSteps] | None] = {
     "none": None,
     "fp16": fp16_hook,
     "bf16": bf16_hook,
@@ -182,7 +164,6 @@ HOOKS: dict[str, Callable[[Any, Any], Steps] | None] = {
 }
 
 _STATES: dict[str, type[PowerSGD | PeriodicAveraging]] = {"power_sgd": PowerSGD, "local_sgd": PeriodicAveraging}
-_INTERNAL = frozenset({"group", "factors", "errors", "steps", "step"})  # fields that are not settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +171,7 @@ class CommHook:
     """A hook, and the function that makes its state once the process group exists."""
 
     hook: CommunicationHook
-    make_state: Callable[..., Any] | None
-    """Called with the process group and the options; `None`: the state is the group."""
+    make_state: Callable[..., Any] | None  # called with the process group and the options; `None`: it is the group
     options: Mapping[str, Any]
 
     def state(self, group: dist.ProcessGroup) -> Any:
@@ -216,8 +196,12 @@ def make_comm_hook(
             f"comm_hook_options={options} belong to power_sgd, local_sgd, or strategy.comm_hook_state; set "
             "comm_hook_state to the import path of a class that is called with the process group and these options."
         )
-    if make_state is not None:
-        _check_names(options, _arguments_of(make_state))
+    try:
+        parameters = [] if make_state is None else list(inspect.signature(make_state).parameters.values())
+    except ValueError:  # written in C
+        parameters = []
+    if parameters and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+        _check_names(options, [parameter.name for parameter in parameters[1:]])  # the first is the process group
     return CommHook(function, make_state, options)
 
 
@@ -232,7 +216,7 @@ def _builtin_hook(name: str, *, state: str | Callable[..., Any] | None, options:
             f"comm_hook_state belongs to a custom hook; comm_hook={name} is built in. Omit comm_hook_state."
         )
     kind = _STATES.get(name)
-    valid = [] if kind is None else [field.name for field in fields(kind) if field.name not in _INTERNAL]
+    valid = [] if kind is None else [field.name for field in fields(kind) if field.init and field.name != "group"]
     _check_names(options, valid)
     for option, value in options.items():
         least = 0 if option == "start_step" else 1
@@ -242,28 +226,16 @@ def _builtin_hook(name: str, *, state: str | Callable[..., Any] | None, options:
     return None if hook is None else CommHook(hook, kind, options)
 
 
-def _check_names(options: Mapping[str, Any], valid: list[str] | None) -> None:
+def _check_names(options: Mapping[str, Any], valid: list[str]) -> None:
     for option in options:
-        if valid is not None and option not in valid:
+        if option not in valid:
             known = f"Valid options: {', '.join(valid)}." if valid else "This hook has no options."
             raise UserError(f"comm_hook_options has no {option!r}.{nearest(option, valid)} {known}")
 
 
-def _arguments_of(make_state: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the arguments after the process group; `None` if any name is accepted."""
-    try:
-        parameters = list(inspect.signature(make_state).parameters.values())
-    except ValueError:  # written in C
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return [parameter.name for parameter in parameters[1:]]
-
-
 def _import_function(setting: str, value: str | Callable[..., Any]) -> Callable[..., Any]:
-    if not isinstance(value, str):
-        found: Any = value
-    else:
+    found: Any = value
+    if isinstance(value, str):
         module, _, name = value.rpartition(".")
         try:
             home = import_module(module)
@@ -274,5 +246,4 @@ def _import_function(setting: str, value: str | Callable[..., Any]) -> Callable[
             raise UserError(f"{setting}={value}: {module} has no {name!r}.{nearest(name, vars(home))}")
     if not callable(found):
         raise UserError(f"{setting} must be a function or its import path, got {value!r}.")
-    function: Callable[..., Any] = found
-    return function
+    return found  # type: ignore[no-any-return] # an attribute of a module

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket as TorchGradBucket  # type: ignore[attr-defined] # torch exports it at run time
+from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined] # torch exports it at run time
+from torch.distributed import BuiltinCommHookType  # type: ignore[attr-defined] # as above
+from torch.distributed import GradBucket as TorchGradBucket  # type: ignore[attr-defined] # as above
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import parallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from trainkit.distributed.collectives import broadcast
 from trainkit.tree import tensors_in, to_device
 
 from .bucket import GradBucket
+from .bucket_plan import DEFAULT_CAP_BYTES, MIB
 from .reducer import Reducer, ReducerSettings
+from .timeline import Timeline, logging_times
 from .transport import CommunicationHook, HookFuture, TransportName
 
 _INSTEAD = {
     "mixed_precision": "compute in torch.autocast, which keeps parameters and gradients in full precision",
     "delay_all_reduce_named_params": "omit it: a bucket is reduced as soon as its gradients are ready",
     "param_to_hook_all_reduce": "omit it: a bucket is reduced as soon as its gradients are ready",
-    "bucket_cap_mb_list": "give one size for all buckets, bucket_cap_mb",
+    "_set_sparse_metadata": "omit it: sparse gradients are reduced as sparse tensors",
+    "_update_process_group": "wrap the module again, with the new process group",
     "skip_all_reduce_unused_params": "give find_unused_parameters=True: a parameter that no rank uses costs one flag",
 }
+_BUILTIN_HOOKS = {
+    BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+    BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+}
+_LOGGED_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
+_LOGGED_VARIABLES_OF_GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+SAMPLED_STEPS = 10  # at the start; from then on one in `_set_ddp_runtime_logging_sample_rate`
 HIDING_NODE = "CheckpointFunctionBackward"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,11 +56,12 @@ def _not_compiled(function: F) -> F:
     return function
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(parallel.DistributedDataParallel):
     """Averages gradients over the ranks of a process group during backward, with PyTorch's interface.
 
-    Differences that a program can see: every backward is reduced, also the second of two forwards or of a retained
-    graph; a parameter without a gradient is named in the same backward; ranks of one host use shared memory.
+    A subclass of PyTorch's class, for `isinstance`. Differences that a program can see: every backward of a forward of
+    the wrapper is reduced, also the second of two forwards or of a retained graph; a parameter without a gradient is
+    named in the same backward; ranks of one host use shared memory.
 
     Args:
         module: The model; its parameters and buffers become those of rank 0.
@@ -63,14 +80,14 @@ class DistributedDataParallel(nn.Module, Joinable):
             follows one whose backward is reduced.
         check_reduction: Ignored.
         batched_grad_copy: Ignored: gradients that are copied are copied together.
-        mixed_precision: Rejected, as the four that follow; the error names what to use instead.
-        delay_all_reduce_named_params: Rejected.
-        param_to_hook_all_reduce: Rejected.
-        bucket_cap_mb_list: Rejected.
-        skip_all_reduce_unused_params: Rejected.
+        bucket_cap_mb_list: Sizes of the first buckets in MiB, in order of reduction; the last is that of all others.
+        mixed_precision: Rejected, as `delay_all_reduce_named_params`, `param_to_hook_all_reduce` and
+            `skip_all_reduce_unused_params`; the error names what to use instead.
         transport: "auto", "shared_memory" or "process_group".
 
     """
+
+    reducer: Reducer  # type: ignore[assignment] # of this package, not PyTorch's
 
     def __init__(  # noqa: PLR0917 - the order is PyTorch's own
         self,
@@ -97,36 +114,50 @@ class DistributedDataParallel(nn.Module, Joinable):
         skip_all_reduce_unused_params: bool = False,
         transport: TransportName = "auto",
     ) -> None:
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # not PyTorch's constructor, which would make a second Reducer
         Joinable.__init__(self)
         _refuse(
             mixed_precision=mixed_precision,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
-            bucket_cap_mb_list=bucket_cap_mb_list,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
-        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
-            raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+        caps = tuple(bucket_cap_mb_list or ())
+        for name, cap in [("bucket_cap_mb", bucket_cap_mb), *(("bucket_cap_mb_list", cap) for cap in caps)]:
+            if cap is not None and cap <= 0:
+                raise ValueError(f"{name} must be above 0, got {cap}")
         self.process_group = _process_group(process_group, device_mesh)
-        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        self.parameters_to_ignore = set(ignored)
-        self._device = _check_devices(module, device_ids, self.parameters_to_ignore)
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.device = _check_devices(module, device_ids, self.parameters_to_ignore)
+        self.device_type = self.device.type
         self.module = module
-        self.device_ids = None if device_ids is None else [torch.device(self._device)]
-        self.output_device = output_device
+        self.device_ids = [self.device.index] if device_ids else None
+        self.output_device = self.device.index if device_ids else None
         self.dim = dim
         self.device_mesh = device_mesh
-        self.forward_sync_buffers = broadcast_buffers is not False
-        if forward_sync_buffers is not None:
-            self.forward_sync_buffers = forward_sync_buffers
+        self.forward_sync_buffers = (
+            broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        )
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        self.bucket_cap_mb = bucket_cap_mb
+        self.bucket_cap_mb, self.bucket_cap_mb_list = bucket_cap_mb, caps
+        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in caps]
+        self.bucket_bytes_cap = max(
+            self.bucket_bytes_cap_list or [DEFAULT_CAP_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * MIB)]
+        )
         self.transport: TransportName = transport
+        self.mixed_precision = None
+        self.buffer_hook: Any = None
+        self.require_backward_grad_sync = True  # average the backwards of forwards that begin now
+        self.require_forward_param_sync = True  # buffers may differ from rank 0's
+        self.broadcast_bucket_size = 250 * 1024 * 1024  # bytes; read by methods of PyTorch's class
+        self.logger = None
         self._divide_by_initial_world_size = True
-        self.buffers_may_differ = True  # from rank 0's
+        self._lazy_init_ran = False
+        self._sample_rate = 100
+        self._comm_hook_name: str | None = None
+        self._joins_uneven_inputs = False
         if not init_sync:
             self._make_reducer()
             return
@@ -134,7 +165,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         frozen = [(name, parameter) for name, parameter in self._named_parameters() if not parameter.requires_grad]
         buffers = [] if skips_buffers else self._named_buffers()
         self._make_reducer(untrained={"frozen parameter": frozen, "buffer": buffers})
-        broadcast([*self.synced_parameters(), *(buffer for _, buffer in buffers)], self.process_group)
+        broadcast([tensor for _, tensor in [*self._named_parameters(), *buffers]], self.process_group)
 
     # ---- Forward
 
@@ -145,62 +176,49 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._after_forward(outputs)
         return outputs
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients on this rank; the first backward after it averages the sums."""
-        with self.reducer.no_sync():
-            yield
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """True if a backward is averaged over ranks."""
-        return self.reducer.sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, sync: bool) -> None:
-        self.reducer.sync = sync
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """The older name of `forward_sync_buffers`."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, broadcast_buffers: bool) -> None:
-        self.forward_sync_buffers = broadcast_buffers
-
     def register_comm_hook(self, state: object, hook: CommunicationHook) -> None:
         """Reduce the buckets by `hook(state, bucket)`, which returns a future of the reduced tensor."""
         _check_hook(hook)
         self.reducer.register_hook(state, hook)
+        self._comm_hook_name = getattr(hook, "__qualname__", type(hook).__name__)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """Reduce the buckets by PyTorch's hook of that name: ALLREDUCE or FP16_COMPRESS."""
+        self.reducer.register_hook(self.process_group, _BUILTIN_HOOKS[comm_hook_type])
+        self._comm_hook_name = str(comm_hook_type)
 
     @_not_compiled
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         reducer = self.reducer
-        trains = torch.is_grad_enabled()
-        if trains:
+        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if torch.is_grad_enabled():
+            if not self._lazy_init_ran:
+                self._lazy_init()
             if reducer.is_open and torch._C._current_graph_task_id() == -1:
                 reducer.abort()  # the last backward ended by an exception
             if self._join_config.enable:
                 self._notify_joined_ranks()
-        # As in PyTorch an evaluation begins with equal buffers too; joined ranks only know of reduced forwards.
-        is_due = trains and reducer.sync if self._join_config.enable else self.buffers_may_differ
-        if self.forward_sync_buffers and is_due:
-            self.sync_buffers(candidate=self.process_group.rank())
-        self.buffers_may_differ = trains and reducer.sync
+        if syncs and not torch.compiler.is_compiling():  # which would trace the clock, and again for each step
+            is_sampled = reducer.step < SAMPLED_STEPS or reducer.step % self._sample_rate == 0
+            reducer.after_step = [self.timeline.record] if is_sampled else []
+            self.timeline.forward_began = time.perf_counter()
+        self._sync_buffers_at(_BufferCommHookLocation.PRE_FORWARD, syncs=syncs)
         if self.device_ids is None:
             return inputs, kwargs
-        return to_device(inputs, self._device), to_device(kwargs, self._device)
+        return to_device(inputs, self.device), to_device(kwargs, self.device)
 
     @_not_compiled
     def _after_forward(self, outputs: Any) -> None:
-        if not torch.is_grad_enabled() or not self.reducer.sync:
+        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._sync_buffers_at(_BufferCommHookLocation.POST_FORWARD, syncs=syncs)
+        self.require_forward_param_sync = syncs
+        if not syncs:
             return
-        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        unused: list[int] = []
-        if self.find_unused_parameters and not self.static_graph:
-            unused = unreached_parameters(tensors, self.reducer.parameters)
         reducer = self.reducer
+        reducer.prepare_for_backward()
+        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        finds_unused = self.find_unused_parameters and not self.static_graph
+        unused = unreached_parameters(tensors, reducer.parameters) if finds_unused else []
 
         def start(gradient: Tensor) -> None:
             reducer.start_on_hook(unused)
@@ -210,116 +228,178 @@ class DistributedDataParallel(nn.Module, Joinable):
         for tensor in tensors:
             tensor.register_hook(start)
 
+    def _lazy_init(self) -> None:
+        """Reject what was done to the module after it was wrapped, before the first forward."""
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.reducer.parameters):
+            raise RuntimeError(
+                "_apply_optimizer_in_backward is not supported here: it would step before gradients are averaged. Call "
+                "optimizer.step() after backward, or train with DDPStrategy(optimizer_in_backward=True)."
+            )
+        self._lazy_init_ran = True
+
+    def _sync_buffers_at(self, location: _BufferCommHookLocation, *, syncs: bool) -> None:
+        """Broadcast rank 0's buffers before a forward, or call the buffer hook at its location; collective."""
+        # As in PyTorch an evaluation begins with equal buffers too; joined ranks only know of reduced forwards.
+        is_due = syncs if self._join_config.enable else self.require_forward_param_sync
+        if not (is_due and self.forward_sync_buffers):
+            return
+        if self.buffer_hook is None:
+            if location is _BufferCommHookLocation.PRE_FORWARD:
+                self.sync_buffers(candidate=self.process_group.rank())
+        elif location is self.buffer_hook.buffer_comm_hook_location and self._named_buffers():
+            hook, state = self.buffer_hook.buffer_comm_hook, self.buffer_hook.buffer_comm_hook_state
+            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+                self.reducer.awaited += hook(state, self.named_module_buffers) or ()
+
     def sync_buffers(self, *, candidate: int) -> None:
         """Broadcast the buffers of rank 0, or in `join` of the highest `candidate` of any rank. Collective."""
-        buffers = self.synced_buffers()
+        buffers = self._named_buffers()
         if buffers:
             source = self.common_rank(candidate) if self._join_config.enable else 0
-            broadcast(buffers, self.process_group, source=source)
+            broadcast([buffer for _, buffer in buffers], self.process_group, source=source)
+
+    def sync_state(self, *, candidate: int) -> None:
+        """Broadcast parameters and buffers of the highest rank that is a `candidate`. Collective."""
+        named = [*self._named_parameters(), *self._named_buffers()]
+        self._authoritative_rank = self.common_rank(candidate)
+        broadcast([tensor for _, tensor in named], self.process_group, source=self._authoritative_rank)
+        self.require_forward_param_sync = True  # on all ranks, so that their next forwards have the same collectives
 
     # ---- Uneven inputs
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Return a context in which ranks may have unequal numbers of batches: ranks without one add zeros."""
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook that runs instead of forwards and backwards once this rank has no more batches."""
+        if self.buffer_hook is not None:
+            raise RuntimeError("join() does not support a buffer hook; use broadcast of buffers, which needs none.")
+        self._joins_uneven_inputs = True
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return DDPJoinHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the collectives that `Join` needs."""
-        return self._device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The ranks that may join."""
-        return self.process_group
 
     def _notify_joined_ranks(self) -> None:
         """Announce a forward to ranks without batches, and whether its backward is reduced. Collective."""
         work = Join.notify_join_context(self)
         if work is not None:
             work.wait()
-        counts = torch.tensor([float(self.reducer.sync), 1.0], device=self._device)
+        counts = torch.tensor([float(self.require_backward_grad_sync), 1.0], device=self.device)
         dist.all_reduce(counts, group=self.process_group)
         active = self.process_group.size() if self._divide_by_initial_world_size else max(1, int(counts[1].item()))
         self.reducer.set_divisor(active)
 
     def common_rank(self, candidate: int) -> int:
         """Return the highest rank that any rank proposes (-1: none). Collective."""
-        rank = torch.tensor([candidate], device=self._device)
+        rank = torch.tensor([candidate], device=self.device)
         dist.all_reduce(rank, dist.ReduceOp.MAX, group=self.process_group)
         return int(rank.item())
 
     # ---- State
 
     def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()  # type: ignore[no-untyped-call] # PyTorch's own: other groups cannot be restored
         state = self.__dict__.copy()
-        for name in ("process_group", "reducer", "_closing"):
+        for name in ("process_group", "reducer", "timeline", "_closing"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call] # nn.Module's own
+        nn.Module.__setstate__(self, state)  # PyTorch's would make its own Reducer
         self.process_group = _default_group()  # process groups cannot be pickled
         self._make_reducer()
 
     def _make_reducer(self, *, untrained: Mapping[str, Sequence[tuple[str, Tensor]]] | None = None) -> None:
         named = [(name, parameter) for name, parameter in self._named_parameters() if parameter.requires_grad]
-        if not named:
-            raise RuntimeError(
-                "DistributedDataParallel is not needed when a module has no parameter that requires a gradient."
-            )
         settings = ReducerSettings(
             bucket_cap_mb=self.bucket_cap_mb,
+            bucket_caps_mb=self.bucket_cap_mb_list,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             find_unused_parameters=(
                 "graph" if self.find_unused_parameters else "auto" if self.static_graph else "error"
             ),
             static_graph=self.static_graph,
             transport=self.transport,
-            timeout_seconds=_timeout_seconds(self.process_group, self._device),
+            timeout_seconds=_timeout_seconds(self.process_group, self.device),
         )
         self.reducer = Reducer(named, group=self.process_group, settings=settings, untrained=untrained)
+        self.timeline = Timeline(self.process_group.rank(), size_key="bucket_cap_mb", compressed="register_comm_hook")
         # Parameters outlive this wrapper, and their hooks hold the Reducer: without it they would wait for ranks.
         self._closing = weakref.finalize(self, self.reducer.close)
         self._closing.atexit = False
 
-    def synced_parameters(self) -> list[Tensor]:
-        """Return the parameters that are equal on all ranks: all that are not ignored."""
-        return [parameter for _, parameter in self._named_parameters()]
-
-    def synced_buffers(self) -> list[Tensor]:
-        """Return the buffers that are equal on all ranks: all that are not ignored."""
-        return [buffer for _, buffer in self._named_buffers()]
-
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        named = self.module.named_parameters()
-        return [(name, parameter) for name, parameter in named if name not in self.parameters_to_ignore]
+        ignored = self.parameters_to_ignore
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if name not in ignored]
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
-        named = self.module.named_buffers()
-        return [(name, buffer) for name, buffer in named if name not in self.parameters_to_ignore]
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call] # again: a step may replace a buffer
+        return list(self.named_module_buffers.items())
 
     # ---- Private methods of PyTorch's class that programs use
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Iterable[str]) -> None:
-        """Ignore the parameters and buffers called `names` in wrappers that are made of `module` later."""
-        module._ddp_params_and_buffers_to_ignore = set(names)  # type: ignore[assignment] # PyTorch's attribute
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return settings, sizes of buckets and times of this rank, under PyTorch's names where it has them.
+
+        Times are of the last sampled step, in nanoseconds; there are none on CUDA, where they would need a device sync.
+        Besides PyTorch's there are `gradient_arrival_times`, from the start of backward to each gradient in order, by
+        name, and `ideal_bucket_param_indices`, the buckets that this order would give.
+        """
+        reducer, plan = self.reducer, self.reducer.plan.buckets
+        parameters = reducer.parameters
+        backend = str(dist.get_backend(self.process_group))
+        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+        sizes = ", ".join(str(sum(parameters[i].nbytes for i in bucket.parameters)) for bucket in plan)
+        found: dict[str, Any] = {
+            "module_name": type(self.module).__name__,
+            "world_size": self.process_group.size(),
+            "rank": self.process_group.rank(),
+            "backend_name": backend,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "has_sync_bn": int(any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules())),
+            "dtypes": ", ".join(sorted({"float32": "float", "float64": "double"}.get(name, name) for name in dtypes)),
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_sizes": sizes,
+            "has_rebuilt_buckets": int(bool(reducer.buckets)),
+            "num_buckets_reduced": len(reducer.buckets),
+            "join_uneven_inputs": int(self._joins_uneven_inputs),
+            "iteration": 0,
+        }
+        if reducer.failure is not None:
+            found |= {"has_error": 1, "error": reducer.failure}
+        if backend == "gloo":
+            options: Any = self.process_group._get_backend(self.device).options
+            found["gloo_num_threads"] = options._threads
+        variables = _LOGGED_VARIABLES + (_LOGGED_VARIABLES_OF_GLOO if backend == "gloo" else ())
+        found |= {name.lower(): os.environ.get(name, "N/A") for name in variables}
+        if self._comm_hook_name is not None:
+            found["comm_hook"] = self._comm_hook_name
+        if reducer.buckets:
+            found["rebuilt_bucket_sizes"] = sizes
+            found["rebuilt_per_bucket_param_indices"] = _indices([bucket.parameters for bucket in plan])
+        steps = self.timeline.steady_steps()
+        if not steps:
+            return found
+        index = {entry.name: entry.index for entry in reducer.entries}
+        last = sorted(steps[-1].arrivals, key=steps[-1].arrivals.__getitem__)
+        found["prev_iteration_grad_ready_order_indices"] = ", ".join(str(index[name]) for name in last)
+        found["unused_parameter_size"] = sum(
+            p.nbytes for e, p in zip(reducer.entries, parameters, strict=True) if e.name not in last
+        )
+        if self.device.type == "cpu":
+            found["gradient_arrival_times"] = {name: int(1e9 * at) for name, at in self.timeline.arrivals().items()}
+            found |= logging_times(steps)
+        ideal = [[index[name] for name in names] for names in self.timeline.ideal_buckets()]
+        return found | {"ideal_bucket_param_indices": _indices(ideal)}
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Record the times of one in `sample_rate` steps after the first ten; the default is 100."""
+        if sample_rate < 1:
+            raise ValueError(f"the sample rate of the logging data must be at least 1, got {sample_rate}")
+        self._sample_rate = sample_rate
 
     def _set_static_graph(self) -> None:
         """Switch to `static_graph=True`; collective."""
@@ -331,8 +411,19 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._make_reducer()
 
     def _remove_autograd_hooks(self) -> None:
-        """Remove the hooks on parameters."""
+        """Reduce no backward any more."""
         self._closing()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise RuntimeError if the last backward did not complete."""
+        if self.reducer.is_open:
+            raise RuntimeError("Expected to have finished reduction in the prior iteration: no backward completed.")
+
+    def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:
+        raise _refused("_set_sparse_metadata")
+
+    def _update_process_group(self, new_process_group: object) -> NoReturn:
+        raise _refused("_update_process_group")
 
 
 class DDPJoinHook(JoinHook):
@@ -350,26 +441,17 @@ class DDPJoinHook(JoinHook):
             return
         if wrapper.forward_sync_buffers:
             wrapper.sync_buffers(candidate=-1)
-        with _preserved_gradients(wrapper.reducer.parameters):
+        parameters = wrapper.reducer.parameters
+        before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+        try:
             wrapper.reducer.reduce_zeros()
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient  # this rank will not zero those of the others
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Leave on every rank the state of one that had batches to the end."""
-        wrapper = self.wrapper
-        source = wrapper.common_rank(wrapper.process_group.rank() if is_last_joiner else -1)
-        broadcast([*wrapper.synced_parameters(), *wrapper.synced_buffers()], wrapper.process_group, source=source)
-        wrapper.buffers_may_differ = True  # on all ranks, so that their next forwards have the same collectives
-
-
-@contextmanager
-def _preserved_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Restore the gradients on exit: this rank will not zero those of the others."""
-    before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
+        self.wrapper.sync_state(candidate=self.wrapper.process_group.rank() if is_last_joiner else -1)
 
 
 def unreached_parameters(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> list[int]:
@@ -377,17 +459,13 @@ def unreached_parameters(outputs: Iterable[Tensor], parameters: Iterable[nn.Para
 
     Empty with a reentrant checkpoint, which hides the graph behind it.
     """
-    reached: set[int] = set()
-    seen: set[Any] = set()
-    waiting: list[Any] = []
-    for output in outputs:
-        if output.grad_fn is not None:
-            waiting.append(output.grad_fn)
-        elif output.requires_grad:
-            reached.add(id(output))  # a parameter that is itself an output
+    outputs = list(outputs)
+    reached = {id(output) for output in outputs if output.is_leaf and output.requires_grad}  # outputs themselves
+    seen: set[Any] = {None}
+    waiting: list[Any] = [output.grad_fn for output in outputs]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         if node.name() == HIDING_NODE:
@@ -399,10 +477,14 @@ def unreached_parameters(outputs: Iterable[Tensor], parameters: Iterable[nn.Para
     return [index for index, parameter in enumerate(parameters) if id(parameter) not in reached]
 
 
+def _indices(buckets: Iterable[Iterable[int]]) -> str:
+    return ", ".join(" ".join(map(str, bucket)) for bucket in buckets)
+
+
 def _process_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
     """Return the process group of the two arguments; by default the group of all ranks."""
     if device_mesh is None:
-        return process_group if process_group is not None else _default_group()
+        return process_group or _default_group()
     if process_group is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments. They name the same ranks.")
     if device_mesh.ndim != 1:
@@ -414,7 +496,11 @@ def _refuse(**arguments: object) -> None:
     """Raise ValueError for arguments that are given; the message names what to use instead."""
     for name, value in arguments.items():
         if value is not None and value is not False:
-            raise ValueError(f"{name} is not supported here; {_INSTEAD[name]}, or use PyTorch's own class.")
+            raise _refused(name)
+
+
+def _refused(name: str) -> ValueError:
+    return ValueError(f"{name} is not supported here; {_INSTEAD[name]}, or use PyTorch's own class.")
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -28,13 +28,10 @@ def whole_gradients(buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
     whole: list[Tensor] = []
     for bucket in buckets:
-        gradients = [entry.parameter.grad for entry in bucket.entries]
-        if bucket.contents is not None and all(
-            gradient is entry.view for gradient, entry in zip(gradients, bucket.entries, strict=True)
-        ):
+        if bucket.contents is not None and all(entry.parameter.grad is entry.view for entry in bucket.entries):
             whole.append(bucket.flat)
         else:
-            whole.extend(gradient for gradient in gradients if gradient is not None)
+            whole += [entry.parameter.grad for entry in bucket.entries if entry.parameter.grad is not None]
     return whole
 
 

@@ -33,7 +33,7 @@ from trainkit.distributed.failure_store import FailureStore
 from .bucket import Bucket, GradientEntry, LaunchQueue, ReducerSettings, Unused, make_buckets
 from .grad_norm import total_norm, whole_gradients
 from .reductions import BucketReductions, open_transport
-from .transport import CommunicationHook
+from .transport import CommunicationHook, ProcessGroupTransport
 from .unused_parameters import BucketFiller, FirstBackwardStats, UnusedParameters, make_plan
 
 __all__ = ["Reducer", "ReducerSettings", "Unused"]
@@ -42,17 +42,12 @@ MAX_NAMES = 8  # in a message
 
 
 class Reducer:
-    """Reduces the gradients of `named_parameters` over the ranks of `group`.
+    """Reduces the gradients of the trained `named_parameters` over the ranks of `group`.
 
-    The caller marks each backward with `session`, or calls `start_on_hook` from a hook of the backward.
-
-    Args:
-        named_parameters: The trained parameters.
-        group: The ranks.
-        settings: Size and transport of buckets, and the treatment of unused parameters.
-        failure_store: Where ranks publish why they fail; `None`: a store for this Reducer alone.
-        untrained: Other tensors that must be the same on all ranks, by kind.
-
+    The caller marks each backward that is reduced with `session`, calls `start_on_hook` from a hook of the backward, or
+    announces it with `prepare_for_backward`; any other only accumulates gradients on this rank. Ranks publish why they
+    fail in `failure_store`; without it in a store for this Reducer alone. `untrained` holds other tensors that must be
+    the same on all ranks, by kind.
     """
 
     def __init__(
@@ -72,38 +67,34 @@ class Reducer:
         self.device = _only_device(self.parameters)
         token = check_same_model({"parameter": named_parameters, **(untrained or {})}, group)
         self.failure_store = failure_store or FailureStore(group, token=token)
-        self.transport = open_transport(
-            self.settings.transport,
-            group=group,
-            failure_store=self.failure_store,
-            device=self.device,
-            timeout_seconds=self.settings.timeout_seconds,
+        collective = ProcessGroupTransport(
+            group, failure_store=self.failure_store, device=self.device, timeout_seconds=self.settings.timeout_seconds
         )
-        self.reductions = BucketReductions(
-            group, settings=self.settings, failure_store=self.failure_store, device=self.device
-        )
+        self.transport = open_transport(self.settings.transport, collective)
+        self.reductions = BucketReductions(self.settings, collective)
         scale = 1.0 / self.world_size if self.settings.average else 1.0
         self.filler = BucketFiller(scale=scale, as_view=self.settings.gradient_as_bucket_view)
         self.plan = make_plan(self.entries, settings=self.settings)
         self.buckets: list[Bucket] = []  # made at the end of the first backward
-        self.sync = True  # reduce backwards; read when gradients arrive
+        self.expects_backward = False  # the next backward is reduced, though no session or hook may have started it
         self.step = 0  # reductions so far
         self.after_bucket: Callable[[Bucket], None] | None = None  # called with each reduced bucket, in backward
-        self.after_step: Callable[[Reducer], None] | None = None
+        self.after_step: list[Callable[[Reducer], None]] = []
+        self.awaited: list[torch.futures.Future[Any]] = []  # waited for at the end of the backward
         self.waited_seconds = 0.0  # after backward, in all steps
         self.began_at = self.backward_ended_at = self.ended_at = 0.0  # seconds of time.perf_counter
-        self._open = False
-        self._fast = False  # open, buckets exist, and the first gradient has arrived
+        self.arrived_at: list[float] = []  # time.perf_counter of each gradient in a step that is recorded; 0.0: none
+        self.is_open = False  # True while a backward is expected or under way
+        self._has_begun = False  # open, and the first gradient has arrived
+        self._fast = False  # open, buckets exist, and nothing but the buckets waits for gradients
         self._queue = LaunchQueue(self._launch)
         self._num_completed = 0  # buckets whose results are in the gradients
         self._first_backward = FirstBackwardStats(self.entries, settings=self.settings)
+        divisor = 1 if self.settings.average else self.world_size
         self._unused = UnusedParameters(
-            self.entries,
-            filler=self.filler,
-            queue=self._queue,
-            accumulated_divisor=1 if self.settings.average else self.world_size,
+            self.entries, filler=self.filler, queue=self._queue, accumulated_divisor=divisor
         )
-        self._broken: str | None = None
+        self.failure: str | None = None  # why nothing can be reduced any more
         self._handles = [
             entry.parameter.register_post_accumulate_grad_hook(self._make_hook(entry)) for entry in self.entries
         ]
@@ -111,15 +102,11 @@ class Reducer:
     # ---- Backward passes
 
     @contextmanager
-    def session(self, *, sync: bool = True) -> Iterator[None]:
-        """Reduce the backward in this context at its end, or only accumulate with `sync=False`. Collective if `sync`.
+    def session(self) -> Iterator[None]:
+        """Reduce the backward in this context at its end. Collective.
 
         An exception closes the session; if buckets had been launched, it is published to the other ranks.
         """
-        if not sync:
-            with self.no_sync():
-                yield
-            return
         self.start()
         try:
             yield
@@ -131,16 +118,16 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate gradients on this rank; the next reduction includes the sum."""
-        before, self.sync = self.sync, False
         self._unused.pre_divide_accumulated()
-        try:
-            yield
-        finally:
-            self.sync = before
+        yield
+
+    def prepare_for_backward(self, _: object = None) -> None:
+        """Reduce the next backward, from its first gradient on, also if it does not reach the outputs."""
+        self.expects_backward = True
 
     def start_on_hook(self, unused: Sequence[int] = ()) -> None:
         """Reduce the backward under way when it ends; called from one of its hooks."""
-        if self._open or not self.sync:
+        if self.is_open:
             return
         self.start()
         self.mark_unused(unused)
@@ -148,9 +135,10 @@ class Reducer:
 
     def start(self) -> None:
         """Prepare for a backward that is reduced."""
-        if self._broken is not None:
-            raise RuntimeError(f"gradients cannot be reduced any more: {self._broken}")
-        self._open, self._num_completed = True, 0
+        if self.failure is not None:
+            raise RuntimeError(f"gradients cannot be reduced any more: {self.failure}")
+        self.is_open, self._has_begun, self._num_completed = True, False, 0
+        self.arrived_at = [0.0] * len(self.entries) if self.after_step else []
         self.began_at = time.perf_counter()
         self._queue.reset(self.buckets)
         if not self.buckets:
@@ -163,7 +151,7 @@ class Reducer:
     def mark_unused(self, unused: Sequence[int]) -> None:
         """Do not wait for the parameters with the indices `unused` in the backward under way."""
         self._unused.marked_unused.update(unused)
-        if self._fast:
+        if self.buckets and self._has_begun:
             self._unused.fill_unused()
 
     def finish(self) -> None:
@@ -175,33 +163,33 @@ class Reducer:
         try:
             if not self.buckets:
                 self._build_buckets()
-            elif not self._fast:
+            else:
                 self._unused.fill_unused()
             if not self._queue.is_complete:
                 self._fill_missing()
             self.reductions.run_hooks(self.buckets)
             for bucket in self.buckets[self._num_completed :]:
                 self._complete(bucket)
+            for future in self.awaited:
+                future.wait()
+            self.awaited.clear()
         except BaseException as error:
-            self._broken = str(error)
+            self.failure = str(error)
             raise
         finally:
-            self._open = self._fast = False
+            self.is_open = self._fast = self.expects_backward = False
             self._unused.finish()
         self.step += 1
         self.ended_at = time.perf_counter()
         self.waited_seconds += self.ended_at - self.backward_ended_at
-        if self.after_step is not None:
-            self.after_step(self)
+        for record in self.after_step:
+            record(self)
 
     def abort(self, error: BaseException | None = None) -> None:
         """Discard the backward under way; launched buckets break the Reducer, and the other ranks learn why."""
-        launched = self._queue.next > 0 and self.world_size > 1
-        self._open = self._fast = False
-        if launched:
-            self.publish_failure(
-                f"{type(error).__name__}: {error}" if error is not None else "a backward did not complete"
-            )
+        self.is_open = self._fast = False
+        if self._queue.next > 0 and self.world_size > 1:
+            self.publish_failure("a backward did not complete" if error is None else f"{type(error).__name__}: {error}")
 
     def reduce_zeros(self) -> None:
         """Take part in the reduction of the other ranks' backward with zeros. Collective."""
@@ -212,17 +200,12 @@ class Reducer:
         finally:
             self._unused.is_shadow = False
 
-    @property
-    def is_open(self) -> bool:
-        """True while a backward is expected or under way."""
-        return self._open
-
     # ---- Settings and results
 
     def publish_failure(self, why: str) -> None:
         """Publish to the other ranks, waiting or not, that this one stops and why."""
         message = f"rank {self.group.rank()} failed in step {self.step}: {why}"
-        self._broken = message
+        self.failure = message
         self.failure_store.publish(message)
         self.transport.fail(message)
 
@@ -233,7 +216,7 @@ class Reducer:
 
     def set_divisor(self, divisor: int) -> None:
         """Divide the next sums over ranks by `divisor`; without effect if a hook is registered."""
-        if not self.reductions.has_hook:
+        if self.reductions.hook is None:
             self.filler.scale = 1.0 / divisor
 
     def gradient_norm(self) -> Tensor:
@@ -254,11 +237,13 @@ class Reducer:
         filler, as_view, multiply = self.filler, self.filler.as_view, torch.mul
 
         def on_gradient(parameter: Tensor) -> None:
-            if not (self._fast and self.sync) and not self._should_bucket(entry):
+            if not self._fast and not self._should_bucket(entry):
                 return
             entry.remaining -= 1
             if entry.remaining:
-                self._count_extra_use(entry)
+                entry.used_this_backward = True
+                if entry.remaining < 0:
+                    self._raise_marked_twice(entry)
                 return
             gradient, view = parameter.grad, entry.view
             if view is None or gradient is None or gradient.requires_grad:
@@ -290,36 +275,37 @@ class Reducer:
         return on_cuda_gradient
 
     def _should_bucket(self, entry: GradientEntry) -> bool:
-        """Return True if a gradient belongs in a bucket: not in no_sync, and not in the first backward.
+        """Return True if a gradient belongs in a bucket: the backward is reduced, and it is not the first.
 
         The first such gradient fills the entries marked as unused. Before it there may be nothing to reduce at all:
         `torch.autograd.grad` gives no parameter a gradient.
         """
-        if not self.sync:
-            entry.used_this_backward, entry.accumulated = True, False
-            self.filler.move_into_bucket(entry)
-            return False
-        if not self._open:
+        if not self.is_open:
+            if not self.expects_backward:  # in no_sync, or of a forward of the module itself
+                entry.used_this_backward, entry.accumulated = True, False
+                self.filler.move_into_bucket(entry)
+                return False
             self.start_on_hook()
+        self._has_begun = True
+        if self.arrived_at:
+            self.arrived_at[entry.index] = time.perf_counter()
         if self.buckets:
-            self._fast = True
+            self._fast = not self.arrived_at
             self._unused.fill_unused()
             return True
-        fires = self._first_backward.record(entry)
-        if fires > 1 and self.settings.find_unused_parameters == "error" and not self.settings.static_graph:
+        if (
+            self._first_backward.record(entry) > 1
+            and self.settings.find_unused_parameters == "error"
+            and not self.settings.static_graph
+        ):
             self._raise_marked_twice(entry)
         return False
 
-    def _count_extra_use(self, entry: GradientEntry) -> None:
-        entry.used_this_backward = True
-        if entry.remaining < 0:
-            self._raise_marked_twice(entry)
-
     def _finish_on_hook(self) -> None:
         """Finish at the end of the backward, unless it gave no parameter a gradient (`torch.autograd.grad`)."""
-        if not self._open:
+        if not self.is_open:
             return
-        if self._fast if self.buckets else self._first_backward.num_fired > 0:
+        if self._has_begun:
             self.finish()
         else:
             self.abort()
@@ -364,7 +350,7 @@ class Reducer:
             self.transport,
             where=f"backward of step {self.step}, bucket {bucket.index} of {len(self.buckets)}",
             is_last=bucket.index == len(self.buckets) - 1,
-            timed=self.after_step is not None,
+            timed=bool(self.after_step),
         )
 
     def _complete(self, bucket: Bucket) -> None:
@@ -379,37 +365,28 @@ class Reducer:
     # ---- Errors
 
     def _check_unused(self, unused: Sequence[GradientEntry]) -> None:
-        if self.settings.find_unused_parameters == "error" and unused and not self._unused.is_shadow:
-            self._raise(unused_parameters_message(unused, num_parameters=len(self.entries)))
+        if self.settings.find_unused_parameters != "error" or not unused or self._unused.is_shadow:
+            return
+        names = ", ".join(repr(entry.name) for entry in unused[:MAX_NAMES])
+        more = f" and {len(unused) - MAX_NAMES} more" if len(unused) > MAX_NAMES else ""
+        self._raise(
+            f"{len(unused)} of {len(self.entries)} parameters got no gradient in this backward: {names}{more}. They "
+            "took no part in the loss; set find_unused_parameters=auto (in the drop-in DistributedDataParallel: "
+            "find_unused_parameters=True)."
+        )
 
     def _raise_marked_twice(self, entry: GradientEntry) -> NoReturn:
-        self._raise(marked_ready_twice_message(entry, has_changed=self.settings.static_graph and bool(self.buckets)))
+        changed = "Your training graph has changed in this iteration, which static_graph=True rules out: "
+        self._raise(
+            f"{changed if self.settings.static_graph and self.buckets else ''}parameter {entry.name!r} was marked "
+            f"ready twice in one backward ({entry.expected} expected). Expected to mark a variable ready only once. "
+            "This happens when a reentrant checkpoint runs a module several times, or when one forward's graph is run "
+            "backward in parts; with static_graph=True the number of times is learned from the first step."
+        )
 
     def _raise(self, why: str) -> NoReturn:
         self.publish_failure(why)
         raise RuntimeError(why)
-
-
-def marked_ready_twice_message(entry: GradientEntry, *, has_changed: bool) -> str:
-    """Return the error of a parameter that was ready before; `has_changed`: it differs from a static graph's step 0."""
-    changed = "Your training graph has changed in this iteration, which static_graph=True rules out: "
-    return (
-        f"{changed if has_changed else ''}parameter {entry.name!r} was marked ready twice in one backward "
-        f"({entry.expected} expected). Expected to mark a variable ready only once. This happens when a "
-        "reentrant checkpoint runs a module several times, or when one forward's graph is run backward in "
-        "parts; with static_graph=True the number of times is learned from the first step."
-    )
-
-
-def unused_parameters_message(entries: Sequence[GradientEntry], *, num_parameters: int) -> str:
-    """Return the error of parameters that took no part in the loss."""
-    names = ", ".join(repr(entry.name) for entry in entries[:MAX_NAMES])
-    more = f" and {len(entries) - MAX_NAMES} more" if len(entries) > MAX_NAMES else ""
-    return (
-        f"{len(entries)} of {num_parameters} parameters got no gradient in this backward: {names}{more}. They took no "
-        "part in the loss; set find_unused_parameters=auto (in the drop-in DistributedDataParallel: "
-        "find_unused_parameters=True)."
-    )
 
 
 def _only_device(parameters: Sequence[nn.Parameter]) -> torch.device:

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-
-from trainkit.distributed.failure_store import FailureStore
 
 from .bucket import Bucket, GradBucket, ReducerSettings
 from .shared_memory import SharedMemoryTransport, why_no_shared_memory
@@ -20,58 +17,51 @@ logger = logging.getLogger(__name__)
 
 
 class BucketReductions:
-    """Starts the reductions of buckets, and leaves their results in the gradients."""
+    """Starts the reductions of buckets, and leaves their results in the gradients.
 
-    def __init__(
-        self, group: dist.ProcessGroup, *, settings: ReducerSettings, failure_store: FailureStore, device: torch.device
-    ) -> None:
-        self.settings, self.failure_store, self.device = settings, failure_store, device
-        self.world_size = group.size()
-        self.collective = ProcessGroupTransport(
-            group, failure_store=failure_store, device=device, timeout_seconds=settings.timeout_seconds
-        )
+    `collective` reduces what the buckets' transport does not: sparse gradients, and flags beside a hook.
+    """
+
+    def __init__(self, settings: ReducerSettings, collective: ProcessGroupTransport) -> None:
+        self.settings, self.collective = settings, collective
+        self.device, self.world_size = collective.device, collective.group.size()
         self._uses_flags = settings.find_unused_parameters != "error"
-        self._hook: CommunicationHook | None = None
+        self.hook: CommunicationHook | None = None
         self._hook_state: Any = None
 
     def register_hook(self, state: Any, hook: CommunicationHook) -> None:
         """Reduce the buckets by `hook(state, bucket)`, which leaves the mean over ranks. Once, before training."""
-        if self._hook is not None:
+        if self.hook is not None:
             raise RuntimeError("a communication hook is already registered; there can be only one")
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {type(hook).__name__}")
-        self._hook, self._hook_state = hook, state
-
-    @property
-    def has_hook(self) -> bool:
-        """True if a communication hook reduces the buckets."""
-        return self._hook is not None
+        self.hook, self._hook_state = hook, state
 
     def start(self, bucket: Bucket, transport: Transport, *, where: str, is_last: bool, timed: bool) -> None:
         """Start to reduce a filled bucket; `where` names the place in errors."""
         bucket.launched_at = time.perf_counter()
-        if bucket.streams:
-            self._order_streams(bucket)
+        if bucket.streams:  # that have written gradients
+            current = torch.cuda.current_stream(self.device)
+            for stream in bucket.streams - {current}:
+                current.wait_stream(stream)
+            bucket.streams.clear()
         if bucket.contents is None:
             self._start_sparse(bucket, where)
             return
         if self._uses_flags:
             _set_flags(bucket)
-        if self._hook is None:
+        if self.hook is None:
             bucket.reduction = transport.start(bucket.index, where=where, timed=timed)
             return
         if self._uses_flags:  # a hook reduces the gradients only
             bucket.flags = self.collective.start_tensor(bucket.used_flags, where=where)
-        bucket.pending_hook = PendingHook(
-            self._hook(self._hook_state, GradBucket(bucket, is_last=is_last)),
-            where=where,
-            failure_store=self.failure_store,
-            timeout_seconds=self.settings.timeout_seconds,
-        )
+        returned = self.hook(self._hook_state, GradBucket(bucket, is_last=is_last))
+        store, seconds = self.collective.failure_store, self.settings.timeout_seconds
+        bucket.pending_hook = PendingHook(returned, where=where, failure_store=store, timeout_seconds=seconds)
 
     def run_hooks(self, buckets: Sequence[Bucket]) -> None:
         """Advance all hooks in turn until they have ended, so that every rank has the same order of collectives."""
-        if self._hook is None:
+        if self.hook is None:
             return
         running = [bucket for bucket in buckets if bucket.pending_hook is not None]
         waiting = running
@@ -113,18 +103,10 @@ class BucketReductions:
                 check_invariants=False,  # explicit, since torch warns of its default
             )
         gradient = gradient.coalesce()
-        if self._hook is not None and self.settings.average:  # sparse gradients bypass the hook, which would divide
+        if self.hook is not None and self.settings.average:  # sparse gradients bypass the hook, which would divide
             gradient = gradient / self.world_size
         entry.parameter.grad = gradient
         bucket.reduction = self.collective.start_tensor(gradient, where=where)
-
-    def _order_streams(self, bucket: Bucket) -> None:
-        """Order the collective after the writes of gradients on other streams."""
-        current = torch.cuda.current_stream(self.device)
-        for stream in bucket.streams:
-            if stream != current:
-                current.wait_stream(stream)
-        bucket.streams.clear()
 
     def _restore_unused(self, bucket: Bucket) -> None:
         """Restore the gradient of each parameter that no rank used, and set the result for the others."""
@@ -176,37 +158,27 @@ def _set_flags(bucket: Bucket) -> None:
 
 def _copy_back(bucket: Bucket) -> None:
     """Copy the bucket's result to gradients that are not views of it."""
-    gradients, views = [], []
-    for position, entry in enumerate(bucket.entries):
-        gradient = entry.parameter.grad
-        if gradient is not None and entry.view is not None and position not in bucket.unused:
-            gradients.append(gradient)
-            views.append(entry.view)
-    if gradients:
+    used = [entry for position, entry in enumerate(bucket.entries) if position not in bucket.unused]
+    pairs = [(e.parameter.grad, e.view) for e in used if e.parameter.grad is not None and e.view is not None]
+    if pairs:
+        gradients, views = zip(*pairs, strict=True)
         with torch.no_grad():
             torch._foreach_copy_(gradients, views)
 
 
-def open_transport(
-    name: TransportName,
-    *,
-    group: dist.ProcessGroup,
-    failure_store: FailureStore,
-    device: torch.device,
-    timeout_seconds: float,
-) -> Transport:
-    """Return the transport called `name`; "auto": shared memory where it works, else the process group. Collective."""
-    process_group = ProcessGroupTransport(
-        group, failure_store=failure_store, device=device, timeout_seconds=timeout_seconds
-    )
+def open_transport(name: TransportName, process_group: ProcessGroupTransport) -> Transport:
+    """Return the transport called `name` of the ranks of `process_group`. Collective.
+
+    "auto" is shared memory where it works, else the process group.
+    """
+    group, device = process_group.group, process_group.device
     if name == "process_group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
         return process_group
     reason = why_no_shared_memory(group, device)
     if reason is None:
         # Pages are taken bucket by bucket, as gradients move in and free their own: there are never two full sets.
-        return SharedMemoryTransport(
-            group, failure_store=failure_store, timeout_seconds=timeout_seconds, preallocate=False
-        )
+        store, seconds = process_group.failure_store, process_group.timeout_seconds
+        return SharedMemoryTransport(group, failure_store=store, timeout_seconds=seconds, preallocate=False)
     if name == "shared_memory":
         raise ValueError(f'transport="shared_memory" cannot work here: {reason}. Use transport="auto".')
     if group.rank() == 0:

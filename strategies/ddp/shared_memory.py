@@ -81,7 +81,7 @@ class SharedMemoryTransport(Transport):
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Return one flat tensor of zeros for each (elements, dtype), in memory that all ranks map."""
         self.close()
-        self._extents, end = [], _header_bytes(len(sizes))
+        self._extents, end = [], _round_up(NONCE_BYTES + MESSAGE_BYTES + 24 * len(sizes), 4096)  # behind the counters
         for numel, dtype in sizes:
             start, end = end, end + _round_up(numel * dtype.itemsize, LINE_BYTES)
             self._extents.append((start, end))
@@ -89,7 +89,9 @@ class SharedMemoryTransport(Transport):
         self.peers = [PeerMemory(rank, *shared) for rank, shared in enumerate(regions)]
         self.buckets = []
         for number, ((numel, dtype), (offset, _)) in enumerate(zip(sizes, self._extents, strict=True)):
-            flats = [_tensor_in(peer.region, offset, numel, dtype) for peer in self.peers]
+            flats = [torch.empty(0, dtype=dtype) for _ in self.peers]  # frombuffer rejects sizes of 0
+            if numel:
+                flats = [torch.frombuffer(p.region, dtype=dtype, count=numel, offset=offset) for p in self.peers]
             self.buckets.append(self.make_bucket(number, flats))
         return [bucket.flat for bucket in self.buckets]
 
@@ -122,11 +124,6 @@ class SharedMemoryTransport(Transport):
         """Sum this rank's shard of every bucket that all ranks have filled."""
         if self.under_way:
             self.under_way = [bucket for bucket in self.under_way if not self._sum_if_filled(bucket)]
-
-    def summed_at(self, bucket: SharedBucket) -> float:
-        """Return when the last rank had summed its shard of a finished bucket, in seconds of time.perf_counter."""
-        place = 2 * len(self.buckets) + bucket.number
-        return max(peer.counters[place] for peer in self.peers) / 1e9
 
     def is_done(self, bucket: SharedBucket) -> bool:
         """Return True if every rank has summed its shard in the bucket's latest round."""
@@ -202,7 +199,8 @@ class BucketWork:
     def check_peers(self, *, waited: float) -> None:
         """Raise RankError if a rank has failed, is gone, or has been waited for too long; `waited` in seconds."""
         self._check_processes()
-        self._check_store(waited)
+        store, limit = self.transport.failure_store, self.transport.timeout_seconds
+        store.check(where=self.where, waited=waited, timeout_seconds=limit)
 
     def wait(self) -> None:
         """Return once every rank has summed its shard."""
@@ -214,7 +212,8 @@ class BucketWork:
             os.sched_yield()
         else:
             self._sleep_until_done()
-        self.finished_at = transport.summed_at(bucket)
+        summed_at = 2 * len(transport.buckets) + bucket.number  # written by each rank
+        self.finished_at = max(peer.counters[summed_at] for peer in transport.peers) / 1e9
 
     def _sleep_until_done(self) -> None:
         transport = self.transport
@@ -225,13 +224,12 @@ class BucketWork:
             transport.progress()
             time.sleep(NAP_SECONDS)
             now = time.monotonic()
-            if now >= next_processes:
+            if now >= next_store:
+                next_store, noted = now + STORE_SECONDS, True
+                self.check_peers(waited=now - start)
+            elif now >= next_processes:
                 next_processes = now + PEER_SECONDS
                 self._check_processes()
-            if now >= next_store:
-                next_store = now + STORE_SECONDS
-                self._check_store(now - start)
-                noted = True
         if noted:
             transport.failure_store.note_waiting("")
 
@@ -243,10 +241,6 @@ class BucketWork:
                 cause = self.transport.failure_store.root_cause() or f"rank {peer.rank} (pid {peer.pid}) is gone"
             if cause:
                 raise stopped(self.where, cause)
-
-    def _check_store(self, waited: float) -> None:
-        transport = self.transport
-        transport.failure_store.check(where=self.where, waited=waited, timeout_seconds=transport.timeout_seconds)
 
 
 class PeerMemory:
@@ -273,7 +267,9 @@ class PeerMemory:
     def is_gone(self) -> bool:
         if self.pidfd is None:
             return not os.path.exists(f"/proc/{self.pid}")
-        return bool(select.select([self.pidfd], [], [], 0)[0])  # readable once the process has ended
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))  # readable once the process has ended
 
     def close(self) -> None:
         if self.pidfd is not None:
@@ -299,31 +295,31 @@ def share_regions(group: dist.ProcessGroup, num_bytes: int, *, preallocate: bool
     system and lives as long as its mappings, so a killed process leaves nothing behind.
     Raises `SharedMemoryError` on every rank, with the first rank's reason, if one of them fails.
     """
-    fd = -1
+    own = _make_region(num_bytes, preallocate)
     try:
-        own, fd = _make_region(num_bytes, preallocate)
         regions = gather(own, group)
         _raise_first_problem([region.problem for region in regions])
         mappings, problem = _map_all(regions, num_bytes, preallocate)
         # Also a barrier: every rank has mapped this one's memory before its descriptor is closed.
         _raise_first_problem(gather(problem, group))
     finally:
-        if fd >= 0:
-            os.close(fd)
+        if own.fd >= 0:
+            os.close(own.fd)
     return [(region.pid, mapping) for region, mapping in zip(regions, mappings, strict=True)]
 
 
-def _make_region(num_bytes: int, preallocate: bool) -> tuple[SharedRegion, int]:
+def _make_region(num_bytes: int, preallocate: bool) -> SharedRegion:
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return SharedRegion(problem=f"the order of stores is unknown on {platform.machine()}"), -1
+        return SharedRegion(problem=f"the order of stores is unknown on {platform.machine()}")
     if not hasattr(os, "memfd_create"):
-        return SharedRegion(problem=f"{platform.system()} has no memfd_create"), -1
+        return SharedRegion(problem=f"{platform.system()} has no memfd_create")
     nonce = secrets.token_bytes(NONCE_BYTES)
     fd = -1
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             host = file.read().strip()
         fd = os.memfd_create("trainkit-gradients", os.MFD_CLOEXEC)
+        os.fchmod(fd, 0o600)
         os.ftruncate(fd, num_bytes)
         if preallocate:
             os.posix_fallocate(fd, 0, num_bytes)  # an error now rather than a SIGBUS later
@@ -331,8 +327,8 @@ def _make_region(num_bytes: int, preallocate: bool) -> tuple[SharedRegion, int]:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        return SharedRegion(problem=f"no shared memory of {num_bytes} bytes: {error}"), -1
-    return SharedRegion(host, os.getpid(), fd, nonce), fd
+        return SharedRegion(problem=f"no shared memory of {num_bytes} bytes: {error}")
+    return SharedRegion(host, os.getpid(), fd, nonce)
 
 
 def _map_all(regions: list[SharedRegion], num_bytes: int, preallocate: bool) -> tuple[list[mmap.mmap], str | None]:
@@ -361,16 +357,6 @@ def _raise_first_problem(problems: list[str | None]) -> None:
     for problem in problems:
         if problem is not None:
             raise SharedMemoryError(problem)
-
-
-def _header_bytes(num_buckets: int) -> int:
-    return _round_up(NONCE_BYTES + MESSAGE_BYTES + 24 * num_buckets, 4096)
-
-
-def _tensor_in(region: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-    if numel == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(region, dtype=dtype, count=numel, offset=offset)
 
 
 def _shards(flats: list[Tensor], owner: int) -> list[list[Tensor]]:

@@ -30,47 +30,7 @@ from .reducer import Reducer, ReducerSettings, Unused
 from .timeline import OverlapMeter, Timeline
 from .transport import CommunicationHook, TransportName
 
-
-class BucketwiseOptimizer:
-    """Steps an optimizer for the parameters of a bucket as soon as that is reduced.
-
-        bucket 0   reduced | step
-        bucket 1             reduced | step        the step of one bucket hides behind the next one's reduction
-
-    On the CPU this runs inside backward. Hooks on the optimizer's step run once for each bucket.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._home = {id(p): index for index, params in enumerate(self._groups) for p in params}
-        self._parts: dict[int, list[list[nn.Parameter]]] = {}  # by bucket: its parameters in each group
-
-    def step(self, bucket: Bucket) -> None:
-        """Update the bucket's parameters."""
-        parts = self._parts.get(bucket.index)
-        if parts is None:
-            parts = self._parts[bucket.index] = self._split(bucket)
-        groups = self.optimizer.param_groups
-        try:
-            for group, part in zip(groups, parts, strict=True):
-                group["params"] = part
-            self.optimizer.step()
-        finally:
-            for group, params in zip(groups, self._groups, strict=True):
-                group["params"] = params
-
-    def _split(self, bucket: Bucket) -> list[list[nn.Parameter]]:
-        parts: list[list[nn.Parameter]] = [[] for _ in self._groups]
-        for entry in bucket.entries:
-            home = self._home.get(id(entry.parameter))
-            if home is not None:
-                parts[home].append(entry.parameter)
-        return parts
-
-
 logger = logging.getLogger(__name__)
-
 _FIND_UNUSED = ("auto", "error", "graph")
 _TRANSPORTS = ("auto", "shared_memory", "process_group")
 _NO_CONTEXT = nullcontext()
@@ -103,7 +63,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             on CUDA after it.
         broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
         record_timeline: Record when each bucket was ready, started and done: every rank writes the last 200 steps to
-            timeline_rank_<k>.json, for ui.perfetto.dev; rank 0 logs a picture and advice.
+            timeline_rank_<k>.json, for ui.perfetto.dev; rank 0 draws one in the report and logs advice.
         timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
         launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
@@ -111,7 +71,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     """
 
-    auto_micro_batch = False
+    supports_auto_micro_batch = True
 
     def __init__(
         self,
@@ -135,18 +95,9 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         launcher: str = "local",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        ranks = RankSettings(devices, device, timeout_seconds, backend, launcher, process_group)
         super().__init__(
-            RankSettings(
-                devices=devices,
-                device=device,
-                timeout_seconds=timeout_seconds,
-                backend=backend,
-                launcher=launcher,
-                process_group=process_group,
-            ),
-            accumulate=accumulate,
-            micro_batch_size=micro_batch_size,
-            broadcast_buffers=broadcast_buffers,
+            ranks, accumulate=accumulate, micro_batch_size=micro_batch_size, broadcast_buffers=broadcast_buffers
         )
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise UserError(f"bucket_cap_mb must be above 0 MiB, got {bucket_cap_mb}.")
@@ -166,7 +117,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         )
         self.comm_hook = make_comm_hook(comm_hook, state=comm_hook_state, options=comm_hook_options)
         self.optimizer_in_backward = optimizer_in_backward
-        if self._is_auto and (self.comm_hook is not None or optimizer_in_backward):
+        if self.auto_micro_batch and (self.comm_hook is not None or optimizer_in_backward):
             raise UserError(
                 "micro_batch_size=auto repeats a step that runs out of memory, which is not possible with "
                 "optimizer_in_backward=true or a comm_hook; set strategy.micro_batch_size to a number."
@@ -185,16 +136,15 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Make the Reducer of all trained parameters, or of those of a phase; collective."""
         named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
+        own = {id(p) for p in phase_optimizer.parameters}
         if phase_optimizer.phase:
-            own = {id(p) for p in phase_optimizer.parameters}
             named = [(name, p) for name, p in named if id(p) in own]
-        self.reducer = Reducer(
-            named, group=self.comm.group, settings=self.settings, failure_store=self.comm.failure_store
-        )
+        comm = self.comm
+        self.reducer = Reducer(named, group=comm.group, settings=self.settings, failure_store=comm.failure_store)
         self._reducers[phase_optimizer.phase] = self.reducer
-        self._trains_all = {id(p) for p in phase_optimizer.parameters} == {id(p) for _, p in named}
+        self._trains_all = own == {id(p) for _, p in named}
         if self.comm_hook is not None:
-            state = self.comm_hook.state(self.comm.group)
+            state = self.comm_hook.state(comm.group)
             self.reducer.register_hook(state, self.comm_hook.hook)
             self._averaging = state if isinstance(state, PeriodicAveraging) else None
         if phase_optimizer.phase and (self._averaging is not None or self.optimizer_in_backward):
@@ -203,21 +153,17 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "Set strategy.optimizer_in_backward=false strategy.comm_hook=none."
             )
         if self.optimizer_in_backward:
-            self._step_in_backward(phase_optimizer)
+            if phase_optimizer.clip.limits or phase_optimizer.skip_nonfinite or self.precision.scaler:
+                raise UserError(
+                    "optimizer_in_backward=true updates parameters before all gradients are known, but max_grad_norm, "
+                    "max_grad_value, on_nonfinite=skip and fp16-mixed need all of them. Set "
+                    "strategy.optimizer_in_backward=false, or omit those."
+                )
+            self._bucketwise = BucketwiseOptimizer(phase_optimizer.optimizer)
+            self.reducer.after_bucket = self._bucketwise.step
         if self.record_timeline:
             self.timeline = self.timeline or self._new_timeline()
-            self.reducer.after_step = self.timeline.record
-
-    def _step_in_backward(self, phase_optimizer: PhaseOptimizer) -> None:
-        assert self.reducer is not None
-        if phase_optimizer.clip.limits or phase_optimizer.skip_nonfinite or self.precision.scaler:
-            raise UserError(
-                "optimizer_in_backward=true updates parameters before all gradients are known, but max_grad_norm, "
-                "max_grad_value, on_nonfinite=skip and fp16-mixed need all of them. Set "
-                "strategy.optimizer_in_backward=false, or omit those."
-            )
-        self._bucketwise = BucketwiseOptimizer(phase_optimizer.optimizer)
-        self.reducer.after_bucket = self._bucketwise.step
+            self.reducer.after_step.append(self.timeline.record)
 
     def publish_failure(self, why: str) -> None:
         """Publish to the other ranks why this one stops."""
@@ -229,7 +175,14 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def teardown(self) -> None:
         """Remove the hooks on parameters and leave the group; may be called twice."""
         if self.timeline is not None:
-            self._close_timeline(self.timeline)
+            if self.log_dir is not None:
+                self.timeline.write(Path(self.log_dir) / f"timeline_rank_{self.comm.rank}.json")
+            if self.comm.is_main:
+                figure = self.timeline.figure(strategy=type(self).__name__)
+                if figure is not None and self.log_dir is not None:
+                    figure.write(Path(self.log_dir))
+                for line in self.timeline.summary():
+                    logger.info("%s", line)
         self.timeline = None
         super().teardown()  # publishes a failure of this rank, through the Reducer
         for reducer in self._reducers.values():
@@ -237,18 +190,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._reducers, self.reducer = {}, None
 
     def _new_timeline(self) -> Timeline:
-        return Timeline(rank=self.comm.rank)
-
-    def _close_timeline(self, timeline: Timeline) -> None:
-        """Write the trace; on rank 0 also write the figure and log the summary."""
-        if self.log_dir is not None:
-            timeline.write(Path(self.log_dir) / f"timeline_rank_{self.comm.rank}.json")
-        if self.comm.is_main:
-            figure = timeline.figure(strategy=type(self).__name__)
-            if figure is not None and self.log_dir is not None:
-                figure.write(Path(self.log_dir))
-            for line in timeline.summary():
-                logger.info("%s", line)
+        return Timeline(self.comm.rank)
 
     # ---- A step
 
@@ -272,7 +214,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def start_overlap_profile(self) -> None:
         """Start to measure how much of the reductions backward hides."""
         if self._reducers and self.comm.world_size > 1:
-            self._overlap_meter = OverlapMeter(self._reducers.values(), self._new_timeline())
+            self._overlap_meter = OverlapMeter(list(self._reducers.values()), self._new_timeline())
 
     def stop_overlap_profile(self, steps: int) -> Overlap | None:
         """Stop measuring and return the overlap; `None` on a CUDA device."""
@@ -283,10 +225,10 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients are accumulated in their buckets and not reduced."""
-        return _NO_CONTEXT if self.reducer is None else self.reducer.session(sync=False)
+        return _NO_CONTEXT if self.reducer is None else self.reducer.no_sync()
 
     def _synced(self) -> AbstractContextManager[Any]:
-        return _NO_CONTEXT if self.reducer is None else self.reducer.session(sync=True)
+        return _NO_CONTEXT if self.reducer is None else self.reducer.session()
 
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add the gradients of this micro-batch and free its graph."""
@@ -314,7 +256,6 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def optimizer_step(self, phase_optimizer: PhaseOptimizer) -> Tensor | None:
         """Unscale, clip, update, and clear the gradients; return their global norm if it was needed; collective."""
-        norm = None
         if self._bucketwise is not None:  # every bucket was updated as soon as it was reduced
             norm = None if phase_optimizer.clip.norm is None else self._grad_norm(phase_optimizer)
             phase_optimizer.zero_grad()
@@ -329,3 +270,34 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         if self._trains_all and self.reducer is not None:
             return self.reducer.gradient_norm()
         return total_norm(phase_optimizer.gradients(), self.device)
+
+
+class BucketwiseOptimizer:
+    """Steps an optimizer for the parameters of a bucket as soon as that is reduced.
+
+        bucket 0   reduced | step
+        bucket 1             reduced | step        the step of one bucket hides behind the next one's reduction
+
+    On the CPU this runs inside backward. Hooks on the optimizer's step run once for each bucket.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._parts: dict[int, list[list[nn.Parameter]]] = {}  # by bucket: its parameters in each group
+
+    def step(self, bucket: Bucket) -> None:
+        """Update the bucket's parameters."""
+        parts = self._parts.get(bucket.index)
+        if parts is None:
+            members = [{id(parameter) for parameter in group} for group in self._groups]
+            reduced = [entry.parameter for entry in bucket.entries]
+            parts = self._parts[bucket.index] = [[p for p in reduced if id(p) in ids] for ids in members]
+        groups = self.optimizer.param_groups
+        try:
+            for group, part in zip(groups, parts, strict=True):
+                group["params"] = part
+            self.optimizer.step()
+        finally:
+            for group, params in zip(groups, self._groups, strict=True):
+                group["params"] = params

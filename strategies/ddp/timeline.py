@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from functools import partial
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from trainkit.profiling import Overlap, TimelineFigure, TimelineSpan, Track, covered_seconds
 from trainkit.profiling import Timeline as DrawnTimeline
+
+from .unused_parameters import make_plan
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -35,20 +38,25 @@ class BucketTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """One step: the forward and backward of its last micro-batch, and its buckets."""
+    """One step: the forward and backward of its last micro-batch, its buckets, and when each gradient arrived."""
 
     step: int
     begin: float
     backward_end: float
     end: float
     buckets: tuple[BucketTimes, ...]
-    forward_end: float | None = None
-    """Start of backward; `None`: not known, everything counts as backward."""
+    forward_end: float | None = None  # `None`: not known, everything counts as backward
+    arrivals: Mapping[str, float] = field(default_factory=dict)  # by parameter; those without a gradient are missing
 
     @property
     def backward_begin(self) -> float:
         """Start of backward."""
         return self.begin if self.forward_end is None else self.forward_end
+
+    @property
+    def backward(self) -> float:
+        """Seconds of backward."""
+        return self.backward_end - self.backward_begin
 
     @property
     def communication(self) -> float:
@@ -65,29 +73,24 @@ class StepTimes:
 
 
 class Timeline:
-    """Records the times of the last steps of one rank.
+    """Records the times of the last steps of one rank, in which a bucket is called `word`.
 
-    Args:
-        rank: This rank.
-        word: Name of a bucket in the picture.
-        size_key: Config key of the size of a bucket in MiB.
-        compressed: Setting that reduces the bytes, for the advice.
-
+    The advice names the settings `size_key`, the size of a bucket in MiB, and `compressed`, which reduces the bytes.
     """
 
     def __init__(
         self,
-        *,
         rank: int,
         word: str = "bucket",
+        *,
         size_key: str = "strategy.bucket_cap_mb",
         compressed: str = "strategy.comm_hook=bf16",
     ) -> None:
-        self.rank = rank
-        self.word, self.size_key = word, size_key
-        self.compressed = compressed
-        self.steps: list[StepTimes] = []
+        self.rank, self.word, self.size_key, self.compressed = rank, word, size_key, compressed
+        self.steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)
+        self.forward_began = 0.0  # set where a forward comes before the Reducer's step
         self._backward_began = 0.0
+        self._reducer: Reducer | None = None  # recorded last
 
     def mark_backward(self) -> None:
         """Record the end of a forward and the start of its backward."""
@@ -97,17 +100,36 @@ class Timeline:
         """Record the step that the Reducer has just finished."""
         buckets = tuple(BucketTimes(b.ready_at, b.launched_at, b.finished_at, b.num_bytes) for b in reducer.buckets)
         marked = reducer.began_at < self._backward_began < reducer.backward_ended_at
-        times = StepTimes(
-            reducer.step - 1,
-            reducer.began_at,
-            reducer.backward_ended_at,
-            reducer.ended_at,
-            buckets,
-            forward_end=self._backward_began if marked else None,
-        )
-        self.steps.append(times)
-        if len(self.steps) > MAX_STEPS:
-            del self.steps[0]
+        forward_end = self._backward_began if marked else None
+        begin, backward_end, end = reducer.began_at, reducer.backward_ended_at, reducer.ended_at
+        if self.forward_began:
+            begin, forward_end, self.forward_began = self.forward_began, begin, 0.0
+        arrivals = {entry.name: at for entry, at in zip(reducer.entries, reducer.arrived_at, strict=False) if at}
+        self.steps.append(StepTimes(reducer.step - 1, begin, backward_end, end, buckets, forward_end, arrivals))
+        self._reducer = reducer
+
+    def arrivals(self) -> dict[str, float]:
+        """Return the seconds from the start of backward to each gradient, in order: means over the recorded steps."""
+        found: dict[str, list[float]] = {}
+        for step in self.steady_steps():
+            for name, at in step.arrivals.items():
+                found.setdefault(name, []).append(at - step.backward_begin)
+        return dict(sorted(((name, mean(times)) for name, times in found.items()), key=lambda item: item[1]))
+
+    def ideal_buckets(self) -> list[list[str]]:
+        """Return the names of the parameters in each bucket if these were filled in the order of `arrivals`.
+
+        Parameters without a gradient come last. Empty before the second recorded step.
+        """
+        arrivals = self.arrivals()
+        if self._reducer is None or not arrivals:
+            return []
+        entries = self._reducer.entries
+        names = [entry.name for entry in entries]
+        order = sorted(range(len(names)), key=lambda index: (arrivals.get(names[index], float("inf")), -index))
+        unused = [index for index, name in enumerate(names) if name not in arrivals]
+        plan = make_plan(entries, settings=self._reducer.settings, order=order, apart=unused)
+        return [[names[index] for index in bucket.parameters] for bucket in plan.buckets]
 
     @property
     def hidden_share(self) -> float:
@@ -137,12 +159,12 @@ class Timeline:
                 f"{len(short)} of {len(sizes)} {self.word}s take less than 0.3 ms each. "
                 f"Try {self.size_key}={4 * sum(sizes) / len(sizes) / MIB:.1f}."
             )
-        elif exposed > 0.5 and matters and last.communication > _backward(last):
+        elif exposed > 0.5 and matters and last.communication > last.backward:
             advice.append(
                 f"Communication takes longer than backward, so it cannot be hidden. Try {self.compressed}, "
                 "or more samples in a step (strategy.accumulate)."
             )
-        blocked = [number for number, b in enumerate(last.buckets) if b.launched - b.ready > 0.25 * _backward(last)]
+        blocked = [number for number, b in enumerate(last.buckets) if b.launched - b.ready > 0.25 * last.backward]
         if blocked:
             advice.append(
                 f"{self.word.capitalize()} {blocked[0]} was ready long before it was started: an earlier one waited "
@@ -151,13 +173,13 @@ class Timeline:
         return advice
 
     def summary(self) -> list[str]:
-        """Return the hidden share, a picture of the last step, and the advice, to be logged; empty without steps."""
+        """Return the hidden share and the advice, to be logged; empty without steps."""
         steps = self.steady_steps()
         if not steps:
             return []
         milliseconds = 1e3 * sum(step.communication for step in steps) / len(steps)
         hidden = f"{self.hidden_share:.0%} of communication ({milliseconds:.1f} ms a step) ran behind backward"
-        return [f"{hidden}; one step:\n{self.draw()}", *self.advice()]
+        return [hidden, *self.advice()]
 
     def figure(self, *, strategy: str) -> DrawnTimeline | None:
         """Return the step of median length for the report; `None` without steps."""
@@ -165,132 +187,113 @@ class Timeline:
         if not steps:
             return None
         step = sorted(steps, key=lambda one: one.end - one.begin)[len(steps) // 2]
-        shown = step.buckets[:MAX_TRACKS]
-        tracks = [Track("compute", _compute_spans(step))]
-        tracks += [Track(f"{self.word} {number}", _bucket_spans(bucket)) for number, bucket in enumerate(shown)]
-        return DrawnTimeline(
-            strategy,
-            f"Forward and backward of the last micro-batch on rank {self.rank}, and its {self.word}s",
-            tracks,
-            step.step + 1,
-            _figures(steps, self.hidden_share, word=self.word),
-            self.advice(),
-        )
+        last, count = steps[-1], len(steps)
+        communication = sum(step.communication for step in steps) / count
+        waited = sum(step.end - step.backward_end for step in steps) / count
+        plural = "s" * (len(last.buckets) > 1)
+        figures = [
+            TimelineFigure("communication hidden behind backward", self.hidden_share, note=f"over {count} steps"),
+            TimelineFigure("communication of a step", communication, "seconds"),
+            TimelineFigure("waited after backward", waited, "seconds"),
+            TimelineFigure(
+                f"gradients in {len(last.buckets)} {self.word}{plural}", sum(b.num_bytes for b in last.buckets), "bytes"
+            ),
+        ]
+        title = f"Forward and backward of the last micro-batch on rank {self.rank}, and its {self.word}s"
+        tracks = self._tracks(step)[: MAX_TRACKS + 1]
+        return DrawnTimeline(strategy, title, tracks, step.step + 1, figures, self.advice())
 
     def trace(self) -> dict[str, Any]:
         """Return the steps as a Chrome trace, to be opened in chrome://tracing or ui.perfetto.dev."""
-        events: list[dict[str, Any]] = []
-        for step in self.steps:
-            if step.forward_end is not None:
-                events.append(self._event(f"step {step.step}: forward", "backward", step.begin, step.forward_end))
-            name = f"step {step.step}: backward"
-            events.append(self._event(name, "backward", step.backward_begin, step.backward_end))
-            events.append(self._event(f"step {step.step}: wait", "backward", step.backward_end, step.end))
-            for number, bucket in enumerate(step.buckets):
-                row = f"{self.word} {number}"
-                if bucket.launched - bucket.ready > 1e-5:
-                    events.append(self._event("blocked", row, bucket.ready, bucket.launched))
-                name = f"all_reduce {bucket.num_bytes / MIB:.2f} MiB"
-                events.append(self._event(name, row, bucket.launched, bucket.finished))
-        return {
-            "traceEvents": events,
-            "displayTimeUnit": "ms",
-            "otherData": {"hidden_share": self.hidden_share, "advice": self.advice()},
-        }
+        events = [
+            {
+                "name": f"step {step.step}: {span.kind} {span.name}",
+                "ph": "X",
+                "ts": span.start * 1e6,
+                "dur": max(span.end - span.start, 0.0) * 1e6,
+                "pid": self.rank,
+                "tid": track.name,
+            }
+            for step in self.steps
+            for track in self._tracks(step)
+            for span in track.spans
+        ]
+        events += [
+            {"name": name, "ph": "i", "s": "t", "ts": at * 1e6, "pid": self.rank, "tid": "gradients"}
+            for step in self.steps
+            for name, at in step.arrivals.items()
+        ]
+        other = {"hidden_share": self.hidden_share, "advice": self.advice(), "ideal_buckets": self.ideal_buckets()}
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
     def write(self, path: Path) -> None:
         """Write the trace to `path`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.trace()))
 
-    def draw(self, *, width: int = 60) -> str:
-        """Return the last step as a picture: `=` under way, `.` ready but not started, `|` the end of backward.
-
-        A `-` is the forward before it.
-        """
-        if not self.steps:
-            return ""
-        step = self.steps[-1]
-        scale = width / max(step.end - step.begin, 1e-9)
-
-        def column(moment: float) -> int:
-            return min(max(int((moment - step.begin) * scale), 0), width)
-
-        forward = column(step.backward_begin)
-        lines = [f"backward  {'-' * forward}{'#' * (column(step.backward_end) - forward)}|"]
-        for number, bucket in enumerate(step.buckets):
-            ready, launched, finished = (column(t) for t in (bucket.ready, bucket.launched, bucket.finished))
-            bar = " " * ready + "." * (launched - ready) + "=" * max(finished - launched, 1)
-            lines.append(f"{self.word} {number:<3}{bar}")
-        return "\n".join(lines)
-
     def steady_steps(self) -> list[StepTimes]:
         """Return the steps without the first, which is reduced at its end only."""
         return [step for step in self.steps if step.step > 0]
 
-    def _event(self, name: str, row: str, start: float, end: float) -> dict[str, Any]:
-        duration = max(end - start, 0.0)
-        return {"name": name, "ph": "X", "ts": start * 1e6, "dur": duration * 1e6, "pid": self.rank, "tid": row}
+    def _tracks(self, step: StepTimes) -> list[Track]:
+        spans = [
+            TimelineSpan("backward", step.backward_begin, step.backward_end),
+            TimelineSpan("wait", step.backward_end, step.end, "waits for communication"),
+        ]
+        if step.forward_end is not None:
+            spans.insert(0, TimelineSpan("forward", step.begin, step.forward_end))
+        tracks = [Track("compute", spans)]
+        for number, bucket in enumerate(step.buckets):
+            name = f"{bucket.num_bytes / MIB:.2f} MiB"
+            spans = [TimelineSpan("communication", bucket.launched, bucket.finished, name)]
+            if bucket.launched - bucket.ready > 1e-5:
+                why = f"{name} ready, an earlier one is not"
+                spans.insert(0, TimelineSpan("blocked", bucket.ready, bucket.launched, why))
+            tracks.append(Track(f"{self.word} {number}", spans))
+        return tracks
 
 
 class OverlapMeter:
-    """Measures how much of the reductions backward hides, until it is closed; `after_step` hooks stay in place.
+    """Measures how much of the reductions backward hides, until it is closed.
 
-    Args:
-        reducers: One for each phase of a task.
-        timeline: An empty timeline for the measured steps.
-
+    There is one Reducer for each phase of a task; `timeline` is empty.
     """
 
     def __init__(self, reducers: Collection[Reducer], timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._before = [(reducer, reducer.after_step) for reducer in reducers]
-        for reducer, hook in self._before:
-            reducer.after_step = timeline.record if hook is None else partial(_call_both, hook, timeline.record)
+        self._reducers, self._timeline = reducers, timeline
+        for reducer in reducers:
+            reducer.after_step.append(timeline.record)
 
     def close(self, steps: int) -> Overlap | None:
         """Stop measuring and return the means over `steps`; `None` without measured steps, or on a CUDA device."""
-        for reducer, hook in self._before:
-            reducer.after_step = hook
+        for reducer in self._reducers:
+            reducer.after_step.remove(self._timeline.record)
         measured = self._timeline.steady_steps()
-        if not steps or not measured or self._before[0][0].device.type != "cpu":
+        if not steps or not measured or any(reducer.device.type != "cpu" for reducer in self._reducers):
             return None
         communication = sum(step.communication for step in measured) / steps
         hidden = sum(step.hidden for step in measured) / steps
         return Overlap(communication - hidden, communication, steps, note="behind backward, on this rank")
 
 
-def _backward(step: StepTimes) -> float:
-    return step.backward_end - step.backward_begin
-
-
-def _compute_spans(step: StepTimes) -> list[TimelineSpan]:
-    spans = [
-        TimelineSpan("backward", step.backward_begin, step.backward_end),
-        TimelineSpan("wait", step.backward_end, step.end, "waits for communication"),
-    ]
-    return spans if step.forward_end is None else [TimelineSpan("forward", step.begin, step.forward_end), *spans]
-
-
-def _bucket_spans(bucket: BucketTimes) -> list[TimelineSpan]:
-    name = f"{bucket.num_bytes / MIB:.2f} MiB"
-    spans = [TimelineSpan("communication", bucket.launched, bucket.finished, name)]
-    if bucket.launched - bucket.ready > 1e-5:
-        spans.insert(0, TimelineSpan("blocked", bucket.ready, bucket.launched, f"{name} ready, an earlier one is not"))
-    return spans
-
-
-def _figures(steps: list[StepTimes], hidden_share: float, *, word: str) -> list[TimelineFigure]:
-    last, count = steps[-1], len(steps)
-    total = sum(bucket.num_bytes for bucket in last.buckets)
-    return [
-        TimelineFigure("communication hidden behind backward", hidden_share, note=f"over {count} steps"),
-        TimelineFigure("communication of a step", sum(step.communication for step in steps) / count, "seconds"),
-        TimelineFigure("waited after backward", sum(step.end - step.backward_end for step in steps) / count, "seconds"),
-        TimelineFigure(f"gradients in {len(last.buckets)} {word}{'s' * (len(last.buckets) > 1)}", total, "bytes"),
-    ]
-
-
-def _call_both(first: Callable[[Reducer], None], second: Callable[[Reducer], None], reducer: Reducer) -> None:
-    first(reducer)
-    second(reducer)
+def logging_times(steps: Sequence[StepTimes]) -> dict[str, int]:
+    """Return the times of the last step and their means, in nanoseconds, under the names of PyTorch's logging data."""
+    if not steps:
+        return {}
+    last, buckets = steps[-1], steps[-1].buckets
+    times = {
+        "forward_compute_time": [step.backward_begin - step.begin for step in steps],
+        "backward_compute_time": [step.backward for step in steps],
+        "backward_comm_time": [step.communication for step in steps],
+        "backward_compute_comm_overlap_time": [step.hidden for step in steps],
+    }
+    moments = {
+        "forward_compute_time_start": last.begin,
+        "backward_compute_time_start": last.backward_begin,
+        "backward_compute_time_end": last.backward_end,
+        "backward_comm_time_start": min(bucket.launched for bucket in buckets),
+        "backward_comm_time_end": max(bucket.finished for bucket in buckets),
+    }
+    found = {"iteration": last.step} | {name: int(1e9 * values[-1]) for name, values in times.items()}
+    found |= {f"avg_{name}": int(1e9 * mean(values)) for name, values in times.items()}
+    return found | {name: int(1e9 * value) for name, value in moments.items()}

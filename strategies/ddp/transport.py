@@ -90,7 +90,7 @@ class ProcessGroupTransport(Transport):
     def start_tensor(self, tensor: Tensor, *, where: str, timed: bool = False) -> Work:
         """Start to sum any tensor, sparse ones included."""
         if self.group.size() == 1:
-            return _CompletedWork()
+            return StreamWork(None)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         if self.on_stream:
@@ -135,47 +135,37 @@ class WatchedWork:
 
     def _check(self, error: RuntimeError, *, waited: float, slices: int) -> None:
         cause = self.failure_store.root_cause()
-        if cause is not None:
-            raise stopped(self.where, cause) from None
-        if self.work.is_completed():  # the connection broke, or the collective ended just after the slice did
-            try:
+        if cause is None and self.work.is_completed():
+            try:  # the connection broke, or the collective ended just after the slice did
                 self.work.wait(timedelta(seconds=SLICE_SECONDS))
                 return
             except RuntimeError as broken:
                 error = broken
             time.sleep(SLICE_SECONDS)  # a peer that is just failing gets the time to publish why
             cause = self.failure_store.root_cause() or f"a rank is gone ({str(error).splitlines()[0]})"
+        if cause is not None:
             raise stopped(self.where, cause) from None
         if slices > 1:
             self.failure_store.check(where=self.where, waited=waited, timeout_seconds=self.timeout_seconds)
 
 
 class StreamWork:
-    """A collective on a CUDA stream: waiting only orders streams, and nccl's own watchdog keeps the time."""
+    """A collective on a CUDA stream: waiting only orders streams, and nccl's own watchdog keeps the time.
 
-    def __init__(self, work: dist.Work) -> None:
-        self.work = work
-        self.finished_at: float | None = None
-
-    def is_done(self) -> bool:
-        """Return True if the device has done the collective."""
-        return self.work.is_completed()
-
-    def wait(self) -> None:
-        """Order later kernels of the current stream after the collective."""
-        self.work.wait()
-
-
-class _CompletedWork:
-    """The sum of a single rank."""
+    Without a work it is the sum of a single rank.
+    """
 
     finished_at: float | None = None
 
+    def __init__(self, work: dist.Work | None) -> None:
+        self.work = work
+
     def is_done(self) -> bool:
-        return True
+        return self.work is None or self.work.is_completed()
 
     def wait(self) -> None:
-        pass
+        if self.work is not None:
+            self.work.wait()
 
 
 class PendingHook:
@@ -204,21 +194,18 @@ class PendingHook:
 
     def advance(self) -> bool:
         """Wait for what the hook waits for, and resume it; return True if it has ended."""
-        if self.result is not None:
-            return True
-        if self.steps is None:
-            self.result = _as_tensor(self._wait(self.waiting))
-            return True
-        return self._step(self._wait(self.waiting))
+        if self.result is None:
+            self._step(self._wait(self.waiting))
+        return self.result is not None
 
-    def _step(self, value: Any) -> bool:
-        assert self.steps is not None
+    def _step(self, value: Any) -> None:
+        if self.steps is None:
+            self.result = _as_tensor(value)
+            return
         try:
             self.waiting = self.steps.send(value)
         except StopIteration as stop:
             self.result = _as_tensor(stop.value)
-            return True
-        return False
 
     def _wait(self, waiting: Any) -> Any:
         if isinstance(waiting, list | tuple):

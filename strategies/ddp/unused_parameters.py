@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -69,13 +68,8 @@ class BucketFiller:
 class UnusedParameters:
     """Fills the entries of parameters whose hooks do not fire, or less often than expected.
 
-    Args:
-        entries: All parameters.
-        filler: Puts gradients into buckets.
-        queue: Counts the entries that are filled.
-        accumulated_divisor: Number of ranks that add up the sum of an earlier reduction again; 1 if ranks take means,
-            since the mean of equal gradients is that gradient.
-
+    `accumulated_divisor` is the number of ranks that add up the sum of an earlier reduction again; 1 if ranks take
+    means, since the mean of equal gradients is that gradient.
     """
 
     def __init__(
@@ -128,26 +122,11 @@ class UnusedParameters:
         if entry.used_this_backward:
             self.filler.fill(entry)
         else:
-            gradient, saved_grad = entry.parameter.grad, None
-            if gradient is not None:
-                undivided = self._undivided.get(entry.index)
-                saved_grad = gradient.clone() if undivided is None else undivided
+            gradient, saved_grad = entry.parameter.grad, self._undivided.get(entry.index)
+            if gradient is not None and saved_grad is None:
+                saved_grad = gradient.clone()
             self.filler.add_zeros(entry, bucket, saved_grad=saved_grad, is_shadow=self.is_shadow)
         self.queue.count(bucket)
-
-
-@dataclass(frozen=True, slots=True)
-class GradientOrder:
-    """The order of arrival in the first backward, the same on all ranks."""
-
-    order: list[int]
-    """Rank 0's order of arrival; parameters unused by rank 0 come last, in reverse order."""
-    unused_by_first: set[int]
-    """Parameters without a gradient on rank 0."""
-    unused_by_all: set[int]
-    """Parameters without a gradient on any rank."""
-    sparse_dims: list[int]
-    """For each parameter its gradient's sparse dimensions on any rank, 0 if it is dense."""
 
 
 class FirstBackwardStats:
@@ -177,23 +156,32 @@ class FirstBackwardStats:
         return [entry for entry in self.entries if not entry.arrived and not entry.used_this_backward]
 
     def make_plan(self, group: dist.ProcessGroup, device: torch.device) -> BucketPlan:
-        """Return the plan in rank 0's order of arrival, and set the expected firings of each entry. Collective."""
+        """Return the plan in rank 0's order of arrival, and set the expected firings of each entry. Collective.
+
+        Parameters unused by rank 0 come last, in reverse order.
+        """
         for entry in self.entries:
             gradient = entry.parameter.grad
             if gradient is not None and gradient.is_sparse:
                 entry.sparse_dim = gradient.sparse_dim()
-        arrived, sparse_dims = [entry.arrived for entry in self.entries], [entry.sparse_dim for entry in self.entries]
-        found = exchange_arrivals(arrived, sparse_dims, group, device)
-        for entry, sparse_dim, fires in zip(self.entries, found.sparse_dims, self.fires, strict=True):
+        arrived = [entry.arrived for entry in self.entries]  # positions from 1 on, 0 without a gradient
+        of_first = torch.tensor(arrived, device=device)
+        of_any = torch.tensor([arrived, [entry.sparse_dim for entry in self.entries]], device=device)
+        if group.size() > 1:
+            dist.broadcast(of_first, dist.get_global_rank(group, 0), group=group)
+            dist.all_reduce(of_any, dist.ReduceOp.MAX, group=group)
+        first, (any_rank, sparse_dims) = of_first.tolist(), of_any.tolist()
+        for entry, sparse_dim, fires in zip(self.entries, sparse_dims, self.fires, strict=True):
             entry.sparse_dim = sparse_dim
             entry.expected = fires if self.settings.static_graph and self.num_fired else max(1, fires)
-        unused = found.unused_by_first
+        unused = {index for index, position in enumerate(first) if position == 0}
         if self.settings.static_graph:
-            unused = found.unused_by_all
+            unused = {index for index, position in enumerate(any_rank) if position == 0}
             for index in unused:
                 self.entries[index].expected = 0
             self.statically_unused = [e.index for e in self.entries if e.expected == 0 and e.index not in unused]
-        return make_plan(self.entries, settings=self.settings, order=found.order, apart=unused)
+        order = sorted(range(len(first)), key=lambda index: (first[index] == 0, first[index], -index))
+        return make_plan(self.entries, settings=self.settings, order=order, apart=unused)
 
 
 def make_plan(
@@ -212,29 +200,7 @@ def make_plan(
         specs,
         cap_bytes=DEFAULT_CAP_BYTES if settings.bucket_cap_mb is None else int(settings.bucket_cap_mb * MIB),
         first_cap_bytes=int(settings.first_bucket_cap_mb * MIB),
+        caps_bytes=[int(cap * MIB) for cap in settings.bucket_caps_mb],
         order=order,
         apart=apart,
-    )
-
-
-def exchange_arrivals(
-    arrived: Sequence[int], sparse_dims: Sequence[int], group: dist.ProcessGroup, device: torch.device
-) -> GradientOrder:
-    """Return rank 0's order of arrival and the use of each parameter by any rank. Collective.
-
-    `arrived` holds for each parameter the position of its gradient in this rank's order, from 1 on, 0 if there was
-    none; the sparse dimensions are 0 for dense gradients.
-    """
-    of_first = torch.tensor(list(arrived), dtype=torch.int64, device=device)
-    of_any = torch.tensor([list(arrived), list(sparse_dims)], dtype=torch.int64, device=device)
-    if group.size() > 1:
-        dist.broadcast(of_first, dist.get_global_rank(group, 0), group=group)
-        dist.all_reduce(of_any, dist.ReduceOp.MAX, group=group)
-    first, (any_rank, sparse) = of_first.tolist(), of_any.tolist()
-    count = len(first)
-    return GradientOrder(
-        order=sorted(range(count), key=lambda i: (first[i] == 0, first[i], -i)),
-        unused_by_first={i for i in range(count) if first[i] == 0},
-        unused_by_all={i for i in range(count) if any_rank[i] == 0},
-        sparse_dims=sparse,
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+
+from trainkit.rng import python_rng_state
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class ParallelApply:
             error = future.exception()
             if isinstance(error, Exception):
                 raise _located(error, index, len(calls), self._devices[index])
-        draws = not _same(before, self._generator_states())
+        draws = before != self._generator_states()
         if draws and not in_turn:
             logger.warning(
                 "%s began to draw random numbers, so this step is not reproducible; from now on replicas take turns, "
@@ -88,13 +89,8 @@ class ParallelApply:
 
     def _generator_states(self) -> list[Any]:
         """Return the state of every generator that several replicas share; no device sync."""
-        import numpy as np
-
         shared = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._repeated)]
-        numpy_state = np.random.get_state(legacy=False)
-        assert isinstance(numpy_state, dict)
-        internal = numpy_state["state"]
-        return [*shared, random.getstate(), internal["pos"], internal["key"].tobytes()]
+        return [*(state.numpy().tobytes() for state in shared), *python_rng_state()]
 
 
 def _run_now(call: Callable[[], T]) -> Future[T]:
@@ -111,11 +107,6 @@ def _on(device: torch.device, stream: torch.cuda.Stream | None) -> AbstractConte
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.device(device) if stream is None else torch.cuda.stream(stream)
-
-
-def _same(before: list[Any], after: list[Any]) -> bool:
-    pairs = zip(before, after, strict=True)
-    return all(torch.equal(old, new) if isinstance(old, torch.Tensor) else old == new for old, new in pairs)
 
 
 def _located(error: Exception, index: int, count: int, device: torch.device) -> Exception:

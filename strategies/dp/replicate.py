@@ -5,8 +5,9 @@
                                            +--> loss 0
     backward                              grad 0 + (grad 1 + grad 2), summed on the master in this order
 
-A replica on the master's device shares the parameters' memory. Buffers are always copied, because a forward may write
-to them; only replica 0, which is the task itself, keeps its writes.
+A replica on the master's device shares the memory of trained parameters. Buffers and frozen parameters, such as an EMA
+teacher's, are always copied, because a step may write to them; only replica 0, which is the task itself, keeps its
+writes.
 """
 
 from __future__ import annotations
@@ -42,19 +43,16 @@ def replicate(
         return [task]
     trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
     fixed = [parameter for parameter in task.parameters() if not parameter.requires_grad]
-    copied: Sequence[Tensor] = trained * len(others)
-    if torch.is_grad_enabled() and trained:
+    copied: Sequence[Tensor] = ()
+    if trained:
         copied = Broadcast.apply(devices, phase, *trained)  # type: ignore[no-untyped-call] # torch's own
-    else:
-        copied = [copy for device in others for copy in _copies(trained, device)]
     replicas: list[TaskModule] = [task]
     for index, device in enumerate(others):
         known: dict[int, Any] = dict(kept[index]) if kept else {}
         copies = copied[index * len(trained) : (index + 1) * len(trained)]
         known.update(zip(map(id, trained), copies, strict=True))
-        known.update(zip(map(id, fixed), _copies(fixed, device), strict=True))
         with torch.no_grad():
-            known.update((id(buffer), buffer.to(device, copy=True)) for buffer in task.buffers())
+            known.update((id(tensor), tensor.to(device, copy=True)) for tensor in (*fixed, *task.buffers()))
         replicas.append(_replica(task, known))
     return replicas
 
@@ -158,7 +156,11 @@ def scatter(batch: Any, count: int, *, num_shards: int) -> list[tuple[Any, int]]
     A batch with anything but tensors of one row per sample is not split: a value of the whole batch would count twice.
     """
     num_shards = min(num_shards, count)
-    if num_shards < 2 or not _is_rows(batch, count):
+    is_rows = all(
+        leaf.dim() > 0 and leaf.shape[0] == count if isinstance(leaf, Tensor) else leaf is None
+        for leaf in tree_leaves(batch)
+    )
+    if num_shards < 2 or not is_rows:
         return [(batch, count)]
     small, larger = divmod(count, num_shards)
     shards, start = [], 0
@@ -167,11 +169,3 @@ def scatter(batch: Any, count: int, *, num_shards: int) -> list[tuple[Any, int]]
         shards.append((rows(batch, slice(start, start + size), of=count), size))
         start += size
     return shards
-
-
-def _is_rows(batch: Any, count: int) -> bool:
-    """Return True if every leaf is a tensor with `count` rows, or None."""
-    return all(
-        leaf.dim() > 0 and leaf.shape[0] == count if isinstance(leaf, Tensor) else leaf is None
-        for leaf in tree_leaves(batch)
-    )

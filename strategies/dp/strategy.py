@@ -20,7 +20,7 @@ from trainkit.metrics.step_output import StepOutput, read_evaluation_output, rea
 from trainkit.metrics.sync import fresh_copy, metrics_in, outermost_metrics
 from trainkit.optim.precision import Precision
 from trainkit.profiling import NO_COMMUNICATION, Overlap
-from trainkit.strategy import PhaseTraining, pick_device
+from trainkit.strategy import PhaseTraining, loss_weight, pick_device
 from trainkit.task import TaskModule
 from trainkit.tree import concatenate, to_device
 
@@ -30,6 +30,8 @@ from .replicate import replicate, scatter
 WARM_UP_STEPS = 2  # the first shows whether replicas draw random numbers, the second starts threads
 MEASURED_STEPS = 3
 _NOTHING = nullcontext()
+ReadOutput = Callable[[Any, int, TaskModule, str], StepOutput]
+logger = logging.getLogger(__name__)
 
 
 class TransferTimer:
@@ -41,8 +43,7 @@ class TransferTimer:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
         self._step = 0
-        self._in_step = False
-        self._started = 0.0
+        self._started: float | None = None  # of a measured step
         self._seconds: dict[str, float] = {}
         self._total_seconds = 0.0
         self._measured_steps = 0
@@ -50,21 +51,20 @@ class TransferTimer:
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """Return a context whose seconds are added to `name` in a measured step."""
-        return self._measured(name) if self._in_step else _NOTHING
+        return _NOTHING if self._started is None else self._measured(name)
 
     def start_step(self) -> None:
         """Start a step, measured or not."""
         is_early = WARM_UP_STEPS <= self._step < WARM_UP_STEPS + MEASURED_STEPS
         if is_early or self._overlap_since is not None:
-            self._in_step = True
             self._started = self._now()
 
     def end_step(self) -> bool:
         """End a step; return whether it was the last of the measured steps after the warm-up."""
-        if self._in_step:
+        if self._started is not None:
             self._total_seconds += self._now() - self._started
             self._measured_steps += 1
-            self._in_step = False
+            self._started = None
         self._step += 1
         return self._step == WARM_UP_STEPS + MEASURED_STEPS
 
@@ -79,8 +79,8 @@ class TransferTimer:
 
     def stop_overlap(self) -> Overlap | None:
         """Return the seconds of all phases, none of them hidden; `None` if no step was measured."""
-        assert self._overlap_since is not None
-        (first_step, before), self._overlap_since = self._overlap_since, None
+        first_step, before = self._overlap_since or (self._measured_steps, 0.0)
+        self._overlap_since = None
         steps = self._measured_steps - first_step
         if not steps:
             return None
@@ -99,9 +99,6 @@ class TransferTimer:
         for device in self._devices:
             torch.cuda.synchronize(device)
         return time.perf_counter()
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ class DataParallelStrategy(PhaseTraining):
 
     """
 
-    auto_micro_batch = False
+    supports_auto_micro_batch = True
 
     def __init__(
         self,
@@ -152,7 +149,6 @@ class DataParallelStrategy(PhaseTraining):
         self._num_rounds = self.num_micro_batches  # of a step; in each every device takes a micro-batch
         self._threads: ParallelApply | None = None
         self._timer = TransferTimer([])
-        self._measures_overlap = False
         self._metrics: list[dict[int, nn.Module]] | None = None  # of each replica but the first
 
     # ---- Devices
@@ -161,9 +157,7 @@ class DataParallelStrategy(PhaseTraining):
     def devices(self) -> list[torch.device]:
         """The replicas' devices, the master first; raises UserError for a missing one."""
         requested = self._requested_devices
-        if requested is None:
-            requested = torch.cuda.device_count() if torch.cuda.is_available() else 2
-        names = _counted(requested) if isinstance(requested, int) else requested
+        names = requested if isinstance(requested, tuple) else _counted(requested)
         devices = [_indexed(pick_device(name)) for name in names]
         if len({device.type for device in devices}) > 1:
             raise UserError(
@@ -173,7 +167,6 @@ class DataParallelStrategy(PhaseTraining):
         return devices
 
     def validate(self) -> None:
-        """Raise UserError for missing devices."""
         assert self.devices
 
     def setup(self, precision: Precision) -> None:
@@ -227,29 +220,36 @@ class DataParallelStrategy(PhaseTraining):
         self, task: TaskModule, shards: Sequence[MicroBatch], batch: StepBatch
     ) -> list[StepOutput]:
         """Add the gradients of the shards, one for each device."""
-        step = partial(_run_step, self._step_name, read_training_output)
-        outputs = self._on_replicas(task, shards, step, kind=self._step_name)
+        outputs = self._on_replicas(task, shards, self._step_name, read_training_output)
         with self._timer.phase("gather"):
             outputs = [self._gathered(output) for output in outputs]
-            total = self._combined(outputs, shards, batch)
+            losses = []
+            for output, shard in zip(outputs, shards, strict=True):
+                assert output.loss is not None
+                losses.append(output.loss * loss_weight(output, shard, batch))
+                output.loss = output.loss.detach()
+            total = torch.stack(losses).sum()
         self.precision.scale(total).backward()
-        for output in outputs:
-            assert output.loss is not None
-            output.loss = output.loss.detach()
         return outputs
 
-    def _on_replicas(self, task: TaskModule, shards: Sequence[MicroBatch], step: Any, *, kind: str) -> list[Any]:
-        """Return the results of `step(replica, shard, precision)` on each device."""
+    def _on_replicas(
+        self, task: TaskModule, shards: Sequence[MicroBatch], step_name: str, read: ReadOutput | None = None
+    ) -> list[Any]:
+        """Return the result of the step on each device, as returned by the task or by `read`."""
         assert self._threads is not None
         devices = self.devices[: len(shards)]
         with self._timer.phase("scatter"):
             moved = [self._scattered(shard, device) for shard, device in zip(shards, devices, strict=True)]
         with self._timer.phase("replicate"):
             replicas = replicate(task, devices, phase=self._timer.phase, kept=self._metrics_of_replicas(task))
-        calls: list[Callable[[], Any]] = [
-            partial(step, replica, shard, self.precision) for replica, shard in zip(replicas, moved, strict=True)
-        ]
-        return self._threads.run(calls, kind=kind)
+
+        def run(replica: TaskModule, shard: MicroBatch) -> Any:
+            with self.precision.forward():
+                returned = getattr(replica, step_name)(shard.batch)
+            return returned if read is None else read(returned, shard.num_samples, replica, step_name)
+
+        calls = [partial(run, replica, shard) for replica, shard in zip(replicas, moved, strict=True)]
+        return self._threads.run(calls, kind=step_name)
 
     def _scattered(self, shard: MicroBatch, device: torch.device) -> MicroBatch:
         if device.type == "cpu" and self.precision.batch_type is None:
@@ -265,15 +265,6 @@ class DataParallelStrategy(PhaseTraining):
             weight = weight.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
         return StepOutput(loss, weight, output.metrics, output.own_weight, output.objects)
 
-    def _combined(self, outputs: Sequence[StepOutput], shards: Sequence[MicroBatch], batch: StepBatch) -> Tensor:
-        """Return the sum of the shards' losses, each weighted by its fraction of the global batch."""
-        terms = []
-        for output, shard in zip(outputs, shards, strict=True):
-            assert output.loss is not None
-            undivided = shard.num_samples == batch.num_samples
-            terms.append(output.loss if undivided else output.loss * (output.weight / batch.num_samples))
-        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
-
     @property
     def bytes_a_step(self) -> int:
         """Bytes of parameters and gradients that are copied between devices in one round."""
@@ -282,16 +273,13 @@ class DataParallelStrategy(PhaseTraining):
 
     def start_overlap_profile(self) -> None:
         """Time the copies between devices in every step from now on."""
-        self._measures_overlap = len(self.devices) > 1
-        if self._measures_overlap:
+        if len(self.devices) > 1:
             self._timer.start_overlap()
 
     def stop_overlap_profile(self, steps: int) -> Overlap | None:
         """Stop measuring, and return the seconds of copies between devices, none of them hidden."""
-        if not self._measures_overlap:
-            return NO_COMMUNICATION if len(self.devices) == 1 else None
-        self._measures_overlap = False
-        return self._timer.stop_overlap()
+        overlap = self._timer.stop_overlap()
+        return NO_COMMUNICATION if len(self.devices) == 1 else overlap
 
     @property
     def waited_seconds(self) -> float | None:
@@ -330,13 +318,12 @@ class DataParallelStrategy(PhaseTraining):
         self, task: TaskModule, micro_batch: MicroBatch, step_name: Literal["validation_step", "test_step"]
     ) -> StepOutput:
         """Return the metrics of one batch, each a weighted mean over its shards."""
-        step = partial(_run_step, step_name, read_evaluation_output)
-        outputs = self._on_replicas(task, self._split(micro_batch), step, kind=step_name)
+        outputs = self._on_replicas(task, self._split(micro_batch), step_name, read_evaluation_output)
         return outputs[0] if len(outputs) == 1 else self._mean([self._gathered(output) for output in outputs])
 
     def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
         """Return the predictions for one batch, gathered on the master."""
-        outputs = self._on_replicas(task, self._split(micro_batch), _predict_step, kind="predict_step")
+        outputs = self._on_replicas(task, self._split(micro_batch), "predict_step")
         return concatenate([to_device(output, self.device) for output in outputs])
 
     def _split(self, micro_batch: MicroBatch) -> list[MicroBatch]:
@@ -344,41 +331,17 @@ class DataParallelStrategy(PhaseTraining):
         return [MicroBatch(batch, num_samples) for batch, num_samples in shards]
 
     def _mean(self, outputs: Sequence[StepOutput]) -> StepOutput:
-        total = sum(output.weight for output in outputs)
-        named: dict[str, Tensor | float] = {}
-        for name in dict.fromkeys(name for output in outputs for name in _values(output)):
-            having = [output for output in outputs if name in _values(output)]
-            weight = sum(output.weight for output in having)
-            products = [self._on_master(_values(output)[name]) * output.weight for output in having]
-            named[name] = sum(products) / _not_zero(weight)
-        loss = named.pop("loss", None)
-        assert loss is None or isinstance(loss, Tensor)
-        objects = [counted for output in outputs for counted in output.objects]
-        return StepOutput(loss, total, named, any(output.own_weight for output in outputs), objects)
-
-    def _on_master(self, value: Tensor | float) -> Tensor | float:
-        return value.to(self.device) if isinstance(value, Tensor) else value
-
-
-def _run_step(
-    step_name: str,
-    read_output: Callable[[Any, int, TaskModule, str], StepOutput],
-    replica: TaskModule,
-    shard: MicroBatch,
-    precision: Precision,
-) -> StepOutput:
-    with precision.forward():
-        returned = getattr(replica, step_name)(shard.batch)
-    return read_output(returned, shard.num_samples, replica, step_name)
-
-
-def _predict_step(replica: TaskModule, shard: MicroBatch, precision: Precision) -> Any:
-    with precision.forward():
-        return replica.predict_step(shard.batch)
-
-
-def _values(output: StepOutput) -> dict[str, Tensor | float]:
-    return output.metrics if output.loss is None else {"loss": output.loss, **output.metrics}
+        sums: dict[str, Any] = {}
+        weights: dict[str, float | Tensor] = {}
+        for output in outputs:
+            losses = {} if output.loss is None else {"loss": output.loss}
+            for name, value in to_device({**losses, **output.metrics}, self.device).items():
+                sums[name] = sums.get(name, 0) + value * output.weight
+                weights[name] = weights.get(name, 0) + output.weight
+        named = {name: total / _not_zero(weights[name]) for name, total in sums.items()}
+        weight = sum(output.weight for output in outputs)
+        objects = [update for output in outputs for update in output.objects]
+        return StepOutput(named.pop("loss", None), weight, named, any(output.own_weight for output in outputs), objects)
 
 
 def _not_zero(weight: float | Tensor) -> float | Tensor:
@@ -400,11 +363,12 @@ def _checked(devices: Any) -> int | tuple[str, ...] | None:
     )
 
 
-def _counted(count: int) -> list[str]:
-    """Return the names of the first `count` GPUs, or of as many replicas on the CPU on a machine without GPU."""
+def _counted(count: int | None) -> list[str]:
+    """Return the names of the first `count` GPUs, by default of all, or of replicas on the CPU without any GPU."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if available == 0:
-        return ["cpu"] * count
+        return ["cpu"] * (count or 2)
+    count = count or available
     if count > available:
         raise UserError(
             f"devices={count}, but torch sees {available} CUDA device{'s' * (available != 1)}; set "

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore, RankError
 
+from ..ddp.transport import Transport, Work
 from .transport import ShardTransport, ShardWork
 
 POLL_SECONDS = 100e-6  # between polls of the work in progress
@@ -28,13 +29,12 @@ CHECK_SECONDS = 0.25  # between checks for failed ranks
 JOIN_SECONDS = 10.0  # that `close` waits for the thread
 
 
-class CommunicationThread(ShardTransport):
-    """A transport that runs another one on a separate thread."""
+class CommunicationThread(Transport):
+    """Runs a transport on a separate thread."""
 
     def __init__(self, inner: ShardTransport, *, failure_store: FailureStore, rank: int, device: torch.device) -> None:
         self.inner, self.failure_store, self.rank, self.device = inner, failure_store, rank, device
         self.name = inner.name
-        self.settings, self.num_gradients = inner.settings, inner.num_gradients
         self._changed = threading.Condition()
         self._queued: deque[_QueuedTransfer] = deque()
         self._started: deque[_QueuedTransfer] = deque()  # used by the thread alone
@@ -45,36 +45,17 @@ class CommunicationThread(ShardTransport):
     # ---- Called by the training thread
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Return one flat tensor of zeros for each (elements, dtype). Collective."""
-        flats = self.inner.allocate(sizes)
-        self.weight_sets = self.inner.weight_sets
-        return flats
+        return self.inner.allocate(sizes)
 
-    def start(self, bucket: int, *, where: str, timed: bool = False) -> ShardWork:
-        """Queue the reduction of a buffer."""
-        self.inner.mark_ready(bucket)
-        self.inner.on_summed = self.on_summed
-        return self._enqueue(bucket, partial(self.inner.start, bucket, where=where, timed=timed), where)
+    def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
+        ready = self.inner.copier.mark()  # on this thread's stream
+        return self._enqueue(bucket, partial(self.inner.start, bucket, where=where, timed=timed, ready=ready), where)
 
-    def gather_weights(self, buffer: int, *, where: str) -> ShardWork:
-        """Queue the exchange of the next weights of a buffer."""
+    def gather_weights(self, buffer: int, *, where: str) -> Work:
+        """Start to exchange all ranks' shards of the buffer's next weights. Collective."""
         return self._enqueue(buffer, partial(self.inner.gather_weights, buffer, where=where), where)
 
-    def own_ranges(self, buffer: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of the gradient elements of a buffer that this rank sums."""
-        return self.inner.own_ranges(buffer)
-
-    def used_flags(self, buffer: int) -> Tensor:
-        """Return one number for each parameter of a summed buffer, above 0 if any rank had a gradient."""
-        return self.inner.used_flags(buffer)
-
-    @property
-    def bytes_a_step(self) -> int:
-        """Bytes that this rank moves in one step."""
-        return self.inner.bytes_a_step
-
     def fail(self, message: str) -> None:
-        """Send ranks that wait in this transport the reason why this one stops."""
         self.inner.fail(message)
 
     def close(self) -> None:
@@ -86,7 +67,6 @@ class CommunicationThread(ShardTransport):
         if thread is not None and thread is not threading.current_thread():
             thread.join(JOIN_SECONDS)
         self.inner.close()
-        self.weight_sets = []
 
     def wait_for(self, transfer: _QueuedTransfer) -> None:
         """Return once a transfer is complete; raises the thread's error."""
@@ -98,8 +78,7 @@ class CommunicationThread(ShardTransport):
                 self._changed.wait()
         self.inner.order_current_stream(transfer.buffer)
 
-    def _enqueue(self, buffer: int, start: Callable[[], ShardWork], where: str) -> ShardWork:
-        self.inner.active_set = self.active_set
+    def _enqueue(self, buffer: int, start: Callable[[], ShardWork], where: str) -> Work:
         transfer = _QueuedTransfer(self, buffer, start, where)
         with self._changed:
             self._raise_error()
@@ -169,32 +148,21 @@ class _QueuedTransfer:
 
     def __init__(self, thread: CommunicationThread, buffer: int, start: Callable[[], ShardWork], where: str) -> None:
         self.thread, self.buffer, self.where = thread, buffer, where
-        self.is_complete = False
+        self.is_complete = self._has_checked = False
         self.finished_at: float | None = None
         self._start = start
         self._work: ShardWork | None = None
         self._started_at = self._next_check = 0.0
-        self._has_checked = False
-
-    # ---- Called by the training thread
 
     def wait(self) -> None:
-        """Return once the transfer is complete."""
         self.thread.wait_for(self)
 
     def is_done(self) -> bool:
-        """Return True if there is nothing left to wait for."""
         return self.is_complete or (self._work is not None and self._work.is_done())
-
-    def check_peers(self, *, waited: float) -> None:
-        """Raise if a rank has failed or exited, or if `waited` seconds exceed the timeout."""
-        if self._work is not None:
-            self._work.check_peers(waited=waited)
 
     # ---- On the thread
 
     def start(self) -> None:
-        """Start the transfer."""
         self._work = self._start()
         self._started_at = time.monotonic()
         self._next_check = self._started_at + CHECK_SECONDS
@@ -209,8 +177,9 @@ class _QueuedTransfer:
 
     def check_if_due(self) -> None:
         """Check for failed ranks if the last check was `CHECK_SECONDS` ago."""
+        assert self._work is not None
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
             self._has_checked = True
-            self.check_peers(waited=now - self._started_at)
+            self._work.check_peers(waited=now - self._started_at)

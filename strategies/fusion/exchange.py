@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch import Tensor
 from trainkit.distributed.failure_store import FailureStore
 
 from ..ddp.transport import WatchedWork
-from .host_copy import HostCopier, HostCopy
+from .host_copy import Event, open_host_copier
 from .partition import equal_shards, split_into_chunks
 from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, ordered_sum
 
@@ -37,20 +36,17 @@ class GlooExchange(ShardTransport):
         *,
         failure_store: FailureStore,
         device: torch.device,
-        copier: HostCopier,
         timeout_seconds: float,
         settings: FusionSettings,
         num_gradients: Callable[[], list[int]],
     ) -> None:
-        self.groups, self.failure_store, self.device, self.copier = groups, failure_store, device, copier
+        self.groups, self.failure_store, self.device = groups, failure_store, device
         self.timeout_seconds, self.settings, self.num_gradients = timeout_seconds, settings, num_gradients
-        self.rank, self.world_size = groups.rank, groups.world_size
+        self.copier, self.rank, self.world_size = open_host_copier(device), groups.rank, groups.world_size
         self.flats: list[Tensor] = []
         self.flags: list[Tensor] = []
-        self.weight_sets = []
-        self.copies_back: dict[int, HostCopy] = {}  # by buffer: the last copy to the device
+        self.weight_sets, self.copies_back = [], {}
         self._chunks: list[list[tuple[int, int]]] = []
-        self._ready: dict[int, Any] = {}  # by buffer: the mark of the work that fills it
         self._queued: deque[ChunkTransfer] = deque()
         self._in_flight: deque[ChunkTransfer] = deque()
         self._works: deque[TransferWork] = deque()
@@ -58,7 +54,6 @@ class GlooExchange(ShardTransport):
     # ---- Memory
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Return one flat tensor of zeros for each (elements, dtype)."""
         flats = [torch.zeros(numel, dtype=dtype, device=self.device) for numel, dtype in sizes]
         gradients, sharded = self.num_gradients(), self.settings.sharded
         num_sets = (1 + self.settings.second_weights) * sharded
@@ -71,12 +66,7 @@ class GlooExchange(ShardTransport):
         return flats
 
     def bind(
-        self,
-        flats: list[Tensor],
-        *,
-        summed: Sequence[int],
-        flags: list[Tensor],
-        weight_sets: list[list[Tensor]],
+        self, flats: list[Tensor], *, summed: Sequence[int], flags: list[Tensor], weight_sets: list[list[Tensor]]
     ) -> None:
         """Use these flat tensors as buffers; the first `summed` elements of each are summed."""
         self.flats, self.flags, self.weight_sets, self.active_set = flats, flags, weight_sets, 0
@@ -86,16 +76,14 @@ class GlooExchange(ShardTransport):
         ]
 
     def close(self) -> None:
-        """Release the tensors; may be called twice."""
         self.flats, self.flags, self.weight_sets, self._chunks = [], [], [], []
-        self._ready, self.copies_back = {}, {}
+        self.copies_back = {}
         self._queued.clear()
         self._in_flight.clear()
         self._works.clear()
         self.copier.close()
 
     def own_ranges(self, buffer: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of the gradient elements of a buffer that this rank sums."""
         ranges = []
         for start, stop in self._chunks[buffer]:
             sizes = equal_shards(stop - start, self.world_size)
@@ -104,12 +92,10 @@ class GlooExchange(ShardTransport):
         return [(start, stop) for start, stop in ranges if start < stop]
 
     def used_flags(self, buffer: int) -> Tensor:
-        """Return for each parameter of a summed buffer the number of ranks that had a gradient."""
         return self.flags[buffer]
 
     @property
     def bytes_a_step(self) -> int:
-        """Bytes that this rank sends in one step."""
         total = 0
         for flat, chunks in zip(self.flats, self._chunks, strict=True):
             sent = self.reduce_dtype_of(flat.dtype).itemsize
@@ -121,37 +107,28 @@ class GlooExchange(ShardTransport):
 
     # ---- Transfers
 
-    def mark_ready(self, buffer: int) -> None:
-        """Record that the work on the current stream fills the buffer."""
-        self._ready[buffer] = self.copier.mark()
-
-    def start(self, bucket: int, *, where: str, timed: bool = False) -> ShardWork:
-        """Start to sum buffer `bucket`, chunk by chunk."""
-        flat, ready = self.flats[bucket], self._ready.pop(bucket, None) or self.copier.mark()
+    def start(self, bucket: int, *, where: str, timed: bool = False, ready: Event = None) -> ShardWork:
+        ready = ready or self.copier.mark()
         transfers: list[ChunkTransfer] = []
         flags = None
         if self.world_size > 1:
-            transfers = [ChunkTransfer(self, bucket, flat[a:b], ready, where) for a, b in self._chunks[bucket]]
+            flat, chunks = self.flats[bucket], self._chunks[bucket]
+            transfers = [ChunkTransfer(self, bucket, flat[start:stop], ready, where) for start, stop in chunks]
             if self.settings.sharded and self.flags[bucket].numel():
                 all_reduce = dist.all_reduce(self.flags[bucket], group=self.groups.flags, async_op=True)
                 flags = self.with_timeout(all_reduce, where)
         self._queued.extend(transfers)
-        work = TransferWork(self, bucket, where, transfers=transfers, flags=flags)
+        work = TransferWork(self, bucket, where, transfers, flags)
         self._works.append(work)
         self.progress()
         return work
 
     def gather_weights(self, buffer: int, *, where: str) -> GatherWork:
-        """Start to send this rank's shards of the next weights, and to receive the others'."""
         works = []
         for start, stop in self._chunks[buffer] if self.world_size > 1 else []:
             chunk = self.weight_sets[self.next_set][buffer][start:stop]
             sizes = equal_shards(len(chunk), self.world_size)
-            own = chunk.split(sizes)[self.rank]
-            work = dist.all_to_all_single(
-                chunk, own.repeat(self.world_size), sizes, [len(own)] * self.world_size, self.groups.gather, True
-            )
-            works.append(self.with_timeout(work, where))
+            works.append(self.gather(chunk.split(sizes)[self.rank].repeat(self.world_size), chunk, sizes, where))
         return GatherWork(self, works, where)
 
     def progress(self) -> None:
@@ -177,19 +154,22 @@ class GlooExchange(ShardTransport):
         elif self._works:
             self._works[0].wait_stage()
 
-    def order_current_stream(self, buffer: int) -> None:
-        """Order later work on the current stream after the result of a completed buffer."""
-        if buffer in self.copies_back:
-            self.copies_back[buffer].order_current_stream()
+    def scatter(self, chunk: Tensor, arrived: Tensor, sizes: list[int], where: str) -> WatchedWork:
+        """Start to send shard i of a chunk to server i; this server's shards of all ranks arrive in `arrived`."""
+        own_sizes = [sizes[self.rank]] * self.world_size
+        work = dist.all_to_all_single(arrived, chunk, own_sizes, sizes, self.groups.scatter, True)
+        return self.with_timeout(work, where)
+
+    def gather(self, shards: Tensor, chunk: Tensor, sizes: list[int], where: str) -> WatchedWork:
+        """Start to send one of `shards`, copies of this server's shard, to each rank; all shards arrive in `chunk`."""
+        own_sizes = [sizes[self.rank]] * self.world_size
+        work = dist.all_to_all_single(chunk, shards, sizes, own_sizes, self.groups.gather, True)
+        return self.with_timeout(work, where)
 
     def with_timeout(self, work: dist.Work | None, where: str) -> WatchedWork:
         """Return the collective as work whose `wait` raises if a rank fails or the timeout passes."""
         assert work is not None
         return WatchedWork(work, where=where, failure_store=self.failure_store, timeout_seconds=self.timeout_seconds)
-
-    def check_peers(self, where: str, *, waited: float) -> None:
-        """Raise if a rank has failed, or if `waited` seconds exceed the timeout."""
-        self.failure_store.check(where=where, waited=waited, timeout_seconds=self.timeout_seconds)
 
     def _launch(self) -> None:
         while self._queued and len(self._in_flight) < self.settings.max_in_flight:
@@ -203,13 +183,12 @@ class GlooExchange(ShardTransport):
 class ChunkTransfer:
     """The transfer of one chunk to the servers and back: copy to the host, scatter, sum, gather."""
 
-    def __init__(self, exchange: GlooExchange, buffer: int, chunk: Tensor, ready: Any, where: str) -> None:
+    def __init__(self, exchange: GlooExchange, buffer: int, chunk: Tensor, ready: Event, where: str) -> None:
         self.exchange, self.buffer, self.chunk, self.ready, self.where = exchange, buffer, chunk, ready, where
         self.sizes = equal_shards(len(chunk), exchange.world_size)
-        self.own_sizes = [self.sizes[exchange.rank]] * exchange.world_size
         self.is_sent = self.is_summed = self.is_complete = False
         self.sent = chunk
-        self._copy: HostCopy | None = None  # to the host
+        self._copy: Event = None  # to the host
         self._work: WatchedWork | None = None
 
     def launch(self) -> None:
@@ -222,113 +201,85 @@ class ChunkTransfer:
 
     def try_send(self) -> bool:
         """Send the shards to their servers if they are on the host; return True if they are sent."""
-        if not self.is_sent and (self._copy is None or self._copy.is_done()):
-            self._copy = None
-            self._scatter()
+        if not self.is_sent and (self._copy is None or self._copy.query()):
+            exchange, self._copy, self.is_sent = self.exchange, None, True
+            self.arrived = torch.empty(self.sizes[exchange.rank] * exchange.world_size, dtype=self.sent.dtype)
+            self._work = exchange.scatter(self.sent, self.arrived, self.sizes, self.where)
         return self.is_sent
 
     def try_sum(self) -> bool:
-        """Sum this server's shard if it has arrived from all ranks; return True if it is summed."""
-        if not self.is_summed and self._work is not None and self._work.work.is_completed():
-            self._sum_and_return()
-        return self.is_summed
+        """Sum this server's shard if it has arrived from all ranks, and send the sum to all of them, or keep it.
 
-    def try_complete(self) -> bool:
-        """Take the sums if they have come back; return True if the transfer is complete."""
-        if self.is_summed and not self.is_complete and (self._work is None or self._work.work.is_completed()):
-            self._complete()
-        return self.is_complete
-
-    def wait_stage(self) -> None:
-        """Wait for the copy or collective in progress."""
-        if self._copy is not None:
-            self._copy.wait()
-        elif self._work is not None:
-            self._work.wait()
-
-    def _scatter(self) -> None:
-        self.is_sent = True
-        self.arrived = torch.empty(sum(self.own_sizes), dtype=self.sent.dtype)
-        self._work = self._all_to_all(
-            self.arrived, self.sent, self.own_sizes, self.sizes, group=self.exchange.groups.scatter
-        )
-
-    def _sum_and_return(self) -> None:
-        """Sum the arrived shards and send the sum to all ranks, or keep it."""
-        assert self._work is not None
+        Returns True if it is summed.
+        """
+        if self.is_summed or self._work is None or not self._work.work.is_completed():
+            return self.is_summed
         self._work.wait()
         self.is_summed = True
-        exchange, own = self.exchange, self.own_sizes[0]
+        exchange, own = self.exchange, self.sizes[self.exchange.rank]
         shards = list(self.arrived.split(own)) if own else [self.arrived]
         total = ordered_sum(shards)
         if exchange.settings.sharded:
             self.chunk.split(self.sizes)[exchange.rank].copy_(total)
             self._work = None
-            return
-        for shard in shards:
-            shard.copy_(total)
-        self._work = self._all_to_all(self.sent, self.arrived, self.sizes, self.own_sizes, group=exchange.groups.gather)
+        else:
+            for shard in shards:
+                shard.copy_(total)
+            self._work = exchange.gather(self.arrived, self.sent, self.sizes, self.where)
+        return True
 
-    def _complete(self) -> None:
-        if self._work is not None:
+    def try_complete(self) -> bool:
+        """Take the sums if they have come back; return True if the transfer is complete."""
+        if self.is_summed and not self.is_complete and (self._work is None or self._work.work.is_completed()):
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+                if self.sent is not self.chunk:
+                    self.exchange.copy_to_device(self.buffer, self.sent, self.chunk)
+            self.is_complete = True
+        return self.is_complete
+
+    def wait_stage(self) -> None:
+        """Wait for the copy or collective in progress."""
+        if self._copy is not None:
+            self._copy.synchronize()
+        elif self._work is not None:
             self._work.wait()
-            self._work = None
-            if self.sent is not self.chunk:
-                self.exchange.copies_back[self.buffer] = self.exchange.copier.to_device(self.sent, self.chunk)
-        self.is_complete = True
-
-    def _all_to_all(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_sizes: list[int],
-        source_sizes: list[int],
-        *,
-        group: dist.ProcessGroup | None,
-    ) -> WatchedWork:
-        work = dist.all_to_all_single(output, source, output_sizes, source_sizes, group, True)
-        return self.exchange.with_timeout(work, self.where)
 
 
-class TransferWork:
-    """The reduction of one buffer: the transfers of its chunks and, with sharded settings, the gather of weights."""
+class GatherWork:
+    """The exchange of the next weights of one buffer."""
 
-    def __init__(
-        self,
-        exchange: GlooExchange,
-        buffer: int,
-        where: str,
-        *,
-        transfers: list[ChunkTransfer],
-        flags: WatchedWork | None,
-    ) -> None:
-        self.exchange, self.buffer, self.where = exchange, buffer, where
-        self.transfers, self.flags = transfers, flags
-        self.gather = GatherWork(exchange, [], where)
-        self.is_summed = False
+    def __init__(self, exchange: GlooExchange, works: list[WatchedWork], where: str) -> None:
+        self.exchange, self.works, self.where = exchange, works, where
         self.finished_at: float | None = None
 
     def is_done(self) -> bool:
-        """Return True once the buffer holds the sum, or the next weights have arrived."""
-        return self.finished_at is not None
-
-    def advance(self) -> None:
-        """Advance as far as possible without waiting."""
-        if not self.is_summed:
-            self._try_sum()
-        if self.is_summed and self.gather.is_done():
-            self.gather.wait()
-            self.finished_at = self.finished_at or time.perf_counter()
-
-    def wait_stage(self) -> None:
-        """Wait for the collectives in progress."""
-        if self.flags is not None and not self.is_summed:
-            self.flags.wait()
-        else:
-            self.gather.wait()
+        return all(work.work.is_completed() for work in self.works)
 
     def wait(self) -> None:
-        """Return once the buffer holds the sum, or the next weights have arrived."""
+        for work in self.works:
+            work.wait()
+
+    def check_peers(self, *, waited: float) -> None:
+        exchange = self.exchange
+        exchange.failure_store.check(where=self.where, waited=waited, timeout_seconds=exchange.timeout_seconds)
+
+
+class TransferWork(GatherWork):
+    """The reduction of one buffer: the transfers of its chunks and, with sharded settings, the gather of weights."""
+
+    def __init__(
+        self, exchange: GlooExchange, buffer: int, where: str, transfers: list[ChunkTransfer], flags: WatchedWork | None
+    ) -> None:
+        super().__init__(exchange, [], where)
+        self.buffer, self.transfers, self.flags = buffer, transfers, flags
+        self.is_summed = False
+
+    def is_done(self) -> bool:
+        return self.finished_at is not None
+
+    def wait(self) -> None:
         exchange = self.exchange
         exchange.progress()
         while not self.is_done():
@@ -336,9 +287,20 @@ class TransferWork:
             exchange.progress()
         exchange.order_current_stream(self.buffer)
 
-    def check_peers(self, *, waited: float) -> None:
-        """Raise if a rank has failed, or if `waited` seconds exceed the timeout."""
-        self.exchange.check_peers(self.where, waited=waited)
+    def wait_stage(self) -> None:
+        """Wait for the collectives in progress."""
+        if self.flags is not None and not self.is_summed:
+            self.flags.wait()
+        else:
+            super().wait()
+
+    def advance(self) -> None:
+        """Advance as far as possible without waiting."""
+        if not self.is_summed:
+            self._try_sum()
+        if self.is_summed and super().is_done():
+            super().wait()
+            self.finished_at = self.finished_at or time.perf_counter()
 
     def _try_sum(self) -> None:
         if not all(transfer.is_complete for transfer in self.transfers):
@@ -351,25 +313,4 @@ class TransferWork:
         exchange = self.exchange
         if exchange.on_summed is not None:
             exchange.on_summed(self.buffer)
-            self.gather = exchange.gather_weights(self.buffer, where=self.where)
-
-
-class GatherWork:
-    """The exchange of the next weights of one buffer."""
-
-    def __init__(self, exchange: GlooExchange, works: list[WatchedWork], where: str) -> None:
-        self.exchange, self.works, self.where = exchange, works, where
-        self.finished_at: float | None = None
-
-    def is_done(self) -> bool:
-        """Return True once all shards have arrived."""
-        return all(work.work.is_completed() for work in self.works)
-
-    def wait(self) -> None:
-        """Return once all shards have arrived."""
-        for work in self.works:
-            work.wait()
-
-    def check_peers(self, *, waited: float) -> None:
-        """Raise if a rank has failed, or if `waited` seconds exceed the timeout."""
-        self.exchange.check_peers(self.where, waited=waited)
+            self.works = exchange.gather_weights(self.buffer, where=self.where).works

@@ -1,31 +1,21 @@
-"""Copies between the device, where gradients are, and the host memory from which they are sent."""
+"""HostCopier: copies between the device, where gradients are, and the host memory from which they are sent.
+
+The end of a copy is an event on the copier's stream, or `None` for one that has ended.
+"""
 
 from __future__ import annotations
-
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-
-class HostCopy(Protocol):
-    """A copy that may be in progress."""
-
-    def is_done(self) -> bool:
-        """Return True if the target may be read on the host; does not wait."""
-
-    def wait(self) -> None:
-        """Return once the target may be read on the host."""
-
-    def order_current_stream(self) -> None:
-        """Order later work on the current stream after the copy; does not wait."""
+Event = torch.cuda.Event | None
 
 
 class HostCopier:
     """Synchronous copies on the CPU."""
 
-    def mark(self) -> Any:
-        """Return a mark of the work queued on the device so far."""
+    def mark(self) -> Event:
+        """Return the end of the work queued on the current stream so far."""
         return None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -35,15 +25,15 @@ class HostCopier:
     def pin(self, tensor: Tensor) -> None:
         """Pin existing host memory for asynchronous copies; `close` unpins it."""
 
-    def to_host(self, source: Tensor, target: Tensor, *, after: Any) -> HostCopy:
-        """Copy to host memory after the work before the mark `after`, in the dtype of the target."""
+    def to_host(self, source: Tensor, target: Tensor, *, after: Event) -> Event:
+        """Copy to host memory after the event `after`, in the dtype of the target; return the end of the copy."""
         target.copy_(source)
-        return _DONE
+        return None
 
-    def to_device(self, source: Tensor, target: Tensor) -> HostCopy:
-        """Copy from host memory to the device."""
+    def to_device(self, source: Tensor, target: Tensor) -> Event:
+        """Copy from host memory to the device; return the end of the copy."""
         target.copy_(source)
-        return _DONE
+        return None
 
     def close(self) -> None:
         """Finish copies and unpin memory; may be called twice."""
@@ -57,38 +47,32 @@ class CudaHostCopier(HostCopier):
         self.stream = torch.cuda.Stream(device)
         self._pinned: list[Tensor] = []
 
-    def mark(self) -> Any:
-        """Return an event on the current stream."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def mark(self) -> Event:
+        return _end_of(torch.cuda.current_stream(self.device))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return pinned memory, which torch caches."""
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
+        return torch.empty(numel, dtype=dtype, pin_memory=True)  # which torch caches
 
     def pin(self, tensor: Tensor) -> None:
-        """Pin existing memory: copies from pageable memory would wait for the device."""
+        # Copies from pageable memory would wait for the device.
         if tensor.nbytes:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
             self._pinned.append(tensor)
 
-    def to_host(self, source: Tensor, target: Tensor, *, after: Any) -> HostCopy:
-        """Start to copy to host memory after the work before the mark `after`."""
+    def to_host(self, source: Tensor, target: Tensor, *, after: Event) -> Event:
         with torch.cuda.stream(self.stream):
-            self.stream.wait_event(after)
+            if after is not None:
+                self.stream.wait_event(after)
             # The dtype is changed on the device: fewer bytes are copied.
             target.copy_(source.to(target.dtype), non_blocking=True)
-            return _StreamCopy(self.stream)
+            return _end_of(self.stream)
 
-    def to_device(self, source: Tensor, target: Tensor) -> HostCopy:
-        """Start to copy from host memory to the device."""
+    def to_device(self, source: Tensor, target: Tensor) -> Event:
         with torch.cuda.stream(self.stream):
             target.copy_(source.to(self.device, non_blocking=True), non_blocking=True)
-            return _StreamCopy(self.stream)
+            return _end_of(self.stream)
 
     def close(self) -> None:
-        """Wait for the stream and unpin memory; may be called twice."""
         self.stream.synchronize()
         for tensor in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
@@ -100,32 +84,7 @@ def open_host_copier(device: torch.device) -> HostCopier:
     return CudaHostCopier(device) if device.type == "cuda" else HostCopier()
 
 
-class _Done:
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-    def order_current_stream(self) -> None:
-        pass
-
-
-_DONE: HostCopy = _Done()
-
-
-class _StreamCopy:
-    """The work queued on a stream so far."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event()
-        self.event.record(stream)
-
-    def is_done(self) -> bool:
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def order_current_stream(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+def _end_of(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event

@@ -29,19 +29,6 @@ def split_into_chunks(numel: int, chunk: int) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(sizes, initial=0)))
 
 
-def naive_bytes_per_server(variables: Sequence[int], world_size: int) -> list[int]:
-    """Return the servers' loads if variables stay whole: the largest first, each to the least loaded server."""
-    loads = [0] * world_size
-    for size in sorted(variables, reverse=True):
-        loads[loads.index(min(loads))] += size
-    return loads
-
-
-def imbalance(loads: Sequence[int]) -> float:
-    """Return the load of the busiest server divided by the mean load."""
-    return max(loads) * len(loads) / sum(loads)
-
-
 @dataclass(frozen=True)
 class HostLayout:
     """The ranks of each host, in rank order."""

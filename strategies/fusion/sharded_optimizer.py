@@ -13,27 +13,19 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
+from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 
 from ..ddp.bucket import Bucket, shaped_like
 from .transport import ShardTransport
 
 ELEMENTWISE = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta),
+    *(optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop),
 )
 """Optimizers that update each element independently, so that a shard is updated as within the full parameter."""
 ALIGNMENT_BYTES = 64  # of memory from torch's allocator
 _NEVER_SHARDED = ("step", "mu_product")  # one value per parameter, even if the parameter has a single element
-AllReduce = Callable[[Tensor], Tensor]
-AllGather = Callable[[Any], list[Any]]
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
@@ -71,15 +63,15 @@ class ShardedOptimizer:
     ) -> None:
         self.optimizer, self.transport = optimizer, transport
         self._shards: list[_ParameterShard] = []
-        self._moved: list[_ShardOwner] = []
-        self._copied: list[_ShardOwner] = []
+        self._of_buffer: dict[int, list[_ParameterShard]] = {}
+        self._moved: list[tuple[nn.Parameter, list[Tensor]]] = []  # with a view of each set of flat weights
+        self._copied: list[tuple[nn.Parameter, list[Tensor]]] = []
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._group_of = {id(p): number for number, params in enumerate(self._groups) for p in params}
         self._parameters = [p for params in self._groups for p in params]
         self._indices = {id(p): index for index, p in enumerate(self._parameters)}
         for bucket in buckets:
             self._add_bucket(bucket)
-        self._of_buffer = {b.index: [shard for shard in self._shards if shard.buffer == b.index] for b in buckets}
         for shard in self._shards:
             state = saved.get(self._indices[id(shard.owner)]) or optimizer.state.get(shard.owner)
             if state is not None:
@@ -94,38 +86,28 @@ class ShardedOptimizer:
                 f"{bucket.entries[0].name} has sparse gradients, which cannot be sharded; set "
                 "strategy.shard_optimizer=false."
             )
-        transport = self.transport
+        transport, active = self.transport, self.transport.active_set
         flats, own = [weights[bucket.index] for weights in transport.weight_sets], transport.own_ranges(bucket.index)
+        shards = self._of_buffer[bucket.index] = []
         for position, (entry, offset) in enumerate(zip(bucket.entries, bucket.layout.offsets, strict=True)):
-            parameter = entry.parameter
-            end = offset + parameter.numel()
-            owner = _ShardOwner(parameter, [shaped_like(flat[offset:end], parameter) for flat in flats])
+            parameter, end = entry.parameter, offset + entry.parameter.numel()
+            full = [shaped_like(flat[offset:end], parameter) for flat in flats]
             with torch.no_grad():
-                owner.views[transport.active_set].copy_(parameter)
-            is_copied = any(view.data_ptr() % ALIGNMENT_BYTES for view in owner.views)
-            if is_copied:
-                self._copied.append(owner)
-            else:
-                parameter.data = owner.views[transport.active_set]
-                self._moved.append(owner)
-            for start, stop in own:
-                first, last = max(start, offset), min(stop, end)
-                if first < last and id(parameter) in self._group_of:
-                    views = [flat[first:last] for flat in flats]
-                    self._shards.append(
-                        _ParameterShard(
-                            parameter,
-                            bucket.index,
-                            position,
-                            self._group_of[id(parameter)],
-                            first - offset,
-                            last - offset,
-                            bucket.contents[first:last],
-                            views,
-                            nn.Parameter(views[transport.active_set]),
-                            is_copied,
-                        )
+                full[active].copy_(parameter)
+            is_copied = any(view.data_ptr() % ALIGNMENT_BYTES for view in full)
+            if not is_copied:
+                parameter.data = full[active]
+            (self._copied if is_copied else self._moved).append((parameter, full))
+            group = self._group_of.get(id(parameter), -1)  # -1: the optimizer does not have it
+            for start, stop in own if group >= 0 else []:
+                first, last = max(start, offset) - offset, min(stop, end) - offset
+                if first < last:
+                    views = [flat[offset:end][first:last] for flat in flats]
+                    gradient, shard = bucket.contents[offset:end][first:last], nn.Parameter(views[active])
+                    shards.append(
+                        _ParameterShard(parameter, position, group, first, last, gradient, views, shard, is_copied)
                     )
+        self._shards += shards
 
     # ---- A step
 
@@ -163,13 +145,13 @@ class ShardedOptimizer:
         """Make the next set of weights the parameters' values; all ranks' shards of it must have arrived."""
         number = self.transport.next_set
         if number != self.transport.active_set:
-            for owner in self._moved:
-                owner.parameter.data = owner.views[number]
+            for parameter, views in self._moved:
+                parameter.data = views[number]
             self.transport.active_set = number
         if self._copied:
             with torch.no_grad():
-                parameters: list[Tensor] = [owner.parameter for owner in self._copied]
-                torch._foreach_copy_(parameters, [owner.views[number] for owner in self._copied])
+                parameters: list[Tensor] = [parameter for parameter, _ in self._copied]
+                torch._foreach_copy_(parameters, [views[number] for _, views in self._copied])
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's shards."""
@@ -177,8 +159,8 @@ class ShardedOptimizer:
 
     def release(self) -> None:
         """Move the parameters out of the flat weights."""
-        for owner in self._moved:
-            owner.parameter.data = owner.parameter.data.clone()
+        for parameter, _ in self._moved:
+            parameter.data = parameter.data.clone()
         self._moved, self._copied, self._shards, self._of_buffer = [], [], [], {}
 
     def _load_shards(self, buffer: int) -> None:
@@ -212,57 +194,53 @@ class ShardedOptimizer:
 
     # ---- State
 
-    def full_state(self, all_reduce: AllReduce, all_gather: AllGather) -> dict[int, dict[str, Any]]:
+    def full_state(self, comm: Collectives) -> dict[int, dict[str, Any]]:
         """Return the state of every full parameter, by its index in the optimizer. Collective."""
         own: dict[int, dict[str, Any]] = {}
         for shard, state in self._states():
             described = {n: value.dtype if _is_sharded(n, value, shard) else value for n, value in state.items()}
             own.setdefault(self._indices[id(shard.owner)], {}).update(described)
-        return {
-            index: {
-                name: self._full_tensor(self._parameters[index], name, value, all_reduce)
-                if isinstance(value, torch.dtype)
-                else value
-                for name, value in state.items()
-            }
-            for index, state in _merge_states(all_gather(own)).items()
-        }
+        full = _merge_states(comm.all_gather_object(own))
+        for index, state in full.items():
+            for name, value in state.items():
+                if isinstance(value, torch.dtype):
+                    state[name] = self._full_tensor(self._parameters[index], name, value, comm)
+        return full
 
-    def sharded_state(self, task: nn.Module, all_gather: AllGather) -> ShardedState:
+    def sharded_state(self, task: nn.Module, comm: Collectives) -> ShardedState:
         """Return the state of the task and of this optimizer, with this rank's shards of both. Collective."""
         names = {id(parameter): name for name, parameter in task.named_parameters()}
         sharded = ShardedState(task.state_dict(), [{**state_dict_without_state(self.optimizer), "state": {}}])
-        owners = {id(owner.parameter) for owner in (*self._moved, *self._copied)} & set(self._group_of)
+        owners = {id(parameter) for parameter, _ in (*self._moved, *self._copied)} & set(self._group_of)
         for key, parameter in task.state_dict(keep_vars=True).items():
             if id(parameter) in owners:
-                sharded.task[key] = shard_placeholder(
-                    f"task.{names[id(parameter)]}", _flat_layout(parameter, parameter.dtype)
-                )
+                layout = _flat_layout(parameter, parameter.dtype)
+                sharded.task[key] = shard_placeholder(f"task.{names[id(parameter)]}", layout)
         own: dict[int, dict[str, Any]] = {}
         for shard, state in self._states():
             owner, index = shard.owner, self._indices[id(shard.owner)]
             weights = _in_memory_order(owner)[shard.start : shard.stop]
             sharded.shards.append(TensorShard(f"task.{names[id(owner)]}", weights, shard.start, owner.numel()))
+            entries = own.setdefault(index, {})
             for key, value in state.items():
-                entry = value
+                entries[key] = value
                 if _is_sharded(key, value, shard):
                     place = f"optimizer.{index}.{key}"
                     sharded.shards.append(TensorShard(place, value, shard.start, owner.numel()))
-                    entry = shard_placeholder(place, _flat_layout(owner, value.dtype))
-                own.setdefault(index, {})[key] = entry
-        sharded.optimizers[0]["state"] = _merge_states(all_gather(own))
+                    entries[key] = shard_placeholder(place, _flat_layout(owner, value.dtype))
+        sharded.optimizers[0]["state"] = _merge_states(comm.all_gather_object(own))
         return sharded
 
     def _states(self) -> Iterator[tuple[_ParameterShard, dict[str, Any]]]:
         for shard in self._shards:
             yield shard, self.optimizer.state.get(shard.parameter, {})
 
-    def _full_tensor(self, owner: nn.Parameter, name: str, dtype: torch.dtype, all_reduce: AllReduce) -> Tensor:
+    def _full_tensor(self, owner: nn.Parameter, name: str, dtype: torch.dtype, comm: Collectives) -> Tensor:
         flat = torch.zeros(owner.numel(), dtype=dtype, device=owner.device)
         for shard, state in self._states():
             if shard.owner is owner and name in state:
                 flat[shard.start : shard.stop] = state[name]
-        return shaped_like(all_reduce(flat), owner).clone()
+        return shaped_like(comm.all_reduce(flat), owner).clone()
 
 
 @dataclass(eq=False)
@@ -270,7 +248,6 @@ class _ParameterShard:
     """A range of one parameter that this rank updates."""
 
     owner: nn.Parameter
-    buffer: int
     position: int  # of the owner in its buffer
     group: int
     start: int  # in the owner's elements, in the order in which they lie in memory
@@ -279,14 +256,6 @@ class _ParameterShard:
     views: list[Tensor]  # of each set of weights
     parameter: nn.Parameter
     is_copied: bool  # the owner is not in the flat weights
-
-
-@dataclass(eq=False)
-class _ShardOwner:
-    """A parameter and its views of each set of flat weights."""
-
-    parameter: nn.Parameter
-    views: list[Tensor]
 
 
 def _merge_states(states: Sequence[dict[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:

@@ -13,7 +13,6 @@ weights of its shard into every rank's weights instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +22,14 @@ from trainkit.distributed.failure_store import FailureStore
 
 from ..ddp.shared_memory import CHUNK_ELEMENTS, LINE_BYTES, BucketWork, SharedBucket, SharedMemoryTransport
 from .exchange import GlooExchange
-from .host_copy import HostCopier, HostCopy
+from .host_copy import Event, open_host_copier
 from .transport import FusionSettings, ShardTransport, ShardWork, ordered_sum
 
 
 class SharedBuffers(SharedMemoryTransport, ShardTransport):
     """Sums buffers and gathers weights in the memory of the ranks of a host.
+
+    Arguments that are not listed are those of GlooExchange.
 
     Args:
         group: The ranks of this host.
@@ -37,11 +38,6 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
             host, or if this rank is not a server.
         num_servers: Number of servers on this host; they are its first ranks.
         device: Device of the gradients.
-        copier: Copies gradients to and from host memory.
-        failure_store: Where failures are published.
-        timeout_seconds: Seconds to wait for another rank.
-        settings: Settings of the reduction.
-        num_gradients: Gradient elements of each buffer.
 
     """
 
@@ -53,7 +49,6 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
         between: GlooExchange | None,
         num_servers: int,
         device: torch.device,
-        copier: HostCopier,
         failure_store: FailureStore,
         timeout_seconds: float,
         settings: FusionSettings,
@@ -61,17 +56,16 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
     ) -> None:
         super().__init__(group, failure_store=failure_store, timeout_seconds=timeout_seconds)
         self.names, self.between, self.num_servers = names, between, num_servers
-        self.device, self.copier, self.settings, self.num_gradients = device, copier, settings, num_gradients
-        self.weight_sets = []
+        self.device, self.settings, self.num_gradients = device, settings, num_gradients
+        self.copier = open_host_copier(device)
+        self.weight_sets, self.copies_back = [], {}
         self._sizes: list[tuple[int, torch.dtype]] = []
         self._gradients: list[GradientBuffer] = []
         self._weights: list[list[WeightBuffer]] = []
-        self._ready: dict[int, Any] = {}  # by buffer: the mark of the work that fills it
 
     # ---- Memory
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Return one flat tensor of zeros for each (elements, dtype). Collective."""
         self._sizes = list(sizes)
         sent = [(numel, self.reduce_dtype_of(dtype)) for numel, dtype in sizes]
         num_sets = (1 + self.settings.second_weights) * self.settings.sharded
@@ -82,8 +76,13 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
         if self.device.type != "cpu":  # in one piece: neighbouring buffers share pages
             self.copier.pin(torch.frombuffer(self.peers[self.rank].region, dtype=torch.uint8))
         self.weight_sets = [[weights.flat for weights in of_set] for of_set in self._weights]
-        if self.between is not None:
-            self._bind(self.between)
+        if self.between is not None:  # whose buffers are this rank's shards
+            self.between.bind(
+                [gradients.sums for gradients in self._gradients],
+                summed=[len(gradients.sums) for gradients in self._gradients],
+                flags=[torch.zeros_like(gradients.flag_views[0]) for gradients in self._gradients],
+                weight_sets=[[weights.own for weights in of_set] for of_set in self._weights],
+            )
         return [gradients.result for gradients in self._gradients]
 
     def make_bucket(self, number: int, flats: list[Tensor]) -> SharedBucket:
@@ -110,23 +109,19 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
         self.copier.close()
         if self.between is not None:
             self.between.close()
-        self.weight_sets, self._gradients, self._weights = [], [], []
-        self._ready = {}
+        self.weight_sets, self._gradients, self._weights, self.copies_back = [], [], [], {}
 
     def own_ranges(self, buffer: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of the gradient elements of a buffer that this rank sums."""
         begin, end = self._gradients[buffer].span
         if self.between is None:
             return [(begin, end)] if begin < end else []
         return [(begin + start, begin + stop) for start, stop in self.between.own_ranges(buffer)]
 
     def used_flags(self, buffer: int) -> Tensor:
-        """Return one number for each parameter of a summed buffer, above 0 if any rank had a gradient."""
         return self._gradients[buffer].used_flags() if self.between is None else self.between.used_flags(buffer)
 
     @property
     def bytes_a_step(self) -> int:
-        """Bytes that this rank reads from and writes to the memory of others, or sends to other hosts, in one step."""
         total = 0 if self.between is None else self.between.bytes_a_step
         for buffer, gradients in enumerate(self._gradients):
             start, stop = gradients.span
@@ -141,31 +136,16 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
         shard = -(-numel // self.num_servers // line) * line
         return min(self.rank * shard, numel), min((self.rank + 1) * shard, numel)
 
-    def _bind(self, between: GlooExchange) -> None:
-        """Make this rank's shards the buffers of the exchange with other hosts."""
-        between.bind(
-            [gradients.sums for gradients in self._gradients],
-            summed=[len(gradients.sums) for gradients in self._gradients],
-            flags=[torch.zeros_like(gradients.flag_views[0]) for gradients in self._gradients],
-            weight_sets=[[weights.own for weights in of_set] for of_set in self._weights],
-        )
-
     # ---- Transfers
 
-    def mark_ready(self, buffer: int) -> None:
-        """Record that the work on the current stream fills the buffer."""
-        self._ready[buffer] = self.copier.mark()
-
-    def start(self, bucket: int, *, where: str, timed: bool = False) -> ShardWork:
-        """Publish this rank's gradients and sum the buffers that all ranks have filled."""
+    def start(self, bucket: int, *, where: str, timed: bool = False, ready: Event = None) -> ShardWork:
         gradients = self._gradients[bucket]
         if gradients.flat is not gradients.result:
-            ready = self._ready.pop(bucket, None) or self.copier.mark()
+            ready = ready or self.copier.mark()
             gradients.copy = self.copier.to_host(gradients.result, gradients.flat, after=ready)
         return self._begin(gradients, where)
 
     def gather_weights(self, buffer: int, *, where: str) -> ShardWork:
-        """Start to write this rank's shards of the next weights to all ranks."""
         return self._begin(self._weights[self.next_set][buffer], where)
 
     def progress(self) -> None:
@@ -176,11 +156,12 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
             self._sum_filled()
             self.under_way = [bucket for bucket in self.under_way if not self._try_finish(bucket)]
 
-    def order_current_stream(self, buffer: int) -> None:
-        """Order later work on the current stream after the result of a completed buffer."""
-        copy = self._gradients[buffer].copy_back
-        if copy is not None:
-            copy.order_current_stream()
+    def copy_to_result(self, gradients: GradientBuffer) -> None:
+        """Start to copy a buffer's sums to the gradients, if they are in other memory."""
+        if gradients.flat is not gradients.result:
+            begin = len(gradients.flat) - len(gradients.flag_views[0]) if self.settings.sharded else 0
+            self.copy_to_device(gradients.number, gradients.flat[begin:], gradients.result[begin:])
+            self.order_current_stream(gradients.number)
 
     def _begin(self, bucket: GradientBuffer | WeightBuffer, where: str) -> ShardWork:
         bucket.round += 1
@@ -223,16 +204,14 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
             bucket.exchange.wait()
         if isinstance(bucket, WeightBuffer):
             bucket.write()
-        else:
-            self._finish(bucket)
+        elif self.settings.sharded:
+            self._finish_sharded(bucket)
+        elif self.between is not None:
+            bucket.write()
         self.raise_summed(bucket)
         return True
 
-    def _finish(self, gradients: GradientBuffer) -> None:
-        if not self.settings.sharded:
-            if self.between is not None:
-                gradients.write()
-            return
+    def _finish_sharded(self, gradients: GradientBuffer) -> None:
         if self.rank < self.num_servers:
             gradients.write_flags(self.used_flags(gradients.number), leader=self.rank == 0)
         if self.on_summed is not None:
@@ -251,11 +230,15 @@ class InFlightBucket(SharedBucket):
     is_summed: bool  # by this rank: its shard, over the ranks of this host
     exchange: ShardWork | None  # with other hosts
 
+    def is_on_host(self) -> bool:
+        """Return True if other ranks may read it."""
+        return True
+
 
 class GradientBuffer(InFlightBucket):
     """Gradients of which each server sums its shard."""
 
-    __slots__ = ("copy", "copy_back", "flag_views", "owner", "result", "span", "sums")
+    __slots__ = ("copy", "flag_views", "owner", "result", "span", "sums")
 
     def __init__(
         self, owner: SharedBuffers, number: int, flats: list[Tensor], result: Tensor, *, span: tuple[int, int]
@@ -264,13 +247,11 @@ class GradientBuffer(InFlightBucket):
         shards = [flat[slice(*span)].split(CHUNK_ELEMENTS) for flat in flats]
         super().__init__(number, flats[owner.rank], [list(chunk) for chunk in zip(*shards, strict=True)])
         self.flag_views = [flat[owner.num_gradients()[number] :] for flat in flats]
-        self.copy: HostCopy | None = None
-        self.copy_back: HostCopy | None = None
+        self.copy: Event = None  # to the host
         self.sums = self._memory_of_sums()
 
     def is_on_host(self) -> bool:
-        """Return True if other ranks may read it."""
-        if self.copy is not None and self.copy.is_done():
+        if self.copy is not None and self.copy.query():
             self.copy = None
         return self.copy is None
 
@@ -302,13 +283,6 @@ class GradientBuffer(InFlightBucket):
         for view in [self.flag_views[self.owner.rank], *(self.flag_views[servers:] if leader else [])]:
             view.copy_(used)
 
-    def copy_to_result(self) -> None:
-        """Start to copy the sums to the gradients, if they are in other memory."""
-        if self.flat is not self.result:
-            begin = len(self.flat) - len(self.flag_views[0]) if self.owner.settings.sharded else 0
-            self.copy_back = self.owner.copier.to_device(self.flat[begin:], self.result[begin:])
-            self.copy_back.order_current_stream()
-
     def _memory_of_sums(self) -> Tensor:
         """Return host memory for the sum of this rank's shard, in at least float32."""
         shard = slice(*self.span)
@@ -329,10 +303,6 @@ class WeightBuffer(InFlightBucket):
         self.own = flats[rank][slice(*span)]
         self.others = [flat[slice(*span)] for other, flat in enumerate(flats) if other != rank]
 
-    def is_on_host(self) -> bool:
-        """Return True: weights are always in host memory."""
-        return True
-
     def add_shard(self) -> None:
         """Weights are not summed."""
 
@@ -349,10 +319,9 @@ class SharedBufferWork(BucketWork):
     __slots__ = ()
 
     def wait(self) -> None:
-        """Return once the gradients hold the result."""
         super().wait()
         if isinstance(self.bucket, GradientBuffer):
-            self.bucket.copy_to_result()
+            self.bucket.owner.copy_to_result(self.bucket)
 
 
 def _add_up(chunk: list[Tensor], total: Tensor) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,6 @@ from ..ddp.strategy import DDPStrategy
 from ..ddp.timeline import Timeline
 from .communication_thread import CommunicationThread
 from .exchange import GlooExchange
-from .host_copy import open_host_copier
 from .partition import HostLayout, Servers
 from .sharded_optimizer import ShardedOptimizer, check_elementwise, state_dict_without_state
 from .shared_buffers import SharedBuffers
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES_IN_BACKWARD = 64 * MIB  # of weights, for which "auto" accepts the memory of a second set
 _TRANSPORTS = ("auto", "shared_memory", "exchange")
-_SERVERS = ("rank", "host")
 _REDUCE_DTYPES = {None: None, "bf16": torch.bfloat16}
 
 
@@ -55,11 +54,9 @@ class FusionStrategy(DDPStrategy):
     `shard_optimizer` a server keeps the optimizer state of its shard only, and updates that shard of the weights: as
     soon as it is summed, unless all gradients are needed first (clipping, fp16, weights from `training_step`).
 
+    Arguments that are not listed are those of DDPStrategy.
+
     Args:
-        devices: Ranks to start on this machine; "auto" is one for each GPU, or two on the CPU.
-        device: `auto`, `cpu` or `cuda`.
-        accumulate: Micro-batches of a step on each rank.
-        micro_batch_size: Samples on one device at once, at most; `auto` halves it whenever it does not fit into memory.
         buffer_mb: Size of a buffer in MiB; a larger parameter is sent in several chunks of this size.
         max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy. Inside a host buffers
             are summed in place, and this has no effect.
@@ -71,13 +68,6 @@ class FusionStrategy(DDPStrategy):
         shard_optimizer: Each rank keeps and steps the optimizer for its shard of the weights only.
         optimizer_in_backward: With `shard_optimizer`: update shards while backward runs, with a second set of weights;
             `auto`: if the weights have at most 64 MiB.
-        find_unused_parameters: Parameters without a gradient: `auto` handles them, `error` names them, `graph` finds
-            them in the autograd graph before backward.
-        broadcast_buffers: Make buffers (batch-norm statistics) equal to those of rank 0 after every step.
-        record_timeline: Record when each buffer was ready, started and done.
-        timeout_seconds: Seconds to wait for another rank.
-        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
-        launcher: Starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
 
     """
 
@@ -123,18 +113,16 @@ class FusionStrategy(DDPStrategy):
             raise UserError(
                 f"reduce_dtype={reduce_dtype!r} is unknown.{nearest(str(reduce_dtype), ('bf16',))} Choose null or bf16."
             )
-        for name, value, valid in (("transport", transport, _TRANSPORTS), ("servers", servers, _SERVERS)):
+        for name, value, valid in (("transport", transport, _TRANSPORTS), ("servers", servers, ("rank", "host"))):
             if value not in valid:
                 raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
         if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
             raise UserError(f"max_in_flight must be a whole number of chunks, at least 1, got {max_in_flight!r}.")
-        for name, choice in (
-            ("communication_thread", communication_thread),
-            ("optimizer_in_backward", optimizer_in_backward),
-        ):
+        switches = {"communication_thread": communication_thread, "optimizer_in_backward": optimizer_in_backward}
+        for name, choice in switches.items():
             if choice not in ("auto", True, False):
                 raise UserError(f"{name} must be auto, true or false, got {choice!r}.")
-        if self._is_auto and shard_optimizer:
+        if self.auto_micro_batch and shard_optimizer:
             raise UserError(
                 "micro_batch_size=auto does not work with shard_optimizer=true, where no rank has all gradients; give "
                 "strategy.micro_batch_size as a number."
@@ -149,6 +137,7 @@ class FusionStrategy(DDPStrategy):
         self._in_backward = optimizer_in_backward
         self._steps_in_backward = False  # what ranks decided
         self._transport: ShardTransport | None = None
+        self._thread: CommunicationThread | None = None
         self._phase_optimizer: PhaseOptimizer | None = None
         self._sharded: ShardedOptimizer | None = None
         self._saved_state: dict[int, Any] = {}  # loaded before the first step shows this rank's shards
@@ -156,7 +145,6 @@ class FusionStrategy(DDPStrategy):
     # ---- Before and after training
 
     def check_phases(self, task: TaskModule) -> None:
-        """Raise UserError: buffers and servers are those of one optimizer."""
         raise UserError(
             f"{type(task).__name__} has phases, which {type(self).__name__} cannot train: its buffers and servers are "
             "those of one optimizer. Type strategy=ddp, strategy=dp, strategy=pipeline or strategy=single."
@@ -174,17 +162,16 @@ class FusionStrategy(DDPStrategy):
         self._steps_in_backward = self.shard_optimizer and self._can_step_in_backward(phase_optimizer)
         self._transport = self._open_transport()
         if self.communication_thread is True or (self.communication_thread == "auto" and self.device.type == "cuda"):
-            self._transport = CommunicationThread(
+            self._thread = CommunicationThread(
                 self._transport, failure_store=self.reducer.failure_store, rank=self.comm.rank, device=self.device
             )
         self.reducer.transport.close()
-        self.reducer.transport = self._transport
+        self.reducer.transport = self._thread or self._transport
 
     def host(self) -> str:
         """Return the identity of this rank's machine; ranks that return the same share its memory."""
         try:
-            with open("/proc/sys/kernel/random/boot_id") as file:
-                return file.read().strip()
+            return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError:
             return socket.gethostname()
 
@@ -193,7 +180,7 @@ class FusionStrategy(DDPStrategy):
         if self._sharded is not None:
             self._sharded.release()
             self._sharded = None
-        self._transport, self._phase_optimizer, self._saved_state = None, None, {}
+        self._transport, self._thread, self._phase_optimizer, self._saved_state = None, None, None, {}
         super().teardown()
 
     @property
@@ -202,14 +189,15 @@ class FusionStrategy(DDPStrategy):
         return None if self._transport is None else self._transport.bytes_a_step
 
     def _new_timeline(self) -> Timeline:
-        return Timeline(rank=self.comm.rank, word="buffer", compressed="strategy.reduce_dtype=bf16")
+        return Timeline(
+            self.comm.rank, "buffer", size_key="strategy.buffer_mb", compressed="strategy.reduce_dtype=bf16"
+        )
 
     def _can_step_in_backward(self, phase_optimizer: PhaseOptimizer) -> bool:
         """Return True if servers update their shards while backward runs, the same on every rank; collective."""
-        if self._in_backward == "auto":
+        is_wanted = self._in_backward
+        if is_wanted == "auto":
             is_wanted = sum(parameter.nbytes for parameter in self._all_trained) <= MAX_BYTES_IN_BACKWARD
-        else:
-            is_wanted = self._in_backward
         optimizer = phase_optimizer.optimizer
         has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         needs_all_gradients = (
@@ -229,7 +217,11 @@ class FusionStrategy(DDPStrategy):
         """
         name, group = self.transport_name, self.comm.group
         hosts = HostLayout.of(gather(self.host(), group))
-        local = _local_group(hosts, group)
+        local: dist.ProcessGroup | None = group
+        if len(hosts.ranks) > 1:
+            ranks = [[dist.get_global_rank(group, rank) for rank in of_host] for of_host in hosts.ranks]
+            local, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
+        assert local is not None
         reason = _why_no_shared_buffers(hosts, group, local, self.servers)
         if name != "exchange" and reason is None:
             return self._open_shared_buffers(hosts, local)
@@ -256,7 +248,6 @@ class FusionStrategy(DDPStrategy):
             between=between,
             num_servers=hosts.servers_per_host(self.servers),
             device=self.device,
-            copier=open_host_copier(self.device),
             failure_store=self.reducer.failure_store,
             timeout_seconds=self.ranks.timeout_seconds,
             settings=replace(self.fusion_settings, second_weights=self._steps_in_backward),
@@ -269,7 +260,6 @@ class FusionStrategy(DDPStrategy):
             groups,
             failure_store=self.reducer.failure_store,
             device=device,
-            copier=open_host_copier(device),
             timeout_seconds=self.ranks.timeout_seconds,
             settings=replace(self.fusion_settings, second_weights=self._steps_in_backward),
             num_gradients=self._num_gradients,
@@ -330,7 +320,6 @@ class FusionStrategy(DDPStrategy):
         return norm
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
-        """Return the global 2-norm of the gradients; collective."""
         if not self.shard_optimizer:
             return super()._grad_norm(phase_optimizer)
         own = total_norm(self._sharded_optimizer(phase_optimizer).gradients(), self.device)
@@ -349,21 +338,20 @@ class FusionStrategy(DDPStrategy):
         """Leave on every rank the shards of the next weights that all ranks have updated; collective."""
         assert self.reducer is not None and self._transport is not None
         where = f"gathering the weights of step {self.reducer.step - 1}"
-        works = [self._transport.gather_weights(bucket.index, where=where) for bucket in self.reducer.buckets]
+        transport = self._thread or self._transport
+        works = [transport.gather_weights(bucket.index, where=where) for bucket in self.reducer.buckets]
         for work in works:
             work.wait()
 
     # ---- State, full and the same as under every other strategy
 
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
-        """Return the optimizer's full state; collective."""
         if not self.shard_optimizer:
             return super().optimizer_state_dict(task, phase_optimizer)
         settings = state_dict_without_state(phase_optimizer.optimizer)
         if self._sharded is None:  # before the first step
             return {**settings, "state": self._saved_state}
-        sum_of: Callable[[Tensor], Tensor] = self.comm.all_reduce
-        return {**settings, "state": self._sharded.full_state(sum_of, self.comm.all_gather_object)}
+        return {**settings, "state": self._sharded.full_state(self.comm)}
 
     def load_optimizer_state_dict(
         self, task: TaskModule, phase_optimizer: PhaseOptimizer, saved: dict[str, Any]
@@ -377,24 +365,11 @@ class FusionStrategy(DDPStrategy):
 
     def shards(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> ShardedState | None:
         """Return this rank's shards of the state; `None` if the optimizer is not sharded, or before the first step."""
-        return None if self._sharded is None else self._sharded.sharded_state(task, self.comm.all_gather_object)
+        return None if self._sharded is None else self._sharded.sharded_state(task, self.comm)
 
     def local_state(self, task: TaskModule) -> dict[str, Tensor]:
         """Return all parameters and buffers: every rank holds them."""
         return named_state(task)
-
-
-def _local_group(hosts: HostLayout, group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group of this host's ranks. Collective."""
-    if len(hosts.ranks) == 1:
-        return group
-    local = group
-    for ranks in hosts.ranks:
-        of_host = dist.new_group([dist.get_global_rank(group, rank) for rank in ranks], backend="gloo")
-        if group.rank() in ranks:
-            assert of_host is not None
-            local = of_host
-    return local
 
 
 def _why_no_shared_buffers(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ddp.transport import Transport, Work
+from .host_copy import Event, HostCopier
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,7 @@ class FusionSettings:
 
 
 class ShardWork(Work, Protocol):
-    """A reduction that can be polled."""
-
-    def is_done(self) -> bool:
-        """Return True if `wait` would return at once."""
+    """A reduction whose other ranks can be checked."""
 
     def check_peers(self, *, waited: float) -> None:
         """Raise if a rank has failed or exited, or if `waited` seconds exceed the timeout."""
@@ -44,6 +42,10 @@ class ShardTransport(Transport):
     """A transport in which every server sums its shard of every buffer."""
 
     settings: FusionSettings
+    copier: HostCopier
+    """Copies gradients to and from host memory."""
+    copies_back: dict[int, torch.cuda.Event]
+    """By buffer: the end of the copy of its result to the device, if that is asynchronous."""
     weight_sets: list[list[Tensor]]
     """With sharded settings: the flat weights of each buffer's parameters, once or (`second_weights`) twice."""
     active_set: int = 0
@@ -55,8 +57,11 @@ class ShardTransport(Transport):
     summed; afterwards its shards of the weights are gathered before the reduction ends. The same on every rank."""
 
     @abstractmethod
-    def start(self, bucket: int, *, where: str, timed: bool = False) -> ShardWork:
-        """Start to sum the allocated tensor with index `bucket`; `where` names the operation in messages."""
+    def start(self, bucket: int, *, where: str, timed: bool = False, ready: Event = None) -> ShardWork:
+        """Start to sum the allocated tensor with index `bucket`; `where` names the operation in messages.
+
+        `ready` is the end of the work that fills it; `None`: of the work on the current stream.
+        """
 
     @abstractmethod
     def own_ranges(self, buffer: int) -> list[tuple[int, int]]:
@@ -80,11 +85,16 @@ class ShardTransport(Transport):
         """Index of the weight set that receives gathered weights."""
         return (self.active_set + 1) % max(1, len(self.weight_sets))
 
-    def mark_ready(self, buffer: int) -> None:
-        """Record that the work on the current stream fills the buffer; called on the thread that runs backward."""
+    def copy_to_device(self, buffer: int, source: Tensor, target: Tensor) -> None:
+        """Start to copy the result of a buffer, or a part of it, to the device."""
+        copied = self.copier.to_device(source, target)
+        if copied is not None:
+            self.copies_back[buffer] = copied
 
     def order_current_stream(self, buffer: int) -> None:
         """Order later work on the current stream after the result of a completed buffer."""
+        if buffer in self.copies_back:
+            torch.cuda.current_stream().wait_event(self.copies_back[buffer])
 
     def reduce_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of `dtype` are sent; never a wider one."""

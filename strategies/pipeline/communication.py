@@ -21,11 +21,9 @@ HEADER_TAG = 1 << 28
 class PendingReceive:
     """A tensor that a rank sends, this one or another."""
 
-    tensor: Tensor | None
-    """In host memory, as stages use gloo."""
+    tensor: Tensor | None  # in host memory, as stages use gloo
     work: dist.Work | None
-    local: deque[Tensor | None] | None
-    """Source of the tensor if this rank itself sends it."""
+    local: deque[Tensor | None] | None  # source of the tensor if this rank itself sends it
     device: torch.device
 
     def open(self, what: str) -> Tensor:
@@ -44,7 +42,6 @@ class PendingReceive:
     def _wait_for(self, what: str) -> Tensor | None:
         if self.local is not None:
             return self.local.popleft()
-        assert self.tensor is not None
         if self.work is not None:
             _wait(self.work, f"waiting for {what}")
         return self.tensor
@@ -54,9 +51,7 @@ class StageChannel:
     """Point-to-point messages within one replica, by stage rank and tag; messages of one tag keep their order."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, rank: int, device: torch.device):
-        self._group = group
-        self._rank = rank
-        self._device = device
+        self._group, self._rank, self._device = group, rank, device
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._local: dict[int, deque[Tensor | None]] = defaultdict(deque)
 
@@ -146,9 +141,6 @@ def _pattern(tensor: Tensor) -> list[int]:
     return _BYTES.get(size) or _BYTES[8] * (size // 8)
 
 
-_UNCHANGED, _CHANGED = 0.0, 1.0
-
-
 class OutputBroadcast:
     """Broadcasts step outputs from one rank of a pipeline to the others.
 
@@ -156,11 +148,8 @@ class OutputBroadcast:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, rank: int, device: torch.device):
-        self._group = group
-        self._rank = rank
-        self._device = device
-        self._layouts: dict[str, list[StepOutput]] = {}  # outputs with zeros for their numbers
-        self._sizes: dict[str, int] = {}
+        self._group, self._rank, self._device = group, rank, device
+        self._layouts: dict[str, tuple[list[StepOutput], int]] = {}  # outputs with zeros, and their count of numbers
 
     def broadcast(self, outputs: list[StepOutput], *, source: int, key: str) -> list[StepOutput]:
         """Return the outputs of rank `source`; `key` names a sequence of outputs with the same names and types.
@@ -169,57 +158,37 @@ class OutputBroadcast:
         """
         if self._group.size() == 1:
             return outputs
-        if self._rank == source:
-            self._send(outputs, source, key)
-            return outputs
-        return self._receive(source, key)
-
-    def _send(self, outputs: list[StepOutput], source: int, key: str) -> None:
-        found = [number for output in outputs for number in (output.loss, output.weight, *output.metrics.values())]
-        flat = [_float64(number) for number in found if number is not None]
-        numbers = torch.stack(flat) if flat else torch.zeros(0, dtype=torch.float64)
-        layout = [_blank(output) for output in outputs]
+        is_source = self._rank == source
+        box: list[Any] = [_layout_and_numbers(outputs) if is_source else None]
         if key in self._layouts:
-            is_new = repr(self._layouts[key]) != repr(layout)
-            message = torch.full((1 + self._sizes[key],), _CHANGED, dtype=torch.float64)
-            if not is_new:
-                message[0], message[1:] = _UNCHANGED, numbers
+            layout, size = self._layouts[key]
+            message = torch.ones(1 + size, dtype=torch.float64)  # the first number is 0 for the same layout
+            if is_source and repr(box[0][0]) == repr(layout):
+                message[0], message[1:] = 0.0, box[0][1]
             dist.broadcast(message, group=self._group, group_src=source)
-            if not is_new:
-                return
-        dist.broadcast_object_list([(layout, numbers)], group=self._group, group_src=source)
-        self._layouts[key], self._sizes[key] = layout, numbers.numel()
-
-    def _receive(self, source: int, key: str) -> list[StepOutput]:
-        if key in self._layouts:
-            message = torch.empty(1 + self._sizes[key], dtype=torch.float64)
-            dist.broadcast(message, group=self._group, group_src=source)
-            if float(message[0]) == _UNCHANGED:
-                return _filled(self._layouts[key], message[1:].to(self._device))
-        box: list[Any] = [None]
+            if message[0] == 0.0:
+                return outputs if is_source else _filled(layout, message[1:].to(self._device))
         dist.broadcast_object_list(box, group=self._group, group_src=source)
         layout, numbers = box[0]
-        self._layouts[key], self._sizes[key] = layout, numbers.numel()
-        return _filled(layout, numbers.to(self._device))
+        self._layouts[key] = layout, numbers.numel()
+        return outputs if is_source else _filled(layout, numbers.to(self._device))
 
 
 Number = Tensor | float
 
 
-def _with_numbers(output: StepOutput, function: Callable[[Number], Any]) -> StepOutput:
-    """Return the output with `function` applied to its loss, weight and metrics, in this order."""
-    return replace(
-        output,
-        loss=None if output.loss is None else function(output.loss),
-        weight=function(output.weight),
-        metrics={name: function(value) for name, value in output.metrics.items()},
-    )
+def _layout_and_numbers(outputs: list[StepOutput]) -> tuple[list[StepOutput], Tensor]:
+    """Return the outputs with zeros for their numbers and without metrics, and the numbers in host memory."""
+    numbers: list[Tensor] = []
 
+    def take(number: Number) -> Number:
+        numbers.append(torch.as_tensor(number).detach().reshape(()).to("cpu", torch.float64))
+        return torch.zeros((), dtype=number.dtype) if isinstance(number, Tensor) else 0.0
 
-def _blank(output: StepOutput) -> StepOutput:
-    blank = _with_numbers(output, lambda n: torch.zeros((), dtype=n.dtype) if isinstance(n, Tensor) else 0.0)
-    blank.objects = [update._replace(metric=None) for update in output.objects]
-    return blank
+    layout = [_with_numbers(output, take) for output in outputs]
+    for output in layout:
+        output.objects = [update._replace(metric=None) for update in output.objects]
+    return layout, torch.stack(numbers) if numbers else torch.zeros(0, dtype=torch.float64)
 
 
 def _filled(layout: list[StepOutput], numbers: Tensor) -> list[StepOutput]:
@@ -232,5 +201,11 @@ def _filled(layout: list[StepOutput], numbers: Tensor) -> list[StepOutput]:
     return [_with_numbers(output, fill) for output in layout]
 
 
-def _float64(number: Number) -> Tensor:
-    return torch.as_tensor(number).detach().reshape(()).to("cpu", torch.float64)
+def _with_numbers(output: StepOutput, function: Callable[[Number], Any]) -> StepOutput:
+    """Return the output with `function` applied to its loss, weight and metrics, in this order."""
+    return replace(
+        output,
+        loss=None if output.loss is None else function(output.loss),
+        weight=function(output.weight),
+        metrics={name: function(value) for name, value in output.metrics.items()},
+    )

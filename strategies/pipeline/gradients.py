@@ -23,13 +23,8 @@ from .stage import Placement
 class StageGradients:
     """Reduces the gradients of this rank's parameters. The constructor is collective over all ranks.
 
-    Args:
-        task: The task; its trained parameters require a gradient.
-        placement: Ranks of the parameters.
-        mesh: Position of this rank.
-        failure_store: Store in which ranks publish why they stop.
-        phase: The named parameters that a phase trains and its step uses; `None`: all.
-
+    `phase` has the named parameters that a phase trains and its step uses; `None`: all of the task, of which the
+    trained ones require a gradient.
     """
 
     def __init__(
@@ -42,12 +37,9 @@ class StageGradients:
         phase: dict[str, nn.Parameter] | None = None,
     ):
         named = dict(task.named_parameters()) if phase is None else phase
-        used = [(name, parameter) for name, parameter in named.items() if name in placement.used]
-        mine = [
-            (name, parameter)
-            for name, parameter in used
-            if placement.is_held(name, mesh.stage) and parameter.requires_grad
-        ]
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        used = [(name, parameter) for name, parameter in trained.items() if name in placement.used]
+        mine = [(name, parameter) for name, parameter in used if placement.is_held(name, mesh.stage)]
         self._counted = [parameter for name, parameter in named.items() if placement.counted(name, mesh.stage)]
         # The same on all stages, also those without gradients, so that they judge a norm equally.
         is_wide = any(parameter.dtype == torch.float64 for parameter in named.values())
@@ -55,7 +47,7 @@ class StageGradients:
         shared = placement.shared_by()
         groups = mesh.holder_groups(shared)
         self._shared = [
-            (groups[stages], [named[name] for name in names if name in named and named[name].requires_grad])
+            (groups[stages], [trained[name] for name in names if name in trained])
             for stages, names in shared.items()
             if mesh.stage in stages
         ]
@@ -73,7 +65,7 @@ class StageGradients:
         def around(index: int) -> AbstractContextManager[Any]:
             if actions[index].kind == FORWARD:
                 return nullcontext()
-            session: AbstractContextManager[Any] = reducer.session(sync=index == len(actions) - 1)
+            session: AbstractContextManager[Any] = reducer.session() if index == len(actions) - 1 else reducer.no_sync()
             return session
 
         return around

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -26,8 +27,6 @@ Step = Callable[[Any], Any]
 class ValueRef:
     """Placeholder of a value's tensor in a traced structure."""
 
-    __slots__ = ("value",)
-
     def __init__(self, value: int):
         self.value = value
 
@@ -35,16 +34,12 @@ class ValueRef:
 class ParameterRef:
     """Placeholder of a parameter or buffer of the task in a traced structure."""
 
-    __slots__ = ("name",)
-
     def __init__(self, name: str):
         self.name = name
 
 
 class ScalarValue:
     """Placeholder of a Python number, truth value or shape, which another batch may change, in a traced structure."""
-
-    __slots__ = ("count", "kind", "start")
 
     def __init__(self, kind: type[Any], start: int, count: int):
         self.kind = kind
@@ -58,11 +53,6 @@ class ScalarValue:
 class Constant:
     """Placeholder of an object that is neither tensor nor constant in a traced structure."""
 
-    __slots__ = ("kind",)
-
-    def __init__(self, kind: str):
-        self.kind = kind
-
 
 @dataclass(slots=True)
 class Value:
@@ -75,7 +65,6 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -100,7 +89,6 @@ class NodeCost:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward together."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -142,13 +130,20 @@ class Node:
     cost: NodeCost = field(default_factory=NodeCost)
 
     @property
-    def has_numbers(self) -> bool:
-        """True for a module whose result has numbers."""
-        return self.has_plain and any(isinstance(leaf, ScalarValue) for leaf in tree_leaves(self.result))
+    def tensor_names(self) -> tuple[str, ...]:
+        """The parameters and buffers that it uses."""
+        return (*self.parameters, *self.buffers, *self.written_buffers)
+
+    @property
+    def sends_numbers(self) -> bool:
+        """True for a module whose result has numbers that one stage alone knows."""
+        if self.is_batch_only or not self.has_plain:
+            return False
+        return any(isinstance(leaf, ScalarValue) for leaf in tree_leaves(self.result))
 
     def __str__(self) -> str:
-        what = f"module '{self.name}'" if self.is_leaf_module else f"`{self.name}`"
-        return f"{what} (node {self.index}, at {self.location})"
+        named = f"module '{self.name}'" if self.is_leaf_module else f"`{self.name}`"
+        return f"{named} (node {self.index}, at {self.location})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +170,6 @@ class TracedGraph:
     constraints: list[CutConstraint]
     parameter_bytes: dict[str, int]
     """Bytes of every parameter of the task, under its first name."""
-    trainable: frozenset[str]
     numbers: int | None = None
     """The value with all numbers that modules return; `None` if they return tensors only."""
     measured: bool = False
@@ -184,11 +178,16 @@ class TracedGraph:
     @property
     def parameter_users(self) -> dict[str, list[int]]:
         """The nodes that use each parameter."""
-        users: dict[str, list[int]] = {}
+        users: dict[str, list[int]] = defaultdict(list)
         for node in self.nodes:
             for name in node.parameters:
-                users.setdefault(name, []).append(node.index)
+                users[name].append(node.index)
         return users
+
+    @property
+    def leaf_modules(self) -> frozenset[str]:
+        """Names of the modules whose calls are one node each."""
+        return frozenset(node.name for node in self.nodes if node.is_leaf_module)
 
 
 _PROBABILITIES = ("p", "dropout_p", "dropout")
@@ -219,10 +218,10 @@ class FlopCounter(TorchDispatchMode):
 
 
 def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
-    asked = [given.get(name, defaults[name]) for name in _PROBABILITIES if name in defaults]
-    return not asked or any(asked)
+    given = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+    probabilities = [given[name] for name in _PROBABILITIES if name in given]
+    return not probabilities or any(probabilities)
 
 
 def estimated_seconds(cost: NodeCost) -> float:
@@ -235,14 +234,9 @@ def num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-LARGEST = 1 << 63
-
-
 def is_number(value: Any) -> bool:
     """Return True if a value can be sent as integers of 64 bits: a number, truth value or shape."""
-    if isinstance(value, (torch.Size, float)):
-        return True
-    return isinstance(value, int) and -LARGEST <= value < LARGEST
+    return isinstance(value, (torch.Size, float)) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
 
 
 def encoded(value: Any) -> list[int]:
@@ -275,7 +269,7 @@ def changed(node: Node, result: Any) -> Iterator[tuple[ScalarValue, list[int]]]:
             if len(codes) != expected.count:
                 raise ValueError(f"{value!r:.80} in its result where {expected} was")
             yield expected, codes
-        elif isinstance(expected, (ValueRef, ParameterRef)) != isinstance(value, torch.Tensor):
+        elif isinstance(expected, (ValueRef, ParameterRef)) != isinstance(value, Tensor):
             traced_type = type(expected).__name__ if isinstance(value, Tensor) else "a tensor"
             raise ValueError(f"{type(value).__name__} in its result where {traced_type} was")
         elif isinstance(expected, (ValueRef, ParameterRef, Constant)):
@@ -284,12 +278,12 @@ def changed(node: Node, result: Any) -> Iterator[tuple[ScalarValue, list[int]]]:
             raise ValueError(f"{value!r:.80} in its result where {expected!r:.80} was")
 
 
-Signature = tuple[tuple[tuple[int, ...], str], ...]
-
-
 def tensors(value: Any) -> list[Tensor]:
     """Return the tensors in `value`."""
     return list(tensors_in(value))
+
+
+Signature = tuple[tuple[tuple[int, ...], str], ...]
 
 
 def signature(value: Any) -> Signature:

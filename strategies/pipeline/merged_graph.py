@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 
-from .graph import RETURN, CutConstraint, Node, NodeOutput, TracedGraph, Value
+from .graph import RETURN, CutConstraint, Node, NodeOutput, TracedGraph
 from .partition import Partition, replicate_shared
 
 RETURN_TOGETHER = "all steps return in the last stage"
@@ -55,7 +55,10 @@ def merge_graphs(steps: Sequence[TracedGraph], shares: Sequence[float]) -> Merge
     constraints: list[CutConstraint] = []
     offsets = [sum(len(step.values) for step in steps[:number]) for number in range(len(steps))]
     for piece, reason in zip(pieces, groups.reasons(pieces), strict=True):
-        heaviest = _heaviest(piece, steps)
+        activations: dict[int, float] = defaultdict(float)
+        for step, index in piece:
+            activations[step] += steps[step].nodes[index].cost.activation_bytes
+        heaviest = max(activations, key=lambda step: activations[step])
         first = len(nodes)
         for step, index in piece:
             places[step][index] = len(nodes)
@@ -65,19 +68,14 @@ def merge_graphs(steps: Sequence[TracedGraph], shares: Sequence[float]) -> Merge
             nodes.append(node)
         if len(piece) > 1:
             constraints.append(CutConstraint(first, len(nodes) - 1, *reason))
-    end = next(number for number, piece in enumerate(pieces) if any(_is_return(steps, key) for key in piece))
+    returns = {(number, len(step.nodes) - 1) for number, step in enumerate(steps)}
+    end = next(number for number, piece in enumerate(pieces) if returns & set(piece))
     start = sum(len(piece) for piece in pieces[:end])
-    only_returns = all(_is_return(steps, key) for key in pieces[end])  # a stage needs more than a return
+    only_returns = returns >= set(pieces[end])  # a stage needs more than a return
     constraints.append(CutConstraint(start - only_returns, len(nodes) - 1, RETURN_TOGETHER))
-    values: list[Value] = [value for step in steps for value in step.values]
-    whole = TracedGraph(
-        nodes,
-        values,
-        constraints,
-        steps[0].parameter_bytes,
-        frozenset().union(*(step.trainable for step in steps)),
-        measured=all(step.measured for step in steps),
-    )
+    values = [value for step in steps for value in step.values]
+    measured = all(step.measured for step in steps)
+    whole = TracedGraph(nodes, values, constraints, steps[0].parameter_bytes, measured=measured)
     return MergedGraph(whole, tuple(map(tuple, places)))
 
 
@@ -98,11 +96,8 @@ class _ConstraintGroups:
         self._reasons: list[tuple[NodeKey, Reason]] = []  # the strongest first
         for number, step in enumerate(steps):
             for constraint in sorted(step.constraints, key=lambda constraint: constraint.first - constraint.last):
-                self._group(
-                    [(number, index) for index in range(constraint.first, constraint.last + 1)],
-                    constraint.reason,
-                    constraint.advice,
-                )
+                keys = [(number, index) for index in range(constraint.first, constraint.last + 1)]
+                self._group(keys, constraint.reason, constraint.advice)
         self._group([(number, len(step.nodes) - 1) for number, step in enumerate(steps)], RETURN_TOGETHER)
         for name, users in _users(steps).items():
             described = " and ".join(dict.fromkeys(str(self._node(user)) for user in (users[0], users[-1])))
@@ -125,7 +120,9 @@ class _ConstraintGroups:
             try:
                 sorter.prepare()
             except CycleError as error:
-                self._group_cycle(error.args[1], members)
+                cycle = error.args[1]
+                first, second = (self._node(members[leader][0]) for leader in cycle[:2])
+                self._group(cycle, f"the steps call {first} and {second} in different orders", strongest=True)
                 continue
             return self._in_order(sorter, members)
 
@@ -140,7 +137,7 @@ class _ConstraintGroups:
         self, sorter: TopologicalSorter[NodeKey], members: dict[NodeKey, list[NodeKey]]
     ) -> list[list[NodeKey]]:
         def rank(leader: NodeKey) -> tuple[bool, float]:
-            last = any(_is_return(self._steps, key) for key in members[leader])
+            last = any(self._node(key).name == RETURN for key in members[leader])
             return last, min(index / len(self._steps[number].nodes) for number, index in members[leader])
 
         ready: list[tuple[tuple[bool, float], NodeKey]] = []
@@ -172,10 +169,6 @@ class _ConstraintGroups:
                     elif index > reach:
                         leader, reach = key, ends[self._find(key)]
 
-    def _group_cycle(self, cycle: Sequence[NodeKey], members: dict[NodeKey, list[NodeKey]]) -> None:
-        first, second = (self._node(members[leader][0]) for leader in cycle[:2])
-        self._group(cycle, f"the steps call {first} and {second} in different orders", strongest=True)
-
     def _group(self, keys: Sequence[NodeKey], reason: str, advice: str = "", *, strongest: bool = False) -> None:
         for key in keys[1:]:
             self._leader[self._find(key)] = self._find(keys[0])
@@ -192,38 +185,21 @@ class _ConstraintGroups:
         return self._steps[number].nodes[index]
 
 
-def _is_return(steps: Sequence[TracedGraph], key: NodeKey) -> bool:
-    number, index = key
-    return steps[number].nodes[index].name == RETURN
-
-
 def _users(steps: Sequence[TracedGraph]) -> dict[str, list[NodeKey]]:
     """Return the users of each parameter, and of each buffer that some step writes."""
     written = {name for step in steps for node in step.nodes for name in node.written_buffers}
     users: dict[str, list[NodeKey]] = defaultdict(list)
     for number, step in enumerate(steps):
         for node in step.nodes:
-            for name in dict.fromkeys((*node.parameters, *node.buffers, *node.written_buffers)):
+            for name in dict.fromkeys(node.tensor_names):
                 if name in node.parameters or name in written:
                     users[name].append((number, node.index))
     return users
 
 
-def _heaviest(piece: Sequence[NodeKey], steps: Sequence[TracedGraph]) -> int:
-    """Return the step that keeps most activations of a group."""
-    kept: dict[int, float] = defaultdict(float)
-    for number, index in piece:
-        kept[number] += steps[number].nodes[index].cost.activation_bytes
-    return max(kept, key=lambda number: kept[number])
-
-
 def _moved(node: Node, index: int, *, offset: int, share: float) -> Node:
     """Return a copy of a node at another index of the merged list."""
-    cost = replace(
-        node.cost,
-        forward_seconds=share * node.cost.forward_seconds,
-        backward_seconds=share * node.cost.backward_seconds,
-    )
+    forward, backward = share * node.cost.forward_seconds, share * node.cost.backward_seconds
     return replace(
         node,
         index=index,
@@ -232,5 +208,5 @@ def _moved(node: Node, index: int, *, offset: int, share: float) -> Node:
         has_plain=False,
         outputs=tuple(NodeOutput(output.value + offset, output.requires_grad) for output in node.outputs),
         written=tuple(value + offset for value in node.written),
-        cost=cost,
+        cost=replace(node.cost, forward_seconds=forward, backward_seconds=backward),
     )

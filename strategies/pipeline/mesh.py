@@ -21,18 +21,11 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-Holders = tuple[int, ...]
-
 
 class PipelineMesh:
     """Position of this rank, and the process groups along both dimensions.
 
     Stages of one replica have consecutive ranks. `stage` and `replica` are 0 until `join`.
-
-    Args:
-        stages: Ranks that share one copy of the task.
-        replicas: Copies that train on different samples.
-
     """
 
     def __init__(self, *, stages: int, replicas: int) -> None:
@@ -79,14 +72,9 @@ class PipelineMesh:
         """Forget the process groups."""
         self._groups = None
 
-    def rank_name(self, process: int) -> str:
-        """Return the name of a rank in messages."""
-        replica, stage = divmod(process, self.stages)
-        return f"rank {process}, stage {stage} of replica {replica}"
-
-    def holder_groups(self, holders: Iterable[Holders]) -> dict[Holders, dist.ProcessGroup]:
+    def holder_groups(self, holders: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Return the group of each set of stages in this rank's replica. Collective over all ranks."""
-        groups: dict[Holders, dist.ProcessGroup] = {}
+        groups = {}
         wanted = sorted(holders)
         for replica in range(self.replicas):
             for stages in wanted:
@@ -112,13 +100,7 @@ class PipelineCollectives(ProcessGroupCollectives):
     """Collectives along one dimension of the mesh, or over all of it.
 
     `all_reduce`, metrics and predictions are those of the replicas, for this stage; `should_stop_evaluation` that of
-    the stages of this replica; the others are those of all ranks.
-
-    Args:
-        all_ranks: The collectives of all ranks.
-        mesh: The mesh, which is joined.
-        step: Returns how many steps this rank has begun, for messages.
-
+    the stages of this replica; the others are those of `all_ranks`. `step` returns how many steps this rank has begun.
     """
 
     def __init__(self, all_ranks: ProcessGroupCollectives, mesh: PipelineMesh, *, step: Callable[[], int]) -> None:
@@ -156,19 +138,10 @@ class PipelineCollectives(ProcessGroupCollectives):
 
 
 class PipelineErrors:
-    """Publisher of this rank's errors in the failure store that all ranks read.
-
-    Args:
-        failure_store: Store in which the error is published.
-        name: Name of this rank in messages.
-        step: Returns the current step.
-
-    """
+    """Publisher of this rank's errors in the failure store that all ranks read; `name` is that of this rank."""
 
     def __init__(self, failure_store: FailureStore, *, name: str, step: Callable[[], int]):
-        self._store = failure_store
-        self._name = name
-        self._step = step
+        self._store, self._name, self._step = failure_store, name, step
         self._published: BaseException | None = None
 
     @contextmanager
@@ -185,7 +158,12 @@ class PipelineErrors:
         if error is self._published or isinstance(error, RankError):
             return
         if isinstance(error, RuntimeError):
-            self._explain_by_others(error)
+            first_line = str(error).partition("\n")[0]
+            if (cause := self._store.root_cause()) is not None:
+                raise RankError(f"{first_line}\nbecause {cause}") from None
+            if is_lost(error) and "imed out" in str(error):
+                self._store.publish(f"{self._name}, in step {self._step()}: {first_line}")
+                raise RankError(f"{first_line}\nposition of each rank:\n{self._store.who_waits()}") from None
         self._published = error
         self.publish(f"{type(error).__name__}: {error}", where=where)
         if where and sys.version_info >= (3, 11):
@@ -197,12 +175,3 @@ class PipelineErrors:
         """Publish why this rank stops; only the first message of all ranks is kept."""
         place = f", {where}" if where else ""
         self._store.publish(f"{self._name} stopped in step {self._step()}{place}: {why}")
-
-    def _explain_by_others(self, error: RuntimeError) -> None:
-        first_line = str(error).partition("\n")[0]
-        cause = self._store.root_cause()
-        if cause is not None:
-            raise RankError(f"{first_line}\nbecause {cause}") from None
-        if is_lost(error) and "imed out" in str(error):
-            self._store.publish(f"{self._name}, in step {self._step()}: {first_line}")
-            raise RankError(f"{first_line}\nposition of each rank:\n{self._store.who_waits()}") from None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -79,6 +78,11 @@ class StageCosts:
         whole = STATES_PER_PARAMETER * self.parameter_bytes[-1] + self.num_stages * self.activation_bytes[-1]
         return (1.0 - self.balance) * time + self.balance * (states + activations) / (whole or 1.0)
 
+    def slowest(self, cuts: Sequence[int]) -> float:
+        """Return the cost of the slowest stage of a partition with these cuts."""
+        bounds = pairwise([0, *cuts, len(self.seconds) - 1])
+        return max(self(stage, start, stop) for stage, (start, stop) in enumerate(bounds))
+
 
 def partition(
     graph: TracedGraph, *, num_stages: int, balance: float = 0.0, shared_parameters: SharedParameters = "auto"
@@ -96,12 +100,9 @@ def partition(
         if not kept or shared_parameters == "same_stage":
             break
         apart = _best_cuts(graph, graph.constraints, num_stages, costs, crossing)
-        if together and apart:
-            limit = SAME_STAGE_AT_MOST * slowest_stage(apart, len(graph.nodes), costs)
-            if slowest_stage(together, len(graph.nodes), costs) <= limit:
-                break
-        widest = max(kept, key=lambda name: kept[name].last - kept[name].first)
-        del kept[widest]
+        if together and apart and costs.slowest(together) <= SAME_STAGE_AT_MOST * costs.slowest(apart):
+            break
+        del kept[max(kept, key=lambda name: kept[name].last - kept[name].first)]  # the widest
     if together is None:
         raise too_few_cut_points(graph, num_stages, kept)
     return replicate_shared(graph, together)
@@ -112,11 +113,6 @@ def replicate_shared(graph: TracedGraph, cuts: Sequence[int]) -> Partition:
     stage_of = Partition(tuple(cuts), ()).stage_of
     shared = (name for name, users in graph.parameter_users.items() if len({stage_of(user) for user in users}) > 1)
     return Partition(tuple(cuts), tuple(shared))
-
-
-def slowest_stage(cuts: Sequence[int], num_nodes: int, costs: Callable[[int, int, int], float]) -> float:
-    """Return the cost of the slowest stage."""
-    return max(costs(stage, start, stop) for stage, (start, stop) in enumerate(pairwise([0, *cuts, num_nodes])))
 
 
 def crossing_bytes(graph: TracedGraph) -> list[int]:
@@ -142,12 +138,16 @@ def crossing_bytes(graph: TracedGraph) -> list[int]:
 
 def candidates(graph: TracedGraph, constraints: Sequence[CutConstraint], crossing: Sequence[int]) -> list[int]:
     """Return the nodes that may begin a stage; of many, the one with the fewest bytes between two leaf modules."""
-    leaf_modules = [node.index for node in graph.nodes if node.is_leaf_module or node.parameters]
-    edges = sorted({0, *leaf_modules, len(graph.nodes) - 1})
-    allowed = _allowed(graph, constraints)
+    change = [0] * (len(graph.nodes) + 2)
+    for constraint in constraints:
+        change[constraint.first + 1] += 1
+        change[constraint.last + 1] -= 1
+    allowed = [depth == 0 for depth in accumulate(change)]
     places = [place for place in range(1, len(graph.nodes) - 1) if allowed[place]]  # a stage does more than return
     if len(places) <= MOST_CANDIDATES:
         return places
+    leaf_modules = [node.index for node in graph.nodes if node.is_leaf_module or node.parameters]
+    edges = sorted({0, *leaf_modules, len(graph.nodes) - 1})
     chosen = set()
     for first, last in pairwise(edges):
         places = [place for place in range(first + 1, last + 1) if allowed[place]]
@@ -200,30 +200,17 @@ def _best_cuts(
     if len(places) < num_stages - 1:
         return None
     edges = [0, *places, len(graph.nodes)]
-    limit = _least_cost(edges, num_stages, costs) * (1.0 + SLACK)
-    return _fewest_bytes(edges, num_stages, costs, crossing, limit)
-
-
-def _least_cost(edges: Sequence[int], num_stages: int, costs: StageCosts) -> float:
-    last = len(edges) - 1
-    best = [0.0] + [float("inf")] * last
-    for stage in range(num_stages):
-        # best[stop]: the cost of the slowest stage so far, if the stages end before edge `stop`
-        best = [
-            min(
-                (max(best[start], costs(stage, edges[start], edges[stop])) for start in range(stop)),
-                default=float("inf"),
-            )
-            for stop in range(last + 1)
-        ]
-    return best[last]
+    fastest = _fewest_bytes(edges, num_stages, costs, [0] * len(crossing), float("inf"))
+    return _fewest_bytes(edges, num_stages, costs, crossing, costs.slowest(fastest) * (1.0 + SLACK))
 
 
 def _fewest_bytes(
     edges: Sequence[int], num_stages: int, costs: StageCosts, crossing: Sequence[int], limit: float
 ) -> list[int]:
+    """Return the cuts with the fewest bytes across, and of these the fastest, if no stage costs more than `limit`."""
     last = len(edges) - 1
     infinite = (float("inf"), float("inf"))
+    # best[stop]: bytes across and the cost of the slowest stage so far, if the stages end before edge `stop`
     best: list[tuple[float, float]] = [(0.0, 0.0)] + [infinite] * last
     origins: list[list[int]] = []
     for stage in range(num_stages):
@@ -247,51 +234,31 @@ def _fewest_bytes(
     return cuts[-2::-1]
 
 
-def _allowed(graph: TracedGraph, constraints: Sequence[CutConstraint]) -> list[bool]:
-    change = [0] * (len(graph.nodes) + 2)
-    for constraint in constraints:
-        change[constraint.first + 1] += 1
-        change[constraint.last + 1] -= 1
-    return [depth == 0 for depth in accumulate(change)]
-
-
 def manual_partition(
-    graph: TracedGraph,
-    split_points: Sequence[str] | dict[str, int],
-    *,
-    num_stages: int,
-    shared_parameters: SharedParameters = "auto",
+    graph: TracedGraph, split_points: Sequence[str], *, num_stages: int, shared_parameters: SharedParameters
 ) -> Partition:
-    """Return the partition at the user's split points: modules that begin a stage, or a stage for each pattern.
+    """Return the partition in which the modules named in `split_points` begin the second and later stages.
 
     Unless `shared_parameters` is `replicated`, no split point may be between the users of a parameter.
     """
-    if isinstance(split_points, dict):
-        places = _places_of_patterns(graph, split_points, num_stages)
-    else:
-        places = [_first_node(graph, name) for name in split_points]
-        if len(places) != num_stages - 1:
-            raise UserError(
-                f"strategy.split_points names {len(places)} modules, which makes {len(places) + 1} stages, but "
-                f"strategy.stages={num_stages}. Type strategy.stages={len(places) + 1}, or name "
-                f"{num_stages - 1} modules."
-            )
-        if places != sorted(set(places)) or 0 in places:
-            raise UserError(
-                f"strategy.split_points={list(split_points)} must be in the order in which the step calls the modules, "
-                "each once, without the first one: split points begin the second and later stages."
-            )
+    places = [_first_node(graph, name) for name in split_points]
+    if len(places) != num_stages - 1:
+        raise UserError(
+            f"strategy.split_points names {len(places)} modules, which makes {len(places) + 1} stages, but "
+            f"strategy.stages={num_stages}. Type strategy.stages={len(places) + 1}, or name "
+            f"{num_stages - 1} modules."
+        )
+    if places != sorted(set(places)) or 0 in places:
+        raise UserError(
+            f"strategy.split_points={list(split_points)} must be in the order in which the step calls the modules, "
+            "each once, without the first one: split points begin the second and later stages."
+        )
     for place in places:
         for constraint in graph.constraints:
             if constraint.forbids(place):
                 raise UserError(f"a stage cannot begin at {graph.nodes[place]}: {constraint.reason}.")
-    if shared_parameters != "replicated":
-        _check_sharing(graph, places)
-    return replicate_shared(graph, places)
-
-
-def _check_sharing(graph: TracedGraph, places: Sequence[int]) -> None:
-    for name, constraint in sharing_constraints(graph).items():
+    kept = {} if shared_parameters == "replicated" else sharing_constraints(graph)
+    for name, constraint in kept.items():
         for place in places:
             if constraint.forbids(place):
                 first, last = (_called(graph.nodes[index]) for index in (constraint.first, constraint.last))
@@ -301,6 +268,7 @@ def _check_sharing(graph: TracedGraph, places: Sequence[int]) -> None:
                     f"give each stage that uses it a copy, with gradients summed, or split before "
                     f"{first} or after {last}."
                 )
+    return replicate_shared(graph, places)
 
 
 def _called(node: Node) -> str:
@@ -308,53 +276,13 @@ def _called(node: Node) -> str:
 
 
 def _first_node(graph: TracedGraph, name: str) -> int:
-    names = _module_names(graph)
+    names = list(dict.fromkeys(name for node in graph.nodes for name in _ancestry(node)))
     matches = [known for known in names if known == name or known.endswith(f".{name}")]
     full = name if name in matches else matches[0] if len(matches) == 1 else None
     if full is None:
         found = "more than one module" if matches else "no module that the step calls"
         raise UserError(f"strategy.split_points names '{name}', which is {found}.{nearest(name, names)}")
     return min(node.index for node in graph.nodes if full in _ancestry(node))
-
-
-def _places_of_patterns(graph: TracedGraph, patterns: dict[str, int], num_stages: int) -> list[int]:
-    names = _module_names(graph)
-    for pattern, stage in patterns.items():
-        if not any(_matches(name, pattern) for name in names):
-            raise UserError(
-                f"strategy.split_points has the pattern '{pattern}', which no module matches.{nearest(pattern, names)}"
-            )
-        if not 0 <= stage < num_stages:
-            raise UserError(
-                f"strategy.split_points puts '{pattern}' in stage {stage}; stages are 0 to {num_stages - 1}."
-            )
-    places: list[int] = []
-    current = 0
-    for node in graph.nodes:
-        asked = [
-            stage for pattern, stage in patterns.items() if any(_matches(name, pattern) for name in _ancestry(node))
-        ]
-        if asked and asked[0] < current:
-            raise UserError(
-                f"strategy.split_points puts {node} in stage {asked[0]}, but what runs before it in stage {current}: "
-                "a step goes through the stages once, in order."
-            )
-        if asked and asked[0] > current + 1:
-            raise UserError(f"strategy.split_points leaves stage {current + 1} empty: {node} is in stage {asked[0]}.")
-        if asked and asked[0] == current + 1:
-            places.append(node.index)
-            current += 1
-    if current < num_stages - 1:
-        raise UserError(f"strategy.split_points leaves stage {current + 1} empty. Add a pattern for it.")
-    return places
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-def _module_names(graph: TracedGraph) -> list[str]:
-    return list(dict.fromkeys(name for node in graph.nodes for name in _ancestry(node)))
 
 
 def _ancestry(node: Node) -> list[str]:

@@ -6,7 +6,7 @@ import logging
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -18,23 +18,14 @@ from torch._subclasses.fake_tensor import (
 
 from trainkit.errors import UserError
 
-from .graph import Node, Step, TracedGraph, estimated_seconds
+from .graph import Step, TracedGraph, estimated_seconds
 from .merged_graph import MergedGraph, merge_graphs
-from .partition import (
-    Partition,
-    SharedParameters,
-    StageCosts,
-    manual_partition,
-    partition,
-    replicate_shared,
-    slowest_stage,
-)
+from .partition import Partition, SharedParameters, StageCosts, manual_partition, partition, replicate_shared
 from .profile import NotRepeatable, estimate, measure
 from .tracer import TraceResult, trace
 
 logger = logging.getLogger(__name__)
 
-SplitPoints = Sequence[str] | Mapping[str, int]
 Costs = Literal["measured", "estimated", "fake"]
 NEEDS_ELEMENTS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -110,47 +101,20 @@ class PartitionPlan:
     partitions: tuple[Partition, ...]
     """Partition of each step."""
 
-    @classmethod
-    def of(cls, steps: Sequence[TracedGraph], merged: MergedGraph, partition: Partition) -> PartitionPlan:
-        """Return the plan with a partition of the merged graph."""
-        return cls(tuple(steps), merged.graph, partition, tuple(merged.partitions(partition, steps)))
-
-
-def plan(
-    task: nn.Module,
-    step: Step,
-    batch: Any,
-    *,
-    num_stages: int,
-    balance: float = 0.0,
-    split_points: SplitPoints | None = None,
-    shared_parameters: SharedParameters = "auto",
-    costs: Costs = "measured",
-) -> tuple[TracedGraph, Partition]:
-    """Return a graph of `step` and its partition: at `split_points`, or the best for this `balance`.
-
-    The step runs a few times on a copy of `batch`; the task is restored. Unless `costs` are `measured` they are
-    estimated from operations and bytes; `fake` computes nothing, and the task may be on the meta device.
-    """
-    planned = plan_steps(
-        [TraceInput(task, TrainingStep(step), batch, costs)],
-        num_stages=num_stages,
-        balance=balance,
-        split_points=split_points,
-        shared_parameters=shared_parameters,
-    )
-    return planned.whole, planned.partition
-
 
 def plan_steps(
     trace_inputs: Sequence[TraceInput],
     *,
     num_stages: int,
-    balance: float,
-    split_points: SplitPoints | None,
-    shared_parameters: SharedParameters,
+    balance: float = 0.0,
+    split_points: Sequence[str] | None = None,
+    shared_parameters: SharedParameters = "auto",
 ) -> PartitionPlan:
-    """Return graphs of all steps of a task, partitioned so that each parameter is in the same stage in all of them."""
+    """Return graphs of all steps of a task, partitioned so that each parameter is in the same stage in all of them.
+
+    Stages begin at `split_points`, or where it is best for this `balance`. The steps run a few times on copies of
+    their batches; the task is restored.
+    """
     surveys: list[TraceResult] = []
     for trace_input in trace_inputs:
         earlier = [tensor for survey in surveys for tensor in survey.made]
@@ -163,9 +127,14 @@ def plan_steps(
     if len(trace_inputs) > 1:  # the merged graph has constraints around shared parameters
         shared_parameters = "replicated"
     if split_points is not None:
-        return _plan_at_split_points(
-            trace_inputs, surveys, split_points, num_stages=num_stages, shared_parameters=shared_parameters
-        )
+        names = {name for survey in surveys for name in survey.module_calls}
+        opened = {name for name in names if any(name == point or name.endswith(f".{point}") for point in split_points)}
+        expanded = frozenset(ancestor for name in opened for ancestor in _ancestors(name))
+        steps = _trace_consistently(trace_inputs, surveys, limit=1.0, expanded=expanded)
+        merged = _costed(trace_inputs, steps)
+        graph = merged.graph
+        manual = manual_partition(graph, split_points, num_stages=num_stages, shared_parameters=shared_parameters)
+        return _plan_of(steps, merged, manual)
     best: PartitionPlan | None = None
     best_cost = float("inf")
     refusal: UserError | None = None
@@ -173,7 +142,7 @@ def plan_steps(
     for granularity in GRANULARITIES:
         limit = 1.0 / (num_stages * granularity)
         steps = _trace_consistently(trace_inputs, surveys, limit=limit, expanded=frozenset())
-        leaf_modules = [_leaf_modules(step) for step in steps]
+        leaf_modules = [step.leaf_modules for step in steps]
         if leaf_modules == previous:
             continue
         previous = leaf_modules
@@ -183,10 +152,9 @@ def plan_steps(
         except UserError as error:
             refusal = error
             continue
-        stage_costs = StageCosts.of(merged.graph, num_stages=num_stages, balance=balance)
-        cost = slowest_stage(found.cuts, len(merged.graph.nodes), stage_costs)
+        cost = StageCosts.of(merged.graph, num_stages=num_stages, balance=balance).slowest(found.cuts)
         if cost < best_cost * WORTH_EXPANDING:
-            best, best_cost = PartitionPlan.of(steps, merged, found), cost
+            best, best_cost = _plan_of(steps, merged, found), cost
         if best_cost * num_stages <= GOOD_IMBALANCE:
             break
     if best is None:
@@ -195,48 +163,36 @@ def plan_steps(
     return best
 
 
-def restore_plan(trace_inputs: Sequence[TraceInput], saved_partition: SavedPartition) -> PartitionPlan | None:
-    """Return the plan of `saved_partition`, or `None` if the steps make other calls now."""
-    steps = [trace_input.trace(frozenset(saved_partition.leaf_modules)).graph for trace_input in trace_inputs]
-    merged = _costed(trace_inputs, steps, measure=False)
-    if not saved_partition.fits(merged.graph):
-        return None
+def saved_partition(plan: PartitionPlan, settings: str) -> dict[str, Any]:
+    """Return a partition as plain values for a checkpoint, since leaf modules and cuts depend on measured times.
+
+    `settings` are those of the strategy; with others, such as another number of stages, the task is partitioned again.
+    """
+    leaf_modules, cuts = tuple(sorted(plan.whole.leaf_modules)), plan.partition.cuts
+    return {"settings": settings, "leaf_modules": leaf_modules, "cuts": cuts, "digest": _digest(plan.whole)}
+
+
+def restore_plan(trace_inputs: Sequence[TraceInput], saved: Mapping[str, Any]) -> PartitionPlan | None:
+    """Return the plan of a saved partition, or `None` if the steps make other calls now."""
+    steps = [trace_input.trace(frozenset(saved["leaf_modules"])).graph for trace_input in trace_inputs]
     merged = _costed(trace_inputs, steps)
-    return PartitionPlan.of(steps, merged, replicate_shared(merged.graph, saved_partition.cuts))
+    if _digest(merged.graph) != saved["digest"]:
+        return None
+    return _plan_of(steps, merged, replicate_shared(merged.graph, saved["cuts"]))
 
 
-def _costed(trace_inputs: Sequence[TraceInput], steps: Sequence[TracedGraph], *, measure: bool = True) -> MergedGraph:
+def _costed(trace_inputs: Sequence[TraceInput], steps: Sequence[TracedGraph]) -> MergedGraph:
     for trace_input, step in zip(trace_inputs, steps, strict=True):
-        if measure:
-            trace_input.set_costs(step)
+        trace_input.set_costs(step)
     return merge_graphs(steps, [trace_input.training_step.share for trace_input in trace_inputs])
 
 
-def _leaf_modules(step: TracedGraph) -> frozenset[str]:
-    return frozenset(node.name for node in step.nodes if node.is_leaf_module)
+def _plan_of(steps: Sequence[TracedGraph], merged: MergedGraph, partition: Partition) -> PartitionPlan:
+    return PartitionPlan(tuple(steps), merged.graph, partition, tuple(merged.partitions(partition, steps)))
 
 
-def _plan_at_split_points(
-    trace_inputs: Sequence[TraceInput],
-    surveys: Sequence[TraceResult],
-    split_points: SplitPoints,
-    num_stages: int,
-    shared_parameters: SharedParameters,
-) -> PartitionPlan:
-    wanted = [] if isinstance(split_points, Mapping) else list(split_points)
-    names = [name for survey in surveys for name in survey.module_calls if name]
-    expanded = {
-        ancestor
-        for name in names
-        if any(name == want or name.endswith(f".{want}") for want in wanted)
-        for ancestor in _ancestors(name)
-    }
-    limit = 0.0 if isinstance(split_points, Mapping) else 1.0  # patterns may name any module
-    steps = _trace_consistently(trace_inputs, surveys, limit=limit, expanded=frozenset(expanded))
-    merged = _costed(trace_inputs, steps)
-    asked = dict(split_points) if isinstance(split_points, Mapping) else wanted
-    found = manual_partition(merged.graph, asked, num_stages=num_stages, shared_parameters=shared_parameters)
-    return PartitionPlan.of(steps, merged, found)
+def _digest(graph: TracedGraph) -> int:
+    return zlib.crc32("\n".join(f"{node.name} {node.is_leaf_module}" for node in graph.nodes).encode())
 
 
 def _trace_consistently(
@@ -248,7 +204,7 @@ def _trace_consistently(
             _trace_expanding(trace_input, survey, limit=limit, expanded=expanded)
             for trace_input, survey in zip(trace_inputs, surveys, strict=True)
         ]
-        leaf_modules = frozenset().union(*map(_leaf_modules, steps))
+        leaf_modules = frozenset().union(*(step.leaf_modules for step in steps))
         nested = leaf_modules.intersection(ancestor for name in leaf_modules for ancestor in _ancestors(name))
         if nested <= expanded:
             return steps
@@ -261,57 +217,45 @@ def _trace_expanding(
     """Return a graph whose leaf modules take at most `limit` of the step where they can be expanded."""
     kept_whole: frozenset[str] = frozenset()
     while True:
-        leaf_modules = choose_leaf_modules(
+        leaf_modules = _choose_leaf_modules(
             trace_input.task, survey, limit=limit, expanded=expanded, kept_whole=kept_whole
         )
         traced = trace_input.trace(leaf_modules)
-        opaque = frozenset(
-            name
-            for name in traced.opaque_leaf_modules - expanded
-            if _can_be_expanded(trace_input.task, survey, name) and name not in kept_whole
-        )
-        reading = frozenset(traced.reading_modules - expanded - kept_whole - opaque)
+        opaque = traced.opaque_leaf_modules - expanded - kept_whole
+        opaque = {name for name in opaque if _can_be_expanded(trace_input.task, survey, name)}
+        reading = traced.reading_modules - expanded - kept_whole - opaque
         if opaque:
             expanded |= opaque
         elif reading:
             kept_whole |= reading
+        elif traced.reentrant:
+            node = next((node for node in traced.reentrant if node.is_leaf_module), traced.reentrant[0])
+            raise UserError(
+                f"{node} is called inside torch.utils.checkpoint with use_reentrant=True, which hides its gradients "
+                "from the other stages. Pass use_reentrant=False, or call the checkpoint inside one module's forward."
+            )
         else:
-            _refuse_reentrant(traced.reentrant)
             return traced.graph
 
 
-def _refuse_reentrant(nodes: Sequence[Node]) -> None:
-    if nodes:
-        named = next((node for node in nodes if node.is_leaf_module), nodes[0])
-        raise UserError(
-            f"{named} is called inside torch.utils.checkpoint with use_reentrant=True, which hides its gradients from "
-            "the other stages. Pass use_reentrant=False, or call the checkpoint inside one module's forward."
-        )
-
-
-def choose_leaf_modules(
-    task: nn.Module,
-    survey: TraceResult,
-    *,
-    limit: float,
-    expanded: frozenset[str] = frozenset(),
-    kept_whole: frozenset[str] = frozenset(),
+def _choose_leaf_modules(
+    task: nn.Module, survey: TraceResult, *, limit: float, expanded: frozenset[str], kept_whole: frozenset[str]
 ) -> frozenset[str]:
     """Return the outermost modules that take at most `limit` of the step in one call, or cannot be expanded."""
     calls = survey.module_calls
     whole = estimated_seconds(calls[""].cost) or 1.0
     leaf_modules: set[str] = set()
-    pending = [("", child) for child in calls[""].callees]
+    pending = list(calls[""].callees)
     seen: set[str] = set()
     while pending:
-        _, name = pending.pop()
+        name = pending.pop()
         if name in seen:
             continue
         seen.add(name)
         share = estimated_seconds(calls[name].cost) / calls[name].num_calls / whole
         asked = name in expanded or (share > limit and name not in kept_whole)
         if asked and _can_be_expanded(task, survey, name):
-            pending += [(name, child) for child in calls[name].callees]
+            pending += calls[name].callees
         else:
             leaf_modules.add(name)
     return frozenset(leaf_modules)
@@ -326,38 +270,3 @@ def _can_be_expanded(task: nn.Module, survey: TraceResult, name: str) -> bool:
 def _ancestors(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts))]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedPartition:
-    """Leaf modules and cuts of a partition, kept in a checkpoint because they depend on measured times."""
-
-    settings: str
-    """Settings of the strategy; with others, such as another number of stages, the task is partitioned again."""
-    leaf_modules: tuple[str, ...]
-    cuts: tuple[int, ...]
-    digest: int
-    """Digest of all nodes; a step with other calls is partitioned again."""
-
-    @classmethod
-    def of(cls, settings: str, graph: TracedGraph, partition: Partition) -> SavedPartition:
-        """Return the partition of a graph in the form of a checkpoint."""
-        leaf_modules = sorted({node.name for node in graph.nodes if node.is_leaf_module})
-        return cls(settings, tuple(leaf_modules), partition.cuts, _digest(graph))
-
-    @classmethod
-    def loaded(cls, saved: Mapping[str, Any]) -> SavedPartition:
-        """Return the partition from plain values."""
-        return cls(saved["settings"], tuple(saved["leaf_modules"]), tuple(saved["cuts"]), saved["digest"])
-
-    def saved(self) -> dict[str, Any]:
-        """Return the partition as plain values."""
-        return asdict(self)
-
-    def fits(self, graph: TracedGraph) -> bool:
-        """Return True if a graph has the nodes of this partition."""
-        return _digest(graph) == self.digest
-
-
-def _digest(graph: TracedGraph) -> int:
-    return zlib.crc32("\n".join(f"{node.name} {node.is_leaf_module}" for node in graph.nodes).encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -29,28 +29,20 @@ FIRST_TAG = 1 << 8
 
 Around = Callable[[int], AbstractContextManager[Any]]
 ReadLoss = Callable[[int, Any], Tensor]
+Inputs = list[tuple[Transfer, Tensor]]
 
 
 class PipelineRuntime:
-    """Carries out the actions of one rank.
-
-    Args:
-        mesh: The joined mesh.
-        device: Device of this rank.
-        errors: Publisher of this rank's errors.
-
-    """
+    """Carries out the actions of one rank; the mesh must be joined."""
 
     def __init__(self, mesh: PipelineMesh, *, device: torch.device, errors: PipelineErrors):
         self.waited_seconds = 0.0
         """Seconds of waiting for other stages, over all training steps."""
-        self.began = 0.0
-        """Clock time at which the last step began."""
         self.errors = errors
         self.spans: list[Span] = []
         """Actions of the last step, in seconds from its start, without waiting."""
-        self._group = mesh.stage_group
-        self._stage = mesh.stage
+        self._began = 0.0  # clock time of the start of the last step
+        self._group, self._stage = mesh.stage_group, mesh.stage
         self._channel = StageChannel(mesh.stage_group, rank=mesh.stage, device=device)
         self._outputs = OutputBroadcast(mesh.stage_group, rank=mesh.stage, device=device)
         self._device = device
@@ -61,7 +53,7 @@ class PipelineRuntime:
         step: Step,
         batches: Sequence[Any],
         *,
-        actions: Iterable[Action],
+        actions: Sequence[Action],
         read_loss: ReadLoss,
         around: Around | None = None,
     ) -> None:
@@ -71,19 +63,16 @@ class PipelineRuntime:
         `read_loss(micro_batch, returned)` returns the scalar from which backward starts, in the last stage. Every
         stage passes the same batches, and its own actions of one schedule.
         """
-        run = StepRun(self._channel, self._device, executor, step, batches, _draw_seed(), read_loss)
-        self._carry_out(run, actions, around)
+        self._carry_out(executor, step, batches, actions, read_loss=read_loss, around=around)
         busy = sum(span.end - span.start for span in self.spans)
-        self.waited_seconds += perf_counter() - self.began - busy
+        self.waited_seconds += perf_counter() - self._began - busy
 
     @torch.no_grad()
-    def forward(
-        self, executor: StageExecutor, step: Step, batches: Sequence[Any], *, actions: Iterable[Action]
-    ) -> dict[int, Any]:
-        """Return the results of the step by micro-batch, on the last stage alone. Collective over the stages."""
-        run = StepRun(self._channel, self._device, executor, step, batches, _draw_seed(), None)
-        self._carry_out(run, actions)
-        return run.returned
+    def forward(self, executor: StageExecutor, step: Step, batch: Any) -> list[Any]:
+        """Return the step's result in a list on the last stage, `[]` on the others. Collective over the stages."""
+        own = [stage_graph.index for stage_graph in executor.stage_graphs if stage_graph.rank == self._stage]
+        actions = [Action(FORWARD, stage, 0) for stage in own]
+        return list(self._carry_out(executor, step, [batch], actions).values())
 
     def broadcast_outputs(self, outputs: list[StepOutput], executor: StageExecutor, key: str) -> list[StepOutput]:
         """Return the outputs of the last stage; `key` names a sequence of outputs with the same names and types.
@@ -95,20 +84,32 @@ class PipelineRuntime:
 
     def timeline(self) -> list[list[Span]]:
         """Return the spans of every stage in the last step, on one clock from its first start. Collective."""
-        answers = gather((self.began, self.spans), self._group)
+        answers = gather((self._began, self.spans), self._group)
         first = min(began for began, _ in answers)
         return [
             [Span(span.action, span.start + began - first, span.end + began - first) for span in spans]
             for began, spans in answers
         ]
 
-    def _carry_out(self, run: StepRun, actions: Iterable[Action], around: Around | None = None) -> None:
-        todo = list(actions)
+    def _carry_out(
+        self,
+        executor: StageExecutor,
+        step: Step,
+        batches: Sequence[Any],
+        actions: Sequence[Action],
+        *,
+        read_loss: ReadLoss | None = None,
+        around: Around | None = None,
+    ) -> dict[int, Any]:
+        # Torch's generator advances equally on all stages here; inside of the block each stage draws other numbers.
+        seed = int(torch.randint(2**62, ()).item())
+        signatures = [signature(batch) for batch in batches]
+        run = StepRun(self._channel, executor, step, batches, signatures, seed, read_loss)
         self.spans = []
-        self.began = begin = perf_counter()
-        with preserve_generators(self._device), run.executor.interceptor.installed():
-            for index, action in enumerate(todo):
-                for later in todo[index : index + 1 + AHEAD]:
+        self._began = begin = perf_counter()
+        with preserve_generators(self._device), executor.interceptor.installed():
+            for index, action in enumerate(actions):
+                for later in actions[index : index + 1 + AHEAD]:
                     if not run.post(later):
                         break  # or a later message would be received in place of an earlier one
                 with around(index) if around is not None else nullcontext():
@@ -119,11 +120,7 @@ class PipelineRuntime:
                         raise
                 self.spans.append(Span(action, start - begin, perf_counter() - begin))
         self._channel.finish()
-
-
-def _draw_seed() -> int:
-    """Return a seed from torch's generator, which advances equally on all stages; to be drawn outside of the run."""
-    return int(torch.randint(2**62, ()).item())
+        return run.returned
 
 
 @contextmanager
@@ -142,28 +139,19 @@ def preserve_generators(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _InFlight:
-    """State of a micro-batch between its forward and its backward in one stage."""
-
-    inputs: list[tuple[Transfer, Tensor]]
-    outputs: dict[int, Tensor]
-    loss: Tensor | None
-
-
-@dataclass(slots=True)
 class StepRun:
     """Execution of one step batch on one rank."""
 
     channel: StageChannel
-    device: torch.device
     executor: StageExecutor
     step: Step
     batches: Sequence[Any]
+    signatures: Sequence[Signature]
     seed: int
     read_loss: ReadLoss | None
     returned: dict[int, Any] = field(default_factory=dict)
-    _signatures: dict[int, Signature] = field(default_factory=dict)
-    _in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
+    _in_flight: dict[tuple[int, int], tuple[Inputs, dict[int, Tensor], Tensor | None]] = field(default_factory=dict)
+    """Inputs, outputs and loss of each stage and micro-batch between its forward and its backward."""
     _pending: dict[Action, list[tuple[Transfer, PendingReceive]]] = field(default_factory=dict)
 
     def post(self, action: Action) -> bool:
@@ -171,7 +159,7 @@ class StepRun:
         if action in self._pending:
             return True
         stage_graph = self.executor.stage_graphs[action.stage]
-        shapes = self.executor.shapes.get((stage_graph.index, self._signature(action.micro_batch)))
+        shapes = self.executor.shapes.get((stage_graph.index, self.signatures[action.micro_batch]))
         if shapes is None:
             return False
         if action.kind == FORWARD:
@@ -180,11 +168,6 @@ class StepRun:
             transfers = [transfer for transfer in stage_graph.sends if transfer.differentiable]
         self._pending[action] = [(transfer, self._expect(transfer, action.kind, shapes)) for transfer in transfers]
         return True
-
-    def _signature(self, micro_batch: int) -> Signature:
-        if micro_batch not in self._signatures:
-            self._signatures[micro_batch] = signature(self.batches[micro_batch])
-        return self._signatures[micro_batch]
 
     def carry_out(self, action: Action) -> float:
         """Run an action, and return the time at which all its inputs were there."""
@@ -195,14 +178,10 @@ class StepRun:
 
     def _expect(self, transfer: Transfer, kind: str, shapes: Shapes) -> PendingReceive:
         other = transfer.source if kind == FORWARD else transfer.destination
-        shape = shapes[transfer.value]
+        shape, dtype = shapes[transfer.value], self.executor.graph.values[transfer.value].dtype
         assert shape is not None
-        return self.channel.expect(
-            shape,
-            self.executor.graph.values[transfer.value].dtype,
-            source=self.executor.stage_graphs[other].rank,
-            tag=self._tag(transfer, kind),
-        )
+        source = self.executor.stage_graphs[other].rank
+        return self.channel.expect(shape, dtype, source=source, tag=self._tag(transfer, kind))
 
     def _send(self, tensor: Tensor, transfer: Transfer) -> None:
         if tensor.requires_grad and not transfer.differentiable:
@@ -225,7 +204,7 @@ class StepRun:
     def _forward(self, action: Action) -> float:
         stage_graph = self.executor.stage_graphs[action.stage]
         batch = self.batches[action.micro_batch]
-        key = (stage_graph.index, self._signature(action.micro_batch))
+        key = (stage_graph.index, self.signatures[action.micro_batch])
         is_new = key not in self.executor.shapes
         if is_new:
             self.executor.shapes[key] = self._receive_shapes(stage_graph, action)
@@ -234,28 +213,25 @@ class StepRun:
         received, inputs = self._open_inputs(action, stage_graph)
         start = perf_counter()
         seed = (self.seed * 1_000_003 + action.micro_batch * 7_919) % 2**63
-        result = self.executor.run(stage_graph, self.step, batch, received=received, shapes=shapes, seed=seed)
+        returned, values = self.executor.run(stage_graph, self.step, batch, received=received, shapes=shapes, seed=seed)
         if is_new:
-            self._send_shapes(stage_graph, shapes, result.values)
+            self._send_shapes(stage_graph, shapes, values)
         for transfer in stage_graph.sends:
-            self._send(result.values[transfer.value], transfer)
+            self._send(values[transfer.value], transfer)
         loss = None
         if stage_graph.is_last:
             if self.read_loss is None:
-                self.returned[action.micro_batch] = result.returned
+                self.returned[action.micro_batch] = returned
             else:
-                loss = self.read_loss(action.micro_batch, result.returned)
+                loss = self.read_loss(action.micro_batch, returned)
         if self.read_loss is not None:
-            sent = [transfer.value for transfer in stage_graph.sends if transfer.differentiable]
-            outputs = {value: result.values[value] for value in sent}
-            self._in_flight[action.stage, action.micro_batch] = _InFlight(inputs, outputs, loss)
+            outputs = {sent.value: values[sent.value] for sent in stage_graph.sends if sent.differentiable}
+            self._in_flight[action.stage, action.micro_batch] = inputs, outputs, loss
         return start
 
-    def _open_inputs(
-        self, action: Action, stage_graph: StageGraph
-    ) -> tuple[dict[int, Tensor], list[tuple[Transfer, Tensor]]]:
+    def _open_inputs(self, action: Action, stage_graph: StageGraph) -> tuple[dict[int, Tensor], Inputs]:
         received: dict[int, Tensor] = {}
-        inputs = []
+        inputs: Inputs = []
         for transfer, pending in self._pending.pop(action):
             tensor = pending.open(_description(action, transfer.source))
             received[transfer.value] = tensor
@@ -271,9 +247,8 @@ class StepRun:
         shapes: Shapes = [None] * len(self.executor.graph.values)
         if stage_graph.index > 0:
             source = self.executor.stage_graphs[stage_graph.index - 1].rank
-            header = self.channel.receive_header(
-                source=source, tag=stage_graph.index, what=_description(action, stage_graph.index - 1)
-            )
+            what = _description(action, stage_graph.index - 1)
+            header = self.channel.receive_header(source=source, tag=stage_graph.index, what=what)
             for value, shape in header.items():
                 shapes[value] = shape
         return shapes
@@ -289,7 +264,7 @@ class StepRun:
     # -- Backward
 
     def _backward(self, action: Action) -> float:
-        kept = self._in_flight.pop((action.stage, action.micro_batch))
+        inputs, outputs, loss = self._in_flight.pop((action.stage, action.micro_batch))
         gradients: dict[int, Tensor] = {}
         for transfer, pending in self._pending.pop(action):
             gradient = pending.open_gradient(_description(action, transfer.destination))
@@ -297,15 +272,15 @@ class StepRun:
                 known = gradients.get(transfer.value)
                 gradients[transfer.value] = gradient if known is None else known + gradient
         start = perf_counter()
-        roots: list[Tensor] = [] if kept.loss is None else [kept.loss]
+        roots: list[Tensor] = [] if loss is None else [loss]
         root_gradients: list[Tensor | None] = [None] * len(roots)
         for value, gradient in gradients.items():
-            if kept.outputs[value].requires_grad:  # unless it was detached for this batch alone
-                roots.append(kept.outputs[value])
+            if outputs[value].requires_grad:  # unless it was detached for this batch alone
+                roots.append(outputs[value])
                 root_gradients.append(gradient)
         if roots:
             torch.autograd.backward(roots, root_gradients)
-        for transfer, tensor in kept.inputs:
+        for transfer, tensor in inputs:
             to, tag = self.executor.stage_graphs[transfer.source].rank, self._tag(transfer, BACKWARD)
             self.channel.send_gradient(tensor.grad, of=tensor, to=to, tag=tag)
         return start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 FORWARD = "F"
@@ -16,9 +16,6 @@ class Action:
     kind: str
     stage: int
     micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro_batch}"
 
     def place(self) -> str:
         """Return the name of the action in messages."""
@@ -51,8 +48,8 @@ class Schedule:
         return list((gpipe if self.name == "gpipe" else one_f_one_b)(rank, self.num_ranks, num_micro_batches))
 
     def bubble(self, num_micro_batches: int) -> float:
-        """Return the idle share with equal stages."""
-        return bubble(self.num_ranks, max(num_micro_batches, 1), stages_per_rank=self.stages_per_rank)
+        """Return the idle share with equal stages: `(p - 1) / (m * stages_per_rank + p - 1)` with p ranks."""
+        return (self.num_ranks - 1) / (max(num_micro_batches, 1) * self.stages_per_rank + self.num_ranks - 1)
 
 
 def gpipe(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
@@ -109,83 +106,13 @@ def interleaved_one_f_one_b(
             yield action
 
 
-def forward_only(stages: Sequence[int], num_micro_batches: int) -> Iterator[Action]:
-    """Yield the forwards of a rank's `stages`, micro-batch by micro-batch: evaluation and prediction."""
-    for micro_batch in range(num_micro_batches):
-        for stage in stages:
-            yield Action(FORWARD, stage, micro_batch)
-
-
-def bubble(num_ranks: int, num_micro_batches: int, *, stages_per_rank: int = 1) -> float:
-    """Return the idle share of balanced ranks: `(p - 1) / (m * stages_per_rank + p - 1)`."""
-    return (num_ranks - 1) / (num_micro_batches * stages_per_rank + num_ranks - 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action with its start and end, in the unit of the costs."""
+    """An action with its start and end in seconds."""
 
     action: Action
     start: float
     end: float
-
-
-def simulate(
-    actions: Sequence[Sequence[Action]], costs: Mapping[tuple[str, int], float], num_stages: int
-) -> list[list[Span]]:
-    """Return every rank's actions with their times if messages take no time.
-
-    `actions` has one list for each rank; `costs` has the time of ("F" or "B", stage). Raises ValueError for a
-    schedule that deadlocks.
-    """
-    spans: list[list[Span]] = [[] for _ in actions]
-    ends: dict[Action, float] = {}
-    remaining = sum(len(rank_actions) for rank_actions in actions)
-    while remaining:
-        progress = False
-        for rank_spans, rank_actions in zip(spans, actions, strict=True):
-            while len(rank_spans) < len(rank_actions):
-                action = rank_actions[len(rank_spans)]
-                needs = prerequisites(action, num_stages)
-                if any(need not in ends for need in needs):
-                    break
-                ready = max((ends[need] for need in needs), default=0.0)
-                start = max(ready, rank_spans[-1].end if rank_spans else 0.0)
-                ends[action] = start + costs[action.kind, action.stage]
-                rank_spans.append(Span(action, start, ends[action]))
-                remaining -= 1
-                progress = True
-        if not progress:
-            waiting = [str(todo[len(done)]) for done, todo in zip(spans, actions, strict=True) if len(done) < len(todo)]
-            raise ValueError(f"the schedule deadlocks at {', '.join(waiting)}")
-    return spans
-
-
-def prerequisites(action: Action, num_stages: int) -> list[Action]:
-    """Return the actions that must have ended before this one may start."""
-    needs = []
-    if action.kind == FORWARD and action.stage > 0:
-        needs.append(Action(FORWARD, action.stage - 1, action.micro_batch))
-    if action.kind == BACKWARD:
-        needs.append(Action(FORWARD, action.stage, action.micro_batch))
-        if action.stage < num_stages - 1:
-            needs.append(Action(BACKWARD, action.stage + 1, action.micro_batch))
-    return needs
-
-
-def draw(spans: Sequence[Sequence[Span]], *, with_stage: bool = False) -> str:
-    """Return a drawing with a line for each rank and a column for each unit of time; dots are idle time."""
-    length = round(max((rank_spans[-1].end for rank_spans in spans if rank_spans), default=0.0))
-    lines = []
-    for rank, rank_spans in enumerate(spans):
-        width = 3 if with_stage else 2
-        cells = ["." * width] * length
-        for span in rank_spans:
-            text = str(span.action) if with_stage else str(span.action)[len(str(span.action.stage)) :]
-            for column in range(round(span.start), round(span.end)):
-                cells[column] = text
-        lines.append(f"rank {rank}  {' '.join(cells)}")
-    return "\n".join(lines)
 
 
 def idle_share(spans: Sequence[Sequence[Span]]) -> float:

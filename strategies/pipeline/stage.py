@@ -6,15 +6,16 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from trainkit.errors import UserError
+from trainkit.strategy import named_state
 from trainkit.tree import tree_leaves
 
-from .graph import Node, ParameterRef, TracedGraph, ValueRef
+from .graph import ParameterRef, TracedGraph, ValueRef
 from .partition import Partition
 
 
@@ -31,12 +32,11 @@ class Transfer:
 
 @dataclass(slots=True)
 class StageGraph:
-    """The consecutive nodes that one stage runs, and their transfers."""
+    """The nodes from `start` to before `stop`, which one stage runs, and their transfers."""
 
     index: int
     start: int
     stop: int
-    """The node after the last one."""
     rank: int
     is_last: bool
     executes: list[bool]
@@ -53,24 +53,27 @@ class StageGraph:
 
 def stage_graphs(graph: TracedGraph, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> list[StageGraph]:
     """Return the stages with these bounds, on these ranks."""
-    last_written = [_last_writers(graph, start) for start, _ in bounds]
-    found = []
-    transfers: list[Transfer] = []
+    found: list[StageGraph] = []
+    writers: dict[int, tuple[int, bool]] = {}  # the last stage that wrote each value, and true if gradients flow back
     for index, (start, stop) in enumerate(bounds):
-        writers = last_written[index]
         own = graph.nodes[start:stop]
         reading = [node for node in graph.nodes[:start] if node.reads and not node.is_batch_only]
         needed = dict.fromkeys(value for node in [*reading, *own] for value in node.inputs)
         receives = [
-            Transfer(value, _stage_of(writers[value][0], bounds), index, writers[value][1])
+            Transfer(value, writers[value][0], index, writers[value][1])
             for value in needed
             if value in writers and not graph.values[value].local
         ]
-        has_numbers = any(node.has_numbers and not node.is_batch_only for node in graph.nodes[:start])
-        if graph.numbers is not None and has_numbers:
+        if graph.numbers is not None and any(node.sends_numbers for node in graph.nodes[:start]):
             receives.append(Transfer(graph.numbers, index - 1, index, False))
-        transfers += receives
+        for transfer in receives:
+            found[transfer.source].sends.append(transfer)
+        for node in own:
+            writers |= {output.value: (index, output.requires_grad) for output in node.outputs}
         written = {value for node in own for value in node.written}
+        received = {transfer.value for transfer in receives}
+        unwritten = received - written
+        given = {node.index: [value for value in node.inputs[: node.num_given] if value in unwritten] for node in own}
         found.append(
             StageGraph(
                 index,
@@ -81,32 +84,12 @@ def stage_graphs(graph: TracedGraph, bounds: Sequence[tuple[int, int]], ranks: S
                 [node.is_batch_only or node.reads or node.index >= start for node in graph.nodes[:stop]],
                 receives,
                 [],
-                frozenset(transfer.value for transfer in receives if transfer.value in written),
-                _given(own, {transfer.value for transfer in receives} - written),
+                frozenset(received & written),
+                {node: values for node, values in given.items() if values},
                 {node.index: _positions(node.result) for node in own if not node.is_batch_only},
             )
         )
-    for transfer in transfers:
-        found[transfer.source].sends.append(transfer)
     return found
-
-
-def _given(nodes: Sequence[Node], received: set[int]) -> dict[int, list[int]]:
-    found = {node.index: [value for value in node.inputs[: node.num_given] if value in received] for node in nodes}
-    return {index: values for index, values in found.items() if values}
-
-
-def _last_writers(graph: TracedGraph, start: int) -> dict[int, tuple[int, bool]]:
-    """Return for each value made before `start` the last node that wrote it, and true if gradients flow back."""
-    writers = {}
-    for node in graph.nodes[:start]:
-        for output in node.outputs:
-            writers[output.value] = (node.index, output.requires_grad)
-    return writers
-
-
-def _stage_of(node: int, bounds: Sequence[tuple[int, int]]) -> int:
-    return next(index for index, (start, stop) in enumerate(bounds) if start <= node < stop)
 
 
 def _positions(result: object) -> tuple[int, list[tuple[int, int]]]:
@@ -147,12 +130,10 @@ def place_parameters(task: nn.Module, steps: Sequence[tuple[TracedGraph, Partiti
     for graph, partition in steps:
         for node in graph.nodes:
             rank = partition.stage_of(node.index) % num_ranks
-            for name in (*node.parameters, *node.buffers, *node.written_buffers):
+            for name in node.tensor_names:
                 ranks[name].update(everywhere if node.is_batch_only else (rank,))
             used.update(node.parameters)
-    names = [name for name, _ in (*task.named_parameters(), *task.named_buffers())]
-    holders = {name: tuple(sorted(ranks[name])) if name in ranks else everywhere for name in names}
-    return Placement(holders, frozenset(used))
+    return Placement({name: tuple(sorted(ranks[name])) or everywhere for name in named_state(task)}, frozenset(used))
 
 
 def keep_local_parameters(task: nn.Module, placement: Placement, *, rank: int, device: torch.device) -> None:
@@ -160,11 +141,9 @@ def keep_local_parameters(task: nn.Module, placement: Placement, *, rank: int, d
 
     These keep identity, name and shape, since an optimizer may have them; without a gradient it ignores them.
     """
-    for name, tensor in (*task.named_parameters(), *task.named_buffers()):
-        if placement.is_held(name, rank):
-            tensor.data = tensor.data.to(device)
-        else:
-            tensor.data = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    for name, tensor in named_state(task).items():
+        held = placement.is_held(name, rank)
+        tensor.data = tensor.data.to(device) if held else _one_element(tensor, device)
 
 
 def stage_bounds(
@@ -177,19 +156,17 @@ def stage_bounds(
     cuts: list[int] = [0]
     ranks: list[int] = []
     for node in graph.nodes:
-        names = [*node.parameters, *node.buffers, *node.written_buffers]
-        if not names or node.is_batch_only:
+        if not node.tensor_names or node.is_batch_only:
             continue
-        able = set(range(num_ranks)).intersection(*(placement.holders[name] for name in names))
+        able = set(range(num_ranks)).intersection(*(placement.holders[name] for name in node.tensor_names))
         if not able:
             raise UserError(
-                f"{node} uses parameters of different stages: {', '.join(names)}. Call the same modules as "
+                f"{node} uses parameters of different stages: {', '.join(node.tensor_names)}. Call the same modules as "
                 "training_step, so that the parameters of each node are in one stage."
             )
-        if not ranks:
-            ranks.append(min(able))
-        elif ranks[-1] not in able:
+        if ranks and ranks[-1] not in able:
             cuts.append(node.index)
+        if not ranks or ranks[-1] not in able:
             ranks.append(min(able))
     for cut in cuts[1:]:
         for constraint in graph.constraints:
@@ -206,15 +183,11 @@ RESETS = ("reset_parameters", "_reset_parameters")
 
 def has_meta(task: nn.Module) -> bool:
     """Return True if any parameter or buffer is on the meta device."""
-    return any(tensor.is_meta for tensor in chain(task.parameters(), task.buffers()))
+    return any(tensor.is_meta for tensor in named_state(task).values())
 
 
 def materialize(
-    task: nn.Module,
-    *,
-    seed: int,
-    device: torch.device | str = "cpu",
-    keep: Callable[[str], bool] = lambda name: True,
+    task: nn.Module, *, seed: int, device: torch.device | str = "cpu", keep: Callable[[str], bool] = lambda name: True
 ) -> None:
     """Create every parameter and buffer of the meta device by its module's `reset_parameters`.
 
@@ -222,21 +195,21 @@ def materialize(
     the values of one process. Tensors not kept have one element in memory. Raises UserError for a module without
     `reset_parameters`.
     """
-    names = {id(tensor): name for name, tensor in chain(task.named_parameters(), task.named_buffers())}
-    owned = {id(tensor) for tensor in chain(task.parameters(), task.buffers()) if tensor.is_meta}
+    missing = {id(tensor): name for name, tensor in named_state(task).items() if tensor.is_meta}
     device = torch.device(device)
     devices = [device] if device.type == "cuda" else []
     # Parents override their children, and the first of several modules that share a parameter overrides the others.
     for prefix, module in reversed(list(task.named_modules())):
-        direct = [tensor for tensor in _direct_tensors(module) if id(tensor) in owned]
-        reached = direct or [tensor for tensor in chain(module.parameters(), module.buffers()) if id(tensor) in owned]
-        if not any(keep(names[id(tensor)]) for tensor in reached):
+        owned = (*module._parameters.values(), *module._buffers.values())
+        direct = [tensor for tensor in owned if tensor is not None and id(tensor) in missing]
+        reached = direct or named_state(module).values()
+        if not any(id(tensor) in missing and keep(missing[id(tensor)]) for tensor in reached):
             continue
         reset = next((getattr(module, name) for name in RESETS if hasattr(module, name)), None)
         if reset is None:
             if direct:
                 raise UserError(
-                    f"'{names[id(direct[0])]}' is on the meta device, and {type(module).__name__} "
+                    f"'{missing[id(direct[0])]}' is on the meta device, and {type(module).__name__} "
                     f"({prefix or 'the task'}) has no reset_parameters. Define reset_parameters(self) there to fill "
                     "its parameters and buffers in place, or build the task outside of torch.device('meta')."
                 )
@@ -244,16 +217,13 @@ def materialize(
         for tensor in direct:
             if tensor.is_meta:
                 _replace_content(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+        digest = hashlib.blake2b(f"{seed}/{prefix}".encode(), digest_size=7).digest()
         with torch.random.fork_rng(devices=devices), torch.no_grad():
-            torch.manual_seed(_seed_of(seed, prefix))
+            torch.manual_seed(int.from_bytes(digest, "big"))
             reset()
-    for tensor in list(chain(task.parameters(), task.buffers())):
-        if id(tensor) in owned and not keep(names[id(tensor)]):
-            _replace_content(tensor, torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape))
-
-
-def _direct_tensors(module: nn.Module) -> list[Tensor]:
-    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    for tensor in named_state(task).values():
+        if id(tensor) in missing and not keep(missing[id(tensor)]):
+            _replace_content(tensor, _one_element(tensor, device))
 
 
 def _replace_content(tensor: Tensor, content: Tensor) -> None:
@@ -263,5 +233,5 @@ def _replace_content(tensor: Tensor, content: Tensor) -> None:
     torch.utils.swap_tensors(tensor, content)
 
 
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
+def _one_element(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from trainkit.errors import UserError
 from trainkit.metrics.sync import metrics_in
 from trainkit.optim.precision import Precision
 from trainkit.rng import seed_python, seeded_python
+from trainkit.strategy import named_state
 from trainkit.tree import tree_map
 
 from .graph import (
@@ -64,26 +63,11 @@ class _StageFinished(BaseException):
     """Ends a step after the stage's last node; a user's `except Exception` does not catch it."""
 
 
-@dataclass(slots=True)
-class StageOutput:
-    """Result of a stage for one micro-batch."""
-
-    returned: Any
-    """Return value of the step, in the last stage."""
-    values: dict[int, Tensor]
-    """The values made or received."""
-
-
 class StageExecutor:
-    """Executor of the stages of one traced step.
+    """Executor of the stages of one traced step, whose leaf modules are intercepted.
 
-    Args:
-        graph: The traced step.
-        task: The task, whose leaf modules are intercepted.
-        stage_graphs: The stages of the step, on all ranks.
-        traced: Signature of the traced batch.
-        device: Device of this rank.
-
+    `stage_graphs` are the stages on all ranks, `traced` is the signature of the traced batch, and `device` that of this
+    rank.
     """
 
     def __init__(
@@ -95,18 +79,16 @@ class StageExecutor:
         traced: Signature,
         device: torch.device,
     ):
-        leaf_modules = {node.name for node in graph.nodes if node.is_leaf_module}
         known: Shapes = [value.shape for value in graph.values]
         self.graph = graph
         self.stage_graphs = stage_graphs
         self.shapes = {(stage_graph.index, traced): known for stage_graph in stage_graphs}
         """By stage and signature of a batch; the shapes of other batches are added when they come."""
-        self.interceptor = ModuleInterceptor({name: task.get_submodule(name) for name in leaf_modules})
+        self.interceptor = ModuleInterceptor(task, graph.leaf_modules)
         self.device = device
         self.checkpoint_starts = _checkpoint_starts(graph.nodes)
-        """For each node, whether a checkpoint begins with it that draws random numbers."""
-        self.tensors: dict[str, Tensor] = {**dict(task.named_parameters()), **dict(task.named_buffers())}
-        """Parameters and buffers by name."""
+        """For each node: true if a checkpoint begins with it that draws random numbers."""
+        self.tensors = named_state(task)
         self._metrics = metrics_in(task)
         self._placeholders: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
@@ -119,21 +101,19 @@ class StageExecutor:
         received: Mapping[int, Tensor],
         shapes: Shapes,
         seed: int,
-    ) -> StageOutput:
+    ) -> tuple[Any, dict[int, Tensor]]:
         """Run `step` up to the end of the stage; the interceptor must be installed.
 
-        `shapes` are those of all values for a batch of this signature; what the stage makes must have them. Random
-        nodes draw from generators seeded by `seed` and their names.
+        Returns what the step returned, in the last stage, and the values made or received. `shapes` are those of all
+        values for a batch of this signature; what the stage makes must have them. Random nodes draw from generators
+        seeded by `seed` and their names.
         """
         if stage_graph.start == stage_graph.stop:  # this phase has no node here; the stage passes numbers on
-            return StageOutput(None, dict(received))
+            return None, dict(received)
         interpreter = _StageInterpreter(self, stage_graph, received, shapes, seed)
         seed_python(seed)
-        with ExitStack() as stack:
-            stack.enter_context(self.interceptor.handled_by(interpreter))
-            if stage_graph.is_last:
-                stack.enter_context(_checked_metrics(self._metrics, interpreter))
-            stack.enter_context(interpreter)
+        checked = _checked_metrics(self._metrics, interpreter) if stage_graph.is_last else nullcontext()
+        with self.interceptor.handled_by(interpreter), checked, interpreter:
             try:
                 returned = step(batch)
             except _StageFinished:
@@ -143,7 +123,7 @@ class StageExecutor:
         if self.graph.numbers is not None:
             numbers = torch.tensor(interpreter.numbers, dtype=torch.int64, device=self.device)
             interpreter.values[self.graph.numbers] = numbers
-        return StageOutput(returned, interpreter.values)
+        return returned, interpreter.values
 
     def placeholder(self, value: int, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor with the shape and dtype of a value, but only one element in memory."""
@@ -163,12 +143,12 @@ class StageExecutor:
 
 def in_precision(precision: Precision, step: Step) -> Step:
     """Return a step that runs in the forward context of `precision`."""
-    return partial(_call, precision, step)
 
+    def run(batch: Any) -> Any:
+        with precision.forward():
+            return step(batch)
 
-def _call(precision: Precision, step: Step, batch: Any) -> Any:
-    with precision.forward():
-        return step(batch)
+    return run
 
 
 def _mixed(seed: int, node: Node) -> int:
@@ -185,13 +165,6 @@ def _checkpoint_starts(nodes: list[Node]) -> list[bool]:
     return starts
 
 
-class CallHandler(Protocol):
-    """Handler of the calls of intercepted modules."""
-
-    def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the module `name`; `call` is the module without the interceptor."""
-
-
 class ModuleInterceptor:
     """Interceptor of chosen modules: while installed, their class passes each call to the current handler.
 
@@ -199,11 +172,11 @@ class ModuleInterceptor:
     class is swapped because a hook cannot prevent a call, and `__call__` is looked up on the class.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]):
-        self._modules = dict(modules)
-        self._names = {id(module): name for name, module in modules.items()}
+    def __init__(self, task: nn.Module, names: Iterable[str]):
+        self._modules = {name: task.get_submodule(name) for name in names}
+        self._names = {id(module): name for name, module in self._modules.items()}
         self._classes: dict[type, type] = {}
-        self._handler: CallHandler | None = None
+        self._handler: TracingMode | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -218,7 +191,7 @@ class ModuleInterceptor:
                 object.__setattr__(module, "__class__", original)
 
     @contextmanager
-    def handled_by(self, handler: CallHandler | None) -> Iterator[None]:
+    def handled_by(self, handler: TracingMode | None) -> Iterator[None]:
         """Pass calls to `handler` in the block; with `None` the modules run as usual."""
         outer, self._handler = self._handler, handler
         try:
@@ -249,12 +222,11 @@ class ModuleInterceptor:
 
 
 class TracingMode(TorchFunctionMode):
-    """Passes every torch call that is not about metadata to `torch_call`."""
+    """Passes every torch call that is not about metadata to `torch_call`; handles intercepted modules."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer calls about metadata at once; every other call may be a node."""
         name = _function_name(func)
         if name in METADATA:
             return func(*args, **(kwargs or {}))
@@ -262,6 +234,10 @@ class TracingMode(TorchFunctionMode):
 
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a torch call."""
+        raise NotImplementedError
+
+    def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the module `name`; `call` is the module without the interceptor."""
         raise NotImplementedError
 
 
@@ -289,13 +265,16 @@ class _StageInterpreter(TracingMode):
         super().__init__()
         self.values: dict[int, Tensor] = dict(received)
         self.executes = stage_graph.executes
-        """For each node, whether this stage executes it."""
         self.position = 0
         """Index of the next node."""
-        self.numbers = _numbers(executor.graph, received)
-        """The numbers that leaf modules have returned so far, in this stage and earlier ones."""
+        self.numbers: list[int] = []
+        """The numbers that leaf modules have returned in this stage and earlier ones; 0 where none has come yet."""
+        graph = executor.graph
+        if graph.numbers is not None:
+            known = received.get(graph.numbers)
+            self.numbers = [0] * graph.values[graph.numbers].shape[0] if known is None else known.tolist()
         self._executor = executor
-        self._nodes = executor.graph.nodes
+        self._nodes = graph.nodes
         self._starts = executor.checkpoint_starts
         self._stage_graph = stage_graph
         self._shapes = shapes
@@ -454,16 +433,6 @@ class _StageInterpreter(TracingMode):
             "same calls for every batch. Move the branch into one module's forward, which may run any code, or "
             "train with strategy=ddp."
         )
-
-
-def _numbers(graph: TracedGraph, received: Mapping[int, Tensor]) -> list[int]:
-    """Return the numbers from earlier stages; zeros for those that no stage has sent yet."""
-    if graph.numbers is None:
-        return []
-    if graph.numbers in received:
-        numbers: list[int] = received[graph.numbers].tolist()
-        return numbers
-    return [0] * graph.values[graph.numbers].shape[0]
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -14,27 +13,16 @@ from torch import nn
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.sync import detach_metrics, metrics_in
 from trainkit.optim.optimizer import PhaseOptimizer
-from trainkit.optim.precision import Precision
-from trainkit.task import TaskModule
 from trainkit.tree import to_device
 
 from .graph import Signature, Step, TracedGraph, signature
 from .mesh import PipelineMesh
 from .partition import SharedParameters
-from .plan_report import PlanReport, draw_schedule, draw_stages
-from .planner import (
-    Costs,
-    PartitionPlan,
-    SavedPartition,
-    SplitPoints,
-    TraceInput,
-    TrainingStep,
-    plan_steps,
-    restore_plan,
-)
+from .plan_report import PlanReport
+from .planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps, restore_plan, saved_partition
 from .schedules import Schedule
 from .stage import Placement, has_meta, place_parameters, stage_bounds, stage_graphs
-from .stage_executor import StageExecutor, in_precision
+from .stage_executor import StageExecutor
 from .tracer import trace
 
 logger = logging.getLogger(__name__)
@@ -46,51 +34,19 @@ BALANCES = {"speed": 0.0, "memory": 1.0}
 TRACE_MODES = ("auto", "eager", "fake")
 
 
-def training_steps(
-    task: TaskModule,
-    phase_optimizers: Mapping[str, PhaseOptimizer],
-    *,
-    precision: Precision,
-    begin_phase: Callable[..., None],
-) -> dict[str, TrainingStep]:
-    """Return the training steps by step key: one for each phase, or a single one for a task without phases.
-
-    `phase_optimizers` has the optimizers by phase; `begin_phase(phase_optimizer, step_name=...)` switches to one.
-    """
-    if not any(phase_optimizers):
-        return {step_key("", "training_step"): TrainingStep(in_precision(precision, task.training_step))}
-    return {
-        step_key(phase, phase_optimizer.step_name): TrainingStep(
-            in_precision(precision, getattr(task, phase_optimizer.step_name)),
-            partial(begin_phase, phase_optimizer, step_name=phase_optimizer.step_name),
-            1.0 / phase_optimizer.every,
-        )
-        for phase, phase_optimizer in phase_optimizers.items()
-    }
-
-
 def step_key(phase: str, step_name: str) -> str:
     """Return the key of a phase's step, or of the only step of a task."""
     return f"{phase}: {step_name}" if phase else step_name
 
 
 class StagedModel:
-    """Partitioned steps of a task, and the stages that hold its parameters.
-
-    Args:
-        schedule: The schedule, which knows the number of stages.
-        split_points: Modules that begin a stage, or a stage for each pattern of names; `None`: balanced.
-        shared_parameters: Placement of parameters that several nodes of the step use.
-        balance: `speed`, `memory`, or a share between 0 and 1 of memory against time.
-        trace: `eager`, `fake`, or `auto`, which is `fake` for tasks on the meta device.
-
-    """
+    """Partitioned steps of a task, and the stages that hold its parameters; the settings are those of the strategy."""
 
     def __init__(
         self,
         *,
         schedule: Schedule,
-        split_points: SplitPoints | None,
+        split_points: Sequence[str] | None,
         shared_parameters: SharedParameters,
         balance: str | float,
         trace: str,
@@ -108,20 +64,19 @@ class StagedModel:
         self.placement: Placement | None = None
         """The stages of each parameter, once the task has been partitioned."""
         self.plan: PartitionPlan | None = None
-        self._restored: SavedPartition | None = None  # of the run that is resumed
+        self._restored: Mapping[str, Any] | None = None  # the partition of the run that is resumed
 
     # ---- State of the partition
 
     def state(self) -> dict[str, Any]:
         """Return the partition as plain values; empty before there is one."""
-        if self.plan is not None:
-            return {"pipeline": SavedPartition.of(self._settings, self.plan.whole, self.plan.partition).saved()}
-        return {} if self._restored is None else {"pipeline": self._restored.saved()}
+        saved = self._restored if self.plan is None else saved_partition(self.plan, self._settings)
+        return {} if saved is None else {"pipeline": saved}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Repeat the partition in `state` if its settings are those of this run; ignored after `partition`."""
-        if "pipeline" in state and self.placement is None:
-            self._restored = SavedPartition.loaded(state["pipeline"])
+        if self.placement is None:
+            self._restored = state.get("pipeline", self._restored)
 
     def report(self, num_micro_batches: int) -> PlanReport:
         """Return the stages with their costs, and the idle share of the schedule."""
@@ -131,8 +86,7 @@ class StagedModel:
 
     @property
     def _settings(self) -> str:
-        wanted = self.split_points
-        points = dict(wanted) if isinstance(wanted, Mapping) else wanted and list(wanted)
+        points = self.split_points and list(self.split_points)
         stages = f"{self.schedule.num_ranks} x {self.schedule.stages_per_rank} stages"
         return f"{stages}, {points}, {self.shared_parameters}, {self.balance}"
 
@@ -153,11 +107,10 @@ class StagedModel:
         Collective over the stages of this replica, or over `all_replicas`. Raises on every rank the error of the
         tracing one.
         """
-        _refuse_compiled(task)
 
         def planned() -> tuple[PartitionPlan, Signature]:
             on_host = batch if device.type == "cpu" else to_device(batch, torch.device("cpu"))
-            return self._plan(self._trace_inputs(task, steps, on_host, device)), signature(batch)
+            return self.make_plan(task, steps, on_host, device), signature(batch)
 
         self.plan, traced = _on_one_rank(task, planned, mesh, all_replicas=all_replicas)
         parts = list(zip(self.plan.steps, self.plan.partitions, strict=True))
@@ -178,8 +131,7 @@ class StagedModel:
         Collective over the stages of this replica. Raises on every rank the error of the tracing one.
         """
         assert self.plan is not None and self.placement is not None
-        _refuse_compiled(task)
-        leaf_modules = frozenset(node.name for graph in self.plan.steps for node in graph.nodes if node.is_leaf_module)
+        leaf_modules = frozenset().union(*(graph.leaf_modules for graph in self.plan.steps))
         fake = self.trace_mode == "fake"
 
         def traced() -> tuple[TracedGraph, Signature]:
@@ -210,29 +162,13 @@ class StagedModel:
         named = task.named_parameters()
         return {name: parameter for name, parameter in named if id(parameter) in trained and name in users}
 
-    def preview(
-        self,
-        task: nn.Module,
-        steps: Mapping[str, TrainingStep],
-        batch: Any,
-        *,
-        device: torch.device,
-        num_micro_batches: int,
-    ) -> tuple[PlanReport, str]:
-        """Return the report of the partition and its drawing; nothing is placed, and no other rank takes part."""
-        self.plan = self._plan(self._trace_inputs(task, steps, batch, device))
-        report, schedule = self.report(num_micro_batches), self.schedule
-        actions = [schedule.actions(rank, num_micro_batches) for rank in range(schedule.num_ranks)]
-        return report, f"{draw_stages(report)}\n\n{draw_schedule(actions, num_stages=schedule.num_stages)}"
-
-    def _trace_inputs(
+    def make_plan(
         self, task: nn.Module, steps: Mapping[str, TrainingStep], batch: Any, device: torch.device
-    ) -> list[TraceInput]:
+    ) -> PartitionPlan:
+        """Return the partition of the task by its steps, with nothing placed; not collective."""
         costs = cost_source(self.trace_mode, task, device)
-        return [TraceInput(task, step, batch, costs) for step in steps.values()]
-
-    def _plan(self, trace_inputs: Sequence[TraceInput]) -> PartitionPlan:
-        if self._restored is not None and self._restored.settings == self._settings:
+        trace_inputs = [TraceInput(task, step, batch, costs) for step in steps.values()]
+        if self._restored is not None and self._restored["settings"] == self._settings:
             restored = restore_plan(trace_inputs, self._restored)
             if restored is not None:
                 return restored
@@ -269,16 +205,16 @@ def _memory_share(balance: str | float) -> float:
     return float(share)
 
 
-def _refuse_compiled(task: nn.Module) -> None:
+def _on_one_rank(task: nn.Module, compute: Callable[[], T], mesh: PipelineMesh, *, all_replicas: bool) -> T:
+    """Return on every rank the result of one of them, or raise its error. Collective.
+
+    Raises UserError for a compiled task.
+    """
     if task._compiled_call_impl is not None:
         raise UserError(
             f"{type(task).__name__}'s forward is compiled as one piece, which cannot be partitioned. Set "
             "trainer.compile=false, or compile modules in the task's constructor: self.block.compile()."
         )
-
-
-def _on_one_rank(task: nn.Module, compute: Callable[[], T], mesh: PipelineMesh, *, all_replicas: bool) -> T:
-    """Return on every rank the result of one of them, or raise its error. Collective."""
     group = None if all_replicas else mesh.stage_group
     source = 0 if all_replicas else dist.get_global_rank(mesh.stage_group, 0)
     box: list[Any] = [None]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
+from trainkit.strategy import named_state
 
 from .stage import Placement, has_meta, keep_local_parameters, materialize
+
+AllGather = Callable[[Any], list[Any]]
 
 
 class PipelineState:
@@ -42,9 +44,10 @@ class PipelineState:
         """
         self._placement, self._group, self._stage = placement, group, group.rank()
         if has_meta(task):
+            seed = torch.tensor([torch.initial_seed() % 2**62])
             # Replicas train together, but evaluate separately.
-            seed = _common_seed(None if optimizers else group)
-            materialize(task, seed=seed, device=device, keep=self._is_held)
+            dist.broadcast(seed, group=None if optimizers else group, group_src=0)
+            materialize(task, seed=int(seed), device=device, keep=self._is_held)
         keep_local_parameters(task, placement, rank=self._stage, device=device)
         for optimizer in optimizers:
             self._keep_own_optimizer_state(optimizer, task, device)
@@ -97,11 +100,10 @@ class PipelineState:
         """Gather every parameter and buffer, complete in host memory on every stage. Collective over stages."""
         if self._placement is None:
             return
-        for name, tensor in (*task.named_parameters(), *task.named_buffers()):
-            source = self._placement.holders[name][0]
+        for name, tensor in named_state(task).items():
             held = self._is_held(name)
             content = tensor.detach().cpu().contiguous() if held else torch.empty(tensor.shape, dtype=tensor.dtype)
-            dist.broadcast(content, group=self._group, group_src=source)
+            dist.broadcast(content, group=self._group, group_src=self._placement.holders[name][0])
             tensor.data = content
 
     # ---- The optimizer
@@ -113,19 +115,8 @@ class PipelineState:
         parts: list[Any] = [None] * self._group.size()
         dist.gather_object(state["state"], parts if self._stage == 0 else None, group=self._group, group_dst=0)
         if self._stage == 0:
-            whole = {index: found for part in reversed(parts) for index, found in part.items()}
-            state["state"] = dict(sorted(whole.items()))
+            state["state"] = _joined(parts)
         return state
-
-    def shards(
-        self, task: nn.Module, optimizers: Sequence[Optimizer], *, writes: bool, all_gather: AllGather
-    ) -> ShardedState | None:
-        """Return the state with this stage's shards, or `None` while every stage has the whole. Collective."""
-        if self._placement is None:
-            return None
-        stage = ShardedStateDict(task, self._placement, self._stage, writes)
-        described = [stage.of_optimizer(optimizer, i, all_gather) for i, optimizer in enumerate(optimizers)]
-        return ShardedState(stage.of_task(_canonical_names(task)), described, list(stage.pieces.values()))
 
     def load_optimizer(self, task: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         """Load this stage's part of an optimizer's state."""
@@ -134,9 +125,8 @@ class PipelineState:
             return
         states = saved["state"]
         if self._placement is not None:
-            names = {id(parameter): name for name, parameter in task.named_parameters()}
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            states = {index: state for index, state in states.items() if self._is_held(names[id(parameters[index])])}
+            names = _parameter_names(task, optimizer)
+            states = {index: state for index, state in states.items() if self._is_held(names[index])}
         # The kernels are those of this run, not those that were saved.
         groups = [
             {**old, **{key: new[key] for key in ("fused", "foreach") if key in new}}
@@ -157,59 +147,56 @@ class PipelineState:
                 if isinstance(value, Tensor) and value.dim() > 0:  # step counts stay where they are
                     state[key] = torch.zeros_like(value, device=device) if value.is_meta else value.to(device)
 
+    # ---- Shards
 
-def _common_seed(group: dist.ProcessGroup | None) -> int:
-    """Return the seed of the group's first rank, or of rank 0 of all; collective."""
-    seed = torch.tensor([torch.initial_seed() % 2**62])
-    dist.broadcast(seed, group=group, group_src=0)
-    return int(seed)
+    def shards(
+        self, task: nn.Module, optimizers: Sequence[Optimizer], *, writes: bool, all_gather: AllGather
+    ) -> ShardedState | None:
+        """Return the state with placeholders, and the shards of this stage; `None` while every stage has the whole.
+
+        Collective. `writes` is true in one replica.
+        """
+        if (placement := self._placement) is None:
+            return None
+        shards: dict[str, TensorShard] = {}
+
+        def placeholder(place: str, value: Any, owner: str) -> Any:
+            if not isinstance(value, Tensor) or (value.dim() == 0 and not place.startswith("task.")):
+                return value  # a count of steps
+            if writes and placement.counted(owner, self._stage):
+                shards[place] = TensorShard(place, value.detach().contiguous().view(-1), 0, value.numel())
+            return shard_placeholder(place, torch.empty(value.shape, dtype=value.dtype, device="meta"))
+
+        optimizer_states = []
+        for number, optimizer in enumerate(optimizers):
+            names, whole = _parameter_names(task, optimizer), optimizer.state_dict()
+            own = {
+                index: {
+                    key: placeholder(f"optimizer_{number}.{index}.{key}", value, names[index])
+                    for key, value in state.items()
+                }
+                for index, state in whole["state"].items()
+            }
+            optimizer_states.append({**whole, "state": _joined(all_gather(own))})
+        task_state: dict[str, Any] = task.state_dict()
+        for key, name in _canonical_names(task).items():
+            task_state[key] = placeholder(f"task.{name}", task_state[key], name)
+        return ShardedState(task_state, optimizer_states, list(shards.values()))
+
+
+def _joined(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
+    """Return the states of all stages by parameter; where several have one, that of the first."""
+    return dict(sorted({index: state for part in reversed(parts) for index, state in part.items()}.items()))
 
 
 def _canonical_names(task: nn.Module) -> dict[str, str]:
     """Return for each key of the state dict the first name of the parameter or buffer there."""
-    first = {id(tensor): name for name, tensor in (*task.named_parameters(), *task.named_buffers())}
+    first = {id(tensor): name for name, tensor in named_state(task).items()}
     state = task.state_dict(keep_vars=True)
     return {key: first[id(tensor)] for key, tensor in state.items() if id(tensor) in first}
 
 
-AllGather = Callable[[Any], list[Any]]
-
-
-@dataclass(frozen=True)
-class ShardedStateDict:
-    """The whole state as placeholders, and the tensors of it that one stage writes."""
-
-    task: nn.Module
-    placement: Placement
-    stage: int
-    writes: bool  # one replica does
-    pieces: dict[str, TensorShard] = field(default_factory=dict)
-
-    def of_task(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Return the task's state dict with placeholders for parameters and buffers (`names`: key to name)."""
-        state: dict[str, Any] = self.task.state_dict()
-        for key, name in names.items():
-            state[key] = self._placeholder(f"task.{name}", state[key], owner=name)
-        return state
-
-    def of_optimizer(self, optimizer: Optimizer, number: int, all_gather: AllGather) -> dict[str, Any]:
-        """Return an optimizer's state dict with placeholders for tensors. Collective."""
-        names = {id(parameter): name for name, parameter in self.task.named_parameters()}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        whole: dict[str, Any] = optimizer.state_dict()
-        described = {
-            index: {
-                key: self._placeholder(f"optimizer_{number}.{index}.{key}", value, owner=names[id(parameters[index])])
-                for key, value in state.items()
-            }
-            for index, state in whole["state"].items()
-        }
-        known = {index: state for part in reversed(all_gather(described)) for index, state in part.items()}
-        return {**whole, "state": dict(sorted(known.items()))}
-
-    def _placeholder(self, place: str, value: Any, *, owner: str) -> Any:
-        if not isinstance(value, Tensor) or (value.dim() == 0 and not place.startswith("task.")):
-            return value  # a count of steps
-        if self.writes and self.placement.counted(owner, self.stage):
-            self.pieces[place] = TensorShard(place, value.detach().contiguous().view(-1), 0, value.numel())
-        return shard_placeholder(place, torch.empty(value.shape, dtype=value.dtype, device="meta"))
+def _parameter_names(task: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the names of an optimizer's parameters, by their index in its state dict."""
+    names = {id(parameter): name for name, parameter in task.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from math import ceil
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from torch import Tensor
 from trainkit.checkpoint.sharded_state import ShardedState
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch
 from trainkit.data.data import StageData
-from trainkit.data.open_loader import open_loader
+from trainkit.data.loader import open_loader
 from trainkit.distributed.collectives import Collectives, broadcast, check_same_model, tensors_of
 from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
@@ -24,7 +25,7 @@ from trainkit.metrics.step_output import StepOutput, read_evaluation_output, rea
 from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure_optimizers
 from trainkit.optim.precision import Precision
 from trainkit.profiling import NO_COMMUNICATION, Overlap
-from trainkit.strategy import PhaseTraining, Strategy, loss_weight, named_state
+from trainkit.strategy import Strategy, loss_weight, named_state
 from trainkit.task import TaskModule, has_phases
 from trainkit.tree import to_device
 
@@ -32,12 +33,13 @@ from ..multiprocess import BroadcastBuffers, MultiProcessStrategy, RankSettings
 from .gradients import StageGradients, SyncedScaler
 from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh
 from .partition import SharedParameters
-from .plan_report import PlanReport, write_plan, write_timeline
+from .plan_report import PlanReport, draw_stages, write_plan, write_timeline
 from .planner import TrainingStep
 from .runtime import PipelineRuntime
-from .schedules import SCHEDULES, SYNONYMS, Schedule, forward_only
+from .schedules import SCHEDULES, SYNONYMS, Schedule
+from .stage import Placement
 from .stage_executor import StageExecutor, in_precision
-from .staged_model import StagedModel, check_name, step_key, training_steps
+from .staged_model import StagedModel, check_name, step_key
 from .state import PipelineState
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ logger = logging.getLogger(__name__)
 MICRO_BATCHES_PER_STAGE = 2  # by default; more of them would make a larger share of the time busy
 
 
-class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
+class PipelineStrategy(MultiProcessStrategy):
     """Partitions the task into stages, one a process, and passes the micro-batches of each step through them.
 
     Four ranks as two stages and two replicas; replicas read different samples, stages the same::
@@ -63,8 +65,8 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         schedule: `gpipe` or `simple` (all forwards first), `1f1b` or `interleaved` (each backward as soon as
             possible), `interleaved_1f1b` (`1f1b` with several stages per rank).
         stages_per_rank: Stages on each rank, for `interleaved_1f1b`.
-        split_points: Names of the modules that begin the second and later stages, or a stage for each pattern of
-            names; by default found from the cost of each module.
+        split_points: Names of the modules that begin the second and later stages; by default found from the cost of
+            each module.
         shared_parameters: Placement of a parameter that several nodes of the step use, such as tied embeddings:
             `same_stage` (all its users are in one stage), `replicated` (each stage that uses it has a copy, and
             gradients are summed), `auto` (`same_stage`, unless that is much slower).
@@ -75,7 +77,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         accumulate: Micro-batches of a step on each replica; by default two for each stage.
         micro_batch_size: Largest number of samples of a micro-batch, in place of `accumulate`.
         broadcast_buffers: Give all replicas the buffers (batch-norm statistics) of the first one after every step.
-        record_timeline: Write a drawing of each step's schedule to the run folder.
+        record_timeline: Write the actions of all ranks in the last step to the run folder, for the report.
         timeout_seconds: Seconds to wait for another rank.
         backend: Backend between replicas: `auto` (gloo or nccl), or one of torch.distributed; stages use gloo.
         launcher: Starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
@@ -92,7 +94,7 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         replicas: int = 1,
         schedule: str = "1f1b",
         stages_per_rank: int = 2,
-        split_points: Sequence[str] | Mapping[str, int] | None = None,
+        split_points: Sequence[str] | None = None,
         shared_parameters: SharedParameters = "auto",
         balance: str | float = "speed",
         trace: str = "auto",
@@ -137,12 +139,11 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
     # ---- Ranks
 
     def num_ranks(self) -> int:
-        """Return the number of processes: one for each stage of each replica."""
         return self.mesh.stages * self.mesh.replicas
 
     def rank_name(self, process: int) -> str:
-        """Return the name of a process in messages, with its stage."""
-        return self.mesh.rank_name(process)
+        replica, stage = divmod(process, self.mesh.stages)
+        return f"rank {process}, stage {stage} of replica {replica}"
 
     def setup(self, precision: Precision) -> None:
         """Join the other ranks, with nothing partitioned; collective."""
@@ -161,15 +162,14 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         self._phase_optimizers, self._gradients, self._phase, self._begun = {}, {}, "", None
 
     def publish_failure(self, why: str) -> None:
-        """Publish why this rank stops."""
         if hasattr(self, "runtime"):
             self.runtime.errors.publish(why)
 
     def teardown(self) -> None:
-        """Leave the other ranks and release what was acquired; may be called twice."""
         for gradients in self._gradients.values():
             gradients.close()
         self._gradients, self._begun = {}, None
+        self.end_phases()
         self.staged_model.clear()
         self.mesh.leave()
         super().teardown()
@@ -184,15 +184,6 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         size = ceil(per_replica / min(MICRO_BATCHES_PER_STAGE * self.mesh.stages, per_replica))
         return BatchPlan(batch_size, self.comm.world_size, ceil(per_replica / size), size)
 
-    def check_phases(self, task: TaskModule) -> None:
-        """Raise UserError for phases with replicated parameters, which are not supported together."""
-        if self.staged_model.shared_parameters == "replicated":
-            raise UserError(
-                f"{type(task).__name__} has phases, and strategy.shared_parameters=replicated would copy parameters "
-                "that several stages use. With phases each parameter is in one stage: type "
-                "strategy.shared_parameters=same_stage."
-            )
-
     def prepare(self, task: TaskModule) -> None:
         """Copy rank 0's parameters and buffers to every rank, in host memory until the task is partitioned. Collective.
 
@@ -200,11 +191,10 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         """
         self.precision.prepare(task)
         check_same_model(tensors_of(task), self._all_ranks)  # or the broadcasts below could crash or hang
-        everything = [tensor for tensor in (*task.parameters(), *task.buffers()) if not tensor.is_meta]
+        everything = [tensor for tensor in named_state(task).values() if not tensor.is_meta]
         for tensor in everything:
             tensor.data = tensor.data.cpu()
-        self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
-        self._all_trained = self._trained
+        self._all_trained = self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         if self.mesh.stage == 0:
             broadcast(everything, self.comm.group)
         broadcast(everything, self.mesh.stage_group)
@@ -236,52 +226,88 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         begun, self._begun = self._begun, None
         return super().step_batches(batches if begun is None else begun, pin_memory=pin_memory)
 
-    def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
-        """Restrict the next `forward_backward` to the parameters of a phase and its method `step_name`."""
-        super().begin_phase(phase_optimizer, step_name=step_name)
-        self._phase = phase_optimizer.phase
-
-    def end_phases(self) -> None:
-        """Make every parameter that some phase trains require a gradient again."""
-        super().end_phases()
-        self._phase = ""
-
     def _partition(self, task: TaskModule, batch: Any, num_micro_batches: int) -> None:
         """Partition the task by its training steps, and keep the local part on the device. Collective."""
         phase, step_name = self._phase, self._step_name
-        steps = training_steps(task, self._phase_optimizers, precision=self.precision, begin_phase=self.begin_phase)
-        model, mesh = self.staged_model, self.mesh
-        placement = model.partition(task, steps, batch, mesh=mesh, device=self.device, all_replicas=True)
-        if any(self._phase_optimizers):  # phases; otherwise frozen parameters must stay frozen
-            self.end_phases()
-        self._keep_local(task, num_micro_batches)
+        placement = self._partition_by(task, self._training_steps(task), batch, num_micro_batches, all_replicas=True)
         self._gradients = {
             name: StageGradients(
                 task,
                 placement,
-                mesh,
+                self.mesh,
                 failure_store=self.comm.failure_store,
-                phase=model.phase_parameters(task, self._phase_optimizers[name]) if name else None,
+                phase=self.staged_model.phase_parameters(task, self._phase_optimizers[name]) if name else None,
             )
             for name in self._phase_optimizers or [""]
         }
         if self.broadcast_buffers:
-            self._buffers = BroadcastBuffers(task, is_shared=lambda name: placement.is_held(name, mesh.stage))
+            self._buffers = BroadcastBuffers(task, is_shared=lambda name: placement.is_held(name, self.mesh.stage))
         if phase:
             self.begin_phase(self._phase_optimizers[phase], step_name=step_name)
 
-    def _keep_local(self, task: TaskModule, num_micro_batches: int) -> None:
-        assert self.staged_model.placement is not None
+    def _training_steps(self, task: TaskModule) -> dict[str, TrainingStep]:
+        """Return the training steps by step key: one for each phase, or a single one for a task without phases."""
+        if not any(self._phase_optimizers):
+            return {step_key("", "training_step"): TrainingStep(in_precision(self.precision, task.training_step))}
+        return {
+            step_key(phase, phase_optimizer.step_name): TrainingStep(
+                in_precision(self.precision, getattr(task, phase_optimizer.step_name)),
+                partial(self.begin_phase, phase_optimizer, step_name=phase_optimizer.step_name),
+                1.0 / phase_optimizer.every,
+            )
+            for phase, phase_optimizer in self._phase_optimizers.items()
+        }
+
+    def _partition_by(
+        self,
+        task: TaskModule,
+        steps: dict[str, TrainingStep],
+        batch: Any,
+        num_micro_batches: int,
+        *,
+        all_replicas: bool,
+    ) -> Placement:
+        """Partition the task by `steps`, and keep the local part on the device. Collective."""
+        mesh, device = self.mesh, self.device
+        placement = self.staged_model.partition(task, steps, batch, mesh=mesh, device=device, all_replicas=all_replicas)
+        if any(self._phase_optimizers):  # phases; otherwise frozen parameters must stay frozen
+            self.end_phases()
         optimizers = [phase_optimizer.optimizer for phase_optimizer in self._phase_optimizers.values()]
-        placement, group = self.staged_model.placement, self.mesh.stage_group
-        self.state.keep_local(task, optimizers, placement, group=group, device=self.device)
-        self.mesh.sync_rng()
+        self.state.keep_local(task, optimizers, placement, group=mesh.stage_group, device=device)
+        mesh.sync_rng()
         self.plan_report = report = self.staged_model.report(num_micro_batches)
         if self.comm.is_main and self._phase_optimizers and self.log_dir is not None:
             print(f"Pipeline of {len(report.stages)} stages\n{report}", flush=True)
             write_plan(report, self.log_dir)
         elif self.comm.is_main:
             logger.info("pipeline:\n%s", report)
+        return placement
+
+    # ---- Phases
+
+    def check_phases(self, task: TaskModule) -> None:
+        """Raise UserError for phases with replicated parameters, which are not supported together."""
+        if self.staged_model.shared_parameters == "replicated":
+            raise UserError(
+                f"{type(task).__name__} has phases, and strategy.shared_parameters=replicated would copy parameters "
+                "that several stages use. With phases each parameter is in one stage: type "
+                "strategy.shared_parameters=same_stage."
+            )
+
+    def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
+        """Restrict the next `forward_backward` to the parameters of a phase and its method `step_name`."""
+        trained = {id(parameter) for parameter in phase_optimizer.parameters}
+        for parameter in self._all_trained:
+            parameter.requires_grad_(id(parameter) in trained)
+        self._trained = phase_optimizer.parameters
+        self._phase, self._step_name = phase_optimizer.phase, step_name
+        self.precision.begin_phase(phase_optimizer.phase)
+
+    def end_phases(self) -> None:
+        """Make every parameter that some phase trains require a gradient again."""
+        for parameter in self._all_trained:
+            parameter.requires_grad_(True)
+        self._trained, self._phase, self._step_name = self._all_trained, "", "training_step"
 
     # ---- Training
 
@@ -378,15 +404,11 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         key = f"{step_name} in training mode" if task.training else step_name
         if key not in model.steps:  # by this replica alone, as replicas have unequal numbers of batches
             if model.placement is None:
-                steps = {key: TrainingStep(step)}
-                model.partition(task, steps, batch, mesh=mesh, device=self.device, all_replicas=False)
-                self._keep_local(task, 1)
+                self._partition_by(task, {key: TrainingStep(step)}, batch, 1, all_replicas=False)
             else:
                 model.add_step(key, task, step, batch, mesh=mesh, device=self.device)
         executor = model.steps[key]
-        own = [stage_graph.index for stage_graph in executor.stage_graphs if stage_graph.rank == mesh.stage]
-        returned = self.runtime.forward(executor, step, [batch], actions=forward_only(own, 1))
-        return executor, list(returned.values())
+        return executor, self.runtime.forward(executor, step, batch)
 
     @property
     def _evaluates_whole(self) -> bool:
@@ -412,11 +434,9 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         return weights if self.comm.is_main else None
 
     def state_dict(self, task: TaskModule) -> dict[str, Any]:
-        """Return the task's parameters and buffers, complete on the main rank."""
         return self.state.gather_task(task) if self.comm.rank == 0 else task.state_dict()
 
     def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
-        """Load this stage's part of the parameters and buffers in `saved`."""
         self.state.load_task(task, saved)
 
     def local_state(self, task: TaskModule) -> dict[str, Tensor]:
@@ -425,7 +445,6 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         return {name: tensor for name, tensor in named if placement is None or placement.is_held(name, stage)}
 
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
-        """Return the optimizer's state, complete on the main rank."""
         if self.staged_model.placement is None or self.comm.rank != 0:
             return super().optimizer_state_dict(task, phase_optimizer)
         return self.state.gather_optimizer(phase_optimizer.optimizer)
@@ -433,11 +452,9 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
     def load_optimizer_state_dict(
         self, task: TaskModule, phase_optimizer: PhaseOptimizer, saved: dict[str, Any]
     ) -> None:
-        """Load the optimizer state of this stage's parameters in `saved`."""
         self.state.load_optimizer(task, phase_optimizer.optimizer, saved)
 
     def shards(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> ShardedState | None:
-        """Return the state with the shards of this stage, or `None` before the task is partitioned. Collective."""
         optimizers = [phase_optimizer.optimizer for phase_optimizer in phase_optimizers]
         return self.state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=self.comm.all_gather_object)
 
@@ -446,7 +463,6 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         return self.staged_model.state()
 
     def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
-        """Load the partition of the run that is resumed."""
         self.staged_model.load_state(saved)
 
     # ---- Profiles
@@ -457,7 +473,6 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         return self.runtime.waited_seconds if hasattr(self, "runtime") else None
 
     def start_overlap_profile(self) -> None:
-        """Start the overlap profile."""
         self._waited_before = self.waited_seconds
 
     def stop_overlap_profile(self, steps: int) -> Overlap | None:
@@ -486,14 +501,10 @@ class PipelineStrategy(PhaseTraining, MultiProcessStrategy):
         step_batches = open_loader(source, alone, seed=0).step_batches(0, 0)
         first = next(self.step_batches(step_batches, pin_memory=source.pin_memory))
         try:
-            report, drawing = self.staged_model.preview(
-                task.train(),
-                training_steps(task, self._phase_optimizers, precision=self.precision, begin_phase=self.begin_phase),
-                first.micro_batches[0].batch,
-                device=self.device,
-                num_micro_batches=len(first.micro_batches),
-            )
-            return f"{len(report.stages)} stages\n{report}\n\n{drawing}"
+            steps, batch = self._training_steps(task), first.micro_batches[0].batch
+            self.staged_model.plan = self.staged_model.make_plan(task.train(), steps, batch, self.device)
+            report = self.staged_model.report(len(first.micro_batches))
+            return f"{len(report.stages)} stages\n{report}\n\n{draw_stages(report)}"
         finally:
             self.end_phases()
             self._phase_optimizers = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainkit.errors import UserError
 from trainkit.rng import preserve_rng, python_rng_state
+from trainkit.strategy import named_state
 from trainkit.tree import map_tensors, tree_leaves, tree_map
 
 from .graph import (
@@ -63,19 +64,12 @@ def trace(
     `fake` nothing is computed and no memory is used: parameters may be on the meta device. `earlier` are tensors
     of the steps of other phases; using one is an error.
     """
-    interceptor = ModuleInterceptor({name: module for name, module in task.named_modules() if name})
-    with ExitStack() as stack:
-        stack.enter_context(preserve_state(task))
+    interceptor = ModuleInterceptor(task, [name for name, _ in task.named_modules() if name])
+    with preserve_state(task), fake_tensors(task) if fake else nullcontext():
         batch = copy_batch(batch)
-        if fake:
-            stack.enter_context(fake_tensors(task))
-        tracer = Tracer(task, batch, leaf_modules, draws_are_real=not fake, earlier=earlier)
-        with ExitStack() as tracing:
-            tracing.enter_context(interceptor.installed())
-            tracing.enter_context(interceptor.handled_by(tracer))
-            tracing.enter_context(tracer.counter)
-            tracing.enter_context(torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, lambda saved: saved))
-            tracing.enter_context(tracer)
+        tracer = Tracer(task, batch, leaf_modules, fake=fake, earlier=earlier)
+        counted = torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, lambda saved: saved)
+        with interceptor.installed(), interceptor.handled_by(tracer), tracer.counter, counted, tracer:
             result = step(batch)
         return tracer.finish(result)
 
@@ -105,6 +99,8 @@ class TraceResult:
     """Tensors that the step made; an attribute may pass one to the step of another phase."""
 
 
+T = TypeVar("T")
+
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 
 CARRIED = (
@@ -122,12 +118,12 @@ class Tracer(TracingMode):
         batch: Any,
         leaf_modules: frozenset[str],
         *,
-        draws_are_real: bool,
-        earlier: Sequence[weakref.ref[Tensor]] = (),
+        fake: bool,
+        earlier: Sequence[weakref.ref[Tensor]],
     ):
         super().__init__()
         self._earlier = {id(tensor): tensor for made in earlier if (tensor := made()) is not None}
-        self._draws_are_real = draws_are_real
+        self._fake = fake
         self.counter = FlopCounter()
         self._leaf_modules = leaf_modules
         self._parameters = {id(parameter): name for name, parameter in task.named_parameters()}
@@ -151,7 +147,6 @@ class Tracer(TracingMode):
         self._node: Node | None = None
         self._checkpoints: dict[FrameType, int] = {}  # kept, so that no other frame has the same identity
         self._reentrant: list[Node] = []
-        self._is_muted = False
         self._path: list[str] = [""]
         self._module_calls: dict[str, ModuleCall] = {"": ModuleCall(num_calls=1)}
         self._opaque_leaf_modules: set[str] = set()
@@ -178,24 +173,19 @@ class Tracer(TracingMode):
 
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function: as a node outside of leaf modules; inside one, to record the tensors it uses."""
-        if self._is_muted:
-            return call(*args, **kwargs)
         if self._node is not None:
-            return self._watch(self._node, call, args, kwargs)
+            for tensor in tensors((args, kwargs)):
+                self._use(self._node, tensor)
+            result = call(*args, **kwargs)
+            for tensor in tensors(result):
+                self._made_inside[id(tensor)] = (weakref.ref(tensor), self._node.index)
+            return result
         if name == "backward":
             raise UserError(
                 f"the step calls `backward` itself (at {caller_location()}), but a pipeline runs backward from "
                 "stage to stage. Return the loss from training_step, and trainkit runs backward."
             )
         return self._record(name, call, args, kwargs, is_leaf_module=False)
-
-    def _watch(self, node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for tensor in tensors((args, kwargs)):
-            self._use(node, tensor)
-        result = call(*args, **kwargs)
-        for tensor in tensors(result):
-            self._made_inside[id(tensor)] = (weakref.ref(tensor), node.index)
-        return result
 
     def _record(
         self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_leaf_module: bool
@@ -235,7 +225,13 @@ class Tracer(TracingMode):
         return iter(result) if name == "__iter__" else result
 
     def _locate_in_checkpoint(self, node: Node) -> None:
-        frames = checkpoint_frames()
+        """Set the outermost of torch's activation checkpoints around the present call."""
+        frames: list[FrameType] = []  # innermost first
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == _CHECKPOINT:
+                frames.append(frame)
+            frame = frame.f_back
         calls = [frame for frame in frames if frame.f_code.co_name == "checkpoint"]
         if calls:
             node.checkpoint = self._checkpoints.setdefault(calls[-1], len(self._checkpoints))
@@ -244,27 +240,21 @@ class Tracer(TracingMode):
 
     def _random_state(self) -> bytes | int:
         """Return a state that differs after a call that drew random numbers."""
-        if not self._draws_are_real:
+        if self._fake:
             return self.counter.num_draws
-        self._is_muted = True
-        try:
+        with torch._C.DisableTorchFunction():
             return torch.get_rng_state().numpy().tobytes()
-        finally:
-            self._is_muted = False
 
     # -- Inputs and outputs
 
     def _use(self, node: Node, tensor: Tensor) -> None:
         key = id(tensor)
         if key in self._parameters:
-            if self._parameters[key] not in node.parameters:
-                node.parameters += (self._parameters[key],)
+            node.parameters = _with(node.parameters, self._parameters[key])
         elif key in self._buffers:
-            if self._buffers[key] not in node.buffers:
-                node.buffers += (self._buffers[key],)
+            node.buffers = _with(node.buffers, self._buffers[key])
         elif key in self._value_of:
-            if self._value_of[key] not in node.inputs:
-                node.inputs += (self._value_of[key],)
+            node.inputs = _with(node.inputs, self._value_of[key])
         elif key in self._made_inside:
             reference, first = self._made_inside[key]
             if reference() is tensor and first != node.index:
@@ -303,24 +293,20 @@ class Tracer(TracingMode):
     def _traced_leaf(self, node: Node, leaf: Any, outputs: dict[int, bool]) -> Any:
         if not isinstance(leaf, Tensor):
             if node.is_leaf_module and is_number(leaf):
-                return self._new_number(leaf)
+                number = ScalarValue(type(leaf), self._num_codes, len(encoded(leaf)))
+                self._num_codes += number.count
+                return number
             if isinstance(leaf, CONSTANTS):
                 return leaf
             if node.is_leaf_module:
                 self._opaque_leaf_modules.add(node.name)
-            return Constant(type(leaf).__name__)
-        if id(leaf) in self._parameters:
-            return ParameterRef(self._parameters[id(leaf)])
-        if id(leaf) in self._buffers:
-            return ParameterRef(self._buffers[id(leaf)])
+            return Constant()
+        name = self._parameters.get(id(leaf)) or self._buffers.get(id(leaf))
+        if name is not None:
+            return ParameterRef(name)
         if id(leaf) not in self._value_of:
             outputs[self._new_value(leaf, local=False)] = leaf.requires_grad
         return ValueRef(self._value_of[id(leaf)])
-
-    def _new_number(self, leaf: Any) -> ScalarValue:
-        number = ScalarValue(type(leaf), self._num_codes, len(encoded(leaf)))
-        self._num_codes += number.count
-        return number
 
     def _new_value(self, tensor: Tensor, *, local: bool) -> int:
         index = len(self._values)
@@ -357,10 +343,10 @@ class Tracer(TracingMode):
             self._use(last, tensor)
         self._complete(last, None, [])
         self._checkpoints.clear()
-        mark_replaced_buffers(self._nodes, self._replaced_buffers())
+        self._mark_replaced_buffers()
         mark_batch_only_nodes(self._nodes, self._values)
         numbers = None
-        if any(node.has_numbers and not node.is_batch_only for node in self._nodes):
+        if any(node.sends_numbers for node in self._nodes):
             numbers = len(self._values)
             self._values.append(Value((self._num_codes,), torch.int64, local=False))
         self._constraints += written_buffer_constraints(self._nodes)
@@ -372,20 +358,25 @@ class Tracer(TracingMode):
             self._values,
             self._constraints,
             {name: num_bytes(parameter) for name, parameter in self._task.named_parameters()},
-            frozenset(name for name, parameter in self._task.named_parameters() if parameter.requires_grad),
             numbers,
         )
-        reading = reading_modules(self._nodes) | {node.path for node in self._reentrant if node.path}
+        reading = [n for n in self._nodes if not n.is_batch_only and (n.reads or n.name in _SHAPED_BY_VALUES)]
+        reading_modules = {node.path for node in (*reading, *self._reentrant) if node.path}
         made = [weakref.ref(tensor) for tensor, value in zip(self._kept, self._values, strict=False) if not value.local]
-        return TraceResult(graph, self._module_calls, self._opaque_leaf_modules, reading, self._reentrant, made)
+        return TraceResult(graph, self._module_calls, self._opaque_leaf_modules, reading_modules, self._reentrant, made)
 
-    def _replaced_buffers(self) -> dict[int, str]:
-        """Return the names of buffers to which the step assigned new tensors, by the values of these."""
-        return {
-            self._value_of[id(buffer)]: name
-            for name, buffer in self._task.named_buffers()
-            if id(buffer) in self._value_of and id(buffer) not in self._buffers
-        }
+    def _mark_replaced_buffers(self) -> None:
+        """Mark buffers to which the step assigned new tensors as written by the nodes that made these."""
+        for name, buffer in self._task.named_buffers():
+            if id(buffer) in self._value_of and id(buffer) not in self._buffers:
+                value = self._value_of[id(buffer)]
+                for node in self._nodes:
+                    if any(output.value == value for output in node.outputs):
+                        node.written_buffers += (name,)
+
+
+def _with(items: tuple[T, ...], item: T) -> tuple[T, ...]:
+    return items if item in items else (*items, item)
 
 
 def _base(tensor: Tensor) -> Tensor:
@@ -487,23 +478,6 @@ def checkpoint_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
             yield CutConstraint(first.index, rest[-1].index, reason)
 
 
-def mark_replaced_buffers(nodes: Sequence[Node], replaced: Mapping[int, str]) -> None:
-    """Mark the buffers in `replaced` (by value) as written by the nodes that made their new tensors."""
-    for node in nodes:
-        for output in node.outputs:
-            if output.value in replaced:
-                node.written_buffers += (replaced[output.value],)
-
-
-def reading_modules(nodes: Sequence[Node]) -> set[str]:
-    """Return the expanded modules whose own code reads elements of values that only one stage has."""
-    return {
-        node.path
-        for node in nodes
-        if node.path and not node.is_batch_only and (node.reads or node.name in _SHAPED_BY_VALUES)
-    }
-
-
 _TENSORS = ("_parameters", "_buffers", "_modules")
 
 
@@ -519,7 +493,10 @@ def fake_tensors(task: nn.Module) -> Iterator[None]:
     contents = [(module, [dict(getattr(module, kind)) for kind in _TENSORS]) for module in task.modules()]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            _replace_tensors(task)
+            fakes: dict[int, Any] = {id(tensor): _fake(tensor) for tensor in named_state(task).values()}
+        for module in task.modules():
+            for table in (module._parameters, module._buffers):
+                table.update({name: fakes[id(tensor)] for name, tensor in table.items() if tensor is not None})
         yield
     finally:
         for module, kept in attributes:
@@ -532,17 +509,6 @@ def fake_tensors(task: nn.Module) -> Iterator[None]:
                 current.update(content)
 
 
-def _replace_tensors(task: nn.Module) -> None:
-    made: dict[int, Tensor] = {}  # a shared parameter stays one
-    for module in task.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _fake(tensor)
-                    held[name] = made[id(tensor)]  # type: ignore[assignment] # a parameter for a parameter
-
-
 def _fake(tensor: Tensor) -> Tensor:
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
@@ -553,22 +519,17 @@ def _fake(tensor: Tensor) -> Tensor:
 @contextmanager
 def preserve_state(task: nn.Module) -> Iterator[None]:
     """Restore the task's buffers and the random generators at the end of the block."""
-    places = [
-        (module, name, buffer)
-        for module in task.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    contents = [buffer.detach().clone() for _, _, buffer in places]
+    tables = [(module._buffers, dict(module._buffers)) for module in task.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers() if not buffer.is_meta]
     try:
         with preserve_rng():
             yield
     finally:
+        for table, kept in tables:
+            table.update(kept)
         with torch.no_grad():
-            for (module, name, buffer), content in zip(places, contents, strict=True):
-                module._buffers[name] = buffer
-                if not buffer.is_meta:
-                    buffer.copy_(content)
+            for buffer, content in buffers:
+                buffer.copy_(content)
 
 
 def copy_batch(batch: Any) -> Any:
@@ -590,14 +551,3 @@ def caller_location() -> str:
             return f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown place"
-
-
-def checkpoint_frames() -> list[FrameType]:
-    """Return the frames of torch's activation checkpoints around the present call, innermost first."""
-    frames = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _CHECKPOINT:
-            frames.append(frame)
-        frame = frame.f_back
-    return frames

@@ -14,9 +14,9 @@ from trainkit.callbacks.early_stopping import EarlyStopping
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, DamagedCheckpoint
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
 from trainkit.distributed.collectives import Collectives
-from trainkit.errors import NonFiniteLoss, Stopped, UserError
+from trainkit.errors import DamagedCheckpoint, NonFiniteLoss, Stopped, UserError
 from trainkit.loops.run import Run
 from trainkit.trainer import FitResult
 
@@ -34,7 +34,7 @@ class Weights(Callback):
 
 
 class OtherRanksAreSlower(Collectives):
-    """Says what the clock of another rank would have it say."""
+    """Returns the seconds of another rank, whose clock runs ahead."""
 
     hours = 0
 
@@ -127,6 +127,39 @@ def test_the_first_of_equal_values_remains_the_best(fit: Fit, scripted: Any, sto
 def test_an_unknown_metric_is_rejected_with_the_nearest_name(fit: Fit, scripted: Any) -> None:
     with pytest.raises(UserError, match=r"validation/acuracy.*Did you mean 'validation/accuracy'"):
         fit(scripted(), Checkpoint(monitor="validation/acuracy"))
+
+
+def test_an_unknown_metric_is_rejected_after_the_sanity_batches_before_the_first_step(fit: Fit, scripted: Any) -> None:
+    task = scripted()
+
+    with pytest.raises(UserError, match=r"checkpoint.monitor='validation/acuracy'.*Did you mean 'validation/accuracy'"):
+        fit(task, Checkpoint(monitor="validation/acuracy"), num_sanity_batches=1)
+
+    assert task.steps == 0
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("validation/accuracy", "min"), ("validation/loss", "max")])
+def test_a_metric_in_the_other_mode_than_its_name_means_is_warned_of(
+    fit: Fit, scripted: Any, caplog: pytest.LogCaptureFixture, metric: str, mode: Any
+) -> None:
+    usual: Any = {"min": "max", "max": "min"}[mode]
+    stopping = {m: EarlyStopping(monitor=metric, mode=m, patience=99) for m in (mode, usual)}
+    fit(scripted(), Checkpoint(monitor=metric, mode=usual), stopping[usual])
+    assert metric not in caplog.text
+
+    fit(scripted(), Checkpoint(monitor=metric, mode=mode), stopping[mode])
+
+    assert f"checkpoint.mode={mode}: " in caplog.text and f"early_stopping.mode={mode}: " in caplog.text
+    assert caplog.text.count(f"is, set mode={usual}.") == 2
+
+
+def test_two_of_them_are_rejected_before_they_remove_each_others_checkpoints(fit: Fit, scripted: Any) -> None:
+    task = scripted()
+
+    with pytest.raises(UserError, match="callbacks contains Checkpoint twice"):
+        fit(task, Checkpoint(monitor="validation/loss"), Checkpoint(every="3step"))
+
+    assert task.steps == 0
 
 
 def test_a_metric_without_validation_data_is_rejected_at_the_start(fit: Fit, scripted: Any) -> None:
@@ -296,7 +329,7 @@ def test_time_intervals_are_checked_at_log_points(fit: Fit, scripted: Any, store
 
 
 def test_a_time_interval_is_due_on_all_ranks_if_it_is_on_one(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    """Or those that save would wait for the others for ever."""
+    """Otherwise the ranks that save would wait for the others forever."""
     strategy = SingleStrategy(device="cpu")
     strategy.comm = OtherRanksAreSlower()
 

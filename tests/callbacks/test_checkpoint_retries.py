@@ -12,7 +12,8 @@ from trainkit.strategies.ddp import DDPStrategy
 
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer, UserError
-from trainkit.checkpoint.store import CheckpointError, CheckpointStore
+from trainkit.checkpoint.store import CheckpointStore
+from trainkit.errors import CheckpointError
 from trainkit.testing import run_ranks
 
 Fit = Callable[..., Any]

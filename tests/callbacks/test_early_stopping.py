@@ -78,6 +78,30 @@ def test_an_unknown_metric_is_rejected_with_the_nearest_name(fit: Fit, scripted:
         fit(scripted(), EarlyStopping(monitor="validation/los"))
 
 
+def test_an_unknown_metric_is_rejected_after_the_sanity_batches_before_the_first_step(fit: Fit, scripted: Any) -> None:
+    task = scripted()
+
+    with pytest.raises(UserError, match=r"early_stopping.monitor='validation/los'.*Did you mean 'validation/loss'"):
+        fit(task, EarlyStopping(monitor="validation/los"), num_sanity_batches=1)
+
+    assert task.steps == 0
+
+
+def test_a_metric_of_validations_that_never_come_is_rejected_at_the_start(fit: Fit, scripted: Any) -> None:
+    task = scripted()
+
+    with pytest.raises(UserError, match="evaluate_every is None"):
+        fit(task, EarlyStopping(), evaluate_every=None)
+
+    assert task.steps == 0
+
+
+def test_the_values_of_sanity_batches_do_not_count(fit: Fit, scripted: Any) -> None:
+    result = fit(scripted([0.1, 0.9, 0.8, 0.9, 0.9]), EarlyStopping(patience=2), num_sanity_batches=1)
+
+    assert result.steps == 8
+
+
 def test_a_run_without_validation_data_is_rejected_at_the_start(fit: Fit, scripted: Any) -> None:
     with pytest.raises(UserError, match="the data has none"):
         fit(scripted(), EarlyStopping(), without_validation=True)

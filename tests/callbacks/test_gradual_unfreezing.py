@@ -51,6 +51,33 @@ def test_matching_parameters_are_bit_equal_until_unfrozen(make_trainer: Any, set
     assert moves("network.3.weight") == [True] * 8
 
 
+def test_batch_norms_keep_their_statistics_until_unfrozen(make_trainer: Any, tmp_path: Any) -> None:
+    class Normed(Regression):
+        def __init__(self) -> None:
+            super().__init__(adamw)
+            self.norm = torch.nn.BatchNorm1d(4)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.norm(inputs))
+
+    def moves(**settings: Any) -> list[bool]:
+        steps = Steps()
+        freeze = GradualUnfreezing(unfreeze_at={"norm.*": "1epoch", "norm.weight": "6step"})
+        trainer = make_trainer(callbacks=[freeze, steps, "checkpoint"], evaluate_every="1step", **settings)
+        data = Data(train=regression_data(32), validation=regression_data(8), batch_size=8)
+        task = Normed()
+        trainer.fit(task, data, resume=tmp_path / "run" if resumes else None)
+        assert type(task.norm) is torch.nn.BatchNorm1d
+        return [not torch.equal(a["norm.running_mean"], b["norm.running_mean"]) for a, b in pairwise(steps.steps)]
+
+    resumes = False
+    assert moves(max_duration="2epoch") == [False] * 4 + [True] * 4
+    assert moves(max_duration="3step", run_dir=tmp_path / "run") == [False] * 3
+    resumes = True
+    assert moves(max_duration="5step", run_dir=tmp_path / "run") == [False, True]
+    assert moves(max_duration="7step", run_dir=tmp_path / "run") == [True] * 2
+
+
 def test_frozen_parameters_do_not_count_in_the_norm(make_trainer: Any) -> None:
     """Clipped to the same norm, the head moves as if the rest were not there."""
     steps = trained(make_trainer, {"network.0.*": "2epoch"}, max_grad_norm=0.01)
@@ -64,6 +91,11 @@ def test_frozen_parameters_do_not_count_in_the_norm(make_trainer: Any) -> None:
 def test_a_pattern_without_matches_is_rejected(make_trainer: Any) -> None:
     with pytest.raises(UserError, match=r"at\.encoder\.\* matches no parameter\. There are: network\.0\.weight"):
         trained(make_trainer, {"encoder.*": "1epoch"})
+
+
+def test_a_list_of_patterns_is_rejected() -> None:
+    with pytest.raises(UserError, match=r"unfreeze_at=\['encoder'\] is not a mapping; write \{'encoder"):
+        GradualUnfreezing(unfreeze_at=["encoder"])
 
 
 def weights_on_this_rank(run_dir: str, strategy: str) -> dict[str, torch.Tensor]:

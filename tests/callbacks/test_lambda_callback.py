@@ -28,5 +28,9 @@ def test_a_function_may_be_a_dotted_path_and_wrong_ones_are_rejected() -> None:
         LambdaCallback({"on_step_ended": print})
     with pytest.raises(UserError, match=r"functions\.on_step_end: 'gc\.colect' cannot be imported"):
         LambdaCallback({"on_step_end": "gc.colect"})
+    with pytest.raises(UserError, match=r"functions\.on_step_end: 5 is not a function"):
+        LambdaCallback({"on_step_end": 5})
+    with pytest.raises(UserError, match=r"is not a mapping; write functions=\{'on_step_end': function\}"):
+        LambdaCallback(print)
     with pytest.raises(UserError, match="is a int, not a function"):
         LambdaCallback({"on_step_end": "gc.DEBUG_STATS"})

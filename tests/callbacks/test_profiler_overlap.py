@@ -12,19 +12,36 @@ from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.torch_ddp import ReducerTimes
 
 from tests.tasks import FakeRank, Regression, regression_data
-from trainkit import Data
+from trainkit import Callback, Data
+
+SLEEP = 0.05
 
 
 class SlowlyValidated(Regression):
     def validation_step(self, batch: Any) -> Any:
-        time.sleep(0.05)
+        time.sleep(SLEEP)
         return super().validation_step(batch)
 
 
-def overlap_of(make_trainer: Any, *strategy: Any, first: int = 10, **settings: Any) -> dict[str, Any]:
-    trainer = make_trainer(
-        *strategy, callbacks=[Profiler(start_step=first, end_step=first)], max_duration="9step", **settings
-    )
+class StepEnds(Callback):
+    """Records when each step ended."""
+
+    def __init__(self) -> None:
+        self.instants: list[float] = []
+
+    def on_step_end(self, run: Any) -> None:
+        self.instants.append(time.perf_counter())
+
+
+def overlap_of(
+    make_trainer: Any,
+    *strategy: Any,
+    first: int = 10,
+    around: tuple[list[Callback], list[Callback]] = ([], []),
+    **settings: Any,
+) -> dict[str, Any]:
+    callbacks = [*around[0], Profiler(start_step=first, end_step=first), *around[1]]
+    trainer = make_trainer(*strategy, callbacks=callbacks, max_duration="9step", **settings)
     data = Data(train=regression_data(80), validation=regression_data(8), batch_size=8)
     trainer.fit(SlowlyValidated(hidden=32), data)
     kept: dict[str, Any] = json.loads((trainer.run_dir / "profile.json").read_text())["overlap"]
@@ -41,9 +58,16 @@ def test_one_device_has_no_communication(make_trainer: Any, capsys: pytest.Captu
 
 
 def test_communication_between_replicas_is_measured_and_none_of_it_is_hidden(make_trainer: Any) -> None:
-    overlap = overlap_of(make_trainer, DataParallelStrategy(devices=["cpu", "cpu"]), evaluate_every="1step")
+    before, after = StepEnds(), StepEnds()
+    overlap = overlap_of(
+        make_trainer,
+        DataParallelStrategy(devices=["cpu", "cpu"]),
+        around=([before], [after]),
+        evaluate_every="1step",
+    )
     assert overlap["steps"] == 4  # steps 5 to 8
-    assert 0 < overlap["communication_seconds"] < overlap["step_seconds"] < 0.05  # without evaluations
+    without_evaluations = after.instants[7] - before.instants[3] - 4 * SLEEP
+    assert 0 < overlap["communication_seconds"] < overlap["step_seconds"] < without_evaluations / 4
     assert overlap["hidden_share"] == 0
     assert overlap["exposed_seconds"] == overlap["communication_seconds"]
     assert "0% of it hidden (scatter, replicate, gather and sum)" in overlap["line"]

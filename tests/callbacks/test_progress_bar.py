@@ -37,6 +37,8 @@ class Slow(TaskModule):
         self.steps += 1
         if self.steps == 15:
             print("printed by the task")
+        if self.steps in (16, 40):
+            logging.warning("a warning of step %d", self.steps)
         if self.steps == self.raise_at:
             raise RuntimeError("a bug in the task")
         return {"loss": (self.net(batch[0]) - batch[1]).square().mean(), "accuracy": torch.tensor(0.75)}
@@ -72,7 +74,7 @@ SETTLED_SECONDS = 0.03  # without output; the display is drawn ten times a secon
 
 @dataclass
 class Shown:
-    """What a terminal showed while a program ran in it."""
+    """The screens of a terminal in which a program ran."""
 
     screens: list[list[str]] = field(default_factory=list)
     cursor_hidden: bool = False
@@ -83,7 +85,7 @@ class Shown:
         return "\n".join(self.screens[-1])
 
     def having(self, *texts: str) -> list[list[str]]:
-        """The screens on which every one of the texts stood."""
+        """Return the screens that contain all texts."""
         return [screen for screen in self.screens if all(text in "\n".join(screen) for text in texts)]
 
 
@@ -115,7 +117,7 @@ def run_in_terminal(
                 os.write(near, type_when[1])
                 type_when = None
         shown.screens.append([line.rstrip() for line in screen.display])
-        shown.exit_code = process.wait(timeout=20)
+        shown.exit_code = process.wait(timeout=120)
     finally:
         process.kill()
         process.wait()
@@ -125,14 +127,14 @@ def run_in_terminal(
 
 
 def _without_a_size(environment: Mapping[str, str]) -> dict[str, str]:
-    """Leave out what a program would believe before it asks the terminal; workers of pytest have it set."""
+    """Return the environment without the size that pytest sets, which a program trusts more than the terminal."""
     return {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
 
 
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # how a pseudo-terminal says that the other end is closed
+    except OSError:  # the other end of the pseudo-terminal is closed
         return b""
 
 
@@ -158,11 +160,11 @@ def test_the_bar_of_a_validation_is_below_that_of_training(whole_run: Shown) -> 
     assert screen[headline + 2].startswith("validation  ━")
 
 
-def test_the_result_of_a_validation_stays_while_training_goes_on(whole_run: Shown) -> None:
+def test_the_result_of_a_validation_stays_during_training(whole_run: Shown) -> None:
     assert whole_run.having("validation/loss", "ETA")
 
 
-def test_what_is_printed_meanwhile_stands_above_one_whole_display(whole_run: Shown) -> None:
+def test_printed_lines_appear_above_one_complete_display(whole_run: Shown) -> None:
     screens = whole_run.having("printed by the task", "ETA")
 
     assert screens
@@ -173,16 +175,22 @@ def test_what_is_printed_meanwhile_stands_above_one_whole_display(whole_run: Sho
         assert screen.index("printed by the task") < next(i for i, line in enumerate(screen) if "ETA" in line)
 
 
-def test_what_is_logged_meanwhile_stands_on_lines_of_its_own(whole_run: Shown) -> None:
+def test_logged_lines_appear_above_the_display(whole_run: Shown) -> None:
     """Handlers hold the stream that they were made with, and would write into the middle of the display."""
     (screen,) = whole_run.screens[-1:]
 
-    logged = [line for line in screen if "logged: saved" in line]
-    assert len(logged) >= 2
-    assert all(line.startswith("logged: saved") for line in logged)
+    assert [line for line in screen if "logged: " in line] == [
+        "logged: a warning of step 16",
+        "logged: a warning of step 40",
+    ]
 
 
-def test_the_end_leaves_a_table_of_metrics_and_checkpoints_and_no_display(whole_run: Shown) -> None:
+def test_saving_does_not_interrupt_the_display(whole_run: Shown) -> None:
+    assert whole_run.having("Checkpoints in")
+    assert not whole_run.having("logged: saved")
+
+
+def test_the_end_shows_tables_of_metrics_and_checkpoints_without_the_display(whole_run: Shown) -> None:
     assert whole_run.exit_code == 0
     assert "ETA" not in whole_run.last
     assert not whole_run.cursor_hidden
@@ -193,7 +201,7 @@ def test_the_end_leaves_a_table_of_metrics_and_checkpoints_and_no_display(whole_
 
 
 @pytest.mark.slow
-def test_a_narrow_terminal_cuts_lines_instead_of_wrapping_them(tmp_path: Path) -> None:
+def test_a_narrow_terminal_truncates_lines_instead_of_wrapping_them(tmp_path: Path) -> None:
     shown = run_in_terminal(tmp_path, "fit", columns=40)
 
     screens = shown.having("epoch 1/2", "━")
@@ -204,7 +212,7 @@ def test_a_narrow_terminal_cuts_lines_instead_of_wrapping_them(tmp_path: Path) -
         assert screen[heads[0] + 1][:4] in ("loss", "0 sa")
 
 
-def test_ctrl_c_takes_the_display_away_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+def test_ctrl_c_removes_the_display_and_saves_a_checkpoint(tmp_path: Path) -> None:
     shown = run_in_terminal(tmp_path, "fit", type_when=("samples/s", b"\x03"))
 
     assert shown.exit_code == 130
@@ -214,7 +222,7 @@ def test_ctrl_c_takes_the_display_away_and_leaves_a_checkpoint(tmp_path: Path) -
     assert list((tmp_path / "run" / "checkpoints").glob("step_*.pt"))
 
 
-def test_an_exception_takes_the_display_away_and_is_readable(tmp_path: Path) -> None:
+def test_an_exception_removes_the_display_and_is_readable(tmp_path: Path) -> None:
     shown = run_in_terminal(tmp_path, "raise")
 
     assert shown.exit_code == 1
@@ -225,7 +233,7 @@ def test_an_exception_takes_the_display_away_and_is_readable(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_an_evaluation_by_itself_has_a_bar(tmp_path: Path) -> None:
+def test_validate_has_a_bar(tmp_path: Path) -> None:
     shown = run_in_terminal(tmp_path, "validate")
 
     assert shown.having("validation  ━", "/10")
@@ -234,17 +242,21 @@ def test_an_evaluation_by_itself_has_a_bar(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def piped(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What goes into a pipe, with the variables set that make many programs colour it all the same."""
+def piped_run(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[bytes]:
+    """A run with its output through pipes, with the variables set that force colours."""
     folder = tmp_path_factory.mktemp("piped")
-    finished = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM, str(folder), "fit"],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=120,
         env={**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "PYTHONIOENCODING": "utf-8"},
     )
-    return finished.stdout.decode()
+
+
+@pytest.fixture(scope="module")
+def piped(piped_run: subprocess.CompletedProcess[bytes]) -> str:
+    return piped_run.stdout.decode()
 
 
 def test_a_pipe_gets_no_control_characters(piped: str) -> None:
@@ -260,6 +272,10 @@ def test_a_pipe_gets_a_line_for_every_log_point_and_every_evaluation(piped: str)
     assert [starts(f"step {step}/60  epoch {1 + (step > 30)}/2  loss ") for step in range(5, 61, 5)] == [1] * 12
     assert [starts(f"step {step}  validation/loss ") for step in (20, 40, 60)] == [1] * 3
     assert all("samples/s  ETA " in line for line in lines if line.startswith("step 10/60"))
+
+
+def test_a_pipe_gets_a_line_for_every_saved_checkpoint(piped_run: subprocess.CompletedProcess[bytes]) -> None:
+    assert piped_run.stderr.decode().count("logged: saved") >= 2
 
 
 def test_a_pipe_gets_the_final_tables(piped: str) -> None:

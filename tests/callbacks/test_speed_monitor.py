@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,41 +29,62 @@ class Log(Callback):
         self.entries.append(dict(metrics))
 
 
-def test_steps_and_samples_are_counted_over_the_last_log_interval(fit: Fit, scripted: Any) -> None:
+class Clock:
+    """Stands in for time.monotonic; advances only by `sleep`."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def test_steps_and_samples_are_counted_over_the_last_log_interval(fit: Fit, scripted: Any, clock: Clock) -> None:
     """The first five steps are slow; they do not show in the figures of the next five."""
     task, log = scripted(), Log()
-    task.at_step = {step: lambda: time.sleep(0.02) for step in range(1, 6)}
+    task.at_step = {step: partial(clock.sleep, 0.02 if step <= 5 else 0.001) for step in range(1, 21)}
 
     fit(task, SpeedMonitor(step_times=False), log, evaluate_every=None)
 
     slow, *fast = [entry["train/steps_per_second"] for entry in log.entries]
-    assert slow < 50 < min(fast)
+    assert slow == pytest.approx(50)
+    assert fast == [pytest.approx(1000)] * 3
     first = log.entries[0]
     assert first["train/samples_per_second"] == pytest.approx(4 * first["train/steps_per_second"])
 
 
-def test_steps_of_earlier_intervals_are_not_counted_again(fit: Fit, scripted: Any) -> None:
+def test_steps_of_earlier_intervals_are_not_counted_again(fit: Fit, scripted: Any, clock: Clock) -> None:
     task, log = scripted(), Log()
-    task.at_step = {step: lambda: time.sleep(0.01) for step in range(1, 21)}
+    task.at_step = {step: partial(clock.sleep, 0.01) for step in range(1, 21)}
 
     fit(task, SpeedMonitor(step_times=False), log, evaluate_every=None)
 
-    assert max(entry["train/steps_per_second"] for entry in log.entries) < 100
+    assert [entry["train/steps_per_second"] for entry in log.entries] == [pytest.approx(100)] * 4
 
 
-def test_evaluation_time_does_not_count(fit: Fit, scripted: Any) -> None:
+def test_evaluation_time_does_not_count(fit: Fit, scripted: Any, clock: Clock) -> None:
     task, log = scripted(), Log()
+    task.at_step = {step: partial(clock.sleep, 0.01) for step in range(1, 21)}
     validation_step = task.validation_step
 
     def slow_validation_step(batch: Any) -> Any:
-        time.sleep(0.2)
+        clock.sleep(0.2)
         return validation_step(batch)
 
     task.validation_step = slow_validation_step
 
     fit(task, SpeedMonitor(step_times=False), log, evaluate_every="4step", log_every="5step")
 
-    assert min(entry["train/steps_per_second"] for entry in log.entries) > 5 / 0.2
+    assert [entry["train/steps_per_second"] for entry in log.entries] == [pytest.approx(100)] * 4
 
 
 @pytest.mark.parametrize(("percent", "interval", "warns_at"), [(25, 0.05, 30), (25, 2.0, 3), (15, 0.05, None)])
@@ -75,16 +97,16 @@ def test_waiting_for_more_than_a_fifth_of_the_time_is_warned_about_once(
     run: Any = SimpleNamespace(loader=loader, state=SimpleNamespace(step=0, samples=0))
     callback = SpeedMonitor(step_times=False)
     callback.on_fit_start(run)
-    told_at = []
+    warned_at = []
     for number in range(1, 101):
         clock[0] += interval
         loader.seconds_waited += interval * percent / 100
         run.state.step += 1
         callback.on_log(run, {})
-        told_at += [number] * len(caplog.records)
+        warned_at += [number] * len(caplog.records)
         caplog.clear()
 
-    assert told_at == ([] if warns_at is None else [pytest.approx(warns_at, abs=3)])
+    assert warned_at == ([] if warns_at is None else [pytest.approx(warns_at, abs=3)])
 
 
 def test_time_in_evaluations_is_counted_over_a_resume(make_trainer: Any, tmp_path: Path) -> None:

@@ -1,15 +1,29 @@
+import json
+import os
+import pickle
+import resource
+import shutil
+import zipfile
 from collections import Counter, defaultdict, namedtuple
+from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
-from trainkit.checkpoint.serialization import payload_bytes, plain
-from trainkit.checkpoint.store import CheckpointStore
-from trainkit.errors import UserError
+from tests.checkpoint.test_store import forge
+from trainkit import Data, TaskModule
+from trainkit.checkpoint.files import FileDigest, file_digest
+from trainkit.checkpoint.serialization import HEADER, payload_bytes, plain
+from trainkit.checkpoint.store import CheckpointStore, Monitor, load_from, resolve
+from trainkit.errors import CheckpointError, UserError
 
 
 class Level(IntEnum):
@@ -154,3 +168,229 @@ def test_size_is_estimated_to_a_few_percent(tmp_path: Path) -> None:
     }
     entry = CheckpointStore(tmp_path).save(payload, name="a", step=0, epoch=0)
     assert payload_bytes(payload) == pytest.approx(entry.size, rel=0.05)
+
+
+# ---- Hostile files
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("../x") | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = ["name", "step", "epoch", "metrics", "reason", "saved_at", "size", "digest", "format_version", "shards"]
+CHANGES = st.dictionaries(st.sampled_from([*FIELDS, "number", "file", "path", "other"]), JSON_VALUES, max_size=3)
+PATCHES = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 3), st.binary(max_size=3)), min_size=1, max_size=4)
+
+
+def digest_of(path: Path) -> FileDigest:
+    with open(path, "rb", buffering=0) as file:
+        return file_digest(file, "sha256")
+
+
+def patched(content: bytes, patches: list[tuple[int, int, bytes]]) -> bytes:
+    for number, removed, added in patches:
+        place = number % (len(content) + 1)
+        content = content[:place] + added + content[place + removed :]
+    return content
+
+
+def with_record(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the pickle in a checkpoint file, whose checksums are right afterwards."""
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in records.items():
+            archive.writestr(zipfile.ZipInfo(name), change(content) if name.endswith("data.pkl") else content)
+
+
+def loads_or_refuses(folder: Path) -> None:
+    store = CheckpointStore(folder)
+    file = folder / "step_1.pt"
+    calls: list[Callable[[], object]] = [
+        lambda: load_from(folder),
+        lambda: load_from(file),
+        lambda: resolve(folder, "best"),
+        lambda: store.ranked("loss", "min"),
+        lambda: [str(entry) for entry in store.entries()],
+    ]
+    for call in calls:
+        with suppress(CheckpointError):
+            call()
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    store = CheckpointStore(folder, monitor=Monitor("loss", "min"))
+    store.save({"task": {"weight": torch.arange(4.0)}}, name="step_1", step=1, epoch=0, metrics={"loss": 1.0})
+    return folder
+
+
+@pytest.fixture
+def forged(original: Path, tmp_path: Path) -> Callable[[], Path]:
+    def copy() -> Path:
+        shutil.rmtree(tmp_path / "forged", ignore_errors=True)
+        return Path(shutil.copytree(original, tmp_path / "forged"))
+
+    return copy
+
+
+SHARED = hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+
+
+@SHARED
+@hypothesis.given(changes=CHANGES, removed=st.none() | st.sampled_from(FIELDS), listed=st.booleans())
+def test_any_header_loads_or_is_refused(
+    forged: Callable[[], Path], changes: dict[str, Any], removed: str | None, listed: bool
+) -> None:
+    folder = forged()
+    file, manifest = folder / "step_1.pt", folder / "manifest.json"
+    content = torch.load(file, weights_only=True)
+    content[HEADER] |= changes
+    content[HEADER].pop(removed, None)
+    torch.save(content, file)
+    if listed:
+        forge(manifest, lambda document: document["checkpoints"][0].update(digest_of(file)._asdict()))
+    else:
+        manifest.unlink()
+    loads_or_refuses(folder)
+
+
+@SHARED
+@hypothesis.given(patches=PATCHES)
+def test_any_pickle_in_a_file_loads_or_is_refused(forged: Callable[[], Path], patches: Any) -> None:
+    folder = forged()
+    with_record(folder / "step_1.pt", lambda content: patched(content, patches))
+    loads_or_refuses(folder)
+    forge(
+        folder / "manifest.json",
+        lambda document: document["checkpoints"][0].update(digest_of(folder / "step_1.pt")._asdict()),
+    )
+    loads_or_refuses(folder)
+
+
+@SHARED
+@hypothesis.given(changes=CHANGES, document=CHANGES | JSON_VALUES, removed=st.none() | st.sampled_from(FIELDS))
+def test_any_manifest_loads_or_is_refused(
+    forged: Callable[[], Path], changes: dict[str, Any], document: Any, removed: str | None
+) -> None:
+    folder = forged()
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["checkpoints"][0].update(changes)
+        manifest["checkpoints"][0].pop(removed, None)
+        if isinstance(document, dict):
+            manifest.update(document)
+        else:
+            manifest["monitor"] = document
+
+    forge(folder / "manifest.json", change)
+    loads_or_refuses(folder)
+    (folder / "manifest.json").write_text(json.dumps(document))
+    loads_or_refuses(folder)
+
+
+@SHARED
+@hypothesis.given(patches=PATCHES)
+def test_any_bytes_of_a_manifest_load_or_are_refused(forged: Callable[[], Path], patches: Any) -> None:
+    folder = forged()
+    manifest = folder / "manifest.json"
+    manifest.write_bytes(patched(manifest.read_bytes(), patches))
+    loads_or_refuses(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"checkpoints":' * 200_000, "9" * 10_000])
+def test_deep_and_long_manifests_are_rebuilt(forged: Callable[[], Path], text: str) -> None:
+    folder = forged()
+    (folder / "manifest.json").write_text(text)
+    assert load_from(folder).entry.step == load_from(folder / "step_1.pt").entry.step == 1
+    CheckpointStore(folder).save({}, name="step_2", step=2, epoch=0)
+    assert load_from(folder).entry.step == 2
+
+
+def test_manifest_that_is_too_large_or_a_pipe_is_rebuilt(forged: Callable[[], Path]) -> None:
+    folder = forged()
+    os.truncate(folder / "manifest.json", 1 << 40)
+    assert load_from(folder).entry.step == 1
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    os.mkfifo(folder / "step_3.pt")
+    assert load_from(folder).entry.step == 1
+
+
+def large_tensor(content: bytes) -> bytes:
+    shape = content.index(b"K\x00K\x04\x85")  # offset 0, shape (4,)
+    return content[: shape + 2] + pickle.LONG1 + b"\x06" + (1 << 40).to_bytes(6, "little") + content[shape + 4 :]
+
+
+def large_storage(content: bytes) -> bytes:
+    end = content.index(b"K\x04t")
+    return content[:end] + pickle.LONG1 + b"\x06" + (1 << 40).to_bytes(6, "little") + content[end + 2 :]
+
+
+def large_array(content: bytes) -> bytes:
+    size = pickle.LONG1 + b"\x06" + (1 << 40).to_bytes(6, "little")
+    return b"\x80\x02cbuiltins\nbytearray\n" + size + b"\x85R."
+
+
+@pytest.mark.parametrize("change", [large_tensor, large_storage, large_array])
+@pytest.mark.parametrize("listed", [True, False])
+def test_tensor_that_claims_more_than_the_file_holds_is_refused(
+    forged: Callable[[], Path], change: Callable[[bytes], bytes], listed: bool
+) -> None:
+    folder = forged()
+    file = folder / "step_1.pt"
+    with_record(file, change)
+    if listed:
+        forge(folder / "manifest.json", lambda document: document["checkpoints"][0].update(digest_of(file)._asdict()))
+    else:
+        (folder / "manifest.json").unlink()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError):
+        load_from(file)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10  # KiB
+
+
+def test_compressed_record_is_refused(forged: Callable[[], Path]) -> None:
+    file = forged() / "step_1.pt"
+    with zipfile.ZipFile(file) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    forge(file.parent / "manifest.json", lambda document: document["checkpoints"][0].update(digest_of(file)._asdict()))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_from(file)
+
+
+def test_header_without_a_format_names_the_field(forged: Callable[[], Path]) -> None:
+    file = forged() / "step_1.pt"
+    content = torch.load(file, weights_only=True)
+    content[HEADER]["format_version"] = "2"
+    torch.save(content, file)
+    file.with_name("manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step_1\.pt is damaged: its header has no valid format_version"):
+        load_from(file)
+
+
+@pytest.mark.parametrize("key", ["task", "optimizer", "state", "loader"])
+def test_run_state_that_is_missing_is_named(make_trainer: Any, tmp_path: Path, key: str) -> None:
+    class Line(TaskModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = Data(train=TensorDataset(torch.ones(4, 1)), batch_size=2)
+    make_trainer(callbacks=["checkpoint"], run_dir=tmp_path / "run").fit(Line(), data)
+    [file] = (tmp_path / "run" / "checkpoints").glob("*.pt")
+    content = torch.load(file, weights_only=True)
+    del content[key]
+    torch.save(content, tmp_path / "altered.pt")
+    with pytest.raises(CheckpointError, match=rf"altered\.pt was not saved by a run: it has no valid {key}\."):
+        make_trainer(max_duration="2epoch").fit(Line(), data, resume=tmp_path / "altered.pt")

@@ -10,6 +10,7 @@ import pytest
 from trainkit.cli import doctor as doctor_module
 from trainkit.cli.doctor import OK, PROBLEM, WARNING, Check, run_checks
 from trainkit.cli.main import main
+from trainkit.cli.signatures import EXTRAS
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,17 @@ def test_ranks_that_cannot_connect_are_a_problem(monkeypatch):
     found = _found()["2 ranks"]
     assert found.state == PROBLEM
     assert "connection refused" in found.text and "127.0.0.1" in found.remedy
+
+
+def test_an_installation_without_extras_is_ok_and_gets_the_command_that_installs_them(no_ranks, monkeypatch):
+    for loaded in [name for name in sys.modules if name.startswith("hydra_plugins.")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    for package in ("hydra_plugins", *EXTRAS):  # as if they were not installed
+        monkeypatch.setitem(sys.modules, package, None)
+    found = _found()["packages"]
+    assert found.state == OK
+    assert set(found.text.partition("not installed: ")[2].split(", ")) == set(EXTRAS)
+    assert found.remedy.startswith("if needed: pip install 'trainkit-torch[recipes,")
 
 
 def test_states_are_coloured_on_a_terminal(no_ranks, monkeypatch):

@@ -71,7 +71,7 @@ def test_a_checkpoint_can_be_named(run_dir, tmp_path):
         (["checkpoint=RUN", "out=FILE/m.safetensors"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_exported_is_one_message(run_dir, tmp_path, capsys, words, message):
+def test_each_wrong_argument_is_one_message(run_dir, tmp_path, capsys, words, message):
     (tmp_path / "FILE").touch()
     places = {"RUN": str(run_dir), "FILE": str(tmp_path / "FILE")}
     for name, place in places.items():
@@ -83,7 +83,7 @@ def test_what_cannot_be_exported_is_one_message(run_dir, tmp_path, capsys, words
 def test_without_the_package_the_extra_is_named(run_dir, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert main(["export", f"checkpoint={run_dir}", f"out={tmp_path}/m.safetensors"]) == 2
-    assert "pip install 'trainkit[safetensors]'" in capsys.readouterr().err
+    assert "pip install 'trainkit-torch[safetensors]'" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch.export's own
@@ -101,7 +101,7 @@ def test_a_trained_task_is_exported_as_a_program_for_any_number_of_rows(tmp_path
         assert torch.equal(program(batch), task.eval().predict_step(batch))
 
 
-def test_a_task_that_cannot_be_recorded_is_told_why(tmp_path, monkeypatch, capsys):
+def test_a_task_that_cannot_be_traced_is_reported_with_the_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "branching.py").write_text(
         "from trainkit.recipes.digits_mlp import DigitsMLP\n\n\n"
@@ -118,5 +118,5 @@ def test_a_task_that_cannot_be_recorded_is_told_why(tmp_path, monkeypatch, capsy
         "trainer.max_duration=1step",
     ]
     assert main(["fit", *typed, "run_dir=run", "logger=[]"]) == 0
-    assert main(["export", "run", "out=model.pt2"]) == 2
+    assert main(["export", "run", "out=model.pt2", "--trust"]) == 2
     assert "Branching.predict_step cannot be traced as a program" in capsys.readouterr().err

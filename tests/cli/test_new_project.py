@@ -47,7 +47,12 @@ def test_a_new_project_is_written_and_composes(capsys, tmp_path, monkeypatch):
         ("my-project", "Did you mean 'my_project'?"),
         ("3d", "Did you mean 'project_3d'?"),
         ("class", "is not a valid package name"),
-        ("torch", "is the name of another package"),
+        ("__init__", "Did you mean 'init'?"),
+        ("json-", "Did you mean 'project_json'?"),
+        *[
+            (name, f"'{name}' is the name of another package")
+            for name in ("torch", "json", "numpy", "random", "trainkit", "pytest", "hydra_plugins", "conf", "runs")
+        ],
         ("full", "exists already"),
     ],
 )
@@ -57,6 +62,12 @@ def test_an_invalid_name_is_refused_with_a_valid_one(name, said, capsys):
     assert main(["new", name]) == 2
     assert said in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["full"]
+
+
+def test_an_empty_folder_becomes_a_project():
+    Path("rings").mkdir()
+    assert main(["new", "rings"]) == 0
+    assert Path("rings/rings/task.py").is_file()
 
 
 @pytest.mark.slow

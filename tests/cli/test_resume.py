@@ -12,6 +12,8 @@ import torch
 
 from trainkit.checkpoint.store import load_from
 from trainkit.cli.main import main
+from trainkit.cli.run_commands import resume_hint
+from trainkit.errors import Stopped
 
 TINY = ["recipe=digits_mlp", "data.num_train=96", "data.batch_size=16", "task.width=8", "logger=[jsonl]"]
 CHECKPOINTS = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=2step"]
@@ -56,6 +58,24 @@ def test_settings_of_a_run_cannot_be_mistyped_either(capsys):
     assert "Did you mean 'single'?" in said
 
 
+def test_a_stop_before_the_first_checkpoint_says_why_nothing_is_saved():
+    def hint(callbacks, run_dir="unsaved", **trainer):
+        return resume_hint(Stopped("SIGTERM", 143), Path(run_dir), {"callbacks": callbacks, "trainer": trainer})
+
+    saving = {"mine": {"_target_": "trainkit.callbacks.checkpoint.Checkpoint"}}
+    at_epochs = {"mine": {**saving["mine"], "save_at_end": False}}
+    early = "stopped by SIGTERM before the first checkpoint was saved"
+    absent = "stopped by SIGTERM; nothing is saved, as this run has no checkpoint callback. Add +callbacks=checkpoint"
+    assert hint(saving) == f"{early}: there is nothing to resume."
+    assert hint(at_epochs) == (f"{early}, and save_at_end=false saves nothing at a signal: there is nothing to resume.")
+    assert [hint({}), hint([]), hint({"other": {"_target_": "mine.Other"}})] == [absent] * 3
+    assert hint(saving, fast_dev_run=True) == "stopped by SIGTERM; fast_dev_run=true saves nothing."
+
+    assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=2step"]) == 0
+    assert "; the state is saved in run/checkpoints/step_00000002.pt. To continue: " in hint(saving, "run")
+    assert "; the last checkpoint is run/checkpoints/step_00000002.pt. To continue: " in hint(at_epochs, "run")
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
@@ -69,12 +89,12 @@ def test_a_signal_ends_the_run_resumably_and_says_how(number, code, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        limit = time.monotonic() + 90
+        limit = time.monotonic() + 120
         while not list(Path("run").glob("checkpoints/*.pt")):
             assert time.monotonic() < limit and process.poll() is None
             time.sleep(0.05)
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=120)
     finally:
         process.kill()
         process.wait()
@@ -85,3 +105,41 @@ def test_a_signal_ends_the_run_resumably_and_says_how(number, code, tmp_path):
     step = load_from("run").entry.step
     assert main(["resume", "run", f"trainer.max_duration={step + 1}step"]) == 0
     assert load_from("run").entry.step == step + 1
+
+
+INTERRUPTED_TASK = """\
+import os
+import signal
+
+from trainkit.recipes.digits_mlp import DigitsMLP
+
+
+class Interrupted(DigitsMLP):
+    def training_step(self, batch):
+        Interrupted.step = getattr(Interrupted, "step", 0) + 1
+        for _ in range(2 if Interrupted.step == {at} else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch)
+"""
+
+
+@pytest.mark.parametrize("argv", [[], ["-m"]], ids=["run", "sweep"])
+@pytest.mark.parametrize(
+    ("at", "hint"),
+    [
+        (1, "interrupted; nothing was saved. To start again, type the same command."),
+        (4, "step_00000002.pt are not saved. To continue: trainkit resume run"),
+    ],
+)
+def test_a_second_interrupt_ends_the_run_with_one_line_about_what_is_saved(at, hint, argv, capsys, monkeypatch):
+    module = f"interrupted_{at}_{len(argv)}"
+    Path(f"{module}.py").write_text(INTERRUPTED_TASK.format(at=at))
+    typed = [*TINY, *CHECKPOINTS, f"task._target_={module}.Interrupted", "run_dir=run"]
+    try:
+        code = main(["fit", *argv, *typed])
+    except SystemExit as end:  # of a sweep
+        code = end.code
+    assert code == 130
+    printed = capsys.readouterr().err
+    assert hint in printed
+    assert len(printed.splitlines()) == 1

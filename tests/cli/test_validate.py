@@ -1,10 +1,12 @@
-"""Wrong settings: where they can be wrong, and what is said."""
+"""Invalid configs and overrides, and their messages."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from trainkit.cli.compose import compose_config
 from trainkit.cli.main import main
@@ -63,7 +65,7 @@ def _message(*overrides, config_dirs=()):
         ("task._target_=trainkit.recipes.digits.DigitTask", "DigitsTask"),
     ],
 )
-def test_a_mistyped_name_is_told_with_what_was_meant_and_where_it_was_typed(typed, meant):
+def test_a_mistyped_name_is_reported_with_the_nearest_name_and_its_origin(typed, meant):
     message = _message("recipe=digits", typed)
     assert f"Did you mean '{meant}'?" in message
     assert f"from the command line: {typed}" in message
@@ -71,14 +73,14 @@ def test_a_mistyped_name_is_told_with_what_was_meant_and_where_it_was_typed(type
     assert "+trainer" not in message.partition("from the command line")[0]
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     message = _message("recipe=digits", "+trainer.max_epoch=3", "task.widht=3", "strategy=singel", "task.lr=fast")
     assert message.startswith("4 problems in the settings; nothing was started.")
     for part in ("trainer.max_duration", "task.width", "unknown strategy 'singel'", "task.lr: 'fast' is text"):
         assert part in message
 
 
-def test_a_mistyped_key_in_a_file_is_told_with_its_line(tmp_path):
+def test_a_mistyped_key_in_a_file_is_reported_with_its_line(tmp_path):
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(
         "# @package _global_\ndefaults:\n  - digits\ntrainer:\n  max_epochs: 3\ntask:\n  widht: 4\n"
@@ -89,7 +91,7 @@ def test_a_mistyped_key_in_a_file_is_told_with_its_line(tmp_path):
     assert "from conf/recipe/mine.yaml:7" in message
 
 
-def test_a_wrong_choice_in_a_file_is_told_with_the_file(tmp_path):
+def test_a_wrong_choice_in_a_file_is_reported_with_the_file(tmp_path):
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(
         "# @package _global_\ndefaults:\n  - digits\n  - override /strategy: singel\n"
@@ -106,7 +108,7 @@ def test_a_wrong_choice_in_a_file_is_told_with_the_file(tmp_path):
         ("ddp", "is a choice, not a value; write '- override /strategy: ddp' in the file's defaults"),
     ],
 )
-def test_a_strategy_that_is_written_as_a_value_is_told_where_choices_are_made(tmp_path, written, said):
+def test_a_strategy_written_as_a_value_is_reported_with_the_place_for_choices(tmp_path, written, said):
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text(
         f"# @package _global_\ndefaults:\n  - digits\nstrategy: {written}\n"
@@ -116,13 +118,13 @@ def test_a_strategy_that_is_written_as_a_value_is_told_where_choices_are_made(tm
     assert "from conf/recipe/mine.yaml:4" in message
 
 
-def test_a_recipe_file_without_its_first_line_is_told_what_to_add(tmp_path):
+def test_a_recipe_file_without_its_first_line_is_reported_with_that_line(tmp_path):
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("task:\n  _target_: trainkit.recipes.digits.DigitsTask\n")
     assert "# @package _global_" in _message("recipe=mine", config_dirs=["conf"])
 
 
-def test_a_file_that_is_no_yaml_is_told_with_its_line(tmp_path):
+def test_invalid_yaml_is_reported_with_its_line(tmp_path):
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  seed: [1\ntask: 3\n")
     message = _message("recipe=mine", config_dirs=["conf"])
@@ -130,7 +132,7 @@ def test_a_file_that_is_no_yaml_is_told_with_its_line(tmp_path):
     assert "invalid YAML" in message
 
 
-def test_a_missing_config_folder_is_told_with_the_nearest(tmp_path):
+def test_a_missing_config_folder_is_reported_with_the_nearest(tmp_path):
     (tmp_path / "conf").mkdir()
     assert "Did you mean 'conf'?" in _message("recipe=mine", config_dirs=["cnof"])
 
@@ -149,6 +151,10 @@ def test_a_missing_config_folder_is_told_with_the_nearest(tmp_path):
         ("trainer.max_duration=[1epoch,3min,4parsec]", "unknown unit 'parsec'"),
         ("trainer.max_grad_norm=[1]", "[1] is a list, but must be a number or null"),
         ("run_dir=3", "3 is a whole number, but must be text or null"),
+        ("task.width=nan", "nan is a number, but must be a whole number"),
+        ("task.width=-inf", "-inf is a number, but must be a whole number"),
+        ("run_dir=", "is empty; type run_dir=PATH"),
+        ("trainer.freeze=[net,3]", "element 1: 3 is a whole number, but must be text"),
         ("strategy=null", "no strategy is chosen; type strategy=single"),
         ("strategy=[single]", "takes one choice, not a list"),
         ("recipe=null", "is missing. Type recipe="),
@@ -156,19 +162,19 @@ def test_a_missing_config_folder_is_told_with_the_nearest(tmp_path):
         ("logger.jsonl.filename=3", "For text, write '\"3\"'."),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_told_with_the_right_kind(typed, said):
+def test_a_value_of_the_wrong_type_is_reported_with_the_right_type(typed, said):
     assert said in _message("recipe=digits", typed)
 
 
-def test_numbers_texts_and_lists_of_the_right_kind_are_taken():
+def test_numbers_texts_and_lists_of_the_right_type_are_accepted():
     tree = _settings(
         "recipe=digits", "task.lr=1", "trainer.max_grad_norm=3", "trainer.max_duration=[3epoch,5min]", "run_dir=a/b"
     ).tree
     assert tree["trainer"]["max_duration"] == ["3epoch", "5min"]
 
 
-def test_what_is_no_setting_is_told_how_to_write_one():
-    assert "'trainer.seed' is not an override; write key=value." in _message("recipe=digits", "trainer.seed")
+def test_an_argument_that_is_not_an_override_is_reported_with_the_syntax():
+    assert "'trainer.seed' is not an override; write key=value" in _message("recipe=digits", "trainer.seed")
     assert "cannot be read" in _message("recipe=digits", "run_dir=a=b")
     assert "add -m to run once for each" in _message("recipe=digits", "task.lr=1,2")
     assert "'vars.lr' not found" in _message("recipe=digits", "task.lr=${vars.lr}")
@@ -195,7 +201,7 @@ def test_nested_objects_are_checked_too():
     assert "data.train.dataset: is missing" in message
 
 
-def test_a_target_that_leads_nowhere_is_told(tmp_path):
+def test_a_target_that_cannot_be_imported_is_reported(tmp_path):
     (tmp_path / "needs_sklearnn.py").write_text("import sklearnn\nclass T: ...\n")
     (tmp_path / "needs_wandb.py").write_text("import wandb_that_is_not_there\nclass T: ...\n")
     assert "there is no module 'nowhere'" in _message("recipe=digits", "task._target_=nowhere.Task")
@@ -203,18 +209,18 @@ def test_a_target_that_leads_nowhere_is_told(tmp_path):
     assert "not a dotted path" in _message("recipe=digits", "task._target_=Task")
 
 
-def test_a_missing_optional_package_is_told_with_the_extra(tmp_path, monkeypatch):
+def test_a_missing_optional_package_is_reported_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(EXTRAS, "is_not_installed", "wandb")
     (tmp_path / "logging_task.py").write_text("import is_not_installed\nclass T: ...\n")
-    assert "pip install 'trainkit[wandb]'" in _message("recipe=digits", "task._target_=logging_task.T")
+    assert "pip install 'trainkit-torch[wandb]'" in _message("recipe=digits", "task._target_=logging_task.T")
 
 
-def test_a_callback_that_is_off_is_told_how_to_switch_it_on():
+def test_a_key_of_a_callback_that_is_not_enabled_is_reported_with_how_to_enable_it():
     message = _message("recipe=digits", "callbacks.early_stopping.patience=3")
     assert "callbacks.early_stopping: is not enabled; type +callbacks=early_stopping" in message
 
 
-def test_callbacks_and_loggers_are_added_taken_away_and_replaced():
+def test_callbacks_and_loggers_are_added_removed_and_replaced():
     defaults = list(_settings("recipe=digits").tree["callbacks"])
     added = _settings("recipe=digits", "+callbacks=early_stopping", "callbacks.early_stopping.patience=7").tree
     assert list(added["callbacks"]) == [*defaults, "early_stopping"]
@@ -222,18 +228,18 @@ def test_callbacks_and_loggers_are_added_taken_away_and_replaced():
     taken = _settings("recipe=digits", "~callbacks.progress_bar", "~logger.tensorboard").tree
     assert list(taken["callbacks"]) == [name for name in defaults if name != "progress_bar"]
     assert list(taken["logger"]) == ["jsonl"]
-    # The recipe wishes something of the checkpoint callback, which is not there any more.
+    # The recipe has keys of the checkpoint callback, which is not selected any more.
     replaced = _settings("recipe=digits", "callbacks=[speed_monitor]", "+callbacks=progress_bar", "logger=[]").tree
     assert list(replaced["callbacks"]) == ["speed_monitor", "progress_bar"]
     assert not replaced.get("logger")
     assert not _settings("recipe=digits", "callbacks=null").tree.get("callbacks")
 
 
-def test_values_of_ones_own_can_stand_below_vars():
+def test_own_values_may_be_below_vars():
     assert _settings("recipe=digits", "vars.rate=0.5", "task.lr=${vars.rate}").tree["task"]["lr"] == 0.5
 
 
-def test_a_constructor_that_takes_anything_gets_it_and_its_refusal_is_a_message(tmp_path, capsys):
+def test_an_argument_that_a_constructor_with_kwargs_rejects_is_a_message(tmp_path, capsys):
     (tmp_path / "open_task.py").write_text(
         "from trainkit.recipes.digits_mlp import DigitsMLP\n"
         "class Open(DigitsMLP):\n"
@@ -246,7 +252,7 @@ def test_a_constructor_that_takes_anything_gets_it_and_its_refusal_is_a_message(
     assert not Path("runs").exists()
 
 
-def test_an_object_of_the_wrong_kind_is_told_with_the_right_kind(capsys):
+def test_an_object_of_the_wrong_class_is_reported_with_the_right_class(capsys):
     argv = ["fit", "recipe=digits_mlp", *QUIET, "callbacks.mine={_target_: os.getcwd}"]
     assert main(argv) == 2
     assert (
@@ -254,7 +260,7 @@ def test_an_object_of_the_wrong_kind_is_told_with_the_right_kind(capsys):
     )
 
 
-def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
+def test_generated_constructors_are_checked(tmp_path):
     (tmp_path / "made_when_run.py").write_text(
         "from dataclasses import dataclass\n"
         "@dataclass\n"
@@ -299,7 +305,7 @@ def test_classes_that_only_run_time_knows_are_imported_and_checked(tmp_path):
         (["strategy=ddp", "strategy.backend=nccl"], "strategy.backend: 'nccl' needs CUDA devices"),
     ],
 )
-def test_settings_that_cannot_be_together_are_told(typed, said, monkeypatch):
+def test_values_that_exclude_each_other_are_reported(typed, said, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     message = _message("recipe=digits", *typed)
@@ -307,7 +313,7 @@ def test_settings_that_cannot_be_together_are_told(typed, said, monkeypatch):
     assert "from the command line: " in message
 
 
-def test_a_device_beyond_those_there_are_is_told_with_the_last(monkeypatch):
+def test_a_missing_device_is_reported_with_the_last_that_exists(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert missing_device("cuda:1") is None
@@ -326,7 +332,7 @@ def test_renamed_choices_and_values_are_answered_with_their_new_name():
     assert renamed_value("strategy.schedule", "gpipe") is None
 
 
-def test_a_parameter_whose_type_only_a_type_checker_imports_takes_anything(tmp_path):
+def test_a_parameter_whose_type_only_a_type_checker_imports_accepts_anything(tmp_path):
     (tmp_path / "typed_late.py").write_text(
         "from __future__ import annotations\n"
         "from typing import TYPE_CHECKING\n"
@@ -339,7 +345,7 @@ def test_a_parameter_whose_type_only_a_type_checker_imports_takes_anything(tmp_p
     assert "task.depth: 'deep' is text, but must be a whole number" in message
 
 
-def test_settings_can_be_composed_for_devices_of_another_machine():
+def test_a_config_can_be_composed_for_devices_of_another_machine():
     with compose_config() as composer:
         assert composer.settings(["recipe=digits", "strategy.device=cuda"], check_devices=False).tree
 
@@ -351,11 +357,11 @@ def test_a_pipeline_under_torchrun_needs_a_process_for_each_stage(monkeypatch):
     assert "3 stages x 1 replicas need 3 processes, but there are 6; set strategy.replicas=2" in message
 
 
-def test_all_that_constructors_refuse_is_told_at_once_with_its_origin(capsys):
+def test_all_errors_of_constructors_are_reported_at_once_with_their_origins(capsys):
     wrong = ["task.width=0", "trainer.precision=fp31", "trainer.max_grad_norm=-1", "data.num_train=0"]
     assert main(["fit", "recipe=digits", *wrong, "strategy=pipeline", "strategy.stages=40", *QUIET]) == 2
     said = capsys.readouterr().err
-    assert "4 problems in the settings; nothing was started." in said  # without a task there is nothing to cut
+    assert "4 problems in the settings; nothing was started." in said  # without a task the stages are not checked
     for part in ("task.width: must be at least 1 channel", "Did you mean 'fp32'?", "data.num_train: must be at least"):
         assert part in said
     for typed in wrong:
@@ -363,7 +369,56 @@ def test_all_that_constructors_refuse_is_told_at_once_with_its_origin(capsys):
     assert not Path("runs").exists()
 
 
-def test_what_a_constructor_refuses_because_of_its_own_default_is_not_told(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("task.width=3", "task.width: must be even, got 3 (ValueError, FILE:5; --debug shows the traceback)"),
+        ("task.width=99999999999999", "task: [enforce fail"),
+        ("task.width=9999999999999999999999999", "task: "),
+        ("task.name=x", "task: x is unknown (ValueError, FILE:7; --debug shows the traceback)"),
+    ],
+)
+def test_an_exception_of_a_constructor_about_a_value_is_a_message_and_with_debug_a_traceback(
+    typed, said, tmp_path, capsys
+):
+    (tmp_path / "refusing.py").write_text(
+        "from trainkit.recipes.digits_mlp import DigitsMLP\n"
+        "class Refusing(DigitsMLP):\n"
+        "    def __init__(self, width: int = 8, name: str = '', count: int = 0):\n"
+        "        if width < 9 and width % 2:\n"
+        "            raise ValueError(f'width must be even, got {width}')\n"
+        "        if name:\n"
+        "            raise ValueError(f'{name} is unknown')\n"
+        "        super().__init__(width=width)\n"
+        "        [0][count]\n"
+    )
+    argv = ["fit", "recipe=digits_mlp", "~task", "+task={_target_: refusing.Refusing}", *QUIET]
+    assert main([*argv, typed]) == 2
+    printed = capsys.readouterr().err
+    assert said in re.sub(r"/\S*/refusing\.py", "FILE", printed) and "Traceback" not in printed
+    assert main([*argv, typed, "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+    assert main([*argv, "task.count=1"]) == 1, "any other exception is an error in the code"
+    assert "IndexError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", ["task.lr=-1", "task.lr=nan"])
+@pytest.mark.parametrize(
+    "strategy", [["strategy=single"], ["strategy=ddp", "strategy.devices=2", "strategy.device=cpu"]]
+)
+def test_a_learning_rate_that_the_optimizer_refuses_is_a_message(typed, strategy, capsys):
+    assert main(["fit", "recipe=digits_mlp", "size=tiny", typed, *strategy, *QUIET]) == 2
+    printed = capsys.readouterr().err
+    assert f"DigitsMLP.configure_optimizers: Invalid learning rate: {typed[8:]}. Set a valid value." in printed
+    assert "Traceback" not in printed
+
+
+def test_a_seed_that_is_too_large_is_a_message(capsys):
+    assert main(["fit", "recipe=digits_mlp", f"trainer.seed={10**23}", *QUIET]) == 2
+    assert "trainer.seed: must be a whole number from 0 to 2**63 - 1" in capsys.readouterr().err
+
+
+def test_an_error_of_a_constructor_about_its_own_default_is_not_reported(tmp_path, capsys):
     (tmp_path / "picky.py").write_text(
         "from trainkit import UserError\n"
         "from trainkit.recipes.digits_mlp import DigitsMLP\n"
@@ -388,10 +443,10 @@ def test_more_stages_than_a_task_has_modules_are_refused_before_a_process_starts
     assert "strategy.stages: 40 stages, but DigitsMLP has only 6 modules" in capsys.readouterr().err
 
 
-def test_a_duration_or_a_share_is_either(tmp_path):
+def test_a_parameter_may_be_a_duration_or_a_fraction(tmp_path):
     (tmp_path / "shares.py").write_text(
-        "from trainkit import Duration\n"
-        "class Task:\n"
+        "from trainkit import Duration, TaskModule\n"
+        "class Task(TaskModule):\n"
         "    def __init__(self, start: float | str | Duration, name: str = ''): ...\n"
     )
     alone = ("~task", "recipe=digits")
@@ -399,3 +454,74 @@ def test_a_duration_or_a_share_is_either(tmp_path):
     assert [_settings(*alone, text).tree["task"]["start"] for text in taken] == [0.75, "3epoch"]
     assert "unknown unit 'parsec'" in _message(*alone, "+task={_target_: shares.Task, start: 3parsec}")
     assert "null is null" in _message(*alone, "+task={_target_: shares.Task, start: null}")
+
+
+@pytest.mark.parametrize("typed", ["task.width = 64", "=5", "=", "+=5", "~", "~=5", "", " "])
+def test_an_override_without_a_key_or_with_spaces_is_reported_as_it_was_typed(typed):
+    message = _message("recipe=digits", typed)
+    assert message == f"'{typed}' is not an override; write key=value, without spaces."
+
+
+ELEMENTS_TASK = """\
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from trainkit import TaskModule
+
+
+class Elements(TaskModule):
+    def __init__(
+        self,
+        sizes: list[int] = [],
+        rates: dict[str, float] = {},
+        betas: tuple[float, float] = (0.9, 0.99),
+        nested: dict[str, list[int]] = {},
+        either: int | list[int] | None = None,
+        modes: list[Literal["a", "b"]] = [],
+        anything: list[Any] = [],
+        layers: list[nn.Module] = [],
+        files: tuple[Path, ...] = (),
+        plain: list = [],
+    ):
+        super().__init__()
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("task.sizes=[1,x]", "task.sizes: element 1: 'x' is text, but must be a whole number."),
+        ("task.rates={a: b}", "task.rates: element a: 'b' is text, but must be a number."),
+        ("task.rates={a: [1]}", "task.rates: element a: [1] is a list, but must be a number."),
+        ("task.betas=[0.9,x]", "task.betas: element 1: 'x' is text"),
+        ("task.nested={a: [1, x]}", "task.nested: element a: element 1: 'x' is text, but must be a whole number."),
+        ("task.either=[x]", "task.either: element 0: 'x' is text, but must be a whole number."),
+        ("task.modes=[a,c]", "task.modes: element 1: 'c' is not 'a' or 'b'."),
+    ],
+)
+def test_an_element_of_a_wrong_type_is_reported_with_its_place(typed, said, tmp_path):
+    (tmp_path / "elements_task.py").write_text(ELEMENTS_TASK)
+    assert said in _message("recipe=digits", "task={_target_: elements_task.Elements}", typed)
+
+
+def test_elements_of_the_right_type_and_those_that_cannot_be_checked_are_accepted(tmp_path):
+    (tmp_path / "elements_task.py").write_text(ELEMENTS_TASK)
+    typed = {
+        "sizes": [1, 2],
+        "rates": {"a": 1, "b": 0.5},
+        "nested": {"a": [1]},
+        "either": 3,
+        "modes": ["a", "b"],
+        "anything": ["x", 1],
+        "layers": [{"_target_": "torch.nn.ReLU"}],
+        "files": ["a", "b", "c"],
+        "plain": ["x", 1, None],
+    }
+    file = tmp_path / "conf/recipe/elements.yaml"
+    file.parent.mkdir(parents=True)
+    data = {"_target_": "trainkit.recipes.digits.DigitsData"}
+    content = {"task": {"_target_": "elements_task.Elements", **typed}, "data": data}
+    file.write_text(f"# @package _global_\n{yaml.safe_dump(content)}")
+    tree = _settings("recipe=elements", "task.sizes=[1,${trainer.seed}]", config_dirs=["conf"]).tree
+    assert tree["task"]["sizes"] == [1, 0]

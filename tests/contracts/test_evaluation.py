@@ -18,7 +18,7 @@ from tests.tasks import (
     weighted_data,
 )
 from trainkit import Data, UserError
-from trainkit.data.open_loader import open_loader
+from trainkit.data.loader import open_loader
 
 
 def mean_error(task, dataset):

@@ -289,3 +289,30 @@ def test_the_map_names_files_that_exist():
     named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text()))
     assert len(named) > 30
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+OLD_DISTRIBUTION = re.compile(
+    r"pip install[^\n`]*\btrainkit(?![\w-])|\btrainkit\[|^name = \"trainkit\"|\[\"trainkit\"\]$", re.MULTILINE
+)
+
+
+def test_no_message_installs_the_package_of_the_index_that_has_the_import_name():
+    suffixes = (".py", ".md", ".toml", ".txt", ".template", ".yaml")
+    tops = (
+        "trainkit",
+        "strategies",
+        "callbacks",
+        "recipes",
+        "conf",
+        "docs",
+        "benchmarks",
+        "README.md",
+        "pyproject.toml",
+        "constraints.txt",
+        "CONTRIBUTING.md",
+        "Makefile",
+    )
+    files = [file for top in tops for file in [ROOT / top, *(ROOT / top).rglob("*")]]
+    texts = {file: file.read_text(encoding="utf-8") for file in files if file.is_file() and file.suffix in suffixes}
+    assert sum("trainkit-torch" in text for text in texts.values()) > 10
+    assert [str(file) for file, text in texts.items() if OLD_DISTRIBUTION.search(text)] == []

@@ -462,6 +462,17 @@ def test_on_another_layout_the_remaining_samples_come_once_each_in_the_same_orde
         assert_close(resumed, whole)
 
 
+@pytest.mark.parametrize("num_samples", [18, 17])
+def test_a_resume_warns_if_the_length_of_the_data_has_changed(make_trainer, caplog, num_samples):
+    trainer = make_trainer(callbacks=[StopAt(6)], max_duration="2epoch")
+    trainer.fit(Regression(), Data(train=regression_data(18), batch_size=4))
+    data = Data(train=regression_data(num_samples), batch_size=4)
+    make_trainer(max_duration="2epoch").fit(Regression(), data, resume=trainer.run_dir)
+    warned = "the training data has 17 samples, but had 18 when"
+    assert (warned in caplog.text) == (num_samples == 17)
+    assert ("steps of epoch 1 may follow another order" in caplog.text) == (num_samples == 17)
+
+
 def test_a_run_is_resumed_from_its_folder_its_checkpoints_folder_or_a_file(make_trainer):
     trainer = make_trainer(callbacks=[StopAt(3)])
     trainer.fit(Regression(), plain_data())
@@ -537,7 +548,7 @@ def test_resuming_with_another_optimizer_or_schedule_is_rejected(make_trainer, s
         make_trainer(max_duration="2epoch").fit(task, plain_data(), resume=stopped_run)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("settings", [{"limit_train_batches": 1}, {"limit_train_batches": 3}])
 def test_resuming_beyond_the_end_of_a_shorter_epoch_ends(make_trainer, stopped_run, settings):
     trainer = make_trainer(max_duration="9epoch", **settings)

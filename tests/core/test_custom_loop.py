@@ -48,7 +48,7 @@ def trained_by_a_trainer(steps=5):
 
 
 def train(strategy, *, steps=5, run_dir=None, resume=None):
-    """A plain loop of one's own."""
+    """A plain training loop."""
     task, losses = Regression(), []
     settings = {"max_duration": f"{steps}step", "max_grad_norm": 0.5, "run_dir": run_dir, "resume": resume}
     with session(strategy, task, data(), **settings) as s:
@@ -62,7 +62,7 @@ def train(strategy, *, steps=5, run_dir=None, resume=None):
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path, monkeypatch):
+def in_a_private_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -118,6 +118,21 @@ class Noting(Callback):
     def __init__(self):
         self.moments = []
 
+    def on_fit_start(self, run):
+        self.moments.append("fit start")
+
+    def on_epoch_start(self, run):
+        self.moments.append("epoch start")
+
+    def on_step_end(self, run):
+        self.moments.append(f"step {run.state.step}")
+
+    def on_epoch_end(self, run):
+        self.moments.append(f"epoch end {run.state.epoch}")
+
+    def on_fit_end(self, run):
+        self.moments.append("fit end")
+
     def on_evaluation_start(self, run, stage):
         self.moments.append(f"start {stage}")
 
@@ -125,12 +140,17 @@ class Noting(Callback):
         self.moments.append(f"end {stage} {len(metrics)}")
 
 
-class OnPlateau(Regression):
-    """Halves the learning rate whenever a validation is no better than the best, and has a callback of its own."""
-
+class WithCallback(Regression):
     def __init__(self):
         super().__init__()
         self.noting = Noting()
+
+    def configure_callbacks(self):
+        return [self.noting]
+
+
+class OnPlateau(WithCallback):
+    """Halves the learning rate after a validation that does not improve on the best one."""
 
     def validation_step(self, batch):
         return {"loss": torch.ones(())}
@@ -140,9 +160,6 @@ class OnPlateau(Regression):
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return optimizer, LRSchedule(plateau, every="metric", metric="validation/loss")
 
-    def configure_callbacks(self):
-        return [self.noting]
-
 
 def test_schedules_and_callbacks_see_the_evaluations_of_a_session():
     task = OnPlateau()
@@ -151,7 +168,19 @@ def test_schedules_and_callbacks_see_the_evaluations_of_a_session():
             s.step(batch)
             s.evaluate()
         assert s.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**3)
-    assert task.noting.moments == ["start validation", "end validation 1"] * 4
+    evaluations = [moment for moment in task.noting.moments if "validation" in moment]
+    assert evaluations == ["start validation", "end validation 1"] * 4
+
+
+def test_a_session_calls_the_hooks_of_epochs_and_steps_as_the_trainer_does():
+    task, trained = WithCallback(), WithCallback()
+    with session("single", task, data(), max_duration="4step") as s:
+        for batch in s.step_batches():
+            s.step(batch)
+    Trainer(max_duration="4step", evaluate_every=None, callbacks=[], loggers=[], run_dir="trainer").fit(trained, data())
+    assert task.noting.moments == trained.noting.moments
+    first_epoch = ["epoch start", "step 1", "step 2", "step 3", "epoch end 1"]
+    assert task.noting.moments == ["fit start", *first_epoch, "epoch start", "step 4", "fit end"]
 
 
 def test_a_session_keeps_the_workers_of_its_evaluations_from_one_to_the_next():

@@ -158,7 +158,7 @@ Trainer(run_dir={str(tmp_path / "run")!r}, callbacks=[Talk()], loggers=[], max_d
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == code
     assert errors == b""
     assert len(list((tmp_path / "run" / "checkpoints").glob("*.pt"))) == 1

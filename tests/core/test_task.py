@@ -1,4 +1,4 @@
-"""A task knows no trainer, rank or device, and is told what it lacks."""
+"""Tasks, which know no trainer, rank or device, and the errors for missing methods."""
 
 import copy
 import pickle

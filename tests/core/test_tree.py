@@ -80,7 +80,7 @@ def test_only_floating_point_tensors_get_the_type():
     assert [tensor.dtype for tensor in batch.values()] == [torch.float64, torch.int64, torch.bool]
 
 
-def test_a_batch_that_can_move_itself_does():
+def test_a_custom_batch_type_moves_itself():
     class Moves:
         moved = None
 

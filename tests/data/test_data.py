@@ -1,4 +1,6 @@
-"""What a run reads, from datasets and from DataLoaders, and what it refuses to read."""
+"""Data of a run: datasets and DataLoaders that are read, and those that are refused."""
+
+import os
 
 import pytest
 import torch
@@ -31,6 +33,13 @@ def first_of(samples):
 
 
 # ---- DataLoaders
+
+
+@pytest.mark.parametrize("stage", ["train", "validation"])
+def test_a_list_of_datasets_is_refused_with_names_for_them(stage):
+    data = Data(**{stage: [DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=2)]}, batch_size=2)
+    with pytest.raises(UserError, match=rf"the {stage} data is a list of datasets.*Data\({stage}=\{{'easy': first"):
+        data.stage_data(stage)
 
 
 def test_a_loaders_dataset_collate_workers_and_batch_size_are_kept():
@@ -75,7 +84,7 @@ def test_a_plain_sampler_of_a_loader_is_replaced_by_the_strategys(settings, shuf
     ],
     ids=lambda sampler: type(sampler).__name__,
 )
-def test_a_users_own_sampler_is_kept_and_says_how_long_an_epoch_is(sampler):
+def test_a_custom_sampler_is_kept_and_sets_the_length_of_an_epoch(sampler):
     stage_data = Data(train=DataLoader(numbers(), batch_size=3, sampler=sampler)).stage_data("train")
     assert stage_data.sampler is sampler
     assert stage_data.num_items == len(sampler)
@@ -134,7 +143,7 @@ def test_a_loader_without_a_batch_size_is_pre_batched():
     assert stage_data.num_items == 2
 
 
-def test_a_loader_of_a_stream_keeps_its_batch_size():
+def test_a_loader_of_an_iterable_dataset_keeps_its_batch_size():
     stage_data = Data(train=DataLoader(NumberStream(5), batch_size=2)).stage_data("train")
     assert stage_data.is_iterable
     assert stage_data.batch_size == 2
@@ -149,7 +158,7 @@ def test_the_global_batch_of_the_data_wins_in_training_and_the_loaders_in_evalua
     assert data.stage_data(stage).batch_size == expected
 
 
-def test_evaluation_has_a_batch_size_of_its_own_where_it_is_given():
+def test_evaluation_batch_size_overrides_batch_size_in_evaluations():
     data = Data(train=numbers(), validation=numbers(), batch_size=4, evaluation_batch_size=9)
     assert (data.stage_data("train").batch_size, data.stage_data("validation").batch_size) == (4, 9)
 
@@ -190,8 +199,23 @@ def test_a_negative_number_of_workers_is_refused():
         Data(train=numbers(), num_workers=-1)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("is_loader", [False, True])
+def test_more_workers_than_eight_for_each_core_are_refused_with_the_largest_number(is_loader):
+    limit = 8 * len(os.sched_getaffinity(0))
+
+    def data(num_workers):
+        if is_loader:
+            return Data(validation=DataLoader(numbers(), batch_size=4, num_workers=num_workers))
+        return Data(validation=numbers(), batch_size=4, num_workers=num_workers)
+
+    assert data(limit).stage_data("validation").num_workers == limit
+    with pytest.raises(UserError, match=rf"the validation data has num_workers=10000, .*; set num_workers={limit} or"):
+        data(10_000).stage_data("validation")
+
+
 @pytest.mark.parametrize("stage", ["train", "validation", "test", "predict"])
-def test_data_that_is_not_there_is_named_with_what_to_write(stage):
+def test_missing_data_is_named_with_what_to_write(stage):
     with pytest.raises(UserError, match=rf"no {stage} data; pass Data\({stage}=dataset\)"):
         Data(batch_size=4).stage_data(stage)
 
@@ -217,12 +241,12 @@ def test_single_samples_without_a_batch_size_are_refused():
         Data(train=numbers()).stage_data("train")
 
 
-def test_a_stream_without_a_batch_size_is_refused():
+def test_an_iterable_dataset_without_a_batch_size_is_refused():
     with pytest.raises(UserError, match="IterableDataset of samples; set batch_size"):
         Data(train=NumberStream(4)).stage_data("train")
 
 
-def test_a_stream_with_several_workers_is_refused():
+def test_an_iterable_dataset_with_several_workers_is_refused():
     with pytest.raises(UserError, match=r"num_workers=2.*Set num_workers=1 or 0"):
         Data(train=NumberStream(4), batch_size=2, num_workers=2).stage_data("train")
 
@@ -236,7 +260,7 @@ def test_a_dataset_without_a_length_is_refused():
         Data(train=Endless(), batch_size=2).stage_data("train")
 
 
-def test_a_batch_sampler_of_the_users_own_is_refused_by_name():
+def test_a_custom_batch_sampler_is_refused_by_name():
     class Buckets(BatchSampler):
         pass
 

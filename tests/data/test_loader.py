@@ -1,4 +1,4 @@
-"""The windows that one rank reads."""
+"""The step batches that one rank reads."""
 
 import random
 from itertools import islice
@@ -11,11 +11,11 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from tests.tasks import FakeRank, NumberStream
 from trainkit import Data, UserError
-from trainkit.data.open_loader import open_loader
+from trainkit.data.loader import open_loader
 from trainkit.data.order import GlobalOrder
 
 
-def feed_of(data, *, rank=0, world_size=1, stage="train", seed=0, limit=None, repeat_first=False, **settings):
+def loader_of(data, *, rank=0, world_size=1, stage="train", seed=0, limit=None, repeat_first=False, **settings):
     strategy = FakeRank(rank, world_size, **settings)
     return open_loader(data.stage_data(stage), strategy, seed=seed, limit=limit, repeat_first=repeat_first)
 
@@ -27,7 +27,7 @@ def numbers(micro_batch):
 
 
 def read(loader, epoch=0, position=0):
-    """Return the numbers in each micro-batch of each window."""
+    """Return the numbers in each micro-batch of each step batch."""
     return [
         [numbers(micro_batch) for micro_batch in step_batch.micro_batches]
         for step_batch in loader.step_batches(epoch, position)
@@ -42,14 +42,14 @@ def number_data(num_samples, batch_size, **settings):
     return Data(train=TensorDataset(torch.arange(num_samples)), batch_size=batch_size, **settings)
 
 
-cuts = st.sampled_from(["whole", "accumulate", "micro_batch_size"])
+splits = st.sampled_from(["whole", "accumulate", "micro_batch_size"])
 
 
 # ---- Map-style data
 
 
-def test_windows_are_cut_as_drawn():
-    loader = feed_of(number_data(11, 4, shuffle=False), accumulate=2)
+def test_step_batches_are_split_into_micro_batches():
+    loader = loader_of(number_data(11, 4, shuffle=False), accumulate=2)
     assert read(loader) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10]]]
 
 
@@ -57,24 +57,24 @@ def test_windows_are_cut_as_drawn():
     num_samples=st.integers(1, 50),
     batch_size=st.integers(1, 16),
     world_size=st.integers(1, 4),
-    cut=cuts,
+    split=splits,
     size=st.integers(1, 8),
     epoch=st.integers(0, 2),
     drop_last=st.booleans(),
 )
 def test_every_sample_comes_once_an_epoch_in_the_global_order(
-    *, num_samples, batch_size, world_size, cut, size, epoch, drop_last
+    *, num_samples, batch_size, world_size, split, size, epoch, drop_last
 ):
     batch_size = min(batch_size, num_samples)
-    how = {} if cut == "whole" else {cut: size}
-    if cut == "accumulate" and (batch_size % size or -(-batch_size // world_size) < size):
+    how = {} if split == "whole" else {split: size}
+    if split == "accumulate" and (batch_size % size or -(-batch_size // world_size) < size):
         return
     data = number_data(num_samples, batch_size, drop_last=drop_last)
     order = GlobalOrder(num_samples, seed=3).slice(epoch, 0, num_samples).tolist()
     if drop_last:
         order = order[: num_samples - num_samples % batch_size]
     ranks = [
-        list(feed_of(data, rank=r, world_size=world_size, seed=3, **how).step_batches(epoch, 0))
+        list(loader_of(data, rank=r, world_size=world_size, seed=3, **how).step_batches(epoch, 0))
         for r in range(world_size)
     ]
     assert len({len(step_batches) for step_batches in ranks}) == 1
@@ -89,8 +89,8 @@ def test_every_sample_comes_once_an_epoch_in_the_global_order(
             assert step_batch.ends_epoch == (position == len(order))
             sizes = [micro_batch.num_samples for micro_batch in step_batch.micro_batches]
             assert sizes == [len(numbers(micro_batch)) for micro_batch in step_batch.micro_batches]
-            assert all(0 < n <= (size if cut == "micro_batch_size" else batch_size) for n in sizes)
-            if cut == "accumulate":
+            assert all(0 < n <= (size if split == "micro_batch_size" else batch_size) for n in sizes)
+            if split == "accumulate":
                 assert len(sizes) <= size
     assert position == len(order)
 
@@ -104,13 +104,13 @@ def test_every_sample_comes_once_an_epoch_in_the_global_order(
 def test_reading_from_a_position_gives_the_rest_of_the_epoch(num_samples, batch_size, steps_before, epoch):
     batch_size = min(batch_size, num_samples)
     data = number_data(num_samples, batch_size)
-    whole = read(feed_of(data), epoch)
-    assert read(feed_of(data), epoch, steps_before * batch_size) == whole[steps_before:]
+    whole = read(loader_of(data), epoch)
+    assert read(loader_of(data), epoch, steps_before * batch_size) == whole[steps_before:]
 
 
 @given(limit=st.integers(1, 6), drop_last=st.booleans())
 def test_a_limit_ends_the_epoch_after_so_many_global_batches(limit, drop_last):
-    loader = feed_of(number_data(11, 4, shuffle=False, drop_last=drop_last), limit=limit)
+    loader = loader_of(number_data(11, 4, shuffle=False, drop_last=drop_last), limit=limit)
     whole = [[0, 1, 2, 3], [4, 5, 6, 7]] + ([] if drop_last else [[8, 9, 10]])
     assert [flat([step_batch]) for step_batch in read(loader)] == whole[:limit]
     assert loader.num_steps == len(whole[:limit])
@@ -118,32 +118,32 @@ def test_a_limit_ends_the_epoch_after_so_many_global_batches(limit, drop_last):
     assert [step_batch.ends_epoch for step_batch in loader.step_batches(0, 0)][-1]
 
 
-def test_repeat_first_gives_the_first_epoch_again_and_again():
+def test_repeat_first_repeats_the_first_epoch():
     data = number_data(20, 4)
-    loader = feed_of(data, limit=2, repeat_first=True)
-    assert read(loader, 0) == read(loader, 1) == read(loader, 5) == read(feed_of(data), 0)[:2]
-    assert read(feed_of(data, limit=2), 1) != read(loader, 1)
+    loader = loader_of(data, limit=2, repeat_first=True)
+    assert read(loader, 0) == read(loader, 1) == read(loader, 5) == read(loader_of(data), 0)[:2]
+    assert read(loader_of(data, limit=2), 1) != read(loader, 1)
 
 
 def test_another_seed_or_epoch_gives_another_order():
     data = number_data(50, 10)
-    orders = [flat(read(feed_of(data, seed=seed), epoch)) for seed in (0, 1000) for epoch in (0, 1)]
+    orders = [flat(read(loader_of(data, seed=seed), epoch)) for seed in (0, 1000) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}])
-def test_worker_processes_give_the_same_windows(world_size, settings):
+def test_worker_processes_give_the_same_step_batches(world_size, settings):
     for rank in range(world_size):
-        # The last global batch has two samples, so with three or more ranks some have an empty window.
+        # The last global batch has two samples, so with three or more ranks some have an empty step batch.
         shared = {"rank": rank, "world_size": world_size, **settings}
-        expected = feed_of(number_data(14, 6), **shared)
-        loader = feed_of(number_data(14, 6, num_workers=1), **shared)
+        expected = loader_of(number_data(14, 6), **shared)
+        loader = loader_of(number_data(14, 6, num_workers=1), **shared)
         assert read(loader, 1, 6) == read(expected, 1, 6)
 
 
 def test_with_workers_only_the_next_requests_of_an_epoch_are_made():
-    loader = feed_of(number_data(100_000, 1, num_workers=1, shuffle=False))
+    loader = loader_of(number_data(100_000, 1, num_workers=1, shuffle=False))
     shares = []
     share = loader._sampler.shard
     loader._sampler.shard = lambda *args: shares.append(args) or share(*args)
@@ -160,15 +160,15 @@ def ready_data(*sizes):
     return Data(train=list(torch.arange(sum(sizes)).split(sizes)), shuffle=False)
 
 
-def test_ready_made_batches_are_cut_by_rows_as_drawn():
+def test_pre_batched_data_is_split_by_rows():
     data = ready_data(6, 5)
-    assert read(feed_of(data, world_size=2, rank=0, accumulate=2)) == [[[0, 2], [4]], [[6, 8], [10]]]
-    assert read(feed_of(data, world_size=2, rank=1, accumulate=2)) == [[[1, 3], [5]], [[7, 9]]]
+    assert read(loader_of(data, world_size=2, rank=0, accumulate=2)) == [[[0, 2], [4]], [[6, 8], [10]]]
+    assert read(loader_of(data, world_size=2, rank=1, accumulate=2)) == [[[1, 3], [5]], [[7, 9]]]
 
 
-def test_an_undivided_ready_made_batch_is_the_users_own_object():
+def test_an_undivided_pre_batched_item_is_passed_on_unchanged():
     batch = {"x": torch.arange(4), "name": "four"}
-    (step_batch,) = feed_of(Data(train=[batch])).step_batches(0, 0)
+    (step_batch,) = loader_of(Data(train=[batch])).step_batches(0, 0)
     assert step_batch.micro_batches[0].batch is batch
     assert (step_batch.num_samples, step_batch.num_items, step_batch.ends_epoch) == (4, 1, True)
 
@@ -176,16 +176,16 @@ def test_an_undivided_ready_made_batch_is_the_users_own_object():
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     world_size=st.integers(1, 4),
-    cut=cuts,
+    split=splits,
     size=st.integers(1, 5),
     epoch=st.integers(0, 2),
 )
-def test_every_row_comes_once_an_epoch(sizes, world_size, cut, size, epoch):
-    how = {} if cut == "whole" else {cut: size}
+def test_every_row_comes_once_an_epoch(sizes, world_size, split, size, epoch):
+    how = {} if split == "whole" else {split: size}
     data = Data(train=list(torch.arange(sum(sizes)).split(sizes)))
     order = GlobalOrder(len(sizes), seed=0).slice(epoch, 0, len(sizes)).tolist()
     ranks = [
-        list(feed_of(data, rank=r, world_size=world_size, **how).step_batches(epoch, 0)) for r in range(world_size)
+        list(loader_of(data, rank=r, world_size=world_size, **how).step_batches(epoch, 0)) for r in range(world_size)
     ]
     for index, step_batches in zip(order, zip(*ranks, strict=True), strict=True):
         shares = [flat([[numbers(m) for m in step_batch.micro_batches]]) for step_batch in step_batches]
@@ -201,7 +201,7 @@ def test_every_row_comes_once_an_epoch(sizes, world_size, cut, size, epoch):
 
 def test_tensors_that_are_not_rows_of_the_batch_are_kept_whole():
     batch = {"x": torch.arange(8).reshape(4, 2), "scale": torch.tensor(3.0), "table": torch.arange(7), "text": ["a"]}
-    (step_batch,) = feed_of(Data(train=[batch]), world_size=2, rank=1).step_batches(0, 0)
+    (step_batch,) = loader_of(Data(train=[batch]), world_size=2, rank=1).step_batches(0, 0)
     mine = step_batch.micro_batches[0].batch
     assert mine["x"].tolist() == [[2, 3], [6, 7]]
     assert mine["scale"] == 3.0
@@ -209,21 +209,21 @@ def test_tensors_that_are_not_rows_of_the_batch_are_kept_whole():
     assert mine["text"] == ["a"]
 
 
-def test_a_ready_made_batch_without_rows_is_refused():
+def test_a_pre_batched_item_without_rows_is_refused():
     with pytest.raises(UserError, match=r"unknown number of samples in .* type str: .*batch_size instead"):
-        next(feed_of(Data(train=["text"])).step_batches(0, 0))
+        next(loader_of(Data(train=["text"])).step_batches(0, 0))
 
 
 # ---- Streams
 
 
-def stream_data(num_samples, batch_size, **settings):
+def iterable_data(num_samples, batch_size, **settings):
     return Data(train=NumberStream(num_samples), batch_size=batch_size, **settings)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_is_read_in_its_own_order(workers):
-    loader = feed_of(stream_data(11, 4, num_workers=workers), accumulate=2)
+def test_an_iterable_dataset_is_read_in_its_own_order(workers):
+    loader = loader_of(iterable_data(11, 4, num_workers=workers), accumulate=2)
     assert read(loader) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10]]]
 
 
@@ -235,7 +235,7 @@ def test_a_stream_is_read_in_its_own_order(workers):
     steps_before=st.integers(0, 3),
 )
 @settings(max_examples=100)
-def test_each_rank_keeps_every_wth_sample_of_each_global_batch_of_a_stream(
+def test_each_rank_keeps_every_wth_sample_of_each_global_batch_of_an_iterable_dataset(
     num_samples, batch_size, world_size, limit, steps_before
 ):
     most = num_samples if limit is None else min(num_samples, limit * batch_size)
@@ -244,7 +244,7 @@ def test_each_rank_keeps_every_wth_sample_of_each_global_batch_of_a_stream(
         return
     batches = [list(range(s, min(s + batch_size, most))) for s in range(position, most, batch_size)]
     for rank in range(world_size):
-        loader = feed_of(stream_data(num_samples, batch_size), rank=rank, world_size=world_size, limit=limit)
+        loader = loader_of(iterable_data(num_samples, batch_size), rank=rank, world_size=world_size, limit=limit)
         step_batches = list(loader.step_batches(0, position))
         assert [flat([[numbers(m) for m in w.micro_batches]]) for w in step_batches] == [
             b[rank::world_size] for b in batches
@@ -253,28 +253,28 @@ def test_each_rank_keeps_every_wth_sample_of_each_global_batch_of_a_stream(
         assert [step_batch.ends_epoch for step_batch in step_batches] == [False] * (len(batches) - 1) + [True]
 
 
-def test_the_end_of_an_epoch_is_known_before_its_last_window_is_trained_on():
-    data = stream_data(8, 4)
-    step_batches = feed_of(data).step_batches(0, 0)
+def test_the_end_of_an_epoch_is_known_before_its_last_step():
+    data = iterable_data(8, 4)
+    step_batches = loader_of(data).step_batches(0, 0)
     assert not next(step_batches).ends_epoch
     assert next(step_batches).ends_epoch
 
 
 def test_a_limit_reads_no_sample_beyond_it():
-    data = stream_data(100, 4)
-    assert len(list(feed_of(data, limit=3).step_batches(0, 0))) == 3
+    data = iterable_data(100, 4)
+    assert len(list(loader_of(data, limit=3).step_batches(0, 0))) == 3
     assert data.dataset("train").read == 12
 
 
-def test_drop_last_leaves_out_the_short_end_of_a_stream():
-    step_batches = list(feed_of(stream_data(10, 4, drop_last=True)).step_batches(0, 0))
+def test_drop_last_drops_the_short_last_batch_of_an_iterable_dataset():
+    step_batches = list(loader_of(iterable_data(10, 4, drop_last=True)).step_batches(0, 0))
     assert [step_batch.num_samples for step_batch in step_batches] == [4, 4]
     assert [step_batch.ends_epoch for step_batch in step_batches] == [False, True]
 
 
-def test_an_empty_stream_is_an_error_that_names_it():
+def test_an_empty_iterable_dataset_is_refused_by_name():
     with pytest.raises(UserError, match="train IterableDataset gave no sample"):
-        next(feed_of(stream_data(0, 4)).step_batches(0, 0))
+        next(loader_of(iterable_data(0, 4)).step_batches(0, 0))
 
 
 class Positioned(IterableDataset):
@@ -302,8 +302,8 @@ class Positioned(IterableDataset):
 
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_a_dataset_that_keeps_its_position_is_given_it_back(epoch, steps):
-    loader = feed_of(Data(train=Positioned(24), batch_size=4))
+def test_the_saved_position_of_a_dataset_is_restored(epoch, steps):
+    loader = loader_of(Data(train=Positioned(24), batch_size=4))
     for earlier in range(epoch):
         read(loader, earlier)
     step_batches = loader.step_batches(epoch, 0)
@@ -312,25 +312,25 @@ def test_a_dataset_that_keeps_its_position_is_given_it_back(epoch, steps):
     saved = loader.state_dict(4 * steps)
 
     dataset = Positioned(24)
-    again = feed_of(Data(train=dataset, batch_size=4))
+    again = loader_of(Data(train=dataset, batch_size=4))
     again.load_state_dict(saved)
     assert flat(read(again, epoch, 4 * steps)) == list(range(4 * steps, 24))
     assert dataset.read == 24 - 4 * steps
 
 
-def test_a_position_is_used_only_for_the_epoch_that_it_was_saved_in():
-    loader = feed_of(Data(train=Positioned(12), batch_size=4))
+def test_a_saved_position_is_used_only_in_its_epoch():
+    loader = loader_of(Data(train=Positioned(12), batch_size=4))
     step_batches = loader.step_batches(0, 0)
     next(step_batches)
     saved = loader.state_dict(4)
-    again = feed_of(Data(train=Positioned(12), batch_size=4))
+    again = loader_of(Data(train=Positioned(12), batch_size=4))
     again.load_state_dict(saved)
     assert flat(read(again, 0, 4)) == list(range(4, 12))
     assert flat(read(again, 1)) == list(range(12))
 
 
 class Shuffled(Positioned):
-    """Draws from a generator of its own, whose state goes on from one epoch to the next."""
+    """Draws from a separate generator, whose state continues from one epoch to the next."""
 
     def __init__(self, num_samples):
         super().__init__(num_samples)
@@ -357,28 +357,28 @@ class Shuffled(Positioned):
 
 
 @pytest.mark.parametrize("position", [0, 4])
-def test_a_stream_goes_on_from_the_end_of_an_epoch_as_from_its_middle(position):
-    loader = feed_of(Data(train=Shuffled(8), batch_size=4))
+def test_an_iterable_dataset_continues_from_the_end_of_an_epoch_as_from_its_middle(position):
+    loader = loader_of(Data(train=Shuffled(8), batch_size=4))
     whole = [flat(read(loader, epoch)) for epoch in range(2)]
 
-    loader = feed_of(Data(train=Shuffled(8), batch_size=4))
+    loader = loader_of(Data(train=Shuffled(8), batch_size=4))
     step_batches = loader.step_batches(0, 0)
     for _ in range(2 if position == 0 else 1):
         next(step_batches)
     saved = loader.state_dict(position)
-    again = feed_of(Data(train=Shuffled(8), batch_size=4))
+    again = loader_of(Data(train=Shuffled(8), batch_size=4))
     again.load_state_dict(saved)
     if position:
         assert flat(read(again, 0, position)) == whole[0][position:]
     assert flat(read(again, 1)) == whole[1] != whole[0]
 
 
-def test_a_dataset_that_is_at_its_end_begins_anew():
-    loader = feed_of(Data(train=Positioned(8), batch_size=4))
+def test_a_dataset_saved_at_its_end_starts_again():
+    loader = loader_of(Data(train=Positioned(8), batch_size=4))
     read(loader, 0)
     saved = loader.state_dict(0)
     assert saved["dataset"] == {"position": 8}
-    again = feed_of(Data(train=Positioned(8), batch_size=4))
+    again = loader_of(Data(train=Positioned(8), batch_size=4))
     again.load_state_dict(saved)
     assert flat(read(again, 1)) == list(range(8))
 
@@ -388,7 +388,7 @@ class Drawing(IterableDataset):
         return iter([torch.stack([torch.rand(()), torch.tensor(random.random())]) for _ in range(4)])
 
 
-def test_a_worker_draws_other_numbers_in_other_epochs_and_for_other_seeds_and_the_same_again():
+def test_random_numbers_of_a_worker_depend_on_the_seed_and_the_epoch_only():
     def drawn(epoch, position=0, seed=0):
         loader = open_loader(
             Data(train=Drawing(), batch_size=2, num_workers=1).stage_data("train"), FakeRank(), seed=seed
@@ -409,9 +409,9 @@ class StatefulDrawing(Shuffled):
         return (torch.stack([sample, torch.rand(()), torch.tensor(random.random())]) for sample in super().__iter__())
 
 
-def test_a_stream_goes_on_in_its_worker_from_where_it_was(caplog):
+def test_an_iterable_dataset_continues_in_its_worker_at_the_saved_position(caplog):
     def loader():
-        return feed_of(Data(train=StatefulDrawing(10), batch_size=4, num_workers=1))
+        return loader_of(Data(train=StatefulDrawing(10), batch_size=4, num_workers=1))
 
     whole = [torch.cat([micro.batch for micro in micro_batches_of(loader(), epoch, 0)]) for epoch in range(2)]
     stopped, again = loader(), loader()
@@ -432,34 +432,34 @@ def micro_batches_of(loader, epoch, position):
     return [micro for step_batch in loader.step_batches(epoch, position) for micro in step_batch.micro_batches]
 
 
-def test_a_stream_without_a_position_is_read_up_to_it(caplog):
-    data = stream_data(12, 4)
-    assert flat(read(feed_of(data), 0, 8)) == [8, 9, 10, 11]
+def test_an_iterable_dataset_without_a_saved_position_is_read_again_and_skipped(caplog):
+    data = iterable_data(12, 4)
+    assert flat(read(loader_of(data), 0, 8)) == [8, 9, 10, 11]
     assert data.dataset("train").read == 12
     assert "has no state_dict and load_state_dict" in caplog.text
 
 
-def test_a_stream_is_told_the_epoch_and_overfitting_always_the_first():
+def test_set_epoch_gets_the_epoch_and_always_0_when_overfitting():
     dataset = Positioned(8)
     data = Data(train=dataset, batch_size=4)
     for epoch in range(2):
-        read(feed_of(data), epoch)
-        read(feed_of(data, repeat_first=True, limit=1), epoch)
+        read(loader_of(data), epoch)
+        read(loader_of(data, repeat_first=True, limit=1), epoch)
     assert dataset.epochs == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
     ("num_samples", "limit", "length", "steps"), [(10, None, 10, 3), (10, 2, 8, 2), (10, 9, 10, 3)]
 )
-def test_a_stream_with_a_length_tells_how_long_an_epoch_is(num_samples, limit, length, steps):
+def test_the_length_of_an_iterable_dataset_is_that_of_an_epoch(num_samples, limit, length, steps):
     class Sized(NumberStream):
         def __len__(self):
             return self.num_samples
 
-    loader = feed_of(Data(train=Sized(num_samples), batch_size=4), limit=limit)
+    loader = loader_of(Data(train=Sized(num_samples), batch_size=4), limit=limit)
     assert (loader.epoch_length, loader.num_steps) == (length, steps)
 
 
-def test_a_stream_without_a_length_is_as_long_as_its_limit_or_unknown():
-    assert feed_of(stream_data(10, 4)).num_steps is None
-    assert feed_of(stream_data(10, 4), limit=2).num_steps == 2
+def test_an_iterable_dataset_without_a_length_has_its_limit_or_no_known_length():
+    assert loader_of(iterable_data(10, 4)).num_steps is None
+    assert loader_of(iterable_data(10, 4), limit=2).num_steps == 2

@@ -1,8 +1,10 @@
-"""Workers that stay, several validation sets, and the time that is waited for data."""
+"""Persistent workers, several validation sets, and the time that a run waits for data."""
 
 from __future__ import annotations
 
 import os
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +14,20 @@ from trainkit.callbacks.ema import EMA
 
 from tests.tasks import FakeRank, Recorder, Regression, StopAt, assert_same_bits, regression_data
 from trainkit import Data
-from trainkit.data.open_loader import open_loader
+from trainkit.data.loader import open_loader
+from trainkit.errors import Stopped
+
+
+class Terminating(Dataset[Any]):
+    """Sends the run SIGTERM from the worker that reads the first sample, while others are starting."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+        return torch.zeros(4), torch.zeros(1)
 
 
 class Noisy(Dataset[Any]):
@@ -38,7 +53,7 @@ def read(data: Data, *epochs: tuple[int, int], abandon: int | None = None) -> li
         loader.close()
 
 
-def test_workers_stay_over_epochs_and_what_they_read_is_the_same() -> None:
+def test_persistent_workers_survive_epochs_and_read_the_same_samples() -> None:
     settings: dict[str, Any] = {"train": Noisy(), "batch_size": 2}
 
     kept = read(Data(**settings, num_workers=2), (0, 0), (1, 4))
@@ -52,7 +67,7 @@ def test_workers_stay_over_epochs_and_what_they_read_is_the_same() -> None:
         assert torch.equal(one[:, [0, 2]], other[:, [0, 2]])
 
 
-def test_an_epoch_that_was_left_in_its_middle_leaves_nothing_behind() -> None:
+def test_an_abandoned_epoch_does_not_change_the_next() -> None:
     """As at the end of a run by steps, or after an example was read."""
     settings: dict[str, Any] = {"train": Noisy(), "batch_size": 2, "num_workers": 2}
 
@@ -62,7 +77,7 @@ def test_an_epoch_that_was_left_in_its_middle_leaves_nothing_behind() -> None:
     assert torch.equal(after[:, [0, 2]], fresh[:, [0, 2]])
 
 
-def test_a_run_with_workers_that_stay_resumes_to_the_bit_and_leaves_no_process(
+def test_a_run_with_persistent_workers_resumes_to_the_bit_and_leaves_no_process(
     make_trainer: Any, tmp_path: Any
 ) -> None:
     import multiprocessing
@@ -107,16 +122,22 @@ class Slow(Dataset[Any]):
         return 64
 
     def __getitem__(self, index: int) -> Any:
-        import time
-
         time.sleep(self.seconds)
         return self.samples[index]
 
 
 @pytest.mark.parametrize("seconds", [0.004, 0.0])
-def test_a_run_that_waits_for_its_data_is_told_once_what_to_change(
+def test_a_run_that_waits_for_its_data_warns_once_with_what_to_change(
     make_trainer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float
 ) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    for clock in ("monotonic", "perf_counter"):  # which only `sleep` advances
+        monkeypatch.setattr(time, clock, lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr("trainkit.callbacks.speed_monitor.MIN_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr("trainkit.callbacks.speed_monitor.MAX_DATA_WAIT", 0.6)
     recorder = Recorder()
@@ -124,9 +145,7 @@ def test_a_run_that_waits_for_its_data_is_told_once_what_to_change(
 
     class Computes(Regression):
         def training_step(self, batch: Any) -> Any:
-            import time
-
-            time.sleep(0.002 if seconds else 0.03)  # where data are quick, much beside what a worker's queue takes
+            time.sleep(0.002)
             return super().training_step(batch)
 
     trainer.fit(Computes(), Data(train=Slow(seconds), batch_size=4))
@@ -134,9 +153,19 @@ def test_a_run_that_waits_for_its_data_is_told_once_what_to_change(
     waits = [row["train/data_wait_fraction"] for row in recorder.logged if "train/data_wait_fraction" in row]
     warnings = [r.getMessage() for r in caplog.records if "data is the bottleneck" in r.getMessage()]
     if seconds:
-        assert 0.6 < min(waits[1:]) <= max(waits) <= 1
+        assert waits == [pytest.approx(0.016 / 0.018)] * len(waits) and waits
         assert len(warnings) == 1
         assert "the training process reads them itself: set data.num_workers=2 or more" in warnings[0]
     else:
-        assert max(waits[1:]) < 0.6
+        assert set(waits) == {0.0}
         assert warnings == []
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_signal_while_workers_start_ends_the_run_before_its_second_step(make_trainer: Any) -> None:
+    recorder = Recorder()
+    data = Data(train=Terminating(), batch_size=2, shuffle=False, num_workers=8)
+    with pytest.raises(Stopped) as caught:
+        make_trainer(callbacks=[recorder]).fit(Regression(), data)
+    assert caught.value.exit_code == 143
+    assert recorder.steps_of("on_step_end") == [1]

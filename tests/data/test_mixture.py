@@ -1,4 +1,4 @@
-"""What an epoch of several datasets, of batches by length and of packed rows holds, on any number of ranks."""
+"""Epochs of several datasets, of batches grouped by length, and of packed rows, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from tests.tasks import FakeRank, Regression, StopAt, assert_same_bits, regression_data
 from trainkit import Data, TaskModule, UserError
-from trainkit.data.mixture import Mixture, MixtureOrder, Sequential, SequentialOrder
-from trainkit.data.open_loader import open_loader
-from trainkit.data.order import LengthGroupedOrder
+from trainkit.data.loader import open_loader
+from trainkit.data.mixture import Mixture, MixtureOrder, Sequential
+from trainkit.data.order import LengthGroupedOrder, Order
 from trainkit.data.packing import Packed, pack
-from trainkit.data.sampler import Order
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 epochs = st.integers(0, 5)
@@ -35,7 +34,7 @@ def orders(lengths: list[int], seed: int) -> list[Order]:
     counts = [(number + 1) * 7 % 11 + 1 for number in range(len(lengths))]
     return [
         MixtureOrder(lengths, counts, seed=seed, shuffle=True),
-        SequentialOrder(lengths, seed=seed, shuffle=True),
+        MixtureOrder(lengths, lengths, seed=seed, shuffle=True, in_sequence=True),
         LengthGroupedOrder([n * 13 % 17 for n in range(total)], batch_size=4, seed=seed, batches_per_group=3),
     ]
 
@@ -61,7 +60,10 @@ def test_a_sequence_and_groups_of_lengths_hold_each_sample_once(lengths: list[in
 def test_a_sequence_goes_through_its_datasets_in_turn(lengths: list[int], epoch: int, seed: int) -> None:
     number_of = [number for number, length in enumerate(lengths) for _ in range(length)]
 
-    assert [number_of[index] for index in whole(SequentialOrder(lengths, seed=seed, shuffle=True), epoch)] == number_of
+    assert [
+        number_of[index]
+        for index in whole(MixtureOrder(lengths, lengths, seed=seed, shuffle=True, in_sequence=True), epoch)
+    ] == number_of
 
 
 @given(lengths, seeds)
@@ -100,7 +102,7 @@ def test_a_mixture_mixes_and_two_epochs_differ() -> None:
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=90), epochs)
 def test_batches_of_a_group_are_of_equal_lengths(lengths: list[int], epoch: int) -> None:
-    """Within a group no two batches overlap in length, but for equal ones; a short batch is the last of all."""
+    """Within a group no two batches overlap in length, except in equal lengths; a short batch is the last of all."""
     order = LengthGroupedOrder(lengths, batch_size=4, seed=0, batches_per_group=5)
     for begin in range(0, len(lengths), 20):
         group = [lengths[index] for index in order.slice(epoch, begin, begin + 20).tolist()]
@@ -142,7 +144,7 @@ def test_a_run_over_several_datasets_resumes_to_the_bit(make_trainer: Any, tmp_p
     assert_same_bits(resumed, full)
 
 
-def test_samples_seeds_reach_the_datasets_that_ask_for_them() -> None:
+def test_sample_seeds_reach_datasets_with_get_sample() -> None:
     class Seeded(Dataset[Any]):
         def __len__(self) -> int:
             return 3
@@ -172,7 +174,7 @@ def test_samples_seeds_reach_the_datasets_that_ask_for_them() -> None:
         ),
     ],
 )
-def test_mistakes_are_told(make: Any, message: str) -> None:
+def test_mistakes_are_refused(make: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()
 
@@ -181,7 +183,7 @@ def test_mistakes_are_told(make: Any, message: str) -> None:
 
 
 @given(st.lists(st.integers(1, 20), max_size=60))
-def test_rows_hold_each_sequence_once_and_no_row_too_much(sizes: list[int]) -> None:
+def test_rows_hold_each_sequence_once_and_at_most_their_capacity(sizes: list[int]) -> None:
     rows = pack(sizes, 20)
 
     assert sorted(index for row in rows for index in row) == list(range(len(sizes)))
@@ -189,7 +191,7 @@ def test_rows_hold_each_sequence_once_and_no_row_too_much(sizes: list[int]) -> N
     assert len(rows) <= 2 * -(-sum(sizes) // 20) + 1
 
 
-def test_a_row_tells_where_each_sequence_begins() -> None:
+def test_a_row_has_the_positions_and_segments_of_its_sequences() -> None:
     sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6, 7, 8, 9, 10, 11, 12])]
     packed = Packed([(tokens, tokens * 10) for tokens in sequences], 6, padding=-1)
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from trainkit.data.data import check_sample_weights
 from trainkit.data.order import GlobalOrder, WeightedOrder, sample_seed
 
 HUGE = 2**40
@@ -68,7 +69,7 @@ def test_each_sample_comes_once_when_the_world_changes_at_any_step(
     seen: list[int] = []
     for step, start in enumerate(range(0, num_samples, batch_size)):
         world_size = worlds[step % len(worlds)]
-        # Every run begins with an order of its own: nothing but (seed, epoch, position) may matter.
+        # Every run begins with a new order: nothing but (seed, epoch, position) may matter.
         order = GlobalOrder(num_samples, seed=3, computed_above=0 if computed else num_samples)
         for rank in range(world_size):
             seen += order.slice(1, start + rank, min(start + batch_size, num_samples), world_size).tolist()
@@ -230,9 +231,9 @@ def test_huge_and_tiny_weights_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("weights", [[], [[1.0]], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf")]])
-def test_weights_that_say_nothing_are_refused(weights: list[float]) -> None:
+def test_unusable_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights must be"):
-        WeightedOrder(weights, 10, seed=0)
+        check_sample_weights(weights)
 
 
 def test_sample_seeds_are_the_same_in_every_release() -> None:

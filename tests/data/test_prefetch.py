@@ -1,4 +1,4 @@
-"""Copying the next window to the device while the present one is computed."""
+"""Step batches are copied to the device while the previous one is computed."""
 
 import pytest
 import torch
@@ -8,17 +8,17 @@ from trainkit.data.prefetch import prefetched
 from trainkit.tree import to_device
 
 
-def step_batches(num_windows):
-    for number in range(num_windows):
+def step_batches(num_steps):
+    for number in range(num_steps):
         made.append(number)
         batch = [torch.full((2,), float(number))]
-        yield StepBatch([MicroBatch(batch, 2), MicroBatch(batch, 2)], 4, 4, number == num_windows - 1)
+        yield StepBatch([MicroBatch(batch, 2), MicroBatch(batch, 2)], 4, 4, number == num_steps - 1)
 
 
 made = []
 
 
-def test_on_the_cpu_windows_are_moved_one_by_one_as_they_are_needed():
+def test_on_the_cpu_step_batches_are_moved_one_by_one_as_they_are_needed():
     made.clear()
     moved = prefetched(
         step_batches(3),
@@ -36,7 +36,7 @@ def test_on_the_cpu_windows_are_moved_one_by_one_as_they_are_needed():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a CUDA device")
 @pytest.mark.parametrize("pin_memory", [True, False])
-def test_on_cuda_every_window_comes_once_in_order_and_one_is_read_ahead(pin_memory):
+def test_on_cuda_every_step_batch_comes_once_in_order_and_one_is_read_ahead(pin_memory):
     made.clear()
     device = torch.device("cuda")
     moved = prefetched(step_batches(4), lambda batch: to_device(batch, device), device=device, pin_memory=pin_memory)

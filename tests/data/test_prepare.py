@@ -1,64 +1,53 @@
-"""A folder that several processes ask for at once is made once, and never taken away from one that has it."""
+"""A folder that several processes prepare at once is made once, and never replaced."""
 
-import subprocess
-import sys
+import fcntl
+import os
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from trainkit.data.prepare import prepare_folder
+from trainkit.distributed.launcher import run_processes
 
-_PROGRAM = """
-import fcntl, os, sys, time
-from pathlib import Path
-from trainkit.data.prepare import prepare_folder
 
-locks, folder = sys.argv[1] == "locks", Path(sys.argv[2])
-
-def refuse(*_):
+def refuse(*_: object) -> None:
     raise OSError("no locks here")
 
-def make(part):
-    with (folder.parent.parent / "made").open("a") as made:
-        made.write("x")
-    (part / "first").write_text("1")
-    time.sleep(0.3)
-    (part / "second").write_text(str(os.getpid()))
 
-if not locks:
-    fcntl.flock = refuse
-print("ready", flush=True)
-sys.stdin.readline()
-prepare_folder(folder, make=make)
-print(sorted(os.listdir(folder)), (folder / "second").read_text(), os.stat(folder).st_ino, flush=True)
-"""
+def prepare_with_others(locks: bool, folder: Path, number: int) -> tuple[list[str], str, int]:
+    """Prepare the folder once all four processes are here; return its files, who made it, and its inode."""
+    begun, made = folder.parents[1] / "begun", folder.parents[1] / "made"
+
+    def make(part: Path) -> None:
+        (made / str(number)).touch()
+        (part / "first").write_text("1")
+        while not locks and len(list(made.iterdir())) < 4:  # all of them make it at once
+            time.sleep(0.01)
+        (part / "second").write_text(str(os.getpid()))
+
+    if not locks:
+        fcntl.flock = refuse
+    (begun / str(number)).touch()
+    while len(list(begun.iterdir())) < 4:
+        time.sleep(0.01)
+    prepare_folder(folder, make=make)
+    return sorted(os.listdir(folder)), (folder / "second").read_text(), folder.stat().st_ino
 
 
-@pytest.mark.parametrize("locks", ["locks", "no locks"])
-def test_four_processes_at_once_have_the_same_complete_folder(locks: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("locks", [True, False])
+def test_four_processes_at_once_have_the_same_complete_folder(locks: bool, tmp_path: Path) -> None:
     folder = tmp_path / "data/made_once"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, locks, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(4)
-    ]
-    try:
-        assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
-        for process in processes:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        found = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert found[0].startswith("['first', 'second'] ")
-    assert set(found) == {found[0]}  # made by the same process, and never put in the place of another
-    assert len((tmp_path / "made").read_text()) == (1 if locks == "locks" else 4)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "made").mkdir()
+    calls = [partial(prepare_with_others, locks, folder, number) for number in range(4)]
+    outcomes = run_processes(calls, patience=0.0, timeout=120)
+    assert [outcome.failure for outcome in outcomes] == [None] * 4
+    found = [outcome.value for outcome in outcomes]
+    assert found[0][0] == ["first", "second"]
+    assert found == [found[0]] * 4  # made by the same process, and never put in the place of another
+    assert len(list((tmp_path / "made").iterdir())) == (1 if locks else 4)
     assert list(folder.parent.iterdir()) == [folder]
 
 

@@ -1,4 +1,4 @@
-"""From sample indices to a batch: quick ways give exactly what the slow one gives."""
+"""Readers: the fast ones give exactly the batches of the slow one."""
 
 import random
 
@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from tests.tasks import NumberStream
-from trainkit.data.readers import Request, SampleReader, TensorReader, WorkerPool, make_reader, request_seed
-from trainkit.data.stream_loader import WorkerIterator
+from trainkit.data.readers import (
+    Request,
+    WorkerIterator,
+    WorkerPool,
+    make_reader,
+    read_rows,
+    read_samples,
+    request_seed,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float16]
 
@@ -41,8 +48,8 @@ def test_rows_of_tensors_are_what_default_collate_makes_of_samples(num_samples, 
         dataset = Subset(dataset, subset)
         indices = [i % len(subset) for i in indices]
     reader = make_reader(dataset, default_collate)
-    assert isinstance(reader, TensorReader)
-    assert_same_batch(reader.read(torch.tensor(indices)), default_collate([dataset[i] for i in indices]))
+    assert reader.func is read_rows
+    assert_same_batch(reader(torch.tensor(indices), 0), default_collate([dataset[i] for i in indices]))
 
 
 def test_a_view_of_a_larger_tensor_is_read_row_by_row_too():
@@ -50,16 +57,16 @@ def test_a_view_of_a_larger_tensor_is_read_row_by_row_too():
     dataset = TensorDataset(base[:, ::2], base.t()[:6].t())
     indices = torch.tensor([9, 0, 3])
     expected = default_collate([dataset[int(i)] for i in indices])
-    assert_same_batch(make_reader(dataset, default_collate).read(indices), expected)
+    assert_same_batch(make_reader(dataset, default_collate)(indices, 0), expected)
 
 
 def test_a_batch_shares_no_memory_with_the_dataset():
     dataset = TensorDataset(torch.zeros(4))
-    make_reader(dataset, default_collate).read(torch.arange(4))[0].fill_(7)
+    make_reader(dataset, default_collate)(torch.arange(4), 0)[0].fill_(7)
     assert dataset.tensors[0].sum() == 0
 
 
-def test_a_subclass_is_asked_sample_by_sample():
+def test_a_subclass_is_read_sample_by_sample():
     class Doubled(TensorDataset):
         def __getitem__(self, index):
             return tuple(2 * tensor for tensor in super().__getitem__(index))
@@ -67,24 +74,24 @@ def test_a_subclass_is_asked_sample_by_sample():
     dataset = Doubled(torch.arange(5))
     for wrapped in (dataset, Subset(dataset, [4, 3, 2])):
         reader = make_reader(wrapped, default_collate)
-        assert isinstance(reader, SampleReader)
-        (batch,) = reader.read(torch.tensor([0, 2]))
+        assert reader.func is read_samples
+        (batch,) = reader(torch.tensor([0, 2]), 0)
         assert batch.tolist() == [int(wrapped[0][0]), int(wrapped[2][0])]
 
 
-def test_a_users_collate_sees_the_samples_themselves():
+def test_a_custom_collate_gets_the_samples_unchanged():
     def collate(samples):
         seen.extend(samples)
         return len(samples)
 
     seen = []
     dataset = TensorDataset(torch.arange(5), torch.arange(5) * 10)
-    assert make_reader(dataset, collate).read(torch.tensor([3, 1])) == 2
+    assert make_reader(dataset, collate)(torch.tensor([3, 1]), 0) == 2
     assert seen == [(3, 30), (1, 10)]
     assert all(isinstance(sample, tuple) for sample in seen)
 
 
-def test_getitems_is_asked_for_all_samples_at_once():
+def test_getitems_is_called_once_for_all_samples():
     class AtOnce(Dataset):
         def __init__(self):
             self.asked = []
@@ -97,7 +104,7 @@ def test_getitems_is_asked_for_all_samples_at_once():
             return [torch.tensor(float(index)) for index in indices]
 
     dataset = AtOnce()
-    assert make_reader(dataset, default_collate).read(torch.tensor([5, 2])).tolist() == [5.0, 2.0]
+    assert make_reader(dataset, default_collate)(torch.tensor([5, 2]), 0).tolist() == [5.0, 2.0]
     assert dataset.asked == [[5, 2]]
     assert all(type(index) is int for index in dataset.asked[0])
 
@@ -108,7 +115,7 @@ def test_indices_are_python_integers():
             assert type(index) is int
             return index
 
-    assert make_reader(Indexed(), default_collate).read(torch.tensor([5, 2])).tolist() == [5, 2]
+    assert make_reader(Indexed(), default_collate)(torch.tensor([5, 2]), 0).tolist() == [5, 2]
 
 
 # ---- Workers
@@ -127,7 +134,7 @@ def drawn(workers, positions):
     return [tuple(batch.flatten().tolist()) for batch in batches]
 
 
-def test_what_a_worker_draws_depends_on_the_samples_and_not_on_the_worker():
+def test_random_numbers_of_a_worker_depend_on_the_samples_and_not_on_the_worker():
     alone = drawn(1, range(6))
     assert drawn(2, range(6)) == alone
     assert drawn(1, range(3, 6)) == alone[3:]
@@ -142,7 +149,7 @@ def test_reading_in_workers_leaves_the_global_generators_alone():
     assert np.random.get_state()[1].tolist() == states[2]
 
 
-def test_an_error_in_a_worker_says_where_it_came_from():
+def test_an_error_in_a_worker_has_its_traceback():
     class Broken(Dataset):
         def __getitem__(self, index):
             raise KeyError("no such sample")
@@ -155,7 +162,7 @@ def test_an_error_in_a_worker_says_where_it_came_from():
         list(batches)
 
 
-def test_a_stream_is_read_in_order_by_a_worker():
+def test_an_iterable_dataset_is_read_in_order_by_a_worker():
     assert [int(number) for number in WorkerIterator(NumberStream(5), seed=0)] == list(range(5))
 
 

@@ -1,4 +1,4 @@
-"""Which samples of a global batch a rank takes."""
+"""The samples of a global batch that a rank takes."""
 
 import random
 
@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 
 from tests.tasks import Regression, regression_data
 from trainkit import UserError
-from trainkit.data.order import GlobalOrder
-from trainkit.data.sampler import SamplerOrder, ShardSampler
+from trainkit.data.order import GlobalOrder, SamplerOrder, ShardSampler, fingerprint
 from trainkit.rng import seed_everything
 
 
@@ -21,7 +20,7 @@ def samplers(num_samples, world_size, *, seed=0, shuffle=True):
     return [ShardSampler(range(num_samples), order, rank=rank, world_size=world_size) for rank in range(world_size)]
 
 
-def test_a_rank_takes_every_wth_sample_of_each_global_batch_as_drawn():
+def test_a_rank_takes_every_wth_sample_of_each_global_batch():
     first, second = samplers(10, 2, shuffle=False)
     starts = [(0, 4), (4, 8), (8, 10)]
     assert [first.shard(0, *batch).tolist() for batch in starts] == [[0, 2], [4, 6], [8]]
@@ -73,7 +72,7 @@ def test_iterated_over_an_epoch_ranks_give_each_sample_once(num_samples, world_s
     assert [len(sampler) for sampler in ranks] == [len(items) for items in lists]
 
 
-def test_a_users_sampler_draws_the_same_in_the_same_epoch_and_differently_in_another():
+def test_a_custom_sampler_draws_the_same_in_the_same_epoch_and_differently_in_another():
     def drawn(epoch, seed=0):
         torch.rand(7)  # the state of the global generator does not matter
         return SamplerOrder(RandomSampler(range(20)), seed=seed).slice(epoch, 0, 20).tolist()
@@ -83,7 +82,7 @@ def test_a_users_sampler_draws_the_same_in_the_same_epoch_and_differently_in_ano
     assert drawn(0) != drawn(0, seed=1)
 
 
-def test_drawing_from_a_users_sampler_leaves_the_global_generator_alone():
+def test_drawing_from_a_custom_sampler_leaves_the_global_generator_alone():
     state = torch.get_rng_state()
     SamplerOrder(RandomSampler(range(20)), seed=0).slice(0, 0, 20)
     assert torch.equal(torch.get_rng_state(), state)
@@ -110,7 +109,7 @@ class Drawing(Sampler):
 
 
 @pytest.mark.parametrize("library", ["random", "numpy"])
-def test_ranks_draw_alike_from_a_sampler_that_uses_python_or_numpy(library):
+def test_ranks_draw_the_same_from_a_sampler_that_uses_python_or_numpy(library):
     def drawn(rank, epoch=0):
         seed_everything(rank)  # as ranks are
         order = SamplerOrder(Drawing(library), seed=0).slice(epoch, 0, 20).tolist()
@@ -122,14 +121,14 @@ def test_ranks_draw_alike_from_a_sampler_that_uses_python_or_numpy(library):
     assert after == [random.random(), np.random.rand(), float(torch.rand(()))]  # what the run draws is untouched
 
 
-def test_ranks_that_would_draw_apart_are_refused_and_one_that_cannot_repeat_is_told():
+def test_a_sampler_that_differs_between_ranks_is_refused_and_one_that_cannot_repeat_warns():
     orders = [SamplerOrder(Drawing("own"), seed=0) for _ in range(2)]
     with pytest.raises(UserError, match="Drawing draws another order on each rank"):
-        orders[0].check([order.first_indices() for order in orders])
-    assert "cannot seed" in orders[0].check([orders[0].first_indices()])
+        orders[0].check([fingerprint(order) for order in orders])
+    assert "cannot seed" in orders[0].check([fingerprint(orders[0])])
     for library in ("random", "numpy"):
         order = SamplerOrder(Drawing(library), seed=0)
-        assert order.check([order.first_indices(), order.first_indices()]) is None
+        assert order.check([fingerprint(order), fingerprint(order)]) is None
 
 
 def test_a_run_warns_at_its_start_of_a_sampler_that_a_resume_changes(make_trainer, caplog):
@@ -138,7 +137,7 @@ def test_a_run_warns_at_its_start_of_a_sampler_that_a_resume_changes(make_traine
     assert "a resumed run would use another order" in caplog.text
 
 
-def test_a_users_sampler_is_told_the_epoch():
+def test_set_epoch_of_a_custom_sampler_is_called():
     class Epochs(Sampler):
         epoch = None
 
@@ -158,7 +157,7 @@ def test_a_users_sampler_is_told_the_epoch():
 
 
 @pytest.mark.parametrize("given", [10, 14])
-def test_a_users_sampler_that_gives_another_number_than_its_length_is_refused(given):
+def test_a_custom_sampler_that_gives_another_number_than_its_length_is_refused(given):
     class Wrong(Sampler):
         def __len__(self):
             return 12

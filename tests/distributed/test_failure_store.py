@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +28,12 @@ STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDPStrategy}
 
 
 class Hanging(TaskModule):
-    """Rank 1 hangs, in the third step or in the validation after it."""
+    """Rank 1 hangs, in the third step or in the validation after it, until the other has ended."""
 
-    def __init__(self, *, where: str) -> None:
+    def __init__(self, *, where: str, until: Path) -> None:
         super().__init__()
         self.net = nn.Linear(4, 1)
-        self.where, self.calls = where, 0
+        self.where, self.until, self.calls = where, until, 0
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         self.calls += 1
@@ -47,7 +48,8 @@ class Hanging(TaskModule):
 
     def hang(self) -> None:
         if dist.get_rank() == 1:
-            time.sleep(4)
+            while not self.until.exists():
+                time.sleep(0.02)
             os._exit(0)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -57,13 +59,15 @@ class Hanging(TaskModule):
 def fit_until_rank_1_hangs(strategy: str, where: str, folder: str) -> str:
     failure_store.POLL_SECONDS = 0.05
     # The limit of gloo itself is that of the group, which a strategy makes by itself where ranks are started.
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=2))
     data = Data(train=TensorDataset(torch.ones(12, 4)), validation=TensorDataset(torch.ones(4, 4)), batch_size=4)
-    made = STRATEGIES[strategy](device="cpu", timeout_seconds=1.0, process_group=group)
+    made = STRATEGIES[strategy](device="cpu", timeout_seconds=2.0, process_group=group)
     trainer = Trainer(made, max_duration="1epoch", callbacks=[], loggers=[], run_dir=folder)
+    ended = Path(folder) / "ended"
     try:
-        trainer.fit(Hanging(where=where), data)
+        trainer.fit(Hanging(where=where, until=ended), data)
     except RankError as error:
+        ended.touch()
         return str(error)
     return "no error"
 
@@ -83,8 +87,10 @@ def fit_until_rank_1_hangs(strategy: str, where: str, folder: str) -> str:
     ],
 )
 def test_a_timeout_reports_the_position_of_the_rank_that_hangs(strategy, where, waits, hangs, tmp_path):
-    message = rank_outcomes(fit_until_rank_1_hangs, 2, strategy, where, str(tmp_path), timeout=30)[0].value
-    assert message.startswith("rank 0 timed out after 1 s in ")
+    message = rank_outcomes(fit_until_rank_1_hangs, 2, strategy, where, str(tmp_path), timeout=120, patience=60)[
+        0
+    ].value
+    assert message.startswith("rank 0 timed out after 2 s in ")
     assert waits in message
     assert "rank 0: waits" in message
     assert f"rank 1: has not come; it is in {hangs}" in message, message

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 
-from trainkit import Data, TaskModule, Trainer
+from tests.tasks import Regression, regression_data
+from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.distributed.failure_store import RankError
-from trainkit.distributed.launcher import _describe, _raise_failure, launch_ranks
+from trainkit.distributed.launcher import (
+    _pickled_failure,
+    _raise_first_failure,
+    environment_of_caller,
+    launch_ranks,
+    run_processes,
+)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def stopped_while_starting():
@@ -33,56 +53,160 @@ def stopped_while_starting():
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=send, daemon=True).start()
-    launch_ranks(partial(time.sleep, 120), num_ranks=4, enter=id, log_dir=None)
+    launch_ranks(partial(time.sleep, 600), num_ranks=4, enter=id, log_dir=None)
 
 
 def test_a_signal_during_the_launch_ends_it_without_waiting():
     code = "from tests.distributed.test_launcher import stopped_while_starting; stopped_while_starting()"
-    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 143, ended.stderr
 
 
-BEGINNING = """
-import os, pickle, sys
-from functools import partial
-from pathlib import Path
-from trainkit.distributed.launcher import RankEnvironment, _run_rank
+class Broken(Dataset[Any]):
+    def __len__(self) -> int:
+        return 2
 
-folder = sys.argv[1]
-run = partial(Path(folder + ".ran").touch)
-Path(folder + ".up").touch()
-_run_rank(pickle.dumps((id, run)), RankEnvironment(0, 2, 0, os.getppid(), folder, None, 1, None))
+    def __getitem__(self, index: int) -> Any:
+        raise ValueError("a broken sample")
+
+
+def fail_in_a_worker() -> None:
+    subprocess.Popen(["sleep", "1000"])  # holds the output of the caller, as workers do
+    list(DataLoader(Broken(), num_workers=2))
+
+
+def launch_with_a_broken_worker() -> None:
+    launch_ranks(fail_in_a_worker, num_ranks=2, enter=id, log_dir=None)
+
+
+def test_a_failure_in_a_data_worker_leaves_no_process_and_its_traceback_is_the_last_output():
+    code = "from tests.distributed.test_launcher import launch_with_a_broken_worker as launch; launch()"
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.rstrip().endswith("ValueError: a broken sample")
+
+
+def start_method() -> str:
+    return multiprocessing.get_start_method()
+
+
+def test_a_rank_starts_processes_by_the_method_of_its_caller():
+    (outcome,) = run_processes([start_method], patience=0.0)
+    assert outcome.value == multiprocessing.get_start_method()
+
+
+def test_the_first_failure_of_any_rank_is_raised_and_not_its_consequences():
+    errors = (ValueError("second"), KeyError("first"), RankError("rank 1 is gone"))
+    outcomes = [
+        replace(pickle.loads(_pickled_failure(rank, error)), seconds=3.0 - rank) for rank, error in enumerate(errors)
+    ]
+    outcomes[1].seconds = 1.5
+
+    with pytest.raises(KeyError, match="first") as raised:
+        _raise_first_failure(outcomes, [], "rank {}".format)
+
+    assert "rank 1: KeyError: 'first'" in str(raised.value.__cause__)
+
+
+def seen_by_rank(name: str) -> tuple[str | None, str]:
+    print("printed by a rank")
+    os.system("echo printed by a program of a rank")
+    return os.environ.get(name), str(Path.cwd())
+
+
+@pytest.fixture
+def fork_server():
+    run_processes([int], patience=0.0)
+
+
+# The fork server is started before the output is captured, and has neither the variable nor the folder.
+def test_ranks_have_the_environment_the_folder_and_the_output_of_their_caller(
+    fork_server, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINKIT_LATE", "set after the fork server was started")
+
+    (outcome,) = run_processes([partial(seen_by_rank, "TRAINKIT_LATE")], patience=0.0)
+
+    assert outcome.value == ("set after the fork server was started", str(tmp_path))
+    out = capfd.readouterr().out
+    assert "printed by a rank" in out and "printed by a program of a rank" in out
+
+
+def register_at_exit(path: Path) -> None:
+    atexit.register(path.touch)
+
+
+class Keys(Callback):
+    """Writes the keys that another user of this machine sees in the ranks' store, and this process's environment."""
+
+    def on_step_end(self, run: Any) -> None:
+        run.strategy.comm.failure_store.note_waiting("a test")
+        run.strategy.comm.barrier()
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        keys = dist.TCPStore("127.0.0.1", store.port, is_master=False).list_keys()
+        seen = {"keys": keys, "environment": list(os.environ.values())}
+        (run.run_dir / f"seen_{run.strategy.comm.rank}.json").write_text(json.dumps(seen))
+
+
+def test_every_key_of_the_ranks_begins_with_a_token_that_is_not_in_their_environment(make_trainer, tmp_path):
+    trainer = make_trainer(DDPStrategy(device="cpu", devices=2), callbacks=[Keys()], run_dir=tmp_path)
+    trainer.fit(Regression(), Data(train=regression_data(4), batch_size=4))
+    for rank in (0, 1):
+        seen = json.loads((tmp_path / f"seen_{rank}.json").read_text())
+        [token] = {key.partition("/")[0] for key in seen["keys"]}
+        assert len(token) == 32 and not any(token in value for value in seen["environment"])
+        assert any("waiting" in key for key in seen["keys"]) and any("/cpu/" in key for key in seen["keys"])
+
+
+def test_token_is_another_one_for_each_launch_and_never_printed():
+    environment = environment_of_caller(None)
+    assert environment.store_token not in repr(environment)
+    assert environment.store_token != environment_of_caller(None).store_token
+
+
+def test_functions_registered_with_atexit_run_at_the_end_of_a_rank(tmp_path):
+    run_processes([partial(register_at_exit, tmp_path / "done")], patience=0.0)
+    assert (tmp_path / "done").exists()
+
+
+def test_a_value_larger_than_a_pipe_holds_comes_back():
+    (outcome,) = run_processes([partial(bytes, 1_000_000)], patience=0.0)
+    assert outcome.value == bytes(1_000_000)
+
+
+KILLED = """
+import os, sys, time
+from functools import partial
+from tests.distributed.test_launcher import write_pid
+from trainkit.distributed.launcher import run_processes
+
+if __name__ == "__main__":
+    run_processes([partial(write_pid, sys.argv[1])] * 2, patience=0.0)
 """
 
 
-def test_a_rank_begins_once_all_are_started_and_exits_if_the_launch_is_aborted(tmp_path):
-    folder, up, ran = (tmp_path / name for name in ("launch", "launch.up", "launch.ran"))
-    folder.mkdir()
-    rank = subprocess.Popen([sys.executable, "-c", BEGINNING, str(folder)])
+def write_pid(folder: str) -> None:
+    (Path(folder) / f"{os.getpid()}").touch()
+    time.sleep(600)
+
+
+def test_no_rank_outlives_a_caller_that_is_killed(tmp_path):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    caller = subprocess.Popen(
+        [sys.executable, str(script), str(pids)], env={**os.environ, "PYTHONPATH": str(Path.cwd())}
+    )
     try:
-        deadline = time.monotonic() + 60
-        while not up.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.3)
-        assert rank.poll() is None
-        folder.rmdir()
-        assert rank.wait(timeout=20) == 1
-        assert not ran.exists()
+        wait_until(lambda: len(list(pids.iterdir())) == 2)
     finally:
-        rank.kill()
-        rank.wait()
-
-
-def test_the_first_failure_of_any_rank_is_raised_and_not_its_consequences(tmp_path):
-    for rank, error in ((2, RankError("rank 1 is gone")), (1, KeyError("first")), (0, ValueError("second"))):
-        (tmp_path / f"failure_{rank}.pickle").write_bytes(_describe(rank, error))
-        time.sleep(0.01)
-    names = {rank: f"rank {rank}" for rank in range(3)}
-
-    with pytest.raises(KeyError, match="first") as raised:
-        _raise_failure(tmp_path, names, dict.fromkeys(names, 1), [])
-
-    assert "rank 1: KeyError: 'first'" in str(raised.value.__cause__)
+        caller.kill()
+        caller.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()))
 
 
 class Hanging(TaskModule):
@@ -110,10 +234,8 @@ def test_a_rank_that_hangs_is_named_with_its_line_and_all_ranks_end(tmp_path):
     strategy = DDPStrategy(devices=2, device="cpu", timeout_seconds=5.0)
     trainer = Trainer(strategy, max_duration="10step", callbacks=[], loggers=[], run_dir=tmp_path / "run")
     data = Data(train=TensorDataset(torch.randn(64, 4)), batch_size=4)
-    start = time.monotonic()
     with pytest.raises(RankError) as raised:
         trainer.fit(Hanging(tmp_path), data)
-    assert time.monotonic() - start < 60
     message = str(raised.value)
     assert "rank 0 timed out after 5 s in backward of step 2, bucket 0 of 1. Position of each rank:" in message
     assert "rank 1: has not come; it is in step 2, Hanging.training_step, " in message

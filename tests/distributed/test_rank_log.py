@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 from trainkit.strategies.ddp import DDPStrategy
 
-from trainkit.distributed.rank_log import LogPage
+from trainkit.distributed.rank_log import LogPage, keep_log
 from trainkit.optim.precision import Precision
 from trainkit.testing import run_ranks
 
@@ -121,7 +123,18 @@ page.write("a traceback\\n")
 @pytest.mark.parametrize(("rank", "shown"), [(0, ("printed\n", "an error\n")), (2, ("", ""))])
 def test_rank_0_prints_and_logs_and_the_others_only_log(tmp_path, rank, shown):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert (done.stdout, done.stderr) == shown
     log = (tmp_path / "run" / f"rank_{rank}.log").read_text().splitlines()
     assert sorted(log) == ["a traceback", "an error", "printed"]
+
+
+def log_with_umask(folder: Path, rank: int) -> int:
+    os.umask(0o002)
+    keep_log(folder, rank=rank).write("a line\n")
+    return stat.S_IMODE((folder / f"rank_{rank}.log").stat().st_mode)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_log_of_a_rank_has_the_mode_of_the_umask(tmp_path, rank):
+    assert run_ranks(log_with_umask, 1, tmp_path, rank) == [0o664]

@@ -114,7 +114,7 @@ def test_an_error_of_the_task_is_raised_by_the_caller_and_is_in_the_logs_of_rank
 
 def test_a_signal_to_the_caller_stops_all_ranks_with_a_checkpoint(head, tmp_path):
     def send() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(list(tmp_path.glob("starts_*.txt"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -53,7 +53,7 @@ def test_a_language_model_trains_from_its_configuration_on_a_dataset_of_the_data
     assert result.metrics["validation/loss"] < 3.3  # ln 32 = 3.47 before
 
 
-def test_tokens_count_equally_however_they_fall_into_micro_batches(tmp_path):
+def test_tokens_count_equally_for_any_split_into_micro_batches(tmp_path):
     no_dropout = {**GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     weights = []
     for accumulate in (1, 3):
@@ -71,7 +71,7 @@ def test_the_weight_of_a_language_model_is_the_number_of_tokens_it_predicts():
     assert int(output["weight"]) == 7 + 4
 
 
-def test_a_micro_batch_without_a_token_to_learn_from_counts_for_nothing(tmp_path):
+def test_a_micro_batch_without_labelled_tokens_has_no_weight(tmp_path):
     """The models' own loss is then the mean over nothing, which is NaN."""
     no_dropout = {**GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     rows = [sentences()[index] for index in range(4)]
@@ -110,7 +110,7 @@ def test_biases_and_norms_do_not_decay():
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
     ],
 )
-def test_the_learning_rate_rises_and_then_follows_its_schedule(schedule, expected):
+def test_the_learning_rate_warms_up_and_then_follows_its_schedule(schedule, expected):
     curve = LearningRateCurve(schedule, warmup=1 / 3, total_steps=6)
     assert [curve(step) for step in range(6)] == pytest.approx(expected, abs=1e-4)
 
@@ -126,7 +126,7 @@ def test_the_learning_rate_rises_and_then_follows_its_schedule(schedule, expecte
         ({"auto_class": "AutoModelForImageClassification"}, "does not make"),
     ],
 )
-def test_a_model_that_cannot_be_made_is_refused_with_what_to_type(settings, message, monkeypatch):
+def test_a_model_that_cannot_be_built_is_rejected_with_a_hint(settings, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=message):
         task(**settings)

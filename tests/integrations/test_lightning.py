@@ -111,13 +111,13 @@ def test_an_unmodified_module_has_the_weights_and_metrics_that_lightning_gives_i
     assert result.metrics["validation/epoch_acc"] == pytest.approx(metrics["val_epoch_acc"], abs=1e-6)
 
 
-def test_hooks_at_epochs_are_called_and_know_where_the_run_is(tmp_path):
+def test_epoch_hooks_see_the_current_epoch_and_step(tmp_path):
     task = LightningTask(module())
     fit(task, data_of(task.module), tmp_path=tmp_path)
     assert task.module.epochs_seen == [(0, 0), (1, 4)]
 
 
-def test_a_module_that_asks_how_many_steps_there_will_be_is_told(tmp_path):
+def test_a_module_can_read_the_number_of_steps_of_the_run(tmp_path):
     class Asks(Classifier):
         def configure_optimizers(self):
             self.asked = self.trainer.estimated_stepping_batches
@@ -148,21 +148,21 @@ def test_hooks_that_are_not_called_are_named():
         LightningTask(Hooked())
 
 
-def test_manual_optimization_is_refused():
+def test_manual_optimization_is_rejected():
     manual = module()
     manual.automatic_optimization = False
     with pytest.raises(UserError, match="configure_phases"):
         LightningTask(manual)
 
 
-def test_what_the_trainer_does_not_offer_is_said_with_what_it_does():
+def test_an_unknown_trainer_attribute_is_rejected_with_the_known_ones():
     task = LightningTask(module())
     with pytest.raises(UserError, match="estimated_stepping_batches"):
         task.module.trainer.strategy.reduce(1)
     assert not hasattr(TrainerProxy(), "datamodule")
 
 
-def test_a_step_without_a_loss_is_refused():
+def test_a_step_without_a_loss_is_rejected():
     class Silent(Classifier):
         def training_step(self, batch, batch_idx):
             return None
@@ -202,7 +202,7 @@ def test_every_form_of_configure_optimizers_is_read():
     }
 
 
-def test_a_monitored_metric_keeps_its_meaning():
+def test_a_monitored_metric_becomes_a_validation_metric():
     optimizer = optimizer_of(nn.Linear(1, 1))
     config = {
         "optimizer": optimizer,
@@ -212,7 +212,7 @@ def test_a_monitored_metric_keeps_its_meaning():
     assert (schedule.every, schedule.metric) == ("metric", "validation/loss")
 
 
-def test_several_optimizers_are_refused_with_what_to_use():
+def test_several_optimizers_are_rejected_with_the_alternative():
     model = nn.Linear(1, 1)
     with pytest.raises(UserError, match="configure_phases"):
         read_optimizers([optimizer_of(model), optimizer_of(model)], of="Net")
@@ -221,7 +221,7 @@ def test_several_optimizers_are_refused_with_what_to_use():
 # ---- What is logged at the end of epochs
 
 
-def test_values_at_the_end_of_an_epoch_are_means_over_its_samples_and_metrics_begin_anew(tmp_path):
+def test_values_at_the_end_of_an_epoch_are_means_over_its_samples_and_metrics_are_reset(tmp_path):
     class Collecting(Classifier):
         def on_train_epoch_start(self):
             super().on_train_epoch_start()
@@ -246,7 +246,7 @@ def test_values_at_the_end_of_an_epoch_are_means_over_its_samples_and_metrics_be
     assert metrics["validation/object"] == pytest.approx(metrics["validation/epoch_acc"], abs=1e-6)
 
 
-def test_a_value_that_is_logged_where_nothing_takes_it_is_named(tmp_path):
+def test_a_value_logged_outside_of_steps_and_epoch_ends_is_named(tmp_path):
     class Early(Classifier):
         def on_fit_start(self):
             self.log("early", 1.0)
@@ -330,7 +330,7 @@ def test_a_data_module_that_is_only_validated_is_set_up_for_that_alone(tmp_path)
     assert source.calls == ["prepare", "validate"]
 
 
-def test_several_training_loaders_are_refused_with_what_to_use(tmp_path):
+def test_several_training_loaders_are_rejected_with_the_alternative(tmp_path):
     class Several(Prepared):
         def train_dataloader(self):
             return [super().train_dataloader()] * 2

@@ -29,7 +29,7 @@ def test_a_metric_that_comes_later_adds_a_column_and_leaves_cells_empty(tmp_path
     ]
 
 
-def test_resuming_cuts_what_was_written_beyond_the_step_and_keeps_the_columns(tmp_path: Path) -> None:
+def test_resuming_removes_what_was_written_beyond_the_step_and_keeps_the_columns(tmp_path: Path) -> None:
     logger = CsvLogger()
     logger.open(tmp_path, step=0)
     for step in (10, 20, 30):
@@ -48,7 +48,7 @@ def test_resuming_cuts_what_was_written_beyond_the_step_and_keeps_the_columns(tm
     ]
 
 
-def test_a_row_that_a_kill_has_torn_is_dropped(tmp_path: Path) -> None:
+def test_a_row_that_a_kill_left_incomplete_is_dropped(tmp_path: Path) -> None:
     logger = CsvLogger()
     logger.open(tmp_path, step=0)
     logger.write({"train/loss": 0.5}, step=1)

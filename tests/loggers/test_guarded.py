@@ -110,7 +110,7 @@ def test_a_run_trains_to_its_end_though_a_logger_cannot_be_opened(
     assert [step for step, _ in sound.rows] == [2, 4]
 
 
-def test_what_asks_python_to_end_is_not_kept_back(tmp_path: Path) -> None:
+def test_an_exception_that_ends_python_is_not_caught(tmp_path: Path) -> None:
     class Interrupted(Failing):
         def write(self, metrics: Mapping[str, float], *, step: int) -> None:
             raise KeyboardInterrupt
@@ -133,9 +133,10 @@ def test_a_slow_logger_is_named_once(
     assert text.startswith("Failing took 0 s to write, and training waited; log less often")
 
 
-def test_long_texts_are_cut_before_a_logger_sees_them(tmp_path: Path) -> None:
+def test_long_texts_are_truncated_before_a_logger_gets_them(tmp_path: Path) -> None:
     inner = Failing()
     guarded = SafeLogger(inner)
+    guarded.open(tmp_path, step=0)
 
     guarded.write_text("samples", "a" * (LONGEST_TEXT + 1), step=0)
     guarded.write_text("samples", "short", step=0)

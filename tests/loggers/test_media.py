@@ -47,6 +47,6 @@ def test_an_image_of_any_usual_shape_becomes_a_png_that_others_read(shape: tuple
     assert torch.allclose(picture.permute(2, 0, 1).float() / 255, values.expand(3, 4, 5), atol=1 / 255)
 
 
-def test_what_is_no_image_is_refused_with_its_shape() -> None:
+def test_a_tensor_that_is_not_an_image_is_refused_with_its_shape() -> None:
     with pytest.raises(UserError, match=r"got \(2, 4, 5\)"):
         to_uint8_image(torch.zeros(2, 4, 5))

@@ -33,7 +33,7 @@ _PROGRAM = """
 
 @pytest.mark.slow
 def test_all_loggers_at_once_keep_the_same_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, as W&B starts a service."""
+    """In a separate process, since W&B starts a service."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))

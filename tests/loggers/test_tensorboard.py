@@ -99,7 +99,7 @@ def test_a_killed_process_loses_nothing(tmp_path: Path, read: Read) -> None:
         "logger.write({'train/loss': 0.5}, step=7)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=60, env=dict(os.environ))
+    killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=120, env=dict(os.environ))
 
     assert killed.returncode == -signal.SIGKILL
     assert curve(read(tmp_path), "train/loss") == [(7, 0.5)]

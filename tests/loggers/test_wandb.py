@@ -19,7 +19,7 @@ _BLOCK = 32768
 
 
 def blocks(content: bytes) -> Iterator[bytes]:
-    """The records of a log file: cut into blocks, each piece with a header of seven bytes."""
+    """Return the records of a log file: split into blocks, each part with a header of seven bytes."""
     position, parts = 7, []
     while position + 7 <= len(content):
         if _BLOCK - position % _BLOCK < 7:
@@ -55,7 +55,7 @@ def history(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], set[str
 
 
 def test_curves_settings_and_media_are_in_one_run_also_after_a_resume(tmp_path: Path) -> None:
-    """In a process of its own: the package starts a service and looks at signals and at how Python ends."""
+    """In a separate process: the package starts a service, and handles signals and the exit of Python."""
     program = textwrap.dedent(f"""
         import pathlib, torch
         from trainkit.loggers.media import histogram_of

@@ -4,6 +4,12 @@ import logging
 
 import pytest
 import torch
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.dp.strategy import DataParallelStrategy
+from trainkit.strategies.fusion import FusionStrategy
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
+from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import MemoryLogger, Recorder, Regression, SaveAtEnd, StopAt, regression_data
 from trainkit import Callback, Data, UserError
@@ -77,7 +83,7 @@ def test_callbacks_are_called_in_the_order_in_which_they_were_given(make_trainer
     assert called == ["b", "a", "b", "a"]
 
 
-def test_what_a_callback_adds_to_the_metrics_is_written(make_trainer):
+def test_metrics_that_a_callback_adds_are_written(make_trainer):
     class Adds(Callback):
         def on_log(self, run, metrics):
             metrics["mine/step"] = float(run.state.step)
@@ -190,7 +196,7 @@ def test_after_an_error_in_a_callback_everything_is_closed(make_trainer, moment)
     assert logger.closed == 1
 
 
-def test_an_error_in_validation_leaves_nothing_switched(make_trainer):
+def test_an_error_in_validation_ends_the_evaluation_and_keeps_gradients_enabled(make_trainer):
     class BrokenValidation(Regression):
         def validation_step(self, batch):
             raise KeyError("first")
@@ -230,14 +236,14 @@ def test_an_error_while_closing_is_raised_after_all_else_is_closed(make_trainer)
     assert logger.closed == 1
 
 
-def test_after_an_error_the_task_can_be_trained_again_as_if_nothing_had_been_left(make_trainer):
-    class BrokenMidWindow(Broken):
-        """Raises between the micro-batches of the first window."""
+def test_after_an_error_the_task_can_be_trained_again_with_the_same_result(make_trainer):
+    class BrokenMidStep(Broken):
+        """Raises between the micro-batches of the first step."""
 
     from trainkit.strategies.single import SingleStrategy
 
     strategy = SingleStrategy(device="cpu", accumulate=2)
-    task, expected = BrokenMidWindow(2), Regression()
+    task, expected = BrokenMidStep(2), Regression()
     with pytest.raises(KeyError):
         make_trainer(strategy).fit(task, data())
     for each in (task, expected):
@@ -281,3 +287,53 @@ def test_a_step_that_is_missing_is_named_with_what_to_define(make_trainer, step,
     expected = {"validation_step": "validation_step", "test_step": "validation_step", "predict_step": "forward"}[step]
     with pytest.raises((UserError, NotImplementedError), match=expected):
         getattr(make_trainer(), call)(Bare(), Data(**{stage: VALIDATION}, batch_size=4))
+
+
+class Grown(Callback):
+    """Adds a layer, or replaces a parameter, after the first step."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def on_step_end(self, run):
+        network = run.task.network[0]
+        if run.state.step != 1:
+            return
+        if self.how == "add":
+            network.extra = torch.nn.Linear(2, 2)
+        elif self.how == "freeze":
+            network.extra = torch.nn.Linear(2, 2).requires_grad_(False)
+        else:
+            network.weight = torch.nn.Parameter(network.weight.detach().clone())
+        if self.how == "optimize":
+            run.phase_optimizer.optimizer.add_param_group({"params": [network.weight]})
+
+
+GROWN = [
+    SingleStrategy(device="cpu"),
+    DataParallelStrategy(devices=["cpu", "cpu"]),
+    DDPStrategy(device="cpu", devices=2),
+    TorchDDPStrategy(device="cpu", devices=2),
+    FusionStrategy(device="cpu", devices=2),
+    PipelineStrategy(device="cpu", stages=2),
+]
+
+
+@pytest.mark.parametrize("strategy", GROWN, ids=lambda strategy: type(strategy).__name__)
+@pytest.mark.parametrize(("how", "name"), [("add", "network.0.extra.weight"), ("replace", "network.0.weight")])
+def test_a_trained_parameter_added_while_training_is_refused_by_name(make_trainer, strategy, how, name):
+    with pytest.raises(UserError, match=f"the parameter {name} was added or replaced while training"):
+        make_trainer(strategy, callbacks=[Grown(how)]).fit(Regression(), data())
+
+
+@pytest.mark.parametrize("how", ["freeze", "optimize"])
+def test_an_added_parameter_that_is_frozen_or_optimized_is_accepted_on_one_process(make_trainer, how):
+    assert make_trainer(callbacks=[Grown(how)], max_duration="3step").fit(Regression(), data()).steps == 3
+
+
+def test_no_registration_hook_remains_after_a_fit(make_trainer):
+    from torch.nn.modules import module
+
+    make_trainer(max_duration="2step").fit(Regression(), Data(train=regression_data(8), batch_size=4))
+    assert not module._global_parameter_registration_hooks
+    assert not module._global_module_registration_hooks

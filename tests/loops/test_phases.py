@@ -399,7 +399,7 @@ def parts_of(task):
 
 
 class Scales(Callback):
-    """Begins with a scale at which nothing overflows by itself, and looks at it after each step."""
+    """Starts with a scale at which nothing overflows, and records it after each step."""
 
     def __init__(self):
         self.seen = []

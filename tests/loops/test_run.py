@@ -1,11 +1,18 @@
 """One run on one rank: what callbacks may do with it."""
 
+import os
+import sys
+from typing import Any
+
 import pytest
 import torch
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.ddp import DDPStrategy
 
 from tests.tasks import MemoryLogger, Recorder, Regression, StopAt, regression_data
-from trainkit import Callback, Data, UserError
+from trainkit import Callback, Data, Trainer, UserError
 from trainkit.checkpoint.store import CheckpointStore
+from trainkit.testing import run_ranks
 
 DATA = Data(train=regression_data(12), validation=regression_data(4, seed=1), batch_size=4)
 
@@ -125,3 +132,34 @@ def test_every_logger_is_opened_gets_the_config_and_is_closed(make_trainer):
         assert logger.config == "lr: 0.1\n"
         assert logger.closed == 1
     assert loggers[0].rows == loggers[1].rows
+
+
+def written_by_rank(folder: str, async_save: bool) -> set[str]:
+    """Train, and return the names of what this rank creates, renames or removes in the folder."""
+    written: set[str] = set()
+
+    def record(event: str, arguments: tuple[Any, ...]) -> None:
+        changes = event in ("os.rename", "os.mkdir", "os.remove", "os.link")
+        if event == "open" and isinstance(arguments[2], int):
+            changes = bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        if changes and str(arguments[0]).startswith(folder):
+            written.add(os.path.relpath(str(arguments[0]), folder))
+
+    sys.addaudithook(record)
+    trainer = Trainer(
+        DDPStrategy(device="cpu"),
+        max_duration="2epoch",
+        callbacks=[Checkpoint(every="2step", monitor="validation/loss", async_save=async_save)],
+        loggers=["jsonl", "csv"],
+        run_dir=folder,
+    )
+    trainer.fit(Regression(), DATA)
+    return written
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_only_rank_0_writes_to_the_run_folder(tmp_path, async_save):
+    first, second = run_ranks(written_by_rank, 2, str(tmp_path / "run"), async_save)
+    assert {"summary.json", "metrics.jsonl", "checkpoints"} <= first
+    assert any(name.startswith("checkpoints/step_00000002") for name in first)
+    assert second <= {".", "rank_1.log", "failure.json"}, "its own log; the record of an earlier failure is removed"

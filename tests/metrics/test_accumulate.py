@@ -65,7 +65,7 @@ def test_the_loss_comes_first_and_only_those_count_that_have_the_name():
     assert next(iter(reduced)) == "loss"
 
 
-def test_numbers_and_tensors_of_any_type_count_alike():
+def test_numbers_and_tensors_of_any_type_count_equally():
     outputs = [
         output(1.0, 1, accuracy=0.5),
         output(1.0, 1, accuracy=torch.tensor(1.0, dtype=torch.bfloat16)),
@@ -102,7 +102,7 @@ def test_folding_changes_nothing(count):
     assert means.reduce(Collectives())["loss"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_reducing_starts_anew():
+def test_reducing_resets_the_means():
     means = means_of([output(math.nan)])
     means.reduce(Collectives())
     assert means.reduce(Collectives()) == {}
@@ -125,13 +125,13 @@ def test_infinities_that_cancel_are_found():
     assert means_of([output(1.0)], [output(math.inf)], [output(-math.inf)]).first_nonfinite_step() == 2
 
 
-def test_a_metric_that_is_not_finite_is_no_bad_loss():
+def test_a_metric_that_is_not_finite_does_not_count_as_a_loss():
     means = means_of([output(1.0, 1, ratio=math.nan)])
     assert means.first_nonfinite_step() is None
     assert math.isnan(means.reduce(Collectives())["ratio"])
 
 
-def test_a_weight_of_zero_counts_nothing_and_all_zero_is_no_number():
+def test_a_weight_of_zero_does_not_count_and_a_sum_of_zero_gives_nan():
     assert means_of([output(1.0, 0), output(3.0, 2)]).reduce(Collectives()) == {"loss": 3.0}
     assert math.isnan(means_of([output(1.0, 0)]).reduce(Collectives())["loss"])
 

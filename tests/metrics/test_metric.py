@@ -1,4 +1,4 @@
-"""Metric objects: states over a pass, whatever the batches, and what is said of wrong ones."""
+"""Metric objects: states over a pass, for any batches, and errors for wrong ones."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from trainkit.distributed.collectives import Collectives
 from trainkit.metrics.accumulate import MetricAccumulator
 from trainkit.metrics.metric import Metric
 from trainkit.metrics.step_output import MetricUpdate, StepOutput
-from trainkit.metrics.sync import MetricShard, compute_synced, is_metric, local_states
+from trainkit.metrics.sync import MetricShard, compute_synced, is_metric, metrics_in, states_on_host
 
 
 class Count(Metric):
@@ -40,10 +40,10 @@ def counted(*batches):
     metric = Count()
     for batch in batches:
         metric.update(torch.tensor(batch))
-    return MetricShard(local_states(metric), sum(map(len, batches)))
+    return MetricShard(states_on_host(metrics_in(metric)), sum(map(len, batches)))
 
 
-def test_states_of_ranks_are_brought_together_by_their_reductions():
+def test_states_of_ranks_are_merged_by_their_reductions():
     parts = [counted([0, 3], [6]), counted([1, 4], [7]), counted([2], [5])]
     together = compute_synced(Count(), parts)
     assert together["rows"] == list(range(8))  # in the order of the dataset
@@ -71,11 +71,11 @@ def test_a_sum_of_small_floats_is_rounded_once():
     for number in [1.0] + [2.0**-25] * 8:
         metric = Sum()
         metric.update(torch.tensor(number))
-        parts.append(MetricShard(local_states(metric), 1))
+        parts.append(MetricShard(states_on_host(metrics_in(metric)), 1))
     assert float(compute_synced(Sum(), parts)) == 1.0 + 2.0**-22
 
 
-def test_states_of_torchmetrics_without_a_reduction_are_put_side_by_side():
+def test_states_of_torchmetrics_without_a_reduction_are_stacked():
     torchmetrics = pytest.importorskip("torchmetrics")
     numbers = torch.randn(2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -84,12 +84,12 @@ def test_states_of_torchmetrics_without_a_reduction_are_put_side_by_side():
         metric.update(*numbers[:, part])
         return metric
 
-    parts = [MetricShard(local_states(measured(slice(start, start + 4))), 4) for start in (0, 4, 8)]
+    parts = [MetricShard(states_on_host(metrics_in(measured(slice(start, start + 4)))), 4) for start in (0, 4, 8)]
     together = compute_synced(measured(slice(0, 1)), parts)
     assert float(together) == pytest.approx(float(measured(slice(0, 12)).compute()), rel=1e-12)
 
 
-def test_reset_begins_anew_and_states_are_no_part_of_the_state_dict():
+def test_reset_restores_the_defaults_and_states_are_not_in_the_state_dict():
     metric = Count()
     metric.update(torch.tensor([5]))
     assert metric.state_dict() == {}
@@ -134,7 +134,7 @@ def test_a_wrong_state_is_refused(settings, message):
         Count().add_state(*settings)
 
 
-def test_what_looks_like_a_metric_is_told_from_what_does_not():
+def test_only_modules_with_metric_states_are_metrics():
     assert is_metric(Count())
     assert not is_metric(Regression())
     assert not is_metric(Count)
@@ -168,7 +168,7 @@ def numbered(num_samples):
     return torch.utils.data.TensorDataset(*regression_data(num_samples).tensors, torch.arange(num_samples))
 
 
-def test_training_counts_between_log_points_whatever_is_evaluated_between(make_trainer):
+def test_training_counts_between_log_points_without_the_evaluations_between_them(make_trainer):
     class Both(Counting):
         def training_step(self, batch):
             self.count.update(batch[2])
@@ -182,13 +182,13 @@ def test_training_counts_between_log_points_whatever_is_evaluated_between(make_t
     assert [metrics["validation/count"] for _, _, metrics in recorder.evaluations] == [10.0] * 3
 
 
-def test_a_result_that_is_no_number_is_refused_with_its_shape(make_trainer):
+def test_a_result_that_is_not_a_number_is_refused_with_its_shape(make_trainer):
     with pytest.raises(UserError, match=r"'count' computed a tensor of shape \(2, 2\)"):
         make_trainer().validate(Counting(Matrix), Data(validation=numbered(5), batch_size=4))
 
 
 @pytest.mark.parametrize("name", ["loss", "weight"])
-def test_a_metric_object_is_no_loss_and_no_weight(make_trainer, name):
+def test_a_metric_object_cannot_be_the_loss_or_the_weight(make_trainer, name):
     class Wrong(Counting):
         def validation_step(self, batch):
             return {"loss": batch[0].sum(), name: self.count}
@@ -200,12 +200,14 @@ def test_a_metric_object_is_no_loss_and_no_weight(make_trainer, name):
 def test_of_processes_that_share_samples_one_counts():
     """Stages of a pipeline have one rank; where each evaluates the whole, their states are the same."""
 
+    part = counted([1, 2, 3])
+
     class Stages(Collectives):
         def all_gather_object(self, value):
-            return [{}, value]
+            if isinstance(value, dict):
+                return [{}, value]
+            return [(0, {}), (0, {"count": [part]}), (0, {"count": [part]}), (1, {"count": [part]})]
 
-    part = counted([1, 2, 3])
     objects = MetricAccumulator()
     objects.add(StepOutput(None, 1.0, objects=[MetricUpdate("count", Scalar(), 3)]))
-    gathered = [(0, {}), (0, {"count": [part]}), (0, {"count": [part]}), (1, {"count": [part]})]
-    assert objects.compute(gathered, Stages(process=1)) == {"count": 12.0}
+    assert objects.reduce(Stages(process=1)) == {"count": 12.0}

@@ -1,4 +1,4 @@
-"""What a task's step may return, and how what it may not is refused."""
+"""Return values of a task's step, and the errors for unusable ones."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_an_evaluation_needs_no_loss():
         ({"loss": leaf().sum(), "weight": leaf(3)}, r"'weight' with shape \(3,\)"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_with_what_to_return(returned, message):
+def test_an_unusable_output_is_refused_with_what_to_return(returned, message):
     with pytest.raises(UserError, match=message):
         training(returned)
 

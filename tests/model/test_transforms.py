@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 
 from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
-from trainkit import Callback, Data, UserError
+from trainkit import Callback, Data, UserError, registry
 from trainkit.model.transforms import ModelTransforms, matches
 from trainkit.optim.optimizer import split_weight_decay_groups
 from trainkit.testing import assert_strategies_equal
@@ -53,7 +53,7 @@ def data() -> Data:
     return Data(train=regression_data(32), batch_size=8)
 
 
-def test_what_is_frozen_stays_to_the_bit_and_may_be_trained_again_afterwards(make_trainer: Any) -> None:
+def test_frozen_parameters_stay_bit_equal_and_can_be_trained_afterwards(make_trainer: Any) -> None:
     task = Blocks(adamw)
     before = weights(task)
 
@@ -183,7 +183,7 @@ def test_mistakes_are_rejected_with_the_valid_names(make_trainer: Any, settings:
         make_trainer(**settings).fit(Blocks(adamw), data())
 
 
-def test_a_pattern_fits_names_of_parameters_and_of_the_modules_that_they_lie_in() -> None:
+def test_a_pattern_matches_names_of_parameters_and_of_modules_that_contain_them() -> None:
     assert matches("encoder.layers.0.weight", "encoder")
     assert matches("encoder.layers.0.weight", "encoder.layers.?")
     assert matches("encoder.layers.0.weight", "*.weight")
@@ -204,6 +204,85 @@ def test_batch_norms_are_synchronised_on_several_cuda_devices_only() -> None:
     assert converted(1, "cpu") is nn.BatchNorm1d
     with pytest.raises(UserError, match="sync_batch_norm=true works on CUDA devices only"):
         converted(2, "cpu")
+
+
+class Normed(Regression):
+    """Two blocks with batch norms before the layer of `Regression`."""
+
+    def __init__(self) -> None:
+        super().__init__(adamw)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+            self.neck = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.neck(self.body(inputs)))
+
+
+STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def moved_statistics(task: Normed, before: dict[str, Tensor]) -> set[str]:
+    """Return the names of the batch norms whose statistics changed."""
+    names = [name for name in before if name.rpartition(".")[2] in STATISTICS]
+    after = task.state_dict()
+    return {name.rpartition(".")[0] for name in names if not torch.equal(after[name], before[name])}
+
+
+@pytest.mark.parametrize(
+    ("freeze", "moved"),
+    [
+        ([], ["body.1", "neck.1"]),
+        (["body"], ["neck.1"]),
+        (["body.*", "neck"], []),
+        (["body.1.weight", "body.1.bias"], ["neck.1"]),
+        (["*.bias"], ["body.1", "neck.1"]),
+    ],
+    ids=str,
+)
+def test_frozen_batch_norms_keep_their_statistics_also_after_evaluations(
+    make_trainer: Any, freeze: list[str], moved: list[str]
+) -> None:
+    task = Normed()
+    before = weights(task)
+    validated = Data(train=regression_data(32), validation=regression_data(8), batch_size=8)
+
+    make_trainer(freeze=freeze, evaluate_every="1step", num_sanity_batches=1).fit(task, validated)
+
+    assert sorted(moved_statistics(task, before)) == moved
+    assert all(module.training for module in task.modules())
+    assert type(task.body[1]) is nn.BatchNorm1d
+
+
+def test_frozen_batch_norms_normalize_with_their_statistics(make_trainer: Any) -> None:
+    class Constants(Normed):
+        """Has the layer that a frozen batch norm with its first statistics is."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body[1].register_forward_hook(lambda norm, inputs, output: inputs[0] / (1 + norm.eps) ** 0.5)
+
+    frozen, expected = Normed(), Constants()
+    make_trainer(freeze=["body.1"]).fit(frozen, data())
+    make_trainer(freeze=["body.1"]).fit(expected, data())
+
+    torch.testing.assert_close(frozen.network[0].weight, expected.network[0].weight)
+    assert not torch.equal(frozen.network[0].weight, Normed().network[0].weight)
+
+
+@pytest.mark.parametrize("name", ["ddp", "dp", "pipeline"])
+def test_frozen_batch_norms_keep_their_statistics_under_other_strategies(make_trainer: Any, name: str) -> None:
+    settings = {"pipeline": {"stages": 2, "accumulate": 2}, "dp": {"devices": ["cpu", "cpu"]}}.get(name, {"devices": 2})
+    strategy = registry.make("strategy", name, settings if name == "dp" else {"device": "cpu", **settings})
+    task, alone = Normed(), Normed()
+    before = weights(task)
+
+    make_trainer(strategy, freeze=["body", "neck"]).fit(task, data())
+    make_trainer(freeze=["body", "neck"]).fit(alone, data())
+
+    assert moved_statistics(task, before) == set()
+    torch.testing.assert_close(task.network[0].weight, alone.network[0].weight)
 
 
 class WithoutDropout(Blocks):

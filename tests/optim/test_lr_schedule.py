@@ -1,4 +1,4 @@
-"""The rate that linear scaling gives is shown where the global batch is another than the one it was chosen for."""
+"""Linear scaling is shown if the global batch differs from the one that the learning rate was chosen for."""
 
 import re
 
@@ -21,7 +21,7 @@ def test_a_changed_rate_is_shown_beside_that_of_the_recipe():
     assert shown.startswith("0.1 as set;") and shown.endswith("makes 0.001")
 
 
-def test_nothing_is_said_of_the_usual_batch_or_without_one():
+def test_the_reference_batch_size_or_none_gives_no_comparison():
     assert linear_scaling(64, [0.1], ReferenceBatchSize(64, "recipe digits")) is None
     assert linear_scaling(64, [0.1], None) is None
 

@@ -18,10 +18,8 @@ class Rates(Callback):
         self.rates = []
 
     def on_fit_start(self, run):
-        phase_optimizer = run.phase_optimizer
-        phase_optimizer.optimizer.register_step_pre_hook(
-            lambda *args: self.rates.extend(phase_optimizer.learning_rates())
-        )
+        optimizer = run.phase_optimizer.optimizer
+        optimizer.register_step_pre_hook(lambda *_: self.rates.extend(group["lr"] for group in optimizer.param_groups))
 
 
 def sgd(task, lr=1.0):
@@ -165,7 +163,7 @@ def refused(make_trainer, configure, message, data=DATA, **settings):
         ),
     ],
 )
-def test_what_cannot_be_trained_with_is_refused_with_what_to_return(make_trainer, configure, message):
+def test_an_unusable_optimizer_is_refused_with_what_to_return(make_trainer, configure, message):
     refused(make_trainer, configure, message)
 
 
@@ -214,6 +212,13 @@ def test_a_metric_that_validation_does_not_give_is_refused_with_the_nearest(make
         on_metric("validation/los"),
         r"follows the metric 'validation/los', .* Did you mean 'validation/loss'\? There are: validation/absolute",
     )
+
+
+def test_a_metric_that_the_sanity_batches_do_not_give_is_refused_before_the_first_step(make_trainer):
+    recorder = Recorder()
+    with pytest.raises(UserError, match=r"follows the metric 'validation/los', .* Did you mean 'validation/loss'"):
+        make_trainer(callbacks=[recorder], num_sanity_batches=1).fit(Regression(on_metric("validation/los")), DATA)
+    assert recorder.steps_of("on_step_end") == []
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_the_logged_loss_of_fp16_is_the_unscaled_one(make_trainer):
     assert {logged["train/loss"] for logged in recorder.logged} == {2.0}
 
 
-def test_the_default_type_of_torch_is_left_alone(make_trainer):
+def test_the_default_dtype_of_torch_does_not_change(make_trainer):
     make_trainer(precision="fp64").fit(Regression(), DATA)
     assert torch.get_default_dtype() == torch.float32
     assert nn.Linear(1, 1).weight.dtype == torch.float32

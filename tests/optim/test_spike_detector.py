@@ -85,7 +85,7 @@ def test_two_ranks_skip_the_same_step(tmp_path):
     torch.testing.assert_close(weights(task), by_hand(skipped={SPIKE}), rtol=0, atol=1e-5)
 
 
-def test_a_resumed_run_knows_what_is_usual(tmp_path):
+def test_a_resumed_run_keeps_the_average(tmp_path):
     task = Line()
     fit(task, tmp_path, duration=f"{SPIKE - 1}step", callbacks=["checkpoint"])
     resumed = Line()
@@ -124,7 +124,7 @@ def test_a_factor_that_calls_usual_steps_spikes_is_refused(factor):
         Trainer(skip_grad_norm_factor=factor)
 
 
-def test_fp16_leaves_out_steps_by_itself(tmp_path):
+def test_skip_grad_norm_factor_is_refused_with_fp16(tmp_path):
     trainer = Trainer(precision="fp16-mixed", skip_grad_norm_factor=10, run_dir=tmp_path, callbacks=[], loggers=[])
     with pytest.raises(UserError, match="fp16-mixed"):
         trainer.fit(Line(), Data(train=TensorDataset(*samples()), batch_size=BATCH))

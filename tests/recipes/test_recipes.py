@@ -11,11 +11,11 @@ import yaml
 from trainkit.recipes.char_lm import CharLM, SourceFiles, source_texts
 from trainkit.recipes.digits import DigitsData, DigitsTask
 
-from tests.recipes.tiny import RECIPES, TINY, make_image_folder
+from tests.recipes.tiny import RECIPES, TINY
 from trainkit import Trainer, registry
 from trainkit.cli.compose import compose_config
 from trainkit.cli.main import main
-from trainkit.cli.signatures import signature_of
+from trainkit.cli.signatures import EXTRAS, signature_of
 from trainkit.errors import UserError
 
 
@@ -69,13 +69,32 @@ def test_an_unknown_size_is_rejected_and_full_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_tiny_recipe_runs_with_every_callback(recipe, tmp_path):
-    make_image_folder(tmp_path / "images")
     argv = [f"recipe={recipe}", *TINY[recipe], "trainer.max_duration=4step", "trainer.limit_validation_batches=1"]
     assert main(["fit", *argv, "run_dir=run"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 4
     losses = [value for name, value in summary["metrics"].items() if name.endswith("/loss")]
     assert losses and all(map(math.isfinite, losses))
+
+
+NEEDED = {
+    **dict.fromkeys(["digits", "digits_mlp", "contrastive", "gan", "tabular"], "recipes"),
+    "finetune": "huggingface",
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_without_extras_a_tiny_recipe_runs_or_names_the_extra_it_needs(recipe, monkeypatch, capsys):
+    for package in EXTRAS:  # as if it was not installed
+        for name in [package, *(loaded for loaded in sys.modules if loaded.startswith(f"{package}."))]:
+            monkeypatch.setitem(sys.modules, name, None)
+    argv = ["fit", f"recipe={recipe}", "size=tiny", "trainer.fast_dev_run=true", "callbacks=[]", "logger=[]"]
+    assert main(argv) == (2 if recipe in NEEDED else 0)
+    hint = f"pip install 'trainkit-torch[{NEEDED.get(recipe)}]'"
+    assert (hint in capsys.readouterr().err) is (recipe in NEEDED)
+    assert main(["recipes"]) == 0
+    (entry,) = (text for text in capsys.readouterr().out.split("\n\n") if text.split("=")[-1].strip() == recipe)
+    assert (hint in entry) is (recipe in NEEDED)
 
 
 @pytest.mark.slow
@@ -98,7 +117,7 @@ def test_the_split_of_digits_is_disjoint_and_fixed():
 
 def test_digits_without_scikit_learn_name_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'trainkit\[recipes\]'"):
+    with pytest.raises(UserError, match=r"pip install 'trainkit-torch\[recipes\]'"):
         DigitsData().dataset("train")
 
 

@@ -8,7 +8,6 @@ from trainkit import registry
 
 RECIPES = registry.names("recipe")
 TINY = {recipe: ["size=tiny"] for recipe in RECIPES}
-TINY["image_classification"] += ["data.folder=images", "task.classes=2"]
 
 
 def make_image_folder(folder: Path) -> None:

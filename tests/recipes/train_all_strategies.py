@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from tests.recipes.tiny import TINY, make_image_folder
+from tests.recipes.tiny import TINY
 from trainkit.cli.compose import compose_config
 from trainkit.cli.run_commands import assemble
-from trainkit.data.prepare import prepare_folder
 
 STRATEGIES = {
     "single": ["strategy=single", "strategy.device=cpu"],
@@ -48,7 +47,6 @@ def main() -> None:
     logging.disable(logging.INFO)
     rank = int(os.environ["RANK"])
     os.chdir(sys.argv[1])  # of all ranks, which make the tokens of some recipes there
-    prepare_folder(Path("images"), make=make_image_folder)
     losses = {recipe: {name: train(recipe, name) for name in ONLY.get(recipe, DEFAULT)} for recipe in TINY}
     if rank == 0:
         print("LOSSES", json.dumps(losses))

@@ -13,7 +13,8 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from tests.tasks import Regression, assert_same_bits, regression_data
 from trainkit import Callback, Data, Trainer
 from trainkit.checkpoint.async_writer import AsyncWriter
-from trainkit.checkpoint.store import CheckpointEntry, CheckpointError, CheckpointStore
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
+from trainkit.errors import CheckpointError
 
 
 class Weights(Callback):
@@ -64,13 +65,13 @@ def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> No
 
 
 def wait_for(event: threading.Event) -> None:
-    assert event.wait(20), "training did not go on while the checkpoint was written"
+    assert event.wait(120), "training did not go on while the checkpoint was written"
 
 
 def wait_for_writer() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("checkpoint-"):
-            thread.join(30)
+            thread.join(120)
 
 
 @pytest.mark.parametrize("kept", [1, 3, None])

@@ -62,9 +62,7 @@ def on_two_ranks() -> tuple[int, list[int], dict[str, int], str, int]:
     trainer = Trainer(
         DDPStrategy(device="cpu"), max_duration="1.5s", log_every="0.4s", callbacks=[calls], loggers=[], run_dir="run"
     )
-    began = time.monotonic()
     result = trainer.fit(Regression(), Data(train=regression_data(8), batch_size=4))
-    assert time.monotonic() - began < 30
     assert dist.get_world_size() == 2
     return result.steps, calls.logged, calls.during, result.exit_reason, steps_until_stopped()
 

@@ -10,7 +10,7 @@ from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Data, TaskModule, Trainer
-from trainkit.data.open_loader import open_loader
+from trainkit.data.loader import open_loader
 from trainkit.testing import run_ranks
 
 SIZES = range(1, 14)
@@ -70,12 +70,12 @@ def test_ranks_measure_and_predict_what_one_device_does(num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("kind", ["samples", "stream", "ready-made"])
+@pytest.mark.parametrize("kind", ["samples", "stream", "pre-batched"])
 def test_rank_r_evaluates_every_wth_sample_from_the_rth_on_whatever_sizes_batches_have(kind, num_ranks):
-    sizes = [5, 5, 4] if kind != "ready-made" else [5, 1, 4, 4]
+    sizes = [5, 5, 4] if kind != "pre-batched" else [5, 1, 4, 4]
     numbers = torch.arange(sum(sizes))
-    whole = {"samples": TensorDataset(numbers), "stream": Numbers(), "ready-made": numbers.split(sizes)}[kind]
-    data = Data(validation=whole, batch_size=None if kind == "ready-made" else 5)
+    whole = {"samples": TensorDataset(numbers), "stream": Numbers(), "pre-batched": numbers.split(sizes)}[kind]
+    data = Data(validation=whole, batch_size=None if kind == "pre-batched" else 5)
     for rank in range(num_ranks):
         strategy = SingleStrategy(device="cpu")
         strategy.comm.rank, strategy.comm.world_size = rank, num_ranks

@@ -1,15 +1,37 @@
-"""A run on a disk that is full for a while."""
+"""Runs that the system refuses a disk or open files."""
 
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
+from re import search
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, TaskModule, Trainer
+from trainkit.checkpoint.serialization import Labels
+from trainkit.checkpoint.sharded_save import ShardedWriter, save_sharded
+from trainkit.checkpoint.sharded_state import TensorShard
 from trainkit.checkpoint.store import CheckpointStore
+from trainkit.errors import CheckpointError, UserError
+
+
+class Wide(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 100_000)
+
+    def training_step(self, batch: Any) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_training_continues_while_the_disk_is_full_and_saves_when_there_is_room(small_disk: Path) -> None:
@@ -22,18 +44,67 @@ def test_training_continues_while_the_disk_is_full_and_saves_when_there_is_room(
             elif run.state.step == 5:
                 filler.unlink()
 
-    class Wide(TaskModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(1, 100_000)
-
-        def training_step(self, batch: Any) -> Any:
-            return self.net(batch[0]).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     callbacks = [Cleaner(), Checkpoint(every="2step", save_last_k=None, retry_every="1step")]
     trainer = Trainer(callbacks=callbacks, loggers=[], run_dir=small_disk, report=False)
     trainer.fit(Wide(), Data(train=TensorDataset(torch.ones(8, 1)), batch_size=1))
     assert [entry.step for entry in CheckpointStore(small_disk / "checkpoints").entries()] == [5, 6, 8]
+
+
+def test_full_disk_of_a_shard_names_what_is_needed_and_free(small_disk: Path) -> None:
+    comm = SingleStrategy(device="cpu").comm
+    shard = TensorShard("weight", torch.ones(3 * 2**20), 0, 3 * 2**20)
+    store = CheckpointStore(small_disk / "checkpoints")
+    labels: Labels = {"name": "step_1", "step": 1, "epoch": 0}
+    message = (
+        rf"process 0 could not write its shard: {store.folder}: No space left on device\. "
+        r"It needs about 12,582,912 bytes, [\d,]+ are free there\. Make room .* Earlier checkpoints are intact"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        save_sharded(store, {}, [shard], comm=comm, **labels)
+    writer = ShardedWriter(store, comm)
+    writer.save({}, [shard], **labels)
+    with pytest.raises(CheckpointError, match=message):
+        writer.finish()
+    assert list(store.folder.iterdir()) == []
+
+
+class UseUpOpenFiles(Callback):
+    """Lets this process open no more files after a step, and fails then if it is to."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
+
+    def on_step_end(self, run: Any) -> None:
+        if run.state.step == 2:
+            with open(os.devnull) as file:
+                lowest = file.fileno()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            if self.fails:
+                raise RuntimeError("the cause")
+
+
+@pytest.fixture
+def _few_open_files() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        (False, [Checkpoint(every="3step", max_retries=0)], r"step_00000003' could not be saved .*Too many open files"),
+        (False, [], r"the run's summary could not be written to .*: Too many open files"),
+        (True, [], "the cause"),
+    ],
+    ids=["a checkpoint", "the summary", "the error of a run"],
+)
+@pytest.mark.usefixtures("_few_open_files")
+def test_open_files_that_are_used_up_are_named(
+    make_trainer: Any, caplog: pytest.LogCaptureFixture, first: bool, then: list[Callback], message: str
+) -> None:
+    trainer = make_trainer(callbacks=[UseUpOpenFiles(fails=first), *then])
+    with pytest.raises(RuntimeError if first else UserError, match=message) as caught:
+        trainer.fit(Wide(), Data(train=TensorDataset(torch.ones(8, 1)), batch_size=1))
+    advice = r"\(a process may have \d+\); type ulimit -n 65536 or lower data\.num_workers\."
+    assert search(advice, caplog.text if first else str(caught.value))

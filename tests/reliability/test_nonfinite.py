@@ -76,7 +76,7 @@ def of_one_rank_alone() -> list[str]:
     inputs[5] = float("inf")  # in step 2, on rank 1
     told = []
     for task in (Regression(), Summing()):
-        strategy = DDPStrategy(device="cpu", broadcast_buffers=False, timeout_seconds=20)
+        strategy = DDPStrategy(device="cpu", broadcast_buffers=False, timeout_seconds=120)
         callbacks = [Checkpoint(every="1step", save_last_k=None)]
         trainer = Trainer(strategy, log_every="5step", callbacks=callbacks, loggers=[], run_dir=type(task).__name__)
         with pytest.raises(NonFiniteLoss) as caught:

@@ -80,7 +80,7 @@ def test_a_restart_after_a_killed_rank_ends_with_the_weights_of_an_uninterrupted
         start_new_session=True,  # so that its ranks can be ended with it
     )
     try:
-        _, errors = process.communicate(timeout=100)
+        _, errors = process.communicate(timeout=120)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

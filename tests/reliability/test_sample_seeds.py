@@ -7,7 +7,7 @@ from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import FakeRank, Regression, StopAt, assert_close, assert_same_bits, regression_data
 from trainkit import Data
-from trainkit.data.open_loader import open_loader
+from trainkit.data.loader import open_loader
 from trainkit.data.order import sample_seed
 
 NUM_SAMPLES = 18

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import shutil
 import signal
 import threading
@@ -24,8 +25,9 @@ from trainkit import Callback, Data, Stopped, Strategy, TaskModule, Trainer, Use
 from trainkit.checkpoint import shard_files
 from trainkit.checkpoint import store as store_module
 from trainkit.checkpoint.shard_files import FileSystemWriter, ShardWriter
-from trainkit.checkpoint.store import CheckpointError, CheckpointStore, load_from
+from trainkit.checkpoint.store import CheckpointStore, load_from
 from trainkit.cli.export import export_weights
+from trainkit.errors import CheckpointError
 from trainkit.testing import rank_outcomes, run_ranks
 
 NAMES = ["step_00000004", "step_00000008"]
@@ -122,14 +124,14 @@ class Steps(Callback):
 def wait_for_threads() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("checkpoint-"):
-            thread.join(30)
+            thread.join(120)
 
 
 def save_in_background(folder: Path) -> None:
     write, continued = ShardWriter.write, threading.Event()
 
     def later(writer: ShardWriter) -> Any:
-        assert continued.wait(20), "training did not continue while the shards were written"
+        assert continued.wait(120), "training did not continue while the shards were written"
         return write(writer)
 
     def slowly(writer: ShardWriter) -> Any:
@@ -225,7 +227,8 @@ def test_retention_removes_the_shards_too(folder, errors):
 
 
 def test_a_rank_that_cannot_write_raises_on_every_rank_and_earlier_checkpoints_stay(folder, errors):
-    assert all("process 1 could not write its shard: OSError: [Errno 28] No space left" in error for error, _ in errors)
+    message = r"process 1 could not write its shard: \S+: No space left on device\. It needs about [\d,]+ bytes, "
+    assert all(re.search(message, error) for error, _ in errors), errors
     store = CheckpointStore(folder / "failed" / "checkpoints")
     assert store.load_last().entry.step == 4
     assert {path.name for path in store.folder.iterdir()} == {"manifest.json", f"{NAMES[0]}.pt", f"{NAMES[0]}.shards"}
@@ -285,7 +288,7 @@ def test_metadata_that_names_code_is_refused_and_never_run(tmp_path):
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError, match=r"names posix\.mkdir, which can run code"):
-        shard_files.load_shards({}, tmp_path)
+        shard_files.load_shards({}, tmp_path, [])
     assert not (tmp_path / "trap").exists()
 
 
@@ -317,7 +320,9 @@ def test_a_stopped_run_waits_for_the_shards_of_all_ranks(folder, errors):
 
 def test_a_rank_that_cannot_write_in_the_background_raises_on_every_rank_after_the_next_step(folder, errors):
     for _, error in errors:
-        assert error.startswith("9: process 1 could not write its shard: OSError: [Errno 28] No space left"), error
+        assert re.match(r"9: process 1 could not write its shard: \S+: No space left on device\. It needs", error), (
+            error
+        )
 
 
 def killed_while_saving(folder: Path, rank: int, at: str, background: bool) -> None:

@@ -1,4 +1,4 @@
-"""An HTML page as a test looks at it."""
+"""A parsed HTML page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        """What a reader sees, blanks as they come."""
+        """The visible text, with single blanks."""
         return re.sub(r"\s+", " ", " ".join(self.words))
 
     def attributes(self, tag: str) -> list[dict[str, str | None]]:

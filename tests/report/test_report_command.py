@@ -1,4 +1,4 @@
-"""`trainkit report` for one run, several runs and sweeps, and its answers to what is not there."""
+"""`trainkit report` for one run, several runs and sweeps, and its errors."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from tests.report.parsed import Page
 from trainkit.cli.main import main
-from trainkit.report.comparison import comparison_report
+from trainkit.report.comparison import comparison_report, short_names
 from trainkit.report.record import read_run
 
 
@@ -24,7 +24,7 @@ def two_runs(in_folder, finished_run, failed_run):
     return in_folder / "runs"
 
 
-def test_a_run_is_reported_again_from_its_folder_or_a_file_in_it(two_runs, capsys):
+def test_a_report_is_written_again_from_the_run_folder_or_a_path_in_it(two_runs, capsys):
     (two_runs / "first" / "report.html").unlink()
     for path in ("runs/first", "runs/first/checkpoints", "runs/first/metrics.jsonl"):
         assert main(["report", path]) == 0
@@ -45,7 +45,7 @@ def test_runs_are_compared(two_runs, capsys):
     assert os.path.exists("both.html")
 
 
-def test_a_comparison_marks_the_best_value_and_says_how_far_the_others_are_from_the_first_run(tmp_path):
+def test_a_comparison_marks_the_best_value_and_shows_differences_to_the_first_run(tmp_path):
     for name, loss, accuracy in (("first", 0.5, 0.9), ("second", 0.25, 0.45)):
         (tmp_path / name).mkdir()
         line = {"step": 1, "time": 0.0, "validation/loss": loss, "validation/accuracy": accuracy}
@@ -56,7 +56,34 @@ def test_a_comparison_marks_the_best_value_and_says_how_far_the_others_are_from_
     assert html.count("-50.0 %") == 2
 
 
-def test_a_sweep_has_a_table_and_a_line_for_each_job(in_folder, capsys):
+def test_compared_jobs_of_a_sweep_are_named_by_the_overrides_that_differ(tmp_path):
+    rates = {"0": "1e-3", "1": "3e-3", "2": "3e-3"}
+    jobs = [
+        {
+            "number": int(name),
+            "overrides": ["recipe=digits", f"task.lr={lr}", "task.width=8"],
+            "run_dir": f"sweep/{name}",
+        }
+        for name, lr in rates.items()
+    ]
+    objective = {"metric": "validation/loss", "mode": "min"}
+    (tmp_path / "sweep.json").write_text(json.dumps({"objective": objective, "jobs": jobs}))
+    for name in (*rates, "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("recipe: digits\n")
+
+    def names(*folders):
+        return short_names([read_run(tmp_path / folder) for folder in folders])
+
+    assert names("0", "1") == ["task.lr=1e-3", "task.lr=3e-3"]
+    assert names("1", "2") == ["1", "2"], "they have the same overrides"
+    assert names("0", "other") == ["0", "other"], "one is not a job"
+    assert "<title>Comparison: task.lr=1e-3, task.lr=3e-3" in comparison_report(
+        [read_run(tmp_path / name) for name in ("0", "1")]
+    )
+
+
+def test_a_sweep_has_a_table_of_its_jobs_the_best_first(in_folder, capsys):
     sweep = in_folder / "sweep"
     sweep.mkdir()
     jobs = [
@@ -78,8 +105,7 @@ def test_a_sweep_has_a_table_and_a_line_for_each_job(in_folder, capsys):
     assert "3 jobs, 1 failed, ordered by validation/accuracy, the largest first" in page.text
     assert page.text.index("<1> 0.8 0.2") < page.text.index("<0> 0.5 0.5 ") < page.text.index("failed: ValueError: no")
     assert "recipe" not in page.text and "<1>" in page.text
-    points = [attributes["points"] for attributes in page.attributes("polyline")]
-    assert points == ["0,0 5000,10000 10000,10000", "0,10000 5000,0 10000,0"]  # the best is drawn last
+    assert [attributes.get("class") for attributes in page.attributes("tr")] == [None, "best", None, None]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +120,7 @@ def test_a_sweep_has_a_table_and_a_line_for_each_job(in_folder, capsys):
         (["runs/first", "task.lr=1"], "report takes folders and out=FILE, not task.lr"),
     ],
 )
-def test_what_cannot_be_reported_is_explained(two_runs, capsys, typed, words):
+def test_wrong_arguments_are_explained(two_runs, capsys, typed, words):
     (two_runs.parent / "empty").mkdir()
     assert main(["report", *typed]) == 2
     assert words.format(two_runs.parent) in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a run's report says, and what it can never do: fetch anything, or run what a name holds."""
+"""The content of a run's report; it has no external resources and escapes names."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def test_a_finished_run_has_curves_checkpoints_settings_and_environment(finished
 
 
 def committed(folder):
-    """Return the commit of a new repository of one file, which was changed since."""
+    """Commit one file to a new repository, change it and return the commit."""
     git = ["git", "-C", str(folder), "-c", "user.name=A", "-c", "user.email=a@b.c"]
     (folder / "notes.txt").write_text("one")
     for words in (["init", "-q"], ["add", "notes.txt"], ["commit", "-q", "-m", "one"]):
@@ -47,8 +47,8 @@ def committed(folder):
     return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
-def test_a_run_of_a_recipe_marks_its_best_and_says_what_was_changed_in_settings_and_code(in_folder):
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_report_of_a_recipe_marks_the_best_checkpoint_and_shows_changed_settings_and_code(in_folder):
     commit = committed(in_folder)
     typed = ["task.width=8", "task.depth=1", "task.lr=0.3", "data.num_train=256"]
     typed += ["trainer.max_duration=4epoch"]
@@ -66,14 +66,14 @@ def test_a_run_of_a_recipe_marks_its_best_and_says_what_was_changed_in_settings_
     assert "task.weight_decay" not in page.text.split("Against the recipe")[1].split("all settings")[0]
 
 
-def test_training_and_validation_are_in_one_picture(finished_run):
+def test_training_and_validation_share_a_chart(finished_run):
     page = Page.of(finished_run / "report.html")
     pictures = [json.loads(script) for script in page.scripts if script.startswith("{")]
     names = [[series["name"] for series in picture["series"]] for picture in pictures]
     assert ["train", "validation"] in names
 
 
-def test_nothing_is_fetched(finished_run, failed_run, long_run):
+def test_a_report_has_no_external_resources(finished_run, failed_run, long_run):
     for folder in (finished_run, failed_run, long_run):
         page = Page.of(folder / "report.html")
         kinds = {tag for tag, _ in page.elements}
@@ -86,7 +86,7 @@ def test_nothing_is_fetched(finished_run, failed_run, long_run):
         assert policy[0].startswith("default-src 'none'")
 
 
-def test_hostile_names_are_texts(finished_run, failed_run):
+def test_markup_in_names_is_escaped(finished_run, failed_run):
     for folder in (finished_run, failed_run):
         page = Page.of(folder / "report.html")
         scripts = [script for script in page.scripts if not script.startswith("{")]
@@ -96,7 +96,7 @@ def test_hostile_names_are_texts(finished_run, failed_run):
     assert "the disk is full: <script>alert('x')</script>" in Page.of(failed_run / "report.html").text
 
 
-def test_a_failure_stands_on_top_with_rank_step_hook_and_traceback(failed_run):
+def test_a_failure_is_shown_first_with_rank_step_hook_and_traceback(failed_run):
     text = Page.of(failed_run / "report.html").text
     assert text.index("The run failed: RuntimeError") < text.index("Learning curves")
     html = (failed_run / "report.html").read_text()
@@ -106,21 +106,21 @@ def test_a_failure_stands_on_top_with_rank_step_hook_and_traceback(failed_run):
 
 
 def test_the_first_rank_to_fail_is_the_cause_unless_it_was_killed(tmp_path):
-    def leave(name, message, when, process):
+    def write(name, message, when, process):
         record = FailureRecord("RuntimeError", message, "", when, process, 7, 0, "backward")
         (tmp_path / name).write_text(json.dumps(asdict(record)))
 
-    leave("failure_rank_0.json", "rank 1 is gone", 2.0, 0)
-    leave("failure_rank_1.json", "no room", 1.0, 1)
-    for told in ("rank 1 is gone", "no room"):  # under torchrun by rank 0, else by the launcher
-        leave("failure.json", told, 3.0, None)
+    write("failure_rank_0.json", "rank 1 is gone", 2.0, 0)
+    write("failure_rank_1.json", "no room", 1.0, 1)
+    for message in ("rank 1 is gone", "no room"):  # under torchrun by rank 0, else by the launcher
+        write("failure.json", message, 3.0, None)
         assert "no room where rank 1, after step 7, backward" in Page.of(write_report(tmp_path)).text
     (tmp_path / "failure_rank_1.json").unlink()
-    leave("failure.json", "rank 1 was killed", 3.0, None)
+    write("failure.json", "rank 1 was killed", 3.0, None)
     assert "rank 1 was killed where the process that started the ranks" in Page.of(write_report(tmp_path)).text
 
 
-def test_a_value_that_is_no_number_is_marked(finished_run):
+def test_values_that_are_not_finite_are_marked(finished_run):
     page = Page.of(finished_run / "report.html")
     assert any("not-finite" in str(attributes.get("class")) for attributes in page.attributes("line"))
 
@@ -147,7 +147,7 @@ def test_a_timeline_is_drawn_to_scale_with_its_advice(tmp_path):
     assert "82.5 %" in page.text and "2.5 MiB" in page.text and "<b>: 500 ms, from 500 ms" in page.text
 
 
-def test_a_run_that_was_killed_says_so(tmp_path):
+def test_a_killed_run_is_reported_as_unfinished(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1.0}\n{"step": 2, "tra')
     text = Page.of(write_report(tmp_path)).text
     assert "unfinished no end was recorded: the run is still running, or was killed" in text
@@ -163,13 +163,13 @@ def test_a_report_that_cannot_be_written_does_not_end_training(make_trainer, mon
     assert "could not be written: OSError: no space left" in caplog.text
 
 
-def test_no_report_is_written_where_none_is_wanted(make_trainer):
+def test_no_report_is_written_if_disabled(make_trainer):
     trainer = make_trainer(max_duration="1step", report=False)
     trainer.fit(Regression(), Data(train=regression_data(8), batch_size=4))
     assert not (trainer.run_dir / "report.html").exists()
 
 
-def test_a_failure_of_an_earlier_part_of_a_run_is_forgotten(tmp_path):
+def test_a_resume_clears_the_recorded_failure(tmp_path):
     class Once(Callback):
         fails = True
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from trainkit.run_dir.console import Table, clock, number, plain, say
+from trainkit.run_dir.console import Table, clock, number, plain, printable, say
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,7 @@ from trainkit.run_dir.console import Table, clock, number, plain, say
     [
         (12345, "12,345"),
         (0.0123456, "0.01235"),
+        (0.10000000149011612, "0.1"),  # 0.1 as fp32
         (1.2e-5, "1.2e-05"),
         (12345.678, "12,345.7"),
         (1.0, "1"),
@@ -43,3 +44,11 @@ def test_a_reader_that_has_gone_does_not_end_the_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "stdout", Gone())
 
     say("still training")
+
+
+def test_control_characters_are_shown_as_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printable("a\x1b]0;title\x07b\rc\x9b31m\u202ed") == "a\\x1b]0;title\\x07b\\rc\\x9b31m\\u202ed"
+    assert printable("two\n\tlines, Fréchet 時 [bold]") == "two\n\tlines, Fréchet 時 [bold]"
+    say("\x1b]52;c;aGk=\x07")
+    assert capsys.readouterr().out == "\\x1b]52;c;aGk=\\x07\n"
+    assert "\x1b" not in plain(Table("\x1btitle", ["\x1bcolumn"], [["\x1bcell"]]))

@@ -102,7 +102,7 @@ def test_a_summary_is_that_of_the_latest_part_of_a_run(fit):
     assert json.loads((result.run_dir / "summary.json").read_text())["status"] == "failed"
 
 
-def test_a_finished_run_is_not_gone_on_with_unless_it_is_to_last_longer(fit):
+def test_a_finished_run_is_not_resumed_unless_it_is_to_last_longer(fit):
     assert fit()[1] == 0
     assert fit()[1] == 0
     assert len(runs()) == 2

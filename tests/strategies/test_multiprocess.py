@@ -16,7 +16,7 @@ from trainkit.strategies.multiprocess import BroadcastBuffers
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
-from trainkit import Data, TaskModule, Trainer
+from trainkit import Data, TaskModule, Trainer, UserError
 from trainkit.testing import run_ranks
 
 STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDPStrategy, "fusion": FusionStrategy}
@@ -71,6 +71,45 @@ def test_different_models_raise_an_error_that_names_the_first_difference(tmp_pat
         f"buffer 0 is mean (1,) on rank 0, but mean (2,) on rank 1{remedy}",
     ]
     assert run_ranks(errors, 2, str(tmp_path)) == [expected * len(WITH_PIPELINE)] * 2
+
+
+def refused_data(folder: str) -> list[str]:
+    rank, found = dist.get_rank(), []
+    dataset, shorter = inputs(), TensorDataset(inputs().tensors[0][: 40 - rank])
+    data = [
+        Data(train=shorter, batch_size=8),
+        Data(train=dataset, batch_size=8 + rank),
+        Data(train=dataset, batch_size=8, shuffle=rank == 0),
+        Data(train=dataset, validation=shorter, batch_size=8),
+        Data(train=dataset, validation=None if rank else dataset, batch_size=8),
+        Data(train=dataset, validation={"near": dataset, ("low", "high")[rank]: dataset}, batch_size=8),
+    ]
+    for name, make in WITH_PIPELINE.items():
+        for number, of_rank in enumerate(data):
+            trainer = Trainer(
+                make(device="cpu"), max_duration="5step", callbacks=[], loggers=[], run_dir=f"{folder}/{name}/{number}"
+            )
+            with pytest.raises(UserError) as raised:
+                trainer.fit(Tracking(), of_rank)
+            found.append(re.sub(r"\b[0-9a-f]{12}\b", "DIGEST", str(raised.value)))
+    with pytest.raises(UserError) as raised:
+        Trainer(DDPStrategy(device="cpu"), callbacks=[], loggers=[]).validate(Tracking(), data[3])
+    return [*found, str(raised.value)]
+
+
+def test_ranks_with_different_data_raise_an_error_that_names_the_first_difference(tmp_path):
+    expected = [
+        "the length of the train data is 40 on rank 0, but 39 on rank 1",
+        "the batch_size of the train data is 8 on rank 0, but 9 on rank 1",
+        "the order of the train data is DIGEST on rank 0, but DIGEST on rank 1",
+        "the length of the validation data is 40 on rank 0, but 39 on rank 1",
+        "the length of the validation data is 40 on rank 0, but missing on rank 1",
+        "the length of the validation/low data is 40 on rank 0, but missing on rank 1",
+    ]
+    first, second = run_ranks(refused_data, 2, str(tmp_path))
+    assert first == second
+    facts = [re.fullmatch(r"the ranks do not have the same data: (.*?)\. Pass the same .*", text)[1] for text in first]
+    assert facts == [*expected * len(WITH_PIPELINE), expected[3]]
 
 
 def buffers_after_training(folder: str) -> list[tuple[float, int]]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from types import MappingProxyType, TracebackType
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.files import BackgroundThread
-from trainkit.checkpoint.serialization import PayloadVisitor, storage_key
-from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
+from trainkit.checkpoint.files import start_thread
+from trainkit.checkpoint.serialization import Labels, PayloadVisitor, storage_key
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, OnSaved
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
@@ -27,47 +30,28 @@ class AsyncWriter:
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
         self._snapshot = CpuSnapshot()
-        self._thread: BackgroundThread[CheckpointEntry | None] | None = None
+        self._work: Future[CheckpointEntry | None] | None = None
 
-    def __enter__(self) -> AsyncWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def save(
-        self,
-        payload: dict[str, Any],
-        *,
-        name: str,
-        step: int,
-        epoch: int,
-        metrics: Mapping[str, float] = MappingProxyType({}),
-        reason: str = "interval",
-        then: Callable[[CheckpointEntry], object] | None = None,
-    ) -> None:
+    def save(self, payload: dict[str, Any], *, then: OnSaved | None = None, **labels: Unpack[Labels]) -> None:
         """Copy the payload and save the copy in the background; the caller may change its tensors at once.
 
-        Waits for an earlier save. `then` is called with the entry in the background thread, for example to prune; its
-        errors are the save's.
+        Waits for an earlier save. `then` is called in the background thread; its errors are the save's.
         """
         self.wait()
         copied = self._snapshot.take(payload)
-        saved = dict(metrics)
+        labels["metrics"] = dict(labels.get("metrics", {}))
 
         def write() -> CheckpointEntry:
             try:
-                entry = self._store.save(copied, name=name, step=step, epoch=epoch, metrics=saved, reason=reason)
+                entry = self._store.save(copied, **labels)
                 if then is not None:
                     then(entry)
             except BaseException as error:
-                logger.error("checkpoint '%s' was not saved: %s", name, error)
+                logger.error("checkpoint '%s' was not saved: %s", labels["name"], error)
                 raise
             return entry
 
-        self._thread = BackgroundThread(write, name=f"checkpoint-{name}")
+        self._work = start_thread(write, name=f"checkpoint-{labels['name']}")
 
     def prepare(self, payload: dict[str, Any]) -> None:
         """Allocate memory for payloads like this one, so that the first save is as quick as the others.
@@ -76,7 +60,7 @@ class AsyncWriter:
         first step, when the optimizer has its state.
         """
         self.wait()
-        self._thread = BackgroundThread(self._snapshot.reserve(payload), name="checkpoint-memory")
+        self._work = start_thread(self._snapshot.reserve(payload), name="checkpoint-memory")
 
     def check(self) -> None:
         """Raise the error of a save that failed; never waits."""
@@ -86,12 +70,12 @@ class AsyncWriter:
     @property
     def busy(self) -> bool:
         """True while the thread is working."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._work is not None and not self._work.done()
 
     def wait(self) -> CheckpointEntry | None:
         """Wait for the background thread; return the entry it has saved, if any, or raise its error."""
-        thread, self._thread = self._thread, None
-        return None if thread is None else thread.result()
+        work, self._work = self._work, None
+        return None if work is None else work.result()
 
     def close(self) -> None:
         """Wait for the background thread and free the memory."""
@@ -118,7 +102,7 @@ class CpuSnapshot:
                 buffers[place] = self._buffer(tensor, place)
             return tensor
 
-        PayloadVisitor(allocate).convert(payload, "")
+        PayloadVisitor(allocate).convert(payload)
         self._buffers = buffers
 
         def touch() -> None:
@@ -144,7 +128,7 @@ class CpuSnapshot:
                 used[place] = copies[key] = buffer
             return copies[key]
 
-        copied: dict[str, Any] = PayloadVisitor(copy).convert(payload, "")
+        copied: dict[str, Any] = PayloadVisitor(copy).convert(payload)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

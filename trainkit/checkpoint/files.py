@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
+import resource
+import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from io import BufferedWriter, FileIO, RawIOBase
 from pathlib import Path
 from threading import Condition, Thread
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
@@ -26,6 +29,7 @@ T = TypeVar("T")
 ALGORITHMS = ("sha256", "blake2b")
 PART = ".part"
 
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _BLOCK_BYTES = 1 << 20  # read and hashed at once
 _SLICE_BYTES = 4 << 20  # of a large tensor: the hashing thread starts before all of it is written
 _WAIT_SECONDS = 60.0
@@ -37,6 +41,50 @@ class FileDigest(NamedTuple):
 
     size: int
     digest: str
+
+
+class ShardFile(NamedTuple):
+    """One file that a rank wrote beside the checkpoint's own."""
+
+    file: str
+    size: int  # bytes
+    digest: str
+
+
+def disk_error_text(error: OSError, folder: Path, *, needed: int = 0) -> str:
+    """Return why a file could not be written in the folder, the bytes that are needed and free, and what to do."""
+    if error.errno in _NO_DESCRIPTORS:
+        return f"{reason(error)}."
+    free = shutil.disk_usage(existing_folder(folder)).free
+    return (
+        f"{reason(error)}. {f'It needs about {needed:,} bytes, ' if needed else ''}{free:,} are free there. "
+        f"Make room or let the run write elsewhere: run_dir=/path/with/room."
+    )
+
+
+def reason(error: OSError) -> str:
+    """Return the system's words for the error, with the limit and what to type if all open files are used up."""
+    if error.errno in _NO_DESCRIPTORS:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"{error.strerror} (a process may have {most:,}); type ulimit -n 65536 or lower data.num_workers"
+    return error.strerror or str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the error's class."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def disk_error_in(error: BaseException | None) -> OSError | None:
+    """Return the disk's error among an error and its causes, if there is one."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def existing_folder(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
 
 
 def part_of(path: Path) -> Path:
@@ -51,12 +99,20 @@ def write_payload(part: Path, payload: dict[str, Any]) -> FileDigest:
     """
     with open(part, "wb", buffering=0) as raw:
         file = HashedFile(raw.fileno())
-        hashing = BackgroundThread(lambda: file.hash(part, fastest_algorithm()))
+        hashing = start_thread(lambda: file.hash(part, fastest_algorithm()))
         try:
-            _save(payload, file)
-            file.sync()  # while the rest is hashed
+            try:
+                with BufferedWriter(file, _BLOCK_BYTES) as buffered:
+                    torch.save(payload, buffered)
+            finally:
+                file.end()  # or the hashing thread would wait without end
+            if file.error is not None:
+                raise file.error
+            # Once, while the rest is hashed: a sync makes writers wait, and where memory is as quick as the disk,
+            # syncing in between makes a save take half as long again.
+            sync(raw.fileno())
         finally:
-            hashing.join()
+            wait([hashing])
         return hashing.result()
 
 
@@ -127,8 +183,8 @@ class HashedFile(RawIOBase):
     """A file that another thread hashes while it is being written.
 
     The hash is computed from the file, not from the memory it came from: that memory may be gone or changed by the
-    time the hashing thread gets there, and that thread must not hold up the writing one. A disk error is kept and
-    raised by `sync`, because `torch.save` would replace it.
+    time the hashing thread gets there, and that thread must not hold up the writing one. A disk error is kept in
+    `error`, because `torch.save` would replace it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -136,7 +192,7 @@ class HashedFile(RawIOBase):
         self._changed = Condition()
         self._size = 0
         self._ended = False
-        self._error: OSError | None = None
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         """Return True, as BufferedWriter requires."""
@@ -145,9 +201,17 @@ class HashedFile(RawIOBase):
     def write(self, content: Buffer) -> int:
         """Write all of the bytes, or keep the error."""
         view = memoryview(content).cast("B")
-        for start in range(0, len(view), _SLICE_BYTES):
-            if self._error is None:
-                self._write_slice(view[start : start + _SLICE_BYTES])
+        if self.error is not None:
+            return len(view)
+        try:
+            for start in range(0, len(view), _SLICE_BYTES):
+                written = view[start : start + _SLICE_BYTES]
+                _write_all(self._descriptor, written)
+                with self._changed:
+                    self._size += len(written)
+                    self._changed.notify()
+        except OSError as error:
+            self.error = error
         return len(view)
 
     def end(self) -> None:
@@ -156,67 +220,35 @@ class HashedFile(RawIOBase):
             self._ended = True
             self._changed.notify()
 
-    def sync(self) -> None:
-        """Flush all of the file to the disk; raises the first error of the disk.
-
-        Called once, at the end: a sync makes writers wait, and where memory is as quick as the disk, syncing in between
-        makes a save take half as long again.
-        """
-        if self._error is not None:
-            raise self._error
-        sync(self._descriptor)
-
     def hash(self, path: Path, algorithm: str) -> FileDigest:
         """Return size and hash of the file at `path`, this one, after `end`; called in the hashing thread."""
         hasher = _Hasher(algorithm)
         with open(path, "rb", buffering=0) as file:
             ended = False
             while not ended:
-                ended = self._wait_for(hasher.size + _BLOCK_BYTES)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._ended or self._size >= hasher.size + _BLOCK_BYTES)
+                    ended = self._ended
                 hasher.read(file)
         return hasher.digest()
 
-    def _wait_for(self, size: int) -> bool:
-        """Wait until `size` bytes are written or the file has ended; return True if it has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._size >= size)
-            return self._ended
 
-    def _write_slice(self, view: memoryview) -> None:
-        try:
-            _write_all(self._descriptor, view)
-        except OSError as error:
-            self._error = error
-            return
-        with self._changed:
-            self._size += len(view)
-            self._changed.notify()
-
-
-class BackgroundThread(Thread, Generic[T]):
-    """Work in a thread that has been started.
+def start_thread(work: Callable[[], T], *, name: str = "checkpoint") -> Future[T]:
+    """Start the work in a new thread; the future has its result or error.
 
     A thread of a pool cannot start while the interpreter exits; this one can. It is not a daemon: the interpreter waits
     for what is being written.
     """
+    future: Future[T] = Future()
 
-    def __init__(self, work: Callable[[], T], *, name: str = "checkpoint") -> None:
-        super().__init__(name=name)
-        self._work = work
-        self._future: Future[T] = Future()
-        self.start()
-
-    def run(self) -> None:
-        """Keep the work's result or error."""
+    def run() -> None:
         try:
-            self._future.set_result(self._work())
+            future.set_result(work())
         except BaseException as error:
-            self._future.set_exception(error)
+            future.set_exception(error)
 
-    def result(self) -> T:
-        """Wait for the work, and return its result or raise its error."""
-        self.join()
-        return self._future.result()
+    Thread(target=run, name=name).start()
+    return future
 
 
 @contextmanager
@@ -245,12 +277,14 @@ def file_lock(path: Path, *, timeout: float = -1) -> Iterator[OSError | None]:
         filelock.Timeout: Another process or thread still holds the lock.
 
     """
-    lock = FileLock(path, poll_interval=_POLL_SECONDS)
+    lock = FileLock(path, mode=0o600, poll_interval=_POLL_SECONDS)
     try:
         lock.acquire(timeout)
     except Timeout:
         raise
     except OSError as error:
+        if error.errno in _NO_DESCRIPTORS:
+            raise
         with suppress(OSError):
             path.unlink()
         yield error
@@ -261,25 +295,6 @@ def file_lock(path: Path, *, timeout: float = -1) -> Iterator[OSError | None]:
         with suppress(OSError):  # before the release, so that a process that waits sees an unlinked file and retries
             path.unlink()
         lock.release()
-
-
-def _save(payload: dict[str, Any], file: HashedFile) -> None:
-    try:
-        with BufferedWriter(file, _BLOCK_BYTES) as buffered:
-            torch.save(payload, buffered)
-    finally:
-        file.end()  # or the hashing thread would wait without end
-
-
-def _write_all(descriptor: int, view: memoryview) -> None:
-    while len(view):
-        view = view[os.write(descriptor, view) :]
-
-
-def _new_hash(algorithm: str) -> Any:
-    if algorithm == "blake2b":
-        return hashlib.blake2b(digest_size=32)
-    return hashlib.new(algorithm, usedforsecurity=False)
 
 
 class _Hasher:
@@ -300,3 +315,14 @@ class _Hasher:
     def digest(self) -> FileDigest:
         """Return the size and the hash."""
         return FileDigest(self.size, f"{self._algorithm}:{self._hash.hexdigest()}")
+
+
+def _new_hash(algorithm: str) -> Any:
+    if algorithm == "blake2b":
+        return hashlib.blake2b(digest_size=32)
+    return hashlib.new(algorithm, usedforsecurity=False)
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while len(view):
+        view = view[os.write(descriptor, view) :]

@@ -1,60 +1,87 @@
-"""Payloads in bytes and back: tensors, plain Python values and containers; nothing in a file can run code."""
+"""One checkpoint file: metadata, tensors and plain containers; nothing in a file can run code."""
 
 from __future__ import annotations
 
+import os
 import re
-import sys
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from io import FileIO
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.files import ALGORITHMS, FileDigest, file_digest
-from trainkit.checkpoint.manifest import (
-    FORMAT_VERSION,
-    HEADER,
-    NAMES_SHOWN,
-    CheckpointEntry,
-    CheckpointError,
-    DamagedCheckpoint,
-    ShardFile,
-    first_names,
-    shards_folder,
-    too_new,
-)
-from trainkit.errors import UserError, nearest
+from trainkit.checkpoint.files import ALGORITHMS, FileDigest, ShardFile, file_digest, first_line
+from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, nearest
 
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
+
+FORMAT_VERSION = 2
+"""1: one file for each checkpoint; 2: shards beside it."""
+HEADER = "trainkit_checkpoint"
+"""The key under which a checkpoint file holds its own metadata."""
+NAMES_SHOWN = 10  # of a list in a message
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
+"""A checkpoint's name."""
+DAMAGED_TEXT = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""Errors of parsing JSON that was altered."""
+RUN_STATE: dict[str, type | tuple[type, ...]] = {
+    "task": dict,
+    "optimizer": dict,
+    "schedules": (list, dict),
+    "spikes": list,
+    "scaler": dict,
+    "state": dict,
+    "loader": dict,
+    "rng": list,
+    "callbacks": dict,
+}
+"""The keys of a run's payload that a resumed run reads, and the types of their values."""
+
+_SHARD = re.compile(r"[.]?[A-Za-z0-9_][A-Za-z0-9_.]*")  # the name of its file
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _SEQUENCES: tuple[type, ...] = (list, tuple, set)
 _MAPPINGS: tuple[type, ...] = (dict, OrderedDict, Counter)
 
 
-def with_metadata(
-    payload: dict[str, Any], *, name: str, step: int, epoch: int, metrics: Mapping[str, float], reason: str
-) -> dict[str, Any]:
+class Labels(TypedDict):
+    """The metadata of a checkpoint that its saver gives."""
+
+    name: str  # letters, digits and '_.=+-'
+    step: int
+    epoch: int
+    metrics: NotRequired[Mapping[str, float]]
+    reason: NotRequired[str]
+
+
+def with_metadata(payload: dict[str, Any], labels: Labels) -> dict[str, Any]:
     """Return the content of a file: the payload, with the metadata that the manifest lists in front."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*", name):
-        raise UserError(f"A checkpoint's name consists of letters, digits and '_.=+-', got {name!r}.")
+    check_name(labels["name"])
     if HEADER in payload:
         raise UserError(f"The key '{HEADER}' of a checkpoint is reserved; use another one.")
     header = {
-        "name": name,
-        "step": int(step),
-        "epoch": int(epoch),
-        "metrics": {key: float(value) for key, value in metrics.items()},
-        "reason": reason,
+        "name": labels["name"],
+        "step": int(labels["step"]),
+        "epoch": int(labels["epoch"]),
+        "metrics": {key: float(value) for key, value in labels.get("metrics", {}).items()},
+        "reason": labels.get("reason", "interval"),
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         "format_version": FORMAT_VERSION,
     }
     return {HEADER: header, **plain(payload)}
+
+
+def check_name(name: str) -> None:
+    """Raise UserError unless the name can be a checkpoint's."""
+    if not NAME.fullmatch(name):
+        raise UserError(f"A checkpoint's name consists of letters, digits and '_.=+-', got {name!r}.")
 
 
 def plain(payload: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +101,7 @@ def plain(payload: dict[str, Any]) -> dict[str, Any]:
             copies[key] = tensor.clone()
         return copies[key]
 
-    converted: dict[str, Any] = PayloadVisitor(own_bytes).convert(payload, "")
+    converted: dict[str, Any] = PayloadVisitor(own_bytes).convert(payload)
     return converted
 
 
@@ -89,56 +116,93 @@ def payload_bytes(payload: object) -> int:
     return len(payload) + 8 if isinstance(payload, (str, bytes)) else 8
 
 
-def read_checkpoint(path: Path, entry: CheckpointEntry | None) -> dict[str, Any]:
+def read_checkpoint(path: Path, saved: FileDigest | None) -> dict[str, Any]:
     """Return the content of a checkpoint file, its header included, after verifying that it is what was saved.
 
-    Without an entry the file is verified by the checksums inside it.
+    Without a digest the file is verified by the checksums inside it.
     """
     with open_file(path) as file:
-        if entry is None:
-            _check_archive(file, path)
-        else:
-            check_digest(file, path, FileDigest(entry.size, entry.digest))
-        content = _unpickled(file, path, verified=entry is not None)
+        if saved is not None:
+            _check_digest(file, path, saved)
+        _check_archive(file, path, checksums=saved is None)
+        content = _unpickled(file, path, verified=saved is not None)
     header = content.get(HEADER) if isinstance(content, dict) else None
     if not isinstance(header, dict):
-        raise _not_a_checkpoint(path, content)
-    if header["format_version"] > FORMAT_VERSION:
-        raise too_new(path, header["format_version"])
-    if header["format_version"] < 1:
+        keys = f" Its keys: {', '.join(map(str, list(content)[:10]))}." if isinstance(content, dict) else ""
         raise CheckpointError(
-            f"{path} has format {header['format_version']}, which no released trainkit wrote; it cannot be read."
+            f"{path} was not saved by trainkit, so there is no run to continue in it.{keys} To start from its weights, "
+            f"load them in your task's constructor: self.load_state_dict(torch.load(path, weights_only=True))"
         )
+    version = header.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise too_new(path, version)
+    if isinstance(version, int) and version < 1:
+        raise CheckpointError(f"{path} has format {version}, which no released trainkit wrote; it cannot be read.")
+    try:
+        check_header(header)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}.") from None
     verified: dict[str, Any] = content
-    return _with_shards(verified, path) if header.get("shards") else verified
+    if not header.get("shards"):
+        return verified
+    from trainkit.checkpoint.shard_files import load_shards  # which takes half a second to import
+
+    shards = [ShardFile(**shard) for shard in header["shards"]]
+    verify_shards(path, shards)
+    return load_shards(verified, shards_folder(path), shards)
 
 
-def check_digest(file: FileIO, path: Path, saved: FileDigest) -> None:
-    """Raise DamagedCheckpoint unless the open file has the size and hash that were saved."""
-    algorithm = saved.digest.partition(":")[0]
-    if algorithm not in ALGORITHMS:
-        raise too_new(path, FORMAT_VERSION + 1)
-    found = file_digest(file, algorithm)
-    if found.size != saved.size:
-        raise DamagedCheckpoint(
-            f"{path} is cut off or altered: it has {found.size:,} bytes, {saved.size:,} were saved."
-        )
-    if found.digest != saved.digest:
-        raise DamagedCheckpoint(f"{path} was altered after it was saved: its {algorithm} hash is another one.")
+def check_header(header: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a checkpoint's metadata, from its own file or a manifest, have the right types."""
+    whole = dict.fromkeys(("step", "epoch", "format_version", "number", "size"), int)
+    kinds = {**whole, "name": str, "metrics": dict, "reason": str, "saved_at": str, "digest": str, "shards": list}
+    optional = {"number": 0, "size": 0, "digest": "", "shards": []}
+    fields = {**optional, **header}
+    wrong = [key for key, kind in kinds.items() if type(fields.get(key)) is not kind]
+    wrong += [key for key in whole if key not in wrong and not 0 <= fields[key] < 2**63]
+    if not wrong and not NAME.fullmatch(fields["name"]):
+        wrong.append("name")
+    if not wrong and not all(isinstance(key, str) and _is_number(value) for key, value in fields["metrics"].items()):
+        wrong.append("metrics")
+    if not wrong and not all(map(_is_shard, fields["shards"])):
+        wrong.append("shards")
+    if wrong:
+        raise ValueError(f"its header has no valid {', '.join(wrong)}")
 
 
-def check_shards(path: Path, shards: Iterable[ShardFile]) -> None:
+def check_payload(payload: Mapping[str, Any], where: str, *, keys: Iterable[str] = RUN_STATE) -> None:
+    """Raise CheckpointError unless the payload has the keys of a run's; `where` names the checkpoint."""
+    wrong = [key for key in keys if not isinstance(payload.get(key), RUN_STATE[key])]
+    if wrong:
+        raise CheckpointError(f"{where} was not saved by a run: it has no valid {', '.join(wrong)}.")
+
+
+def saved_weights(payload: Mapping[str, Any], where: str, *, to_evaluate: bool = True) -> dict[str, Any]:
+    """Return a run's parameters and buffers, or those that it was validated with; raises CheckpointError."""
+    check_payload(payload, where, keys=["task"])
+    weights = payload.get("evaluation_weights") if to_evaluate else None
+    chosen: dict[str, Any] = weights if isinstance(weights, dict) else payload["task"]
+    return chosen
+
+
+def verify_file(path: Path, saved: FileDigest) -> None:
+    """Raise DamagedCheckpoint unless the file has the size and hash that were saved."""
+    with open_file(path) as file:
+        _check_digest(file, path, saved)
+
+
+def verify_shards(path: Path, shards: Iterable[ShardFile]) -> None:
     """Raise DamagedCheckpoint unless the shards of the checkpoint at `path` are the files that were saved."""
     for shard in shards:
-        name = shards_folder(path) / shard.file
-        with open_file(name) as file:
-            check_digest(file, name, FileDigest(shard.size, shard.digest))
+        verify_file(shards_folder(path) / shard.file, FileDigest(shard.size, shard.digest))
 
 
 @contextmanager
 def open_file(path: Path) -> Iterator[FileIO]:
     """Open the file for reading; raises DamagedCheckpoint if it is missing or cannot be read."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would wait for its writer
+            raise DamagedCheckpoint(f"{path} is not a file.")
         with open(path, "rb", buffering=0) as file:
             yield file
     except FileNotFoundError:
@@ -147,27 +211,21 @@ def open_file(path: Path) -> Iterator[FileIO]:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def check_state_dict_keys(expected: Iterable[str], found: Iterable[str], where: str) -> None:
-    """Raise CheckpointError unless `found` has exactly the expected keys; `where` names the checkpoint."""
-    wanted, present = dict.fromkeys(expected), dict.fromkeys(found)
-    missing = [key for key in wanted if key not in present]
-    unexpected = [key for key in present if key not in wanted]
-    if not missing and not unexpected:
-        return
-    lines = [f"{where} belongs to another task, or to this one with other settings:"]
-    if missing:
-        lines.append(f"  {len(missing)} missing: {first_names(missing)}")
-    if unexpected:
-        lines.append(f"  {len(unexpected)} unexpected: {first_names(unexpected)}")
-    raise CheckpointError("\n".join([*lines, _remedy(missing, unexpected)]))
-
-
-def check_shapes(expected: Mapping[str, Any], found: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError if tensors of the same name differ in shape; `where` names the checkpoint."""
+def check_state_dict(expected: Mapping[str, Any], found: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError unless `found` has the expected keys and shapes; `where` names the checkpoint."""
+    missing = [key for key in expected if key not in found]
+    unexpected = [key for key in found if key not in expected]
+    if missing or unexpected:
+        lines = [f"{where} belongs to another task, or to this one with other settings:"]
+        if missing:
+            lines.append(f"  {len(missing)} missing: {first_names(missing)}")
+        if unexpected:
+            lines.append(f"  {len(unexpected)} unexpected: {first_names(unexpected)}")
+        raise CheckpointError("\n".join([*lines, _remedy(missing, unexpected)]))
     differing = [
         f"{key}: {tuple(found[key].shape)} saved, {tuple(tensor.shape)} expected"
         for key, tensor in expected.items()
-        if isinstance(tensor, Tensor) and isinstance(found.get(key), Tensor) and found[key].shape != tensor.shape
+        if isinstance(tensor, Tensor) and isinstance(found[key], Tensor) and found[key].shape != tensor.shape
     ]
     if differing:
         shown = "\n".join(f"  {line}" for line in differing[:NAMES_SHOWN])
@@ -178,18 +236,30 @@ def check_shapes(expected: Mapping[str, Any], found: Mapping[str, Any], where: s
         )
 
 
+def shards_folder(path: Path) -> Path:
+    """Return the folder beside the checkpoint at `path` that holds its shards."""
+    return path.with_suffix(".shards")
+
+
+def too_new(path: Path, version: int) -> CheckpointError:
+    """Return the error of a file that a later version of trainkit wrote."""
+    return CheckpointError(
+        f"{path} was written by a newer trainkit (format {version}, this one reads up to {FORMAT_VERSION}). "
+        f"Type: pip install --upgrade trainkit-torch"
+    )
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first of many names, for a message."""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
 def storage_key(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that two tensors share exactly if they are the same bytes in the same arrangement."""
     storage = tensor.untyped_storage()
-    return (
-        storage.device,
-        storage.data_ptr(),
-        storage.nbytes(),
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-    )
+    memory = storage.device, storage.data_ptr(), storage.nbytes()
+    return *memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class PayloadVisitor:
@@ -199,12 +269,14 @@ class PayloadVisitor:
         self._take = take
         self._open: set[int] = set()
 
-    def convert(self, value: Any, place: str) -> Any:
+    def convert(self, value: Any, place: str = "") -> Any:
         """Return the value with its tensors replaced by `take`; raises UserError for a value that cannot be saved."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, Tensor):
-            return self._take(_plain_tensor(value, place), place)
+            if type(value) not in (Tensor, torch.nn.Parameter) or value.is_meta:
+                raise _not_plain(value, place)
+            return self._take(value.detach(), place)
         if type(value) in _SEQUENCES or type(value) in _MAPPINGS:
             return self._container(value, place)
         if type(value) is torch.Size:
@@ -237,23 +309,14 @@ class PayloadVisitor:
         return converted
 
     def _numpy(self, value: Any, place: str) -> Any:
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.generic):
-            item = value.item()
-            if type(item) in _PLAIN:
-                return item
-        if numpy is not None and type(value) is numpy.ndarray:
-            try:
+        import numpy as np
+
+        if isinstance(value, np.generic) and type(value.item()) in _PLAIN:
+            return value.item()
+        if type(value) is np.ndarray:
+            with suppress(TypeError):  # of Python objects
                 return self._take(torch.from_numpy(value.copy()), place)
-            except TypeError:
-                raise _not_plain(value, place) from None
         raise _not_plain(value, place)
-
-
-def _plain_tensor(tensor: Tensor, place: str) -> Tensor:
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
-        raise _not_plain(tensor, place)
-    return tensor.detach()
 
 
 def _bytes_of(tensor: Tensor) -> int:
@@ -272,29 +335,53 @@ def _not_plain(value: Any, place: str) -> UserError:
     )
 
 
-def _with_shards(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the content with the tensors that several ranks have written."""
-    from trainkit.checkpoint.shard_files import load_shards  # which takes half a second to import
-
-    check_shards(path, CheckpointEntry.of(path, content[HEADER], size=0, digest="").shards)
-    return load_shards(content, shards_folder(path))
+def _check_digest(file: FileIO, path: Path, saved: FileDigest) -> None:
+    algorithm = saved.digest.partition(":")[0]
+    if algorithm not in ALGORITHMS:
+        raise too_new(path, FORMAT_VERSION + 1)
+    size = os.fstat(file.fileno()).st_size
+    if size != saved.size:
+        raise DamagedCheckpoint(f"{path} is cut off or altered: it has {size:,} bytes, {saved.size:,} were saved.")
+    if file_digest(file, algorithm).digest != saved.digest:
+        raise DamagedCheckpoint(f"{path} was altered after it was saved: its {algorithm} hash is another one.")
 
 
 def _unpickled(file: FileIO, path: Path, *, verified: bool) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
-        raise _holds_code(path, error) from error
-    except (OSError, MemoryError):
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f" (it names {found[1]})" if found else ""
+        raise CheckpointError(
+            f"{path} holds Python objects{what}, and reading these can run code, so it is refused: a checkpoint holds "
+            f"only tensors and plain values. If you trust the file, load it in your task's constructor with torch.load."
+        ) from error
+    except OSError:
         raise
+    except MemoryError as error:
+        raise CheckpointError(f"{path} needs more memory than there is.") from error
     except Exception as error:
-        if verified:
-            raise
         # An altered archive makes torch raise errors of any kind.
-        raise DamagedCheckpoint(f"{path} is damaged: {str(error).splitlines()[0]}.") from error
+        kind, what = (CheckpointError, "cannot be read") if verified else (DamagedCheckpoint, "is damaged")
+        raise kind(f"{path} {what}: {first_line(error)}.") from error
 
 
-def _check_archive(file: FileIO, path: Path) -> None:
+def _is_number(value: object) -> bool:
+    try:
+        float(value)  # type: ignore[arg-type] # it raises for another type
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # of a tensor with several elements
+        return False
+    return True
+
+
+def _is_shard(shard: object) -> bool:
+    kinds = {"file": str, "size": int, "digest": str}
+    if not isinstance(shard, dict) or {key: type(value) for key, value in shard.items()} != kinds:
+        return False
+    return _SHARD.fullmatch(shard["file"]) is not None
+
+
+def _check_archive(file: FileIO, path: Path, *, checksums: bool) -> None:
     start = file.read(4)
     if start[:2] == b"\x80\x02" or start[:1] in b"(}]c":
         raise CheckpointError(
@@ -304,31 +391,15 @@ def _check_archive(file: FileIO, path: Path) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             # torch skips a part that is marked as a folder, and then reads memory that nobody has written.
+            # A compressed part could fill the memory.
             odd = [part.filename for part in archive.infolist() if part.external_attr or part.compress_type]
-            damaged = odd[0] if odd else archive.testzip()
+            damaged = odd[0] if odd else archive.testzip() if checksums else None
     except Exception as error:
         # An altered archive makes zipfile raise a dozen kinds of errors.
         raise DamagedCheckpoint(f"{path} is not a checkpoint, or is cut off: {error}.") from error
     if damaged is not None:
         raise DamagedCheckpoint(f"{path} is damaged: its part '{damaged}' is not what was saved.")
     file.seek(0)
-
-
-def _holds_code(path: Path, error: UnpicklingError) -> CheckpointError:
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    what = f" (it names {found[1]})" if found else ""
-    return CheckpointError(
-        f"{path} holds Python objects{what}, and reading these can run code, so it is refused: a checkpoint holds only "
-        f"tensors and plain values. If you trust the file, load it in your task's constructor with torch.load."
-    )
-
-
-def _not_a_checkpoint(path: Path, content: object) -> CheckpointError:
-    keys = f" Its keys: {', '.join(map(str, list(content)[:10]))}." if isinstance(content, dict) else ""
-    return CheckpointError(
-        f"{path} was not saved by trainkit, so there is no run to continue in it.{keys} To start from its weights, "
-        f"load them in your task's constructor: self.load_state_dict(torch.load(path, weights_only=True))"
-    )
 
 
 def _remedy(missing: list[str], unexpected: list[str]) -> str:

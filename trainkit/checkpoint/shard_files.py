@@ -24,10 +24,17 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from trainkit.checkpoint.files import fastest_algorithm, file_digest
-from trainkit.checkpoint.manifest import CheckpointError, DamagedCheckpoint, ShardFile
+from trainkit.checkpoint.files import (
+    ShardFile,
+    disk_error_in,
+    disk_error_text,
+    fastest_algorithm,
+    file_digest,
+    first_line,
+)
 from trainkit.checkpoint.sharded_state import TensorShard, empty_tensors, fill_placeholders
 from trainkit.distributed.collectives import Collectives
+from trainkit.errors import CheckpointError, DamagedCheckpoint
 
 T = TypeVar("T")
 
@@ -64,7 +71,7 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, shards: Sequence[TensorShard], comm: Collectives) -> None:
-        self._folder, self._process = folder, comm.process
+        self.folder, self._process = folder, comm.process
         self._planner = _ShardPlanner(shards)
         self._writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
         self._planner.set_up_planner({}, is_coordinator=comm.is_main)
@@ -75,19 +82,46 @@ class ShardWriter:
 
     def write(self) -> ShardResult:
         """Write this process's shards to files, on the disk afterwards; may be called in any thread."""
-        results = self._writer.write_data(self._plan, self._planner).wait()
-        return ShardResult(results, _shard_files(self._folder, f"__{self._process}_*"))
+        try:
+            results = self._writer.write_data(self._plan, self._planner).wait()
+        except Exception as error:
+            refused = disk_error_in(error)  # which torch may have replaced
+            if refused is None:
+                raise
+            why = disk_error_text(refused, self.folder, needed=self._planner.num_bytes)
+            raise CheckpointError(f"{self.folder.parent}: {why}") from error
+        return ShardResult(results, _shard_files(self.folder, f"__{self._process}_*"))
 
     def finish(self, results: Sequence[ShardResult]) -> list[ShardFile]:
         """Write `.metadata` on the main process, from the results of all processes; return all files."""
         self._writer.finish(self._metadata, [result.results for result in results])
-        return [*(file for result in results for file in result.files), *_shard_files(self._folder, ".metadata")]
+        return [*(file for result in results for file in result.files), *_shard_files(self.folder, ".metadata")]
 
 
-def load_shards(payload: dict[str, Any], folder: Path) -> dict[str, Any]:
+def load_shards(payload: dict[str, Any], folder: Path, shards: Sequence[ShardFile]) -> dict[str, Any]:
     """Return the payload with its tensors, read from the shards in the folder, which have been verified."""
-    tensors = empty_tensors(payload)
-    _read(folder, {name: tensor for name, tensor in tensors.items() if len(tensor)})
+    try:
+        return _load_shards(payload, folder, shards)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # of any kind: what the shards say about themselves was altered
+        raise DamagedCheckpoint(f"{folder} is damaged: {first_line(error)}.") from error
+
+
+def _load_shards(payload: dict[str, Any], folder: Path, shards: Sequence[ShardFile]) -> dict[str, Any]:
+    tensors = empty_tensors(payload, at_most=sum(shard.size for shard in shards))
+    state: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if len(tensor)}
+    reader = _Reader(folder)
+    metadata = reader.read_metadata()
+    unknown = {place.relative_path for place in metadata.storage_data.values()} - {shard.file for shard in shards}
+    if unknown:
+        raise DamagedCheckpoint(f"{folder} is damaged: it names {len(unknown)} files that are not its shards.")
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(state, metadata, is_coordinator=True)  # this process alone
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    reader.read_data(planner.finish_plan(plan), planner).wait()
     return fill_placeholders(payload, tensors)
 
 
@@ -116,19 +150,7 @@ def check_all_ranks(comm: Collectives, work: Callable[[], T]) -> list[T]:
 
 def shard_error(process: int, error: str) -> str:
     """Return the message for a process that could not write its shard."""
-    return f"process {process} could not write its shard: {error}. Earlier checkpoints are intact."
-
-
-def _read(folder: Path, state: dict[str, Any]) -> None:
-    """Fill the complete tensors of `state`, reading in this process alone."""
-    reader = _Reader(folder)
-    metadata = reader.read_metadata()
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    return f"process {process} could not write its shard: {error.rstrip('.')}. Earlier checkpoints are intact."
 
 
 def _shard_files(folder: Path, pattern: str) -> list[ShardFile]:
@@ -145,6 +167,7 @@ class _ShardPlanner(DefaultSavePlanner):
     def __init__(self, shards: Sequence[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._shards = {(shard.name, shard.start): shard for shard in shards if len(shard.elements)}
+        self.num_bytes = sum(shard.elements.nbytes for shard in shards)
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([_item(shard) for shard in self._shards.values()])

@@ -12,15 +12,15 @@ half a second.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from trainkit.checkpoint.async_writer import CpuSnapshot
-from trainkit.checkpoint.files import BackgroundThread
-from trainkit.checkpoint.manifest import CheckpointEntry, CheckpointError
+from trainkit.checkpoint.files import start_thread
+from trainkit.checkpoint.serialization import Labels
 from trainkit.checkpoint.shard_files import (
     ShardResult,
     ShardWriter,
@@ -30,8 +30,12 @@ from trainkit.checkpoint.shard_files import (
     shard_error,
 )
 from trainkit.checkpoint.sharded_state import TensorShard
-from trainkit.checkpoint.store import CheckpointStore
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, OnSaved
 from trainkit.distributed.collectives import Collectives
+from trainkit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
@@ -44,8 +48,8 @@ def save_sharded(
     shards: Sequence[TensorShard],
     *,
     comm: Collectives,
-    then: Callable[[CheckpointEntry], object] | None = None,
-    **labels: Any,
+    then: OnSaved | None = None,
+    **labels: Unpack[Labels],
 ) -> CheckpointEntry:
     """Save the main process's payload and all processes' shards as one checkpoint, and return its entry; collective.
 
@@ -57,23 +61,13 @@ def save_sharded(
         shards: The shards of this process.
         comm: The processes that save.
         then: Called with the entry on the main process.
-        labels: `name`, `step`, `epoch`, `metrics` and `reason`, as for `CheckpointStore.save`.
+        labels: The metadata to list.
 
     """
-    save = _begin(store, payload, shards, comm=comm, then=then, labels=labels)
+    save = _Save(store, payload, shards, comm=comm, then=then, labels=labels)
     with save.folder_lock:
         results = check_all_ranks(comm, save.writer.write)
-        return on_main(comm, lambda: save.register(results))
-
-
-def on_main(comm: Collectives, work: Callable[[], T]) -> T:
-    """Return on every process the result of the main one's work, or raise its error as CheckpointError; collective."""
-    result: Any
-    result, error = comm.broadcast_object(capture_error(work) if comm.is_main else (None, None))
-    if error is not None:
-        raise CheckpointError(error)
-    value: T = result
-    return value
+        return _on_main(comm, lambda: save.register(results))
 
 
 class ShardedWriter:
@@ -83,37 +77,36 @@ class ShardedWriter:
         self._store = store
         self._comm = comm
         self._payload_snapshot, self._shard_snapshot = CpuSnapshot(), CpuSnapshot()
-        self._thread: BackgroundThread[None] | None = None
+        self._work: Future[None] | None = None
         self._save: _Save | None = None  # set on every process or on none
-        self._status = _Status()
-        self._result: ShardResult | None = None
+        self._status = _Status("writing")
 
     def prepare(self, shards: Sequence[TensorShard]) -> None:
         """Allocate memory for copies of shards like these; a background thread touches it."""
         touch = self._shard_snapshot.reserve({shard.place: shard.elements for shard in shards})
-        self._thread = BackgroundThread(touch, name="checkpoint-memory")
+        self._work = start_thread(touch, name="checkpoint-memory")
 
     def save(
         self,
         payload: dict[str, Any],
         shards: Sequence[TensorShard],
         *,
-        then: Callable[[CheckpointEntry], object] | None = None,
-        **labels: Any,
+        then: OnSaved | None = None,
+        **labels: Unpack[Labels],
     ) -> None:
         """Copy the payload and the shards and save the copies in the background; collective.
 
         Waits for an earlier save. `then` is called with the entry in the main process's background thread; its errors
-        are the save's. `labels` are those of `CheckpointStore.save`.
+        are the save's.
         """
         self.finish()
         self._join()
         elements = self._shard_snapshot.take({shard.place: shard.elements for shard in shards})
         copies = [replace(shard, elements=elements[shard.place]) for shard in shards]
         copied = self._payload_snapshot.take(payload) if self._comm.is_main else {}
-        self._save = _begin(self._store, copied, copies, comm=self._comm, then=then, labels=labels)
-        self._status = _Status()
-        self._thread = BackgroundThread(self._write, name=f"checkpoint-{labels['name']}")
+        self._save = _Save(self._store, copied, copies, comm=self._comm, then=then, labels=labels)
+        self._status = _Status("writing")
+        self._work = start_thread(self._write, name=f"checkpoint-{labels['name']}")
 
     def check(self) -> bool:
         """Return True if a save has just become complete; raises its error. Collective during a save."""
@@ -148,15 +141,12 @@ class ShardedWriter:
             self._join()
             return True
         if statuses[0].phase == "written":
-            self._begin_listing([result for result in self._comm.all_gather_object(self._result) if result is not None])
-        return False
-
-    def _begin_listing(self, results: list[ShardResult]) -> None:
-        self._result = None
-        if self._comm.is_main:
-            self._join()
             self._status = _Status("listing")
-            self._thread = BackgroundThread(lambda: self._list(results), name="checkpoint-listing")
+            if self._comm.is_main:
+                self._join()
+                results = [status.result for status in statuses if status.result is not None]
+                self._work = start_thread(lambda: self._list(results), name="checkpoint-listing")
+        return False
 
     def _fail(self, error: str) -> None:
         """Remove all files of the save and raise, on every process; collective."""
@@ -170,8 +160,7 @@ class ShardedWriter:
     def _write(self) -> None:
         assert self._save is not None
         try:
-            self._result = self._save.writer.write()
-            self._status = _Status("written")
+            self._status = _Status("written", result=self._save.writer.write())
         except BaseException as error:
             self._note_failure(shard_error(self._comm.process, error_text(error)))
 
@@ -186,41 +175,58 @@ class ShardedWriter:
     def _note_failure(self, error: str) -> None:
         assert self._save is not None
         logger.error("checkpoint '%s' was not saved: %s", self._save.labels["name"], error)
-        self._status = _Status(error=error)
+        self._status = _Status("writing", error=error)
 
     def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._work is not None:
+            wait([self._work])
+            self._work = None
 
 
 class _Status(NamedTuple):
     """The progress of one process's background save."""
 
-    phase: Literal["writing", "written", "listing", "listed"] = "writing"
+    phase: Literal["writing", "written", "listing", "listed"]
+    result: ShardResult | None = None
     error: str | None = None
 
 
-@dataclass(frozen=True)
 class _Save:
-    """One save in progress."""
+    """One save in progress, whose folder the main process has locked. Making one is collective.
 
-    store: CheckpointStore
-    writer: ShardWriter
-    payload: dict[str, Any]
-    labels: Mapping[str, Any]
-    folder: Path
-    folder_lock: ExitStack
-    """Locks the folder against other writers, on the main process; an error that leaves it removes the shards."""
-    then: Callable[[CheckpointEntry], object] | None
+    Raises CheckpointError on every process if one of them failed or does not see the folder.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        payload: dict[str, Any],
+        shards: Sequence[TensorShard],
+        *,
+        comm: Collectives,
+        then: OnSaved | None,
+        labels: Labels,
+    ) -> None:
+        self._store, self._payload, self._then = store, payload, then
+        self.labels = labels
+        with ExitStack() as stack:
+            folder = _on_main(comm, lambda: stack.enter_context(store.shard_folder(labels["name"])))
+            if not all(comm.all_gather_object(folder.is_dir())):
+                raise CheckpointError(
+                    f"sharded=true has every machine write into {folder.parent}, but not all of them see it; put the "
+                    "run's folder on a file system that they share (run_dir=PATH), or set "
+                    "callbacks.checkpoint.sharded=false."
+                )
+            self.writer = ShardWriter(folder, shards, comm)
+            self.folder_lock = stack.pop_all()  # of the main process; an error that leaves it removes the shards
 
     def register(self, results: Sequence[ShardResult]) -> CheckpointEntry:
         """List the checkpoint, release the folder, and call `then`; on the main process."""
         with self.folder_lock:
             files = self.writer.finish(results)
-            entry = self.store.register_shards(self.payload, self.folder, files, **self.labels)
-        if self.then is not None:
-            self.then(entry)  # after the folder is released, since it may prune
+            entry = self._store.register_shards(self._payload, self.writer.folder, files, **self.labels)
+        if self._then is not None:
+            self._then(entry)  # after the folder is released, since it may prune
         return entry
 
     def abort(self, reason: str) -> None:
@@ -234,25 +240,11 @@ class _Save:
                 logger.error("%s", raised)
 
 
-def _begin(
-    store: CheckpointStore,
-    payload: dict[str, Any],
-    shards: Sequence[TensorShard],
-    *,
-    comm: Collectives,
-    then: Callable[[CheckpointEntry], object] | None,
-    labels: Mapping[str, Any],
-) -> _Save:
-    """Return a save whose folder the main process has locked; collective.
-
-    Raises CheckpointError on every process if one of them failed or does not see the folder.
-    """
-    with ExitStack() as stack:
-        folder = on_main(comm, lambda: stack.enter_context(store.shard_folder(labels["name"])))
-        if not all(comm.all_gather_object(folder.is_dir())):
-            raise CheckpointError(
-                f"sharded=true has every machine write into {folder.parent}, but not all of them see it; put the run's "
-                "folder on a file system that they share (run_dir=PATH), or set callbacks.checkpoint.sharded=false."
-            )
-        writer = ShardWriter(folder, shards, comm)
-        return _Save(store, writer, payload, labels, folder, stack.pop_all(), then)
+def _on_main(comm: Collectives, work: Callable[[], T]) -> T:
+    """Return on every process the result of the main one's work, or raise its error as CheckpointError; collective."""
+    result: Any
+    result, error = comm.broadcast_object(capture_error(work) if comm.is_main else (None, None))
+    if error is not None:
+        raise CheckpointError(error)
+    value: T = result
+    return value

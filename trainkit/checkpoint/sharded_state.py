@@ -43,12 +43,17 @@ def shard_placeholder(name: str, like: Tensor) -> dict[str, Any]:
     return {_PLACE: name, "shape": tuple(like.shape), "stride": tuple(like.stride()), "dtype": like.dtype}
 
 
-def empty_tensors(payload: dict[str, Any]) -> dict[str, Tensor]:
-    """Return an uninitialized flat tensor for each placeholder in the payload, by its name."""
+def empty_tensors(payload: dict[str, Any], *, at_most: int) -> dict[str, Tensor]:
+    """Return an uninitialized flat tensor for each placeholder in the payload, by its name.
+
+    Raises ValueError if one of them takes more than `at_most` bytes, the size of the shards.
+    """
     empty: dict[str, Tensor] = {}
 
     def allocate(placeholder: Mapping[str, Any]) -> None:
         elements = torch.Size(placeholder["shape"]).numel()
+        if elements * placeholder["dtype"].itemsize > at_most:
+            raise ValueError(f"a tensor of {elements:,} elements is larger than its shards")
         empty[placeholder[_PLACE]] = torch.empty(elements, dtype=placeholder["dtype"])
 
     _replace(payload, allocate)

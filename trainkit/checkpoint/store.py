@@ -16,87 +16,118 @@ right; reading never writes, so the rebuilt manifest is written by the next save
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainkit.checkpoint.files import (
     PART,
     FileDigest,
+    ShardFile,
+    disk_error_text,
+    existing_folder,
     fastest_algorithm,
     file_digest,
     move,
     only_writer,
     part_of,
+    reason,
     sync_folder,
+    text_digest,
     write_payload,
-)
-from trainkit.checkpoint.manifest import (
-    HEADER,
-    MANIFEST,
-    NAMES_SHOWN,
-    SUFFIX,
-    UNLISTED,
-    CheckpointEntry,
-    CheckpointError,
-    DamagedCheckpoint,
-    Manifest,
-    Monitor,
-    ShardFile,
-    first_names,
-    parse_manifest,
-    shards_folder,
-    unlisted_marker,
-    write_manifest,
+    write_text,
 )
 from trainkit.checkpoint.serialization import (
-    check_digest,
-    check_shards,
+    DAMAGED_TEXT,
+    FORMAT_VERSION,
+    HEADER,
+    NAME,
+    NAMES_SHOWN,
+    Labels,
+    check_header,
+    check_name,
+    first_names,
     open_file,
     payload_bytes,
     read_checkpoint,
+    shards_folder,
+    too_new,
+    verify_file,
+    verify_shards,
     with_metadata,
 )
-from trainkit.errors import UserError, nearest
+from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, nearest
 
-# The interface, with the names that its signatures need.
-__all__ = [
-    "CHECKPOINTS",
-    "CheckpointEntry",
-    "CheckpointError",
-    "CheckpointStore",
-    "DamagedCheckpoint",
-    "LoadedCheckpoint",
-    "Monitor",
-    "SkippedCheckpoint",
-    "load_from",
-    "resolve",
-]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
+_MANIFEST = "manifest.json"
+_MOST_BYTES = 1 << 28  # of a manifest
+_SUFFIX = ".pt"
+_UNLISTED = ".unlisted"
 
 logger = logging.getLogger(__name__)
 
 
-class SkippedCheckpoint(NamedTuple):
-    """A checkpoint that could not be loaded, and the reason."""
+class Monitor(NamedTuple):
+    """The metric by which checkpoints are compared, and whether a small or a large value is good."""
 
-    entry: CheckpointEntry
+    metric: str
+    mode: Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """One checkpoint in the manifest."""
+
+    path: Path
+    name: str
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
     reason: str
+    saved_at: str  # UTC, ISO 8601
+    size: int  # bytes
+    digest: str  # "sha256:..." or "blake2b:...", in hexadecimal
+    format_version: int
+    number: int = 0  # in the order of saving, from 1 on; 0: an earlier version saved it
+    shards: tuple[ShardFile, ...] = ()  # none: the file holds every tensor
+
+    @staticmethod
+    def of(path: Path, fields: Mapping[str, Any], **more: Any) -> CheckpointEntry:
+        """Return the entry that a manifest's or a checkpoint's own fields describe, with `more` fields."""
+        metrics = {key: float(value) for key, value in fields["metrics"].items()}
+        shards = tuple(ShardFile(**shard) for shard in fields.get("shards", ()))
+        found = {**fields, **more, "path": path, "metrics": metrics, "shards": shards}
+        return CheckpointEntry(**{key: found[key] for key in CheckpointEntry.__dataclass_fields__ if key in found})
+
+
+OnSaved = Callable[[CheckpointEntry], object]
+"""Called with the entry of a checkpoint once it is listed, for example to prune."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The checkpoints of a folder in the order of saving, and the metric by which the best is chosen."""
+
+    entries: list[CheckpointEntry]
+    monitor: Monitor | None
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A checkpoint's payload, its entry, and the damaged checkpoints that would have come first."""
+    """A checkpoint's payload, its entry, and why each damaged checkpoint that would have come first was skipped."""
 
     payload: dict[str, Any]
     entry: CheckpointEntry
-    skipped: list[SkippedCheckpoint]
+    skipped: list[str]
 
 
 class CheckpointStore:
@@ -114,67 +145,42 @@ class CheckpointStore:
 
     # ---- Saving
 
-    def save(
-        self,
-        payload: dict[str, Any],
-        *,
-        name: str,
-        step: int,
-        epoch: int,
-        metrics: Mapping[str, float] = MappingProxyType({}),
-        reason: str = "interval",
-    ) -> CheckpointEntry:
+    def save(self, payload: dict[str, Any], **labels: Unpack[Labels]) -> CheckpointEntry:
         """Write the payload to the disk and list it; an earlier checkpoint of the same name is then removed.
 
         Raises UserError for a payload that could not be read back, and CheckpointError if the disk refuses it; earlier
         checkpoints are intact then.
         """
-        content = with_metadata(payload, name=name, step=step, epoch=epoch, metrics=metrics, reason=reason)
-        with disk_error_message(self.folder, name, needed=payload_bytes(content)):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with only_writer(self.folder):
-                return self._save(content)
+        content = with_metadata(payload, labels)
+        with self._locked(labels["name"], content):
+            return self._save(content)
 
     @contextmanager
     def shard_folder(self, name: str) -> Iterator[Path]:
         """Make a folder for the shards of one checkpoint and lock the store; at the end unlisted files are removed."""
-        with disk_error_message(self.folder, name, needed=0):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with only_writer(self.folder):
-                listed = self.entries()
-                _sweep(self.folder, listed)
-                folder = part_of(shards_folder(_free_path(self.folder, name)))
-                folder.mkdir()
-                try:
-                    yield folder
-                except BaseException:
-                    _sweep_after_failure(self.folder, listed)
-                    raise
+        with self._locked(name, {}):
+            listed = self.entries()
+            _sweep(self.folder, listed)
+            folder = part_of(shards_folder(_free_path(self.folder, name)))
+            folder.mkdir()
+            with _sweep_after_failure(self.folder, listed):
+                yield folder
 
     def register_shards(
-        self,
-        payload: dict[str, Any],
-        folder: Path,
-        shards: Iterable[ShardFile],
-        *,
-        name: str,
-        step: int,
-        epoch: int,
-        metrics: Mapping[str, float] = MappingProxyType({}),
-        reason: str = "interval",
+        self, payload: dict[str, Any], folder: Path, shards: Iterable[ShardFile], **labels: Unpack[Labels]
     ) -> CheckpointEntry:
         """Write the payload and list it with the shards in the folder of `shard_folder`, inside that context."""
-        content = with_metadata(payload, name=name, step=step, epoch=epoch, metrics=metrics, reason=reason)
+        content = with_metadata(payload, labels)
         content[HEADER]["shards"] = [shard._asdict() for shard in shards]
-        with disk_error_message(self.folder, name, needed=payload_bytes(content)):
+        with self._disk_error_message(labels["name"], content):
             return self._save(content, shards=folder)
 
     def delete(self, entry: CheckpointEntry) -> None:
         """Take the checkpoint from the manifest, then remove its file."""
         self._keep(lambda entries: [kept for kept in entries if kept.path.name != entry.path.name])
 
-    def prune(self, keep: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
-        """Remove all checkpoints except those to keep, once the latest of these is verified; return the removed ones.
+    def prune(self, keep: Iterable[CheckpointEntry]) -> None:
+        """Remove all checkpoints except those to keep, once the latest of these is verified.
 
         Raises DamagedCheckpoint, with nothing removed, if the latest one to keep is damaged.
         """
@@ -190,13 +196,13 @@ class CheckpointStore:
                 self.verify(kept[-1])
             return kept
 
-        return self._keep(verified)
+        self._keep(verified)
 
     # ---- Choosing
 
     def entries(self) -> list[CheckpointEntry]:
         """Return the checkpoints in the order of saving."""
-        return read_manifest(self.folder).entries
+        return _read_manifest(self.folder).entries
 
     def last(self) -> CheckpointEntry | None:
         """Return the checkpoint saved last, if there is one."""
@@ -226,19 +232,9 @@ class CheckpointStore:
         latest_first = [entry for entry in reversed(entries) if not math.isnan(entry.metrics.get(metric, math.nan))]
         return sorted(latest_first, key=lambda entry: sign * entry.metrics[metric])
 
-    def best_first(self) -> list[CheckpointEntry]:
-        """Return the checkpoints ranked by `monitor()`; raises CheckpointError if none has a value of it."""
-        monitor = self.monitor()
-        best_first = self.ranked(*monitor)
-        if not best_first:
-            raise CheckpointError(
-                f"No checkpoint in {self.folder} has a value of '{monitor.metric}' yet. Choose 'last'."
-            )
-        return best_first
-
     def monitor(self) -> Monitor:
         """Return the metric by which the best checkpoint is chosen; raises CheckpointError if there is none."""
-        monitor = self._monitor or read_manifest(self.folder).monitor
+        monitor = self._monitor or _read_manifest(self.folder).monitor
         if monitor is None:
             raise CheckpointError(
                 f"The run of {self.folder} named no metric that makes a checkpoint the best. Choose 'last', or one by "
@@ -248,64 +244,70 @@ class CheckpointStore:
 
     # ---- Loading
 
-    def load(self, entry_or_path: CheckpointEntry | Path | str) -> dict[str, Any]:
+    def load(self, entry: CheckpointEntry) -> dict[str, Any]:
         """Return the payload of an undamaged checkpoint, on the CPU; nothing in it can run code.
 
         Raises DamagedCheckpoint if the file is not what was written, CheckpointError if this version of trainkit cannot
-        read it. A file that no manifest lists is verified by the checksums inside it.
+        read it.
         """
-        if isinstance(entry_or_path, CheckpointEntry):
-            content = read_checkpoint(entry_or_path.path, entry_or_path)
-        else:
-            path = Path(entry_or_path)
-            content = read_checkpoint(path, _listed(path))
+        content = read_checkpoint(entry.path, FileDigest(entry.size, entry.digest))
         del content[HEADER]
         return content
 
-    def load_last(self, fallback: bool = True) -> LoadedCheckpoint:
-        """Return the last checkpoint, or the latest before it that is undamaged, with those that were skipped."""
-        return self._load_first(self.entries()[::-1], fallback=fallback)
-
-    def load_best(self, fallback: bool = True) -> LoadedCheckpoint:
-        """Return the best checkpoint that is undamaged, with the better ones that were skipped."""
-        return self._load_first(self.best_first(), fallback=fallback)
-
-    def verify(self, entry: CheckpointEntry) -> None:
-        """Raise DamagedCheckpoint unless the file has the size and hash that the manifest gives."""
-        with open_file(entry.path) as file:
-            check_digest(file, entry.path, FileDigest(entry.size, entry.digest))
-        check_shards(entry.path, entry.shards)
-
-    # ---- How
-
-    def _load_first(self, entries: list[CheckpointEntry], *, fallback: bool) -> LoadedCheckpoint:
-        skipped: list[SkippedCheckpoint] = []
-        for entry in entries:
+    def load_last(self) -> LoadedCheckpoint:
+        """Return the last checkpoint, or the latest before it that is undamaged; warns about each that is skipped."""
+        skipped: list[str] = []
+        for entry in self.entries()[::-1]:
             try:
                 payload = self.load(entry)
             except DamagedCheckpoint as error:
-                if not fallback:
-                    raise
-                skipped.append(SkippedCheckpoint(entry, str(error)))
+                skipped.append(str(error))
                 logger.warning("%s Falling back to an earlier checkpoint.", error)
                 continue
             if skipped:
                 logger.warning("Continuing from %s (step %d).", entry.path, entry.step)
             return LoadedCheckpoint(payload, entry, skipped)
         if skipped:
-            reasons = " ".join(reason for _, reason in skipped[:NAMES_SHOWN])
+            reasons = " ".join(skipped[:NAMES_SHOWN])
             raise DamagedCheckpoint(f"None of the {len(skipped)} checkpoints in {self.folder} can be used. {reasons}")
         raise _no_checkpoint_in(self.folder)
 
+    def verify(self, entry: CheckpointEntry) -> None:
+        """Raise DamagedCheckpoint unless the files have the sizes and hashes that the manifest gives."""
+        verify_file(entry.path, FileDigest(entry.size, entry.digest))
+        verify_shards(entry.path, entry.shards)
+
+    @contextmanager
+    def _locked(self, name: str, content: dict[str, Any]) -> Iterator[None]:
+        """Make the folder and lock it against other writers, to save the content as checkpoint `name`."""
+        check_name(name)
+        with self._disk_error_message(name, content):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with only_writer(self.folder):
+                yield
+
+    @contextmanager
+    def _disk_error_message(self, name: str, content: dict[str, Any]) -> Iterator[None]:
+        """Replace a disk error by a CheckpointError that names checkpoint `name` and the bytes that it needs."""
+        try:
+            yield
+        except OSError as error:
+            why = disk_error_text(error, self.folder, needed=payload_bytes(content))
+            raise CheckpointError(
+                f"Checkpoint '{name}' could not be saved in {self.folder}: {why} "
+                f"The checkpoints saved earlier are intact."
+            ) from error
+
     def _save(self, content: dict[str, Any], *, shards: Path | None = None) -> CheckpointEntry:
         """Write, rename, list: a kill in between relies on this order."""
-        manifest = read_manifest(self.folder)
+        manifest = _read_manifest(self.folder)
         if shards is None:
             _sweep(self.folder, manifest.entries)
         path = _free_path(self.folder, content[HEADER]["name"])
-        try:
+        content[HEADER]["number"] = 1 + max((entry.number for entry in manifest.entries), default=0)
+        with _sweep_after_failure(self.folder, manifest.entries):
             written = write_payload(part_of(path), content)
-            unlisted_marker(path).touch()
+            _unlisted_marker(path).touch()
             if shards is not None:
                 sync_folder(shards)
                 move(shards, shards_folder(path))
@@ -315,75 +317,70 @@ class CheckpointStore:
             if len(kept) < len(manifest.entries):
                 self.verify(entry)
             self._list([*kept, entry], instead_of=manifest)
-        except BaseException:
-            _sweep_after_failure(self.folder, manifest.entries)
-            raise
-        return entry
+            return entry
 
-    def _keep(self, choose: Callable[[list[CheckpointEntry]], list[CheckpointEntry]]) -> list[CheckpointEntry]:
-        """Reduce the manifest to the chosen entries, then remove the files of the others; return the others."""
+    def _keep(self, choose: Callable[[list[CheckpointEntry]], list[CheckpointEntry]]) -> None:
+        """Reduce the manifest to the chosen entries, then remove the files of the others."""
         try:
             with only_writer(self.folder):
-                manifest = read_manifest(self.folder)
+                manifest = _read_manifest(self.folder)
                 kept = choose(manifest.entries)
-                removed = [entry for entry in manifest.entries if entry not in kept]
-                if removed:
+                if len(kept) < len(manifest.entries):
                     self._list(kept, instead_of=manifest)
-                return removed
         except OSError as error:
             raise CheckpointError(
-                f"The checkpoints in {self.folder} cannot be changed: {error.strerror or error}. "
-                f"All of them are still usable."
+                f"The checkpoints in {self.folder} cannot be changed: {reason(error)}. All of them are still usable."
             ) from error
 
     def _list(self, entries: list[CheckpointEntry], *, instead_of: Manifest) -> None:
         """Replace the manifest, and remove the files that it does not list any more."""
-        try:
+        with _sweep_after_failure(self.folder, instead_of.entries):
             for entry in instead_of.entries:
                 if entry not in entries:
-                    unlisted_marker(entry.path).touch()
+                    _unlisted_marker(entry.path).touch()
             write_manifest(self.folder, Manifest(entries, self._monitor or instead_of.monitor))
-        except BaseException:
-            _sweep_after_failure(self.folder, instead_of.entries)
-            raise
         _sweep(self.folder, entries)
 
 
-def load_from(path: Path | str, which: str = "last", *, monitor: Monitor | None = None) -> LoadedCheckpoint:
-    """Return the chosen checkpoint of a run folder, a checkpoints folder or a file.
+def load_from(path: Path | str) -> LoadedCheckpoint:
+    """Return the last undamaged checkpoint of a run folder or checkpoints folder, or the one in a file.
 
-    `which` is "last", "best" or a checkpoint's name; the first two fall back to the next undamaged checkpoint.
+    A file that no manifest lists is verified by the checksums inside it.
     """
-    store = CheckpointStore(checkpoints_folder(Path(path)), monitor=monitor)
     if not Path(path).is_file():
-        if which == "last":
-            return store.load_last()
-        if which == "best":
-            return store.load_best()
-    chosen = resolve(path, which, monitor=monitor)
-    entry = _listed(chosen)
-    content = read_checkpoint(chosen, entry)
+        return CheckpointStore(_checkpoints_folder(Path(path))).load_last()
+    chosen = resolve(path)
+    entry: CheckpointEntry | None = None
+    with suppress(OSError, *DAMAGED_TEXT):
+        entry = next((entry for entry in parse_manifest(chosen.parent).entries if entry.path.name == chosen.name), None)
+    content = read_checkpoint(chosen, None if entry is None else FileDigest(entry.size, entry.digest))
     header = content.pop(HEADER)
     entry = entry or CheckpointEntry.of(chosen, header, size=chosen.stat().st_size, digest="")
     return LoadedCheckpoint(content, entry, [])
 
 
-def resolve(path: Path | str, which: str = "last", *, monitor: Monitor | None = None) -> Path:
+def resolve(path: Path | str, which: str = "last") -> Path:
     """Return the checkpoint file of a run folder, a checkpoints folder or a checkpoint file.
 
     `which` is "last", "best" or a checkpoint's name, and is ignored for a file.
     """
     path = Path(path)
-    if path.is_file() and path.name != MANIFEST:
+    if path.is_file() and path.name != _MANIFEST:
         return path
-    store = CheckpointStore(checkpoints_folder(path), monitor=monitor)
+    store = CheckpointStore(_checkpoints_folder(path))
     entries = store.entries()
     if not entries:
         raise _no_checkpoint_in(store.folder)
     if which == "last":
         return entries[-1].path
     if which == "best":
-        return store.best_first()[0].path
+        monitor = store.monitor()
+        best = store.best(*monitor)
+        if best is None:
+            raise CheckpointError(
+                f"No checkpoint in {store.folder} has a value of '{monitor.metric}' yet. Choose 'last'."
+            )
+        return best.path
     named = [entry.path for entry in entries if entry.name == which]
     if not named:
         names = ["last", "best", *(entry.name for entry in entries)]
@@ -393,61 +390,78 @@ def resolve(path: Path | str, which: str = "last", *, monitor: Monitor | None = 
     return named[0]
 
 
-def checkpoints_folder(path: Path) -> Path:
-    """Return the checkpoints folder of a run folder, of a file in it, or the folder itself; raises CheckpointError."""
-    if path.is_file():
-        return path.parent
-    if not path.is_dir():
-        raise _not_found(path)
-    if (path / CHECKPOINTS).is_dir():
-        return path / CHECKPOINTS
-    if (path / MANIFEST).exists() or any(path.glob(f"*{SUFFIX}")):
-        return path
-    runs = sorted(manifest.parent.parent.name for manifest in path.glob(f"*/{CHECKPOINTS}/{MANIFEST}"))
-    if runs:
-        raise CheckpointError(
-            f"{path} holds {len(runs)} runs, not one. The latest is {path / runs[-1]}. All: {first_names(runs[::-1])}."
-        )
-    raise _no_checkpoint_in(path)
+def parse_manifest(folder: Path) -> Manifest:
+    """Return the manifest in the folder's file; raises one of DAMAGED_TEXT if it is damaged."""
+    path = folder / _MANIFEST
+    if path.exists() and not (path.is_file() and path.stat().st_size <= _MOST_BYTES):
+        raise ValueError("the manifest is not a file, or holds more than a manifest can")
+    document = json.loads(path.read_bytes())
+    version = document["format_version"]
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise too_new(path, version)
+    if document.pop("digest") != _digest_of(document):
+        raise ValueError("the manifest was altered")
+    entries = []
+    for fields in document["checkpoints"]:
+        file = fields.pop("file")
+        if not _is_checkpoint_file(file):
+            raise ValueError(f"the manifest names a file that cannot be a checkpoint: {file!r}")
+        check_header(fields)
+        entries.append(CheckpointEntry.of(folder / file, fields))
+    if document["monitor"] is None:
+        return Manifest(entries, None)
+    monitor = Monitor(str(document["monitor"]["metric"]), document["monitor"]["mode"])
+    if monitor.mode not in ("min", "max"):
+        raise ValueError("the manifest names an unknown mode")
+    return Manifest(entries, monitor)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replace the folder's manifest atomically; after the call it is on the disk."""
+    checkpoints = []
+    for entry in manifest.entries:
+        # JSON has no NaN and no infinity; float() reads them from text.
+        metrics = {key: value if math.isfinite(value) else str(value) for key, value in entry.metrics.items()}
+        shards = [shard._asdict() for shard in entry.shards]
+        fields = {"file": entry.path.name, **vars(entry), "metrics": metrics, "shards": shards}
+        del fields["path"]
+        checkpoints.append(fields)
+    document: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "monitor": None if manifest.monitor is None else manifest.monitor._asdict(),
+        "checkpoints": checkpoints,
+    }
+    document["digest"] = _digest_of(document)
+    write_text(folder / _MANIFEST, json.dumps(document, indent=2) + "\n")
+
+
+def _digest_of(document: Mapping[str, Any]) -> str:
+    return text_digest(json.dumps(document, sort_keys=True))
+
+
+def _read_manifest(folder: Path) -> Manifest:
     """Return the folder's manifest; one that is lost or damaged is rebuilt from the undamaged files, in memory."""
     try:
         return parse_manifest(folder)
     except FileNotFoundError:
-        reason = "is missing"
+        problem = "is missing"
     except CheckpointError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError):
-        reason = "is damaged"
+    except DAMAGED_TEXT:
+        problem = "is damaged"
     entries = _entries_of_files(folder)
-    if entries or reason == "is damaged":
+    if entries or problem == "is damaged":
         logger.warning(
-            "%s %s; using the %d undamaged checkpoints in the folder", folder / MANIFEST, reason, len(entries)
+            "%s %s; using the %d undamaged checkpoints in the folder", folder / _MANIFEST, problem, len(entries)
         )
     return Manifest(entries, None)
-
-
-@contextmanager
-def disk_error_message(folder: Path, name: str, *, needed: int) -> Iterator[None]:
-    """Replace a disk error by a CheckpointError that names checkpoint `name` and the bytes it needs."""
-    try:
-        yield
-    except OSError as error:
-        free = shutil.disk_usage(_existing(folder)).free
-        raise CheckpointError(
-            f"Checkpoint '{name}' could not be saved in {folder}: {error.strerror or error}. It needs about "
-            f"{needed:,} bytes, {free:,} are free there. Make room or let the run write elsewhere: "
-            f"run_dir=/path/with/room. The checkpoints saved earlier are intact."
-        ) from error
 
 
 def _entries_of_files(folder: Path) -> list[CheckpointEntry]:
     """Return the entries of undamaged files, from their own headers."""
     entries = []
-    for path in folder.glob(f"*{SUFFIX}"):
-        if unlisted_marker(path).exists():
+    for path in folder.glob(f"*{_SUFFIX}"):
+        if _unlisted_marker(path).exists():
             continue
         try:
             header = read_checkpoint(path, None)[HEADER]
@@ -457,43 +471,73 @@ def _entries_of_files(folder: Path) -> list[CheckpointEntry]:
             logger.warning("skipped: %s", error)
         else:
             entries.append(CheckpointEntry.of(path, header, **digest._asdict()))
-    return sorted(entries, key=lambda entry: (entry.saved_at, entry.path))
+    # Not by the clock first, which may have been set back.
+    return sorted(entries, key=lambda entry: (entry.number, entry.step, entry.saved_at, entry.path))
 
 
-def _listed(path: Path) -> CheckpointEntry | None:
-    """Return the entry of a file in the manifest beside it, if it has one."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        return next((entry for entry in parse_manifest(path.parent).entries if entry.path.name == path.name), None)
-    return None
+def _checkpoints_folder(path: Path) -> Path:
+    """Return the checkpoints folder of a run folder, of a file in it, or the folder itself; raises CheckpointError."""
+    if path.is_file():
+        return path.parent
+    if not path.is_dir():
+        raise _not_found(path)
+    if (path / CHECKPOINTS).is_dir():
+        return path / CHECKPOINTS
+    if (path / _MANIFEST).exists() or any(path.glob(f"*{_SUFFIX}")):
+        return path
+    runs = sorted(manifest.parent.parent.name for manifest in path.glob(f"*/{CHECKPOINTS}/{_MANIFEST}"))
+    if runs:
+        raise CheckpointError(
+            f"{path} holds {len(runs)} runs, not one. The latest is {path / runs[-1]}. All: {first_names(runs[::-1])}."
+        )
+    raise _no_checkpoint_in(path)
 
 
 def _sweep(folder: Path, listed: list[CheckpointEntry]) -> None:
-    """Remove what a kill may have left: unfinished files, and marked ones that are not listed."""
+    """Remove what a kill may have left: unfinished files, and marked ones that are not listed; nothing else."""
     names = {entry.path.name for entry in listed}
     for part in folder.glob(f".*{PART}"):
-        _remove(part)
-    for marker in folder.glob(f".*{UNLISTED}"):
-        name = marker.name[1 : -len(UNLISTED)]
+        target = Path(part.name[1 : -len(PART)])
+        if NAME.fullmatch(target.name) and target.suffix in (_SUFFIX, ".shards", ".json"):
+            _remove(part)
+    for marker in folder.glob(f".*{_UNLISTED}"):
+        name = marker.name[1 : -len(_UNLISTED)]
+        if not _is_checkpoint_file(name):
+            continue  # it would name another folder, such as the one above
         if name not in names:
-            _remove(folder / name)
+            (folder / name).unlink(missing_ok=True)
             _remove(shards_folder(folder / name))
         marker.unlink(missing_ok=True)
 
 
-def _sweep_after_failure(folder: Path, listed: list[CheckpointEntry]) -> None:
-    """Remove what a failed save has left, according to the manifest, which may have been replaced before the error."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        listed = parse_manifest(folder).entries
-    with suppress(OSError):
-        _sweep(folder, listed)
+def _is_checkpoint_file(name: object) -> bool:
+    return isinstance(name, str) and name.endswith(_SUFFIX) and NAME.fullmatch(name) is not None
+
+
+@contextmanager
+def _sweep_after_failure(folder: Path, listed: list[CheckpointEntry]) -> Iterator[None]:
+    """Remove what the block has left if it fails, according to the manifest, which it may have replaced already."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError, *DAMAGED_TEXT):
+            listed = parse_manifest(folder).entries
+        with suppress(OSError):
+            _sweep(folder, listed)
+        raise
+
+
+def _unlisted_marker(path: Path) -> Path:
+    """Return the empty file that stands beside a checkpoint while it is about to be listed, or to be removed."""
+    return path.with_name(f".{path.name}{_UNLISTED}")
 
 
 def _free_path(folder: Path, name: str) -> Path:
     """Return an unused file name: an earlier checkpoint of this name must outlive a kill during the save."""
-    path, number = folder / f"{name}{SUFFIX}", 1
+    path, number = folder / f"{name}{_SUFFIX}", 1
     while path.exists() or shards_folder(path).exists():
         number += 1
-        path = folder / f"{name}-{number}{SUFFIX}"
+        path = folder / f"{name}-{number}{_SUFFIX}"
     return path
 
 
@@ -505,7 +549,7 @@ def _remove(path: Path) -> None:
 
 
 def _not_found(path: Path) -> CheckpointError:
-    parent = _existing(path.parent)
+    parent = existing_folder(path.parent)
     names = sorted(child.name for child in parent.iterdir() if child.name[0] != ".") if parent.is_dir() else []
     # The first part that is missing is the one to correct.
     wrong = path.absolute().relative_to(parent.absolute()).parts[0]
@@ -515,11 +559,6 @@ def _not_found(path: Path) -> CheckpointError:
 
 
 def _no_checkpoint_in(folder: Path) -> CheckpointError:
-    names = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
-    there = f" These files are not in its {MANIFEST}: {first_names(names)}; name a file to load it." if names else ""
+    names = sorted(path.name for path in folder.glob(f"*{_SUFFIX}"))
+    there = f" These files are not in its {_MANIFEST}: {first_names(names)}; name a file to load it." if names else ""
     return CheckpointError(f"There is no complete checkpoint in {folder}.{there}")
-
-
-def _existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
-    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())

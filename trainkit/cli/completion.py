@@ -8,7 +8,7 @@ from pathlib import Path
 from trainkit.cli.main import COMMANDS, Arguments
 from trainkit.errors import UserError, nearest
 
-# The shell calls the same command with what was typed so far in COMP_LINE.
+# The shell calls the same command with the typed line in COMP_LINE.
 _BASH = """\
 _trainkit() { COMPREPLY=($(COMP_LINE="$COMP_LINE" COMP_POINT="$COMP_POINT" trainkit completion query)); }
 complete -o nospace -o default -F _trainkit trainkit
@@ -37,7 +37,7 @@ def completion(arguments: Arguments) -> int:
 
 
 def completions(line: str) -> list[str]:
-    """Return what the last word of `line`, a command line from its start to the cursor, may become."""
+    """Return the completions of the last word of `line`, the command line from its start to the cursor."""
     words = line.split()
     if line.endswith(" ") or not words:
         words.append("")

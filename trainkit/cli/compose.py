@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,62 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.cli.overrides import FULL, GROUPS, LISTS, SIZES, KeyOrigins, Overrides
-from trainkit.cli.validate import ConfigError, Problem, check, closest, did_you_mean, list_choices, unknown_choice
+from trainkit.cli.signatures import import_paths
+from trainkit.cli.validate import (
+    SECTIONS,
+    ConfigError,
+    Problem,
+    check,
+    closest,
+    did_you_mean,
+    list_choices,
+    unknown_choice,
+    unknown_key,
+)
 from trainkit.errors import UserError, nearest
 from trainkit.registry import plugin_settings
 
 CONFIG = "config"
 CONFIG_FILE = "config.yaml"
 _SAVED = "settings_of_a_run"
+_OWN_CONFIGS = "conf"  # the folder of a project's groups, in the working folder
+
+
+@dataclass(frozen=True)
+class SavedConfig:
+    """The config of a run: it comes from its folder or a checkpoint, and may be anybody's."""
+
+    path: Path
+    """A `config.yaml`, or the checkpoint that holds the text."""
+    text: str
+    trusted: bool = False
+    """True if the user trusts every class and function that it names."""
+
+    def content(self) -> dict[str, Any]:
+        """Return the config without keys that change how it is composed; raises UserError if it is not one."""
+        from trainkit.run_dir.folder import check_config  # here, as it imports torch
+
+        try:
+            check_config(self.text, self.path)
+            saved = OmegaConf.to_container(OmegaConf.load(StringIO(self.text))) if self.text.strip() else {}
+        except UserError:
+            raise
+        except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+            raise UserError(f"{self.path} cannot be read: {error}") from None
+        if not isinstance(saved, dict) or not saved:
+            raise UserError(
+                f"{self.path} is empty: the run was started from Python. Resume it there: "
+                "Trainer(...).fit(task, data, resume=PATH)."
+            )
+        unknown = [unknown_key(str(key), SECTIONS, all_keys=()) for key in saved if key not in SECTIONS]
+        if unknown:
+            raise ConfigError([replace(problem, origin=str(self.path)) for problem in unknown])
+        if not self.trusted and "${" in repr(saved):
+            raise UserError(
+                f"{self.path} has an interpolation (${{...}}), which may read environment variables; trainkit saves "
+                "none. Replace it by its value, or type --trust."
+            )
+        return {str(key): value for key, value in saved.items()}
 
 
 @dataclass(frozen=True)
@@ -46,7 +96,7 @@ class Settings:
     @property
     def name(self) -> str:
         """The name of the run's folder: the recipe, or the task's class."""
-        return str(self.tree.get("recipe") or self.tree["task"]["_target_"]).rpartition(".")[2]
+        return Path(str(self.tree.get("recipe") or self.tree["task"]["_target_"]).rpartition(".")[2]).name
 
     def as_yaml(self) -> str:
         """Return the YAML that is saved in the run folder; the run can be repeated from it."""
@@ -54,10 +104,13 @@ class Settings:
 
 
 @contextmanager
-def compose_config(config_dirs: Sequence[str | Path] = (), *, saved: Path | None = None) -> Iterator[ConfigComposer]:
+def compose_config(
+    config_dirs: Sequence[str | Path] = (), *, saved: SavedConfig | None = None
+) -> Iterator[ConfigComposer]:
     """Enter with Hydra initialized with the package's groups, installed plugins and the folders in `config_dirs`.
 
-    With `saved`, the `config.yaml` of a run, its values replace the package's defaults.
+    With `saved`, its values replace the package's defaults; unless it is trusted, it may name only classes of trainkit
+    and what the user's own configs and overrides name too.
     """
     GlobalHydra.instance().clear()
     with initialize_config_module("trainkit.conf", version_base="1.3", job_name="trainkit"):
@@ -69,14 +122,28 @@ def compose_config(config_dirs: Sequence[str | Path] = (), *, saved: Path | None
         loader.repository.initialize_sources(search_path)  # type: ignore[attr-defined] # of the one loader there is
         for group, name, settings in plugin_settings():
             ConfigStore.instance().store(group=group, name=name, node=settings, provider="plugin")
-        yield ConfigComposer(loader, saved)
+        yield ConfigComposer(loader, saved, config_dirs)
+
+
+def read_saved(path: str | Path, *, trusted: bool = False) -> SavedConfig:
+    """Return the config of a run folder, or in a `config.yaml`; raises UserError if it cannot be read."""
+    from trainkit.run_dir.folder import read_config  # here, as it imports torch
+
+    file = Path(path, CONFIG_FILE) if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise UserError(f"{path} is not a run folder: it has no {CONFIG_FILE}.")
+    try:
+        return SavedConfig(file, read_config(file), trusted)
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
 
 
 class ConfigComposer:
     """Composes and validates configs from overrides."""
 
-    def __init__(self, loader: ConfigLoader, saved: Path | None) -> None:
+    def __init__(self, loader: ConfigLoader, saved: SavedConfig | None, config_dirs: Sequence[str | Path]) -> None:
         self.loader = loader
+        self._config_dirs = config_dirs
         self.config_name = CONFIG if saved is None else _SAVED
         self._saved = saved
 
@@ -122,33 +189,65 @@ class ConfigComposer:
         with open_dict(config):
             del config["hydra"]
         settings = settings_of(config, recipe, problems)
-        for group in set(LISTS) & set(overrides.replaced_groups):
-            typed = {key for key, _ in overrides.typed}
-            drop_unselected(settings.tree, group, but=typed)
+        drop_unselected(settings.tree, overrides.replaced_groups, but=[key for key, _ in overrides.typed])
         check_devices = needs_task if check_devices is None else check_devices
-        problems += self._checked(settings, problems, needs_task=needs_task, check_devices=check_devices)
+        trusted = self._trusted(settings.tree, overrides)  # before anything is imported
+        # Keys of a wrong choice would be reported as unknown.
+        wrong = {problem.key for problem in problems if problem.key in GROUPS}
+        options = {group: self.options(group) for group in GROUPS}
+        needs_task = needs_task and "recipe" not in wrong
+        needs = {"needs_task": needs_task, "check_devices": check_devices}
+        found = check(settings.tree, options=options, trusted=trusted, **needs)
+        problems += [problem for problem in found if problem.key.partition(".")[0] not in wrong]
         if problems:
             raise ConfigError(with_origins(problems, self._origins(overrides, rendered)))
         return replace(settings, find_origins=partial(self._origins, overrides, rendered))
 
+    def _trusted(self, tree: Mapping[str, Any], overrides: Overrides) -> set[str] | None:
+        """Return the import paths that the user's own configs, plugins and overrides name; `None`: all are trusted.
+
+        Raises UserError if a run's config names others outside of trainkit. Nothing has been imported yet: modules run
+        code when they are imported.
+        """
+        if self._saved is None or self._saved.trusted:
+            return None
+        source = self._saved.path
+        is_in_run = source.name == CONFIG_FILE and Path.cwd().is_relative_to(source.parent.resolve())
+        folders = [*self._config_dirs, *([] if is_in_run else [_OWN_CONFIGS])]
+        own = {path for key, value in overrides.values for _, path in import_paths(value, key)}
+        own |= {path for _, _, settings in plugin_settings() for _, path in import_paths(settings)}
+        for file in (file for folder in folders for file in Path(folder).rglob("*.yaml")):
+            with suppress(OSError, ValueError, yaml.YAMLError):
+                own |= {path for _, path in import_paths(yaml.safe_load(file.read_text(encoding="utf-8")))}
+        # Functions of Hydra import what their arguments name.
+        own = {path for path in own if not path.startswith("hydra.")}
+        foreign = {
+            key: path
+            for key, path in import_paths(tree)
+            if path not in own and not (key.endswith("._target_") and path.startswith("trainkit."))
+        }
+        if not foreign:
+            return own
+        named = "\n".join(f"  {key}: {path}" for key, path in foreign.items())
+        typed = " ".join(f"{key}={path}" for key, path in foreign.items())
+        raise UserError(
+            f"{source} names code that is neither trainkit's nor named by your configs "
+            f"({', '.join(map(str, folders)) or 'there are none'}); nothing was imported:\n{named}\n"
+            f"Importing it runs it. If you trust it, type --trust. Or type the names that you know: {typed}"
+        )
+
     def rendered(self, overrides: Overrides, *, deletions: Collection[str] = ()) -> list[str]:
         """Return the overrides in the form that Hydra accepts for unknown keys too: the validation reports those."""
-        if self._saved is not None:
+        chosen: dict[str, list[str]] = {group: [] for group in overrides.additions}
+        if self._saved is not None:  # its config contains the choices
             _store_saved(self._saved, without=overrides.replaced_groups)
-        chosen = {group: self._chosen(group, overrides) for group in overrides.additions}
+        elif chosen:
+            composed = self.loader.compute_defaults_list(CONFIG, overrides.rendered({}), RunMode.MULTIRUN)
+            for default in composed.defaults:
+                group, _, name = str(default.config_path).partition("/")
+                if group in chosen and not str(default.parent).startswith(f"{group}/"):
+                    chosen[group].append(name)
         return overrides.rendered(chosen, deletions=deletions)
-
-    def _chosen(self, group: str, overrides: Overrides) -> list[str]:
-        """Return the choices of a group before additions; empty for a saved run, whose config contains them."""
-        if self._saved is not None:
-            return []
-        composed = self.loader.compute_defaults_list(CONFIG, overrides.rendered({}), RunMode.MULTIRUN)
-        below = f"{group}/"
-        return [
-            str(default.config_path).removeprefix(below)
-            for default in composed.defaults
-            if str(default.config_path).startswith(below) and not str(default.parent).startswith(below)
-        ]
 
     def _composed(self, rendered: list[str], problems: list[Problem]) -> DictConfig | None:
         try:
@@ -170,32 +269,20 @@ class ConfigComposer:
             problems.append(Problem("", f"{where}invalid YAML: {error.problem}"))
         return None
 
-    def _without_size(self, recipe: str | None, size: str) -> Iterator[Problem]:
-        """Yield the problem of a size that the recipe does not have; Hydra would silently use its full size."""
-        sizes = self.options(SIZES) if size != FULL else []
-        if size != FULL and f"{recipe}_{size}" not in sizes:
-            recipes = [name.removesuffix(f"_{size}") for name in sizes if name.endswith(f"_{size}")]
-            own = f"; for your own recipe, write {SIZES}/{recipe}_{size}.yaml beside its folder" if recipe else ""
-            message = f"recipe={recipe} has no such size" if recipe else f"size={size} needs a recipe"
-            yield Problem("size", f"{message}. Recipes that have it: {', '.join(recipes)}{own}.")
-
-    def _checked(
-        self, settings: Settings, problems: Sequence[Problem], *, needs_task: bool, check_devices: bool
-    ) -> list[Problem]:
-        # Keys of a wrong choice would be reported as unknown.
-        wrong = {problem.key for problem in problems if problem.key in GROUPS}
-        found = check(
-            settings.tree,
-            options={group: self.options(group) for group in GROUPS},
-            needs_task=needs_task and "recipe" not in wrong,
-            check_devices=check_devices,
-        )
-        return [problem for problem in found if problem.key.partition(".")[0] not in wrong]
+    def _without_size(self, recipe: str | None, size: str) -> list[Problem]:
+        """Return the problem of a size that the recipe does not have; Hydra would silently use its full size."""
+        sizes = self.options(SIZES)
+        if size == FULL or f"{recipe}_{size}" in sizes:
+            return []
+        recipes = [name.removesuffix(f"_{size}") for name in sizes if name.endswith(f"_{size}")]
+        own = f"; for your own recipe, write {SIZES}/{recipe}_{size}.yaml beside its folder" if recipe else ""
+        message = f"recipe={recipe} has no such size" if recipe else f"size={size} needs a recipe"
+        return [Problem("size", f"{message}. Recipes that have it: {', '.join(recipes)}{own}.")]
 
     def _origins(self, overrides: Overrides, rendered: list[str]) -> KeyOrigins:
         origins = KeyOrigins()
         if self._saved is not None:
-            origins.add_file(self._saved)
+            origins.add_yaml(self._saved.text, self._saved.path)
         elif rendered:
             origins.add_composed(self.loader, self.config_name, rendered)
         for key, text in overrides.typed:
@@ -211,12 +298,13 @@ def with_origins(problems: Sequence[Problem], origins: KeyOrigins) -> list[Probl
     ]
 
 
-def drop_unselected(tree: dict[str, Any], group: str, *, but: Collection[str] = ()) -> None:
+def drop_unselected(tree: Mapping[str, Any], groups: Iterable[str] = LISTS, *, but: Collection[str] = ()) -> None:
     """Drop a recipe's values of callbacks or loggers that are not selected; keys in `but` are kept."""
-    for name, node in list((tree.get(group) or {}).items()):
-        typed = any(key.startswith(f"{group}.{name}") for key in but)
-        if not typed and isinstance(node, Mapping) and "_target_" not in node:
-            del tree[group][name]
+    for group in set(LISTS) & set(groups):
+        for name, node in list((tree.get(group) or {}).items()):
+            typed = any(key.startswith(f"{group}.{name}") for key in but)
+            if not typed and isinstance(node, Mapping) and "_target_" not in node:
+                del tree[group][name]
 
 
 def _existing_folder(folder: str | Path) -> Path:
@@ -227,34 +315,12 @@ def _existing_folder(folder: str | Path) -> Path:
     return path
 
 
-def _store_saved(path: Path, *, without: Sequence[str]) -> None:
-    """Register the config in `path` as Hydra's base config, without the groups in `without`."""
-    saved = read_saved(path)
+def _store_saved(saved: SavedConfig, *, without: Sequence[str]) -> None:
+    """Register a run's config as Hydra's base config, without its `run_dir` and the groups in `without`."""
     groups = [{group: None} for group in ("strategy", *LISTS)]
-    kept = {key: value for key, value in saved.items() if key not in without}
-    ConfigStore.instance().store(name=_SAVED, node=OmegaConf.create({"defaults": ["_self_", *groups], **kept}))
-
-
-def config_file(path: Path) -> Path:
-    """Return the config file of a run: `path` itself, or `config.yaml` in it."""
-    file = path / CONFIG_FILE if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"{path} is not a run folder: it has no {CONFIG_FILE}.")
-    return file
-
-
-def read_saved(path: Path) -> dict[str, Any]:
-    """Return the values in a run's `config.yaml`, without its `run_dir`."""
-    try:
-        saved = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(saved, dict) or not saved:
-        raise UserError(
-            f"{path} is empty: the run was started from Python. Resume it there: "
-            "Trainer(...).fit(task, data, resume=PATH)."
-        )
-    return {**{str(key): value for key, value in saved.items()}, "run_dir": None}
+    kept = {key: value for key, value in saved.content().items() if key not in without}
+    node = OmegaConf.create({"defaults": ["_self_", *groups], **kept, "run_dir": None})
+    ConfigStore.instance().store(name=_SAVED, node=node)
 
 
 def _present(config: DictConfig, keys: Sequence[tuple[str, str]], problems: list[Problem]) -> list[str]:

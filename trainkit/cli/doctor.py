@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.table import Table
 from rich.text import Text
 
-from trainkit import registry
+from trainkit import __version__, registry
 from trainkit.cli.main import Arguments, print_table
-from trainkit.cli.signatures import EXTRAS
+from trainkit.cli.signatures import EXTRAS, is_installed
 from trainkit.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from trainkit.strategy import Strategy
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 _GIB = 2**30
@@ -30,6 +32,7 @@ _LEAST_FILES = 1024
 _COLLECTIVE_SECONDS = 60
 _SLOW_WRITE_MB_PER_SECOND = 20
 _PROBE_MB = 16
+_TIMES = 20  # of the all-reduce
 _NAMES = ("run_dir", "devices")
 
 
@@ -68,8 +71,6 @@ def run_checks(folder: Path, *, ranks: int = 2) -> Iterator[Check]:
 
 def _python() -> Check:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
-    if sys.version_info < (3, 10):  # noqa: UP036 # for users of an older version
-        return Check("python", PROBLEM, found, "install Python 3.10 or later")
     threads = os.environ.get("OMP_NUM_THREADS")
     return Check("python", OK, found + (f", OMP_NUM_THREADS={threads}" if threads else ""))
 
@@ -120,19 +121,14 @@ def _backends() -> Check:
 def _packages() -> Check:
     missing: dict[str, list[str]] = {}
     for package, extra in EXTRAS.items():
-        if find_spec(package if not package.startswith("hydra_") else f"hydra_plugins.{package}") is None:
+        if not is_installed(package):
             missing.setdefault(extra, []).append(package)
-    versions = []
-    for name in ("trainkit", "hydra-core", "omegaconf"):
-        try:
-            versions.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            versions.append(f"{name} (not installed by pip)")
-    found = ", ".join(versions)
+    installed = {"trainkit": __version__, **{name: version(name) for name in ("hydra-core", "omegaconf")}}
+    found = ", ".join(f"{name} {number}" for name, number in installed.items())
     if not missing:
         return Check("packages", OK, f"{found}, and all optional packages")
     names = ", ".join(name for packages in missing.values() for name in packages)
-    remedy = f"if needed: pip install 'trainkit[{','.join(missing)}]'"
+    remedy = f"if needed: pip install 'trainkit-torch[{','.join(missing)}]'"
     return Check("packages", OK, f"{found}; not installed: {names}", remedy)
 
 
@@ -145,9 +141,8 @@ def _shared_memory() -> Check:
     if not os.access(folder, os.W_OK):
         return Check("shared memory", WARNING, "/dev/shm is not writable", "set strategy.transport=process_group")
     if usage.free < _LEAST_SHARED_MEMORY:
-        remedy = (
-            "in Docker: --shm-size=8g (or --ipc=host); else set strategy.transport=process_group and data.num_workers=0"
-        )
+        instead = "set strategy.transport=process_group and data.num_workers=0"
+        remedy = f"in Docker: --shm-size=8g (or --ipc=host); else {instead}"
         return Check("shared memory", WARNING, found, remedy)
     return Check("shared memory", OK, found)
 
@@ -165,19 +160,17 @@ def _open_files() -> Check:
 
 
 def _clock() -> Check:
-    wall, steady = time.time(), time.monotonic()
+    now = time.time()
     with tempfile.NamedTemporaryFile() as file:
         os.utime(file.name)
-        file_time = os.stat(file.name).st_mtime
-    time.sleep(0.05)
-    drift = (time.time() - wall) - (time.monotonic() - steady)
-    now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    if wall < 1.7e9 or abs(drift) > 0.02:
-        return Check("clock", WARNING, f"{now}, jumps or is wrong", "synchronize it: timedatectl set-ntp true")
-    if abs(file_time - wall) > 2:
-        difference = f"{now}; file times differ by {file_time - wall:+.0f} s"
-        return Check("clock", WARNING, difference, "synchronize the file server's clock")
-    return Check("clock", OK, now)
+        ahead = os.stat(file.name).st_mtime - now
+    shown = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    if now < 1.7e9:
+        return Check("clock", WARNING, f"{shown} is wrong", "synchronize it: timedatectl set-ntp true")
+    if abs(ahead) > 2:
+        text = f"{shown}; file times differ by {ahead:+.0f} s"
+        return Check("clock", WARNING, text, "synchronize the file server's clock")
+    return Check("clock", OK, shown)
 
 
 def _run_folder(folder: Path) -> Check:
@@ -216,9 +209,9 @@ def _collective(ranks: int) -> Check:
     try:
         settings = {"devices": ranks, "device": "cpu", "timeout_seconds": _COLLECTIVE_SECONDS}
         strategy = registry.make("strategy", "ddp", settings)
-        total, seconds = strategy.launch(_Sum(strategy))
+        total, seconds = strategy.launch(partial(_all_reduce, strategy))
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "check that processes can connect to 127.0.0.1 (firewall, GLOO_SOCKET_IFNAME) and use /dev/shm"
         return Check(subject, PROBLEM, f"cannot communicate: {type(error).__name__}: {first}", remedy)
     took = time.perf_counter() - start
@@ -227,43 +220,32 @@ def _collective(ranks: int) -> Check:
     return Check(subject, OK, f"started and ended in {took:.1f} s; an all-reduce takes {seconds * 1e6:.0f} us")
 
 
-class _Sum:
-    """An all-reduce on every rank; it is pickled."""
+def _all_reduce(strategy: Strategy) -> tuple[float, float]:
+    """Return the sum of (rank + 1) over all ranks, and the seconds of a small all-reduce."""
+    import torch
 
-    _TIMES = 20
+    from trainkit.optim.precision import Precision
 
-    def __init__(self, strategy: object) -> None:
-        self.strategy = strategy
-
-    def __call__(self) -> tuple[float, float]:
-        """Return the sum of (rank + 1) over all ranks, and the seconds of a small all-reduce."""
-        import torch
-
-        from trainkit.optim.precision import Precision
-        from trainkit.strategy import Strategy
-
-        assert isinstance(self.strategy, Strategy)
-        self.strategy.setup(Precision())
-        try:
-            total = self.strategy.comm.all_reduce(torch.tensor(float(self.strategy.comm.rank + 1))).item()
-            start = time.perf_counter()
-            for _ in range(self._TIMES):
-                self.strategy.comm.all_reduce(torch.ones(16))
-            return total, (time.perf_counter() - start) / self._TIMES
-        finally:
-            self.strategy.teardown()
+    strategy.setup(Precision())
+    try:
+        total = strategy.comm.all_reduce(torch.tensor(float(strategy.comm.rank + 1))).item()
+        start = time.perf_counter()
+        for _ in range(_TIMES):
+            strategy.comm.all_reduce(torch.ones(16))
+        return total, (time.perf_counter() - start) / _TIMES
+    finally:
+        strategy.teardown()
 
 
 def _print(results: list[Check]) -> None:
     """Print a row for each result, and its remedy below."""
-    table = Table(box=None, show_header=False, pad_edge=False)
     styles = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
+    rows: list[tuple[str | Text, ...]] = []
     for result in results:
         mark = result.state.upper() if result.state == PROBLEM else result.state
-        table.add_row(Text(mark, style=styles[result.state]), result.subject, Text(result.text))
+        rows.append((Text(mark, style=styles[result.state]), result.subject, result.text))
         if result.remedy:
-            table.add_row("", "", Text(f"-> {result.remedy}", style="dim"))
-    print_table(table)
-    problems = sum(result.state == PROBLEM for result in results)
-    warned = sum(result.state == WARNING for result in results)
+            rows.append(("", "", Text(f"-> {result.remedy}", style="dim")))
+    print_table(rows)
+    problems, warned = (sum(result.state == state for result in results) for state in (PROBLEM, WARNING))
     print(f"{problems} problem{'s' * (problems != 1)}, {warned} warning{'s' * (warned != 1)}")

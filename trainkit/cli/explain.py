@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trainkit.cli.compose import ConfigComposer, Settings, compose_config, config_file
+from trainkit.cli.compose import ConfigComposer, Settings, compose_config, read_saved
 from trainkit.cli.main import Arguments
 from trainkit.cli.overrides import GROUPS, LISTS, KeyOrigins
-from trainkit.cli.schema import ConfigKey, keys_of, known_keys, objects_in, summary_of
-from trainkit.cli.signatures import Parameter
-from trainkit.cli.validate import RENAMED, SECTIONS, TRAINER, closest, did_you_mean, unknown_key
+from trainkit.cli.signatures import Parameter, TargetError, signature_of
+from trainkit.cli.validate import RENAMED, SECTIONS, TRAINER, closest, config_signature, did_you_mean, unknown_key
 from trainkit.errors import UserError
 
 _MOST_ALIGNED = 56  # columns
@@ -32,6 +30,13 @@ _SECTIONS = {
     "run_dir": "The run's folder; null: a new one, runs/<recipe>/<date_time>.",
     "vars": "Your own values, for ${vars.name} elsewhere.",
 }
+_CHAPTERS = {
+    "strategy": ("Strategies", "Choose one with `strategy=NAME`."),
+    "callbacks": ("Callbacks", "Add one with `+callbacks=NAME`, remove one with `~callbacks.NAME`."),
+    "logger": ("Loggers", "Add one with `+logger=NAME`, remove one with `~logger.NAME`."),
+    "recipe": ("Recipes", "Choose one with `recipe=NAME`."),
+}
+"""Title and introduction of each group in the reference of all keys."""
 
 
 def explain(arguments: Arguments) -> int:
@@ -39,15 +44,66 @@ def explain(arguments: Arguments) -> int:
 
     `config=PATH` explains the config of a run.
     """
-    saved = arguments.take("config")
+    config = arguments.take("config")
+    saved = None if config is None else read_saved(config, trusted=arguments.trust)
     keys = [text for text in arguments.overrides if "=" not in text and text[:1] not in "~+"]
     overrides = [text for text in arguments.overrides if text not in keys]
-    with compose_config(arguments.config_dirs, saved=None if saved is None else config_file(Path(saved))) as composer:
+    with compose_config(arguments.config_dirs, saved=saved) as composer:
         settings = composer.settings(overrides, needs_task=False)
         explained = _Explanations(composer, settings)
-        pages = [explained.of(key) for key in keys] or ["\n".join(annotated(settings))]
-    print("\n\n".join(pages))
+        pages = [explained.of(key) for key in keys] or [_annotated(settings)]
+        print("\n\n".join("\n".join(page) for page in pages))
     return 0
+
+
+def known_keys(tree: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Return the parameters of all constructors in a config by their keys, in the order of the signatures."""
+    keys = _keys_of(TRAINER, "trainer")
+    for section in ("task", "data", "strategy", *LISTS):
+        keys |= _keys_below(section, tree.get(section))
+    return keys
+
+
+def key_reference() -> str:
+    """Return the reference of all keys as Markdown."""
+    with compose_config() as composer:
+        return "\n".join(_reference(composer))
+
+
+def _keys_below(path: str, node: Any) -> dict[str, Parameter]:
+    if not isinstance(node, Mapping):
+        return {}
+    keys = _keys_of(node["_target_"], path) if "_target_" in node else {}
+    for name, value in node.items():
+        keys |= _keys_below(f"{path}.{name}", value)
+    return keys
+
+
+def _keys_of(target: str, path: str) -> dict[str, Parameter]:
+    """Return the keys at `path` of the class or function `target`; empty if it cannot be imported."""
+    try:
+        return {f"{path}.{name}": known for name, known in config_signature(target).parameters.items()}
+    except TargetError:
+        return {}
+
+
+def _summary_of(target: str) -> str:
+    """Return the first paragraph of a target's docstring; empty if it cannot be imported."""
+    try:
+        return signature_of(target).summary
+    except TargetError:
+        return ""
+
+
+def _objects_in(composer: ConfigComposer, group: str, name: str) -> dict[str, Mapping[str, Any]]:
+    """Return the nodes with a `_target_` in a choice, by their paths in the config."""
+    content = composer.content(group, name)
+    places: dict[str, Any] = {f"{group}.{part}": node for part, node in content.items()}
+    if group == "strategy":
+        places = {group: content}
+    elif group == "recipe":
+        places = {section: content.get(section) for section in ("task", "data")}
+    return {place: node for place, node in places.items() if isinstance(node, Mapping) and "_target_" in node}
 
 
 class _Explanations:
@@ -55,29 +111,26 @@ class _Explanations:
         self._composer = composer
         self._tree = settings.tree
         self._origins: KeyOrigins = settings.find_origins()
-        self._known = {key.path: key for key in known_keys(settings.tree)}
+        self._known = known_keys(settings.tree)
 
-    def of(self, path: str) -> str:
-        """Return the description of the key at `path`, or of the only key that ends in it."""
-        known = self._known.get(path)
-        if known is not None:
-            return "\n".join(self._argument(known))
-        if path in _SECTIONS or isinstance(_value(self._tree, path), Mapping):
-            return "\n".join(self._part(path))
-        if _value(self._tree, path) is not _ABSENT:
-            return "\n".join([path, *self._present(path)])
-        ending = [key for key in self._known if key.endswith(f".{path}")]
-        if len(ending) == 1:
-            return self.of(ending[0])
-        if ending:
-            raise UserError(f"several keys end in '{path}'. {did_you_mean(ending)}")
-        return self._of_another_choice(path)
-
-    def _argument(self, known: ConfigKey) -> Iterator[str]:
-        yield known.path
-        yield f"  {known.parameter.doc or self._origins.comment(known.path) or '(no description)'}"
-        yield from _about(known.parameter)
-        yield from self._present(known.path)
+    def of(self, path: str) -> Iterator[str]:
+        """Yield the description of the key at `path`, or of the only key that ends in it."""
+        node = _value(self._tree, path)
+        if path in self._known:
+            yield path
+            yield f"  {self._known[path].doc or self._origins.comment(path) or '(no description)'}"
+            yield from _about(self._known[path])
+            yield from self._present(path)
+        elif path in _SECTIONS or isinstance(node, Mapping):
+            yield from self._section(path, node)
+        elif node is not _ABSENT:
+            yield path
+            yield from self._present(path)
+        else:
+            ending = [key for key in self._known if key.endswith(f".{path}")]
+            if len(ending) > 1:
+                raise UserError(f"several keys end in '{path}'. {did_you_mean(ending)}")
+            yield from self.of(ending[0]) if ending else self._of_another_choice(path)
 
     def _present(self, path: str) -> Iterator[str]:
         value = _value(self._tree, path)
@@ -85,60 +138,53 @@ class _Explanations:
             origin = self._origins.of(path)
             yield f"  value    {_shown(value)}{f', from {origin}' if origin else ''}"
 
-    def _part(self, path: str) -> Iterator[str]:
+    def _section(self, path: str, node: Any) -> Iterator[str]:
         """Yield the description of a section or an object of the config, and its keys."""
-        node = _value(self._tree, path)
         target = TRAINER if path == "trainer" else node.get("_target_") if isinstance(node, Mapping) else None
         yield path
         if path in _SECTIONS:
             yield f"  {_SECTIONS[path]}"
         elif isinstance(target, str):
-            yield f"  {summary_of(target)}"
+            yield f"  {_summary_of(target)}"
         if path in GROUPS:
-            yield from self._choices(path)
+            yield f"  choices ({path}=NAME):"
+            summaries = {}
+            for name in self._composer.options(path):
+                objects = list(_objects_in(self._composer, path, name).values())
+                summaries[name] = _summary_of(objects[0]["_target_"]) if len(objects) == 1 else ""
+            yield from _columns(summaries)
         if isinstance(node, str) or node is None:
             yield from self._present(path)
+        keys = {key: known for key, known in self._known.items() if key.startswith(f"{path}.")}
         if isinstance(target, str):
             yield f"  keys of {target}:"
-            keys = keys_of(target, path)
-        else:
-            keys = [known for key, known in self._known.items() if key.startswith(f"{path}.")]
-        width = max((len(known.path) for known in keys), default=0)
-        for known in keys:
-            yield f"    {known.path:<{width}}  {_first_sentence(known.parameter.doc)}".rstrip()
+            keys = _keys_of(target, path)
+        yield from _columns({key: _first_sentence(known.doc) for key, known in keys.items()})
 
-    def _choices(self, group: str) -> Iterator[str]:
-        yield f"  choices ({group}=NAME):"
-        options = self._composer.options(group)
-        width = max(map(len, options), default=0)
-        for name in options:
-            objects = list(objects_in(self._composer, group, name).values())
-            summary = summary_of(objects[0]["_target_"]) if len(objects) == 1 else ""
-            yield f"    {name:<{width}}  {summary}".rstrip()
-
-    def _of_another_choice(self, path: str) -> str:
-        """Return the description of a key that exists with another choice of its group."""
+    def _of_another_choice(self, path: str) -> Iterator[str]:
+        """Yield the description of a key that exists with another choice of its group."""
         found: dict[str, list[str]] = {}
-        pages: dict[str, ConfigKey] = {}
-        for key, (choice, known) in self._all_known():
+        pages: dict[str, Parameter] = {}
+        for choice, key, known in self._all_known():
             if key == path or key.endswith(f".{path}"):
                 pages.setdefault(key, known)
                 found.setdefault(key, []).append(choice)
         if not found:
-            raise UserError(str(self._unknown(path)))
+            raise UserError(self._unknown(path))
         full, choices = next(iter(found.items()))
-        known = pages[full]
-        lines = [full, f"  {known.parameter.doc}".rstrip(), *_about(known.parameter)]
-        return "\n".join([*lines, f"  available with {' or '.join(choices)}"])
+        yield full
+        yield f"  {pages[full].doc}".rstrip()
+        yield from _about(pages[full])
+        yield f"  available with {' or '.join(choices)}"
 
-    def _all_known(self) -> Iterator[tuple[str, tuple[str, ConfigKey]]]:
-        """Yield the keys of every choice of every group, each with the override that chooses it."""
+    def _all_known(self) -> Iterator[tuple[str, str, Parameter]]:
+        """Yield the keys of every choice of every group, each after the override that chooses it."""
         for group in GROUPS:
             sign = "+" if group in LISTS else ""
             for name in self._composer.options(group):
-                for place, node in objects_in(self._composer, group, name).items():
-                    for known in keys_of(node["_target_"], place):
-                        yield known.path, (f"{sign}{group}={name}", known)
+                for place, node in _objects_in(self._composer, group, name).items():
+                    for key, known in _keys_of(node["_target_"], place).items():
+                        yield f"{sign}{group}={name}", key, known
 
     def _unknown(self, path: str) -> str:
         parent = path.rpartition(".")[0]
@@ -146,12 +192,18 @@ class _Explanations:
         if valid or path in RENAMED:
             return str(unknown_key(path, valid, all_keys=self._known))
         near = closest(path, [*SECTIONS, *self._known])
-        near += closest(path, sorted({key.rpartition(".")[2] for key, _ in self._all_known()}))
+        near += closest(path, sorted({key.rpartition(".")[2] for _, key, _ in self._all_known()}))
         return f"unknown key '{path}'. {did_you_mean(near) if near else 'Type trainkit explain for all keys.'}"
 
 
+def _columns(rows: Mapping[str, str]) -> Iterator[str]:
+    width = max(map(len, rows), default=0)
+    for name, text in rows.items():
+        yield f"    {name:<{width}}  {text}".rstrip()
+
+
 def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=[.;])\s", text)[0].rstrip(";") if text else ""
+    return re.split(r"(?<=[.;])\s", text)[0].rstrip(";")
 
 
 def _about(parameter: Parameter) -> list[str]:
@@ -178,11 +230,10 @@ def _shown(value: Any) -> str:
 # ---- The whole config
 
 
-def annotated(settings: Settings) -> Iterator[str]:
+def _annotated(settings: Settings) -> Iterator[str]:
     """Yield lines of YAML, each value with its origin."""
-    origins = settings.find_origins()
     written = yaml.safe_load(settings.unresolved) or {}
-    rows = list(_rows(settings.tree, written, "", 0, origins))
+    rows = list(_rows(settings.tree, written, "", 0, settings.find_origins()))
     width = min(_MOST_ALIGNED, max((len(text) for text, origin in rows if origin), default=0))
     for text, origin in rows:
         yield f"{text:<{width}}  # {origin}" if origin else text
@@ -191,17 +242,44 @@ def annotated(settings: Settings) -> Iterator[str]:
 def _rows(node: dict[str, Any], written: Any, path: str, depth: int, origins: KeyOrigins) -> Iterator[tuple[str, str]]:
     for key, value in node.items():
         place = f"{path}.{key}" if path else key
+        label = f"{'  ' * depth}{key}:"
         source = written.get(key) if isinstance(written, dict) else None
         if isinstance(value, dict) and value:
-            yield f"{'  ' * depth}{key}:", ""
+            yield label, ""
             yield from _rows(value, source, place, depth + 1, origins)
         else:
             origin = origins.of(place)
             if isinstance(source, str) and "${" in source:
                 origin = f"{source} in {origin}"
-            yield f"{'  ' * depth}{key}: {_inline(value)}", origin
+            yield f"{label} {_inline(value)}", origin
 
 
 def _inline(value: Any) -> str:
-    """Return a value as YAML on one line."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+
+
+# ---- The reference of all keys
+
+
+def _reference(composer: ConfigComposer) -> Iterator[str]:
+    yield from ("## `trainer`", "", *_key_table(TRAINER, "trainer", {}))
+    for group, (title, introduction) in _CHAPTERS.items():
+        yield from ("", f"## {title}", "", introduction)
+        for name in composer.options(group):
+            objects = _objects_in(composer, group, name)
+            if objects:  # else it only lists other choices
+                yield from ("", f"### `{group}={name}`")
+            for place, node in objects.items():
+                target = node["_target_"]
+                yield from ("", _summary_of(target), "", *_key_table(target, place, node))
+
+
+def _key_table(target: str, place: str, chosen: Mapping[str, Any]) -> Iterator[str]:
+    keys = _keys_of(target, place)
+    if keys:
+        yield "| key | type | default | description |"
+        yield "|---|---|---|---|"
+    for key, known in keys.items():
+        default = chosen.get(key.rpartition(".")[2], known.default)
+        cells = (f"`{key}`", known.type_text, f"`{_shown(default)}`", known.doc)
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"

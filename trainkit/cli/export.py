@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.checkpoint.files import move, part_of, sync
+from trainkit.checkpoint.serialization import saved_weights
 from trainkit.checkpoint.store import load_from
 from trainkit.cli.compose import Settings
 from trainkit.cli.main import Arguments
-from trainkit.cli.run_commands import assemble, checkpoint_path, settings_of_run
+from trainkit.cli.run_commands import assemble, checkpoint_path, settings_of_run, whole_file
 from trainkit.cli.signatures import install_hint
 from trainkit.data.data import Data
-from trainkit.data.open_loader import open_loader
+from trainkit.data.loader import open_loader
 from trainkit.errors import UserError, nearest
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
@@ -52,42 +50,20 @@ def export_weights(path: Path, out: Path) -> str:
 
     Tied parameters are written under each of their names.
     """
-    save_file = _save_file()
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise UserError(f"export needs the package safetensors. {install_hint('safetensors')}") from None
     loaded = load_from(path)
-    saved: dict[str, Any] = loaded.payload.get("evaluation_weights", loaded.payload["task"])
+    saved = saved_weights(loaded.payload, str(path))
     # The format does not allow tensors that share memory or are not contiguous.
     weights = {name: value.clone().contiguous() for name, value in saved.items() if isinstance(value, Tensor)}
-    described = {"format": "pt", "step": str(loaded.entry.step), "task": str(loaded.payload["task_class"])}
+    described = {"format": "pt", "step": str(loaded.entry.step), "task": str(loaded.payload.get("task_class"))}
     with whole_file(out) as part:
         save_file(weights, part, metadata=described)
     skipped = sorted(set(saved) - set(weights))
     without = f" without {', '.join(skipped)}, which are not tensors" if skipped else ""
     return f"{len(weights)} tensors of step {loaded.entry.step} in {out}{without}"
-
-
-@contextmanager
-def whole_file(out: Path) -> Iterator[Path]:
-    """Yield a temporary path that is synced and renamed to `out` at the end; raises UserError if that fails."""
-    part = part_of(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        yield part
-        with open(part, "rb") as file:
-            sync(file.fileno())
-        move(part, out)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def _save_file() -> Any:
-    try:
-        from safetensors.torch import save_file
-    except ImportError:
-        raise UserError(f"export needs the package safetensors. {install_hint('safetensors')}") from None
-    return save_file
 
 
 # ---- Programs
@@ -103,7 +79,7 @@ def export_program(settings: Settings, path: Path, out: Path) -> str:
     """
     run = assemble(settings, run_dir=None, loggers=False)
     loaded = load_from(path)
-    run.task.load_state_dict(loaded.payload.get("evaluation_weights", loaded.payload["task"]))
+    run.task.load_state_dict(saved_weights(loaded.payload, str(path)))
     batch, num_samples = _first_batch(run.data)
     program = _traced(run.task, batch, num_samples)
     with whole_file(out) as part, open(part, "wb") as file:

@@ -10,77 +10,60 @@ import logging
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, resources
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from trainkit import __version__
 from trainkit.errors import RemoteRankError, UserError, nearest
+from trainkit.run_dir.console import log_to_stderr, printable
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable  # importlib.resources.abc from Python 3.11 on
 
-    from rich.table import Table
+    from rich.text import Text
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A command of `trainkit`."""
 
     function: str
-    """`module:name` of a function that takes Arguments and returns the exit code; imported when it is called."""
+    """`module:name` in this package of a function that takes Arguments and returns the exit code."""
     summary: str
     usage: str
-    flags: tuple[str, ...] = ()
-    """Options without a value of this command alone."""
 
 
 COMMANDS = {
-    "fit": Command("trainkit.cli.run_commands:fit", "train a task", "recipe=digits [key=value ...]"),
-    "validate": Command(
-        "trainkit.cli.run_commands:validate", "evaluate a trained task on validation data", "checkpoint=PATH"
-    ),
-    "test": Command("trainkit.cli.run_commands:test", "evaluate a trained task on test data", "checkpoint=PATH"),
-    "predict": Command(
-        "trainkit.cli.run_commands:predict", "write the predictions of a trained task", "checkpoint=PATH"
-    ),
-    "resume": Command("trainkit.cli.run_commands:resume", "continue a stopped run", "PATH [key=value ...]"),
-    "export": Command(
-        "trainkit.cli.export:export",
-        "export a checkpoint as safetensors or a torch.export program",
-        "checkpoint=PATH out=model.safetensors",
-    ),
+    "fit": Command("run_commands:fit", "train a task", "recipe=digits [key=value ...]"),
+    "validate": Command("run_commands:validate", "evaluate a trained task on validation data", "checkpoint=PATH"),
+    "test": Command("run_commands:test", "evaluate a trained task on test data", "checkpoint=PATH"),
+    "predict": Command("run_commands:predict", "write the predictions of a trained task", "checkpoint=PATH"),
+    "resume": Command("run_commands:resume", "continue a stopped run", "PATH [key=value ...]"),
+    "export": Command("export:export", "export the weights, or a program", "checkpoint=PATH out=model.safetensors"),
     "parity": Command(
-        "trainkit.cli.parity:parity",
+        "parity:parity",
         "check that strategies train to the same weights",
-        "recipe=digits strategies=[single,dp,ddp] [--json]",
-        flags=("--json",),
+        "recipe=digits strategies=[single,dp,ddp] [json=true]",
     ),
     "partition": Command(
-        "trainkit.cli.report:partition",
-        "show the partition of a pipeline, without training",
-        "recipe=digits strategy.stages=4",
+        "report:partition", "show the partition of a pipeline, without training", "recipe=digits strategy.stages=4"
     ),
     "explain": Command(
-        "trainkit.cli.explain:explain",
+        "explain:explain",
         "show description, type and value of a key; without a key, the whole config",
         "[trainer.max_duration] [key=value ...]",
     ),
-    "config-schema": Command(
-        "trainkit.cli.schema:config_schema", "print the JSON Schema of a config for editors", "> trainkit.schema.json"
-    ),
-    "report": Command(
-        "trainkit.cli.report:report", "write the report of a run or sweep, or compare runs", "PATH [PATH ...]"
-    ),
-    "recipes": Command("trainkit.cli.report:recipes", "list the recipes", ""),
-    "new": Command("trainkit.cli.new_project:new", "create a project", "my_project"),
-    "doctor": Command("trainkit.cli.doctor:doctor", "check this machine", "[run_dir=PATH] [devices=2]"),
-    "completion": Command("trainkit.cli.completion:completion", "print the completion script of a shell", "bash"),
+    "report": Command("report:report", "write the report of a run or sweep, or compare runs", "PATH [PATH ...]"),
+    "recipes": Command("report:recipes", "list the recipes", ""),
+    "new": Command("new_project:new", "create a project", "my_project"),
+    "doctor": Command("doctor:doctor", "check this machine", "[run_dir=PATH] [devices=2]"),
+    "completion": Command("completion:completion", "print the completion script of a shell", "bash"),
 }
-_SWEEP = "trainkit.cli.sweep:sweep"  # of `fit -m`
-_RENAMED = {"config": "explain", "schema": "config-schema"}
+_SWEEP = "sweep:sweep"  # of `fit -m`
+_RANKS = ("strategy=ddp", "strategy=torch_ddp", "strategy=fusion", "strategy=pipeline")
 _EXAMPLES = """\
 examples:
   trainkit recipes
@@ -97,14 +80,19 @@ options:
   --cfg job           print the config and exit; with --resolve, interpolations are resolved
   resume=auto         resume the run in run_dir, or the newest unfinished run of the recipe, or start a new one
   config=PATH         repeat the run with this folder or config.yaml
+  --trust             with config=PATH: import the classes and functions that the config names
+  --debug             print the traceback of a user error too
   -h, --help          print this page; with recipe=NAME or strategy=NAME also their keys
 """
 _RUN_OPTIONS = """\
 options:
   checkpoint=PATH     a run folder (its last checkpoint), a checkpoint file, or RUN_FOLDER/best
   --config-dir DIR    add your own folder of groups, such as recipe/mine.yaml
+  --trust             import the classes and functions that the run's config names
   --cfg job           print the config and exit
+  --debug             print the traceback of a user error too
 """
+_PATHS = ("checkpoint=", "config=")
 _GROUPS = ("recipe", "size", "strategy", "callbacks", "logger")
 
 
@@ -117,10 +105,11 @@ class Arguments:
     """All arguments that are not options, in order."""
     config_dirs: list[str] = field(default_factory=list)
     multirun: bool = False
-    cfg: bool = False
+    cfg: str | None = None
     resolve: bool = False
-    flags: frozenset[str] = frozenset()
-    """The command's own flags among the arguments."""
+    trust: bool = False
+    help: bool = False
+    debug: bool = False
 
     def take(self, key: str) -> str | None:
         """Remove `key=value` from the overrides and return the value as text; `None` if there is none."""
@@ -134,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
+        if "--debug" in (sys.argv if argv is None else argv):
+            print_traceback()
         return _fail(str(error))
     except RemoteRankError as error:
         return _fail(str(error), code=1)
@@ -151,18 +142,27 @@ def print_traceback() -> None:
     """Print the traceback of the current exception to stderr, in colours on a terminal."""
     if sys.stderr.isatty():
         from rich.console import Console
+        from rich.traceback import Traceback
 
-        Console(stderr=True).print_exception(max_frames=0)
+        shown = Traceback(max_frames=0)
+        for stack in shown.trace.stacks:
+            stack.exc_value = printable(stack.exc_value)
+        Console(stderr=True).print(shown)
     else:
         import traceback
 
-        traceback.print_exc()
+        print(printable(traceback.format_exc()), end="", file=sys.stderr)
 
 
-def print_table(table: Table) -> None:
-    """Print a table to stdout; its width is not limited if that is not a terminal."""
+def print_table(rows: Iterable[Sequence[str | Text]]) -> None:
+    """Print rows in columns to stdout; the width is not limited if that is not a terminal."""
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(printable(cell), overflow="fold") if isinstance(cell, str) else cell for cell in row))
     if Console().is_terminal:
         Console().print(table)
         return
@@ -174,7 +174,7 @@ def print_table(table: Table) -> None:
 
 def _fail(message: str, *, code: int = 2) -> int:
     sys.stdout.flush()
-    print(f"error: {message}" if code == 2 else message, file=sys.stderr)
+    print(printable(f"error: {message}" if code == 2 else message), file=sys.stderr)
     return code
 
 
@@ -183,30 +183,31 @@ def _run(argv: list[str]) -> int:
         print(overview())
         return 0
     if argv[0] == "--version":
-        from trainkit import __version__
-
         print(f"trainkit {__version__}")
         return 0
     name, *rest = argv
-    if name in _RENAMED:
-        raise UserError(f"the command '{name}' is renamed to '{_RENAMED[name]}'.")
+    if name == "config":
+        raise UserError("the command 'config' is renamed to 'explain'.")
     if name not in COMMANDS:
         raise UserError(f"unknown command '{name}'.{nearest(name, COMMANDS)} There are: {', '.join(COMMANDS)}.")
-    arguments, wants_help = _parse(name, rest)
-    if wants_help:
+    arguments = _parse(name, rest)
+    if arguments.help:
         print(command_page(arguments))
         return 0
-    make_working_folder_importable()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    given = [text.rpartition("=")[2] for text in arguments.overrides if text.startswith(_PATHS) or "=" not in text]
+    if not any(text and Path.cwd().is_relative_to(os.path.realpath(text)) for text in given):
+        make_working_folder_importable()  # unless that is the run folder: its files are data, not modules
+    log_to_stderr()
     logging.getLogger("trainkit").setLevel(logging.INFO)
-    is_sweep = name == "fit" and arguments.multirun
-    return _imported(_SWEEP if is_sweep else COMMANDS[name].function)(arguments)
+    is_sweep = name == "fit" and arguments.multirun  # whose launcher may start ranks in other processes
+    if name in ("fit", "resume") and not is_sweep and any(text in _RANKS for text in arguments.overrides):
+        from trainkit.distributed.fork_server import start_fork_server
 
-
-def _imported(path: str) -> Callable[[Arguments], int]:
-    module, _, name = path.partition(":")
-    function: Callable[[Arguments], int] = getattr(import_module(module), name)
-    return function
+        start_fork_server()  # now, so that it imports torch while this process does
+    path = _SWEEP if is_sweep else COMMANDS[name].function
+    module, _, attribute = path.partition(":")
+    function: Callable[[Arguments], int] = getattr(import_module(f"trainkit.cli.{module}"), attribute)
+    return function(arguments)
 
 
 class _Parser(ArgumentParser):
@@ -214,31 +215,22 @@ class _Parser(ArgumentParser):
         raise UserError(f"{message}. Type {self.prog} --help")
 
 
-def _parse(name: str, rest: list[str]) -> tuple[Arguments, bool]:
+def _parse(name: str, rest: list[str]) -> Arguments:
     parser = _Parser(prog=f"trainkit {name}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--config-dir", "-cd", action="append", default=[])
-    flags = COMMANDS[name].flags
-    for flag in flags:
-        parser.add_argument(flag, action="append_const", dest="flags", const=flag, default=[])
+    parser.add_argument("--trust", action="store_true")
+    parser.add_argument("--debug", action="store_true")
+    parser.add_argument("--config-dir", "-cd", action="append", default=[], dest="config_dirs")
     read, others = parser.parse_known_intermixed_args(rest)
     if others:
-        near = nearest(others[0], ("--help", "--multirun", "--cfg", "--resolve", "--config-dir", *flags))
+        options = ("--help", "--multirun", "--cfg", "--resolve", "--trust", "--debug", "--config-dir")
+        near = nearest(others[0], options)
         raise UserError(f"unknown option {others[0]}.{near} Type {parser.prog} --help")
-    arguments = Arguments(
-        command=name,
-        overrides=read.overrides,
-        config_dirs=read.config_dir,
-        multirun=read.multirun,
-        cfg=read.cfg is not None,
-        resolve=read.resolve,
-        flags=frozenset(read.flags if flags else ()),
-    )
-    return arguments, read.help
+    return Arguments(name, **vars(read))
 
 
 def make_working_folder_importable() -> None:
@@ -252,18 +244,9 @@ def make_working_folder_importable() -> None:
 
 def overview() -> str:
     """Return the text of `trainkit --help`."""
-    commands = [f"  {name:<15}{command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: trainkit COMMAND [key=value ...]",
-            "",
-            "commands:",
-            *commands,
-            "",
-            _EXAMPLES,
-            "Type trainkit COMMAND --help for its options.",
-        ]
-    )
+    commands = "\n".join(f"  {name:<15}{command.summary}" for name, command in COMMANDS.items())
+    usage = f"usage: trainkit COMMAND [key=value ...]\n\ncommands:\n{commands}\n\n{_EXAMPLES}\n"
+    return f"{usage}Type trainkit COMMAND --help for its options."
 
 
 def command_page(arguments: Arguments) -> str:
@@ -293,18 +276,13 @@ def _groups(arguments: Arguments) -> list[str]:
     for group in _GROUPS:
         names = ", ".join(sorted(choices(arguments, group)))
         lines.append(fill(names, 100, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14))
-    return [
-        *lines,
-        "  callbacks=[a,b] and logger=[a,b] replace the defaults; +callbacks=NAME adds, ~callbacks.NAME removes",
-        "",
-    ]
+    hint = "  callbacks=[a,b] and logger=[a,b] replace the defaults; +callbacks=NAME adds, ~callbacks.NAME removes"
+    return [*lines, hint, ""]
 
 
 def _keys(arguments: Arguments) -> list[str]:
-    lines = [
-        "keys (set with KEY=VALUE) and their defaults:",
-        *_indented(resources.files("trainkit.conf") / "config.yaml"),
-    ]
+    defaults = resources.files("trainkit.conf") / "config.yaml"
+    lines = ["keys (set with KEY=VALUE) and their defaults:", *_indented(defaults)]
     for text in arguments.overrides:
         group, _, names = text.lstrip("+").partition("=")
         for name in names.strip("[]").split(","):

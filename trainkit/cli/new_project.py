@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import keyword
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import resources
+from importlib.machinery import PathFinder
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
@@ -51,11 +53,21 @@ def _written(template: Traversable, folder: Path, names: Mapping[str, str]) -> I
 
 def _check_name(path: Path) -> None:
     name = path.name
-    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or name != name.strip("_"):
         near = "".join(letter if letter.isalnum() else "_" for letter in name.lower()).strip("_") or "my_project"
-        near = near if not near[:1].isdigit() and not keyword.iskeyword(near) else f"project_{near}"
+        near = (
+            near if near.isidentifier() and not keyword.iskeyword(near) and not _is_taken(near) else f"project_{near}"
+        )
         raise UserError(f"'{name}' is not a valid package name. Did you mean '{near}'? Type trainkit new {near}")
-    if name in ("trainkit", "torch", "conf", "tests", "hydra"):
+    if _is_taken(name):
         raise UserError(f"'{name}' is the name of another package; choose another name. Type {_EXAMPLE}")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists already; choose another name.")
+
+
+def _is_taken(name: str) -> bool:
+    """Return True for folders of every project, and for modules that can be imported from outside of this folder."""
+    here = Path.cwd()
+    elsewhere = [folder for folder in sys.path if folder and Path(folder).absolute() != here]
+    known = {"conf", "runs", "tests", "trainkit", *sys.stdlib_module_names}
+    return name in known or PathFinder.find_spec(name, elsewhere) is not None

@@ -14,7 +14,7 @@ import yaml
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 
 from trainkit.cli.validate import Problem, unknown_choice
@@ -41,21 +41,21 @@ class _Item:
         return self.override.is_sweep_override()
 
     @property
-    def values(self) -> list[str]:
-        """The override, or one for each value of a sweep."""
-        if not self.is_sweep:
-            return [self.text]
-        return [f"{self.override.get_key_element()}={value}" for value in self.override.sweep_string_iterator()]
-
-    @property
     def names(self) -> list[str]:
         """The choices of a group."""
+        values: list[Any] = [self.override.value()]
         if self.is_sweep:
-            values: list[Any] = [_plain(value) for value in self.override.sweep_iterator()]
-        else:
-            values = [self.override.value()]
+            values = [getattr(value, "text", value) for value in self.override.sweep_iterator()]  # quoted strings too
         chosen = [name for value in values for name in (value if isinstance(value, list) else [value])]
         return [str(name) for name in chosen if name is not None]
+
+    @property
+    def is_addition(self) -> bool:
+        return self.is_group and self.key in LISTS and self.text.startswith("+")
+
+    @property
+    def is_deletion(self) -> bool:
+        return self.override.is_delete() and not self.is_group
 
 
 class Overrides:
@@ -69,40 +69,32 @@ class Overrides:
         self._options = options
         self._sweep = sweep
         self._items = [item for text in texts for item in self._read(text)]
-
-    @property
-    def typed(self) -> list[tuple[str, str]]:
+        self.typed = [(item.key, item.text) for item in self._items]
         """Each key with its override."""
-        return [(item.key, item.text) for item in self._items]
-
-    @property
-    def choices(self) -> list[str]:
+        self.values = [(item.key, item.override.value()) for item in self._items if not item.override.is_delete()]
+        """Each key with the value that is typed."""
+        self.choices = [item.key for item in self._items if item.is_group]
         """The groups with an override that chooses."""
-        return [item.key for item in self._items if item.is_group]
-
-    @property
-    def deletions(self) -> list[tuple[str, str]]:
+        self.deletions = [(item.key, item.text) for item in self._items if item.is_deletion]
         """The keys to delete, with their overrides."""
-        return [(item.key, item.text) for item in self._items if _is_deletion(item)]
-
-    @property
-    def replaced_groups(self) -> list[str]:
+        self.replaced_groups = [item.key for item in self._items if item.is_group and not item.is_addition]
         """The groups whose choices are replaced."""
-        return [item.key for item in self._items if item.is_group and not _is_addition(item)]
-
-    @property
-    def additions(self) -> dict[str, list[str]]:
+        self.additions: dict[str, list[str]] = {}
         """The choices that are added to groups."""
-        added: dict[str, list[str]] = {}
         for item in self._items:
-            if _is_addition(item):
-                added.setdefault(item.key, []).extend(item.names)
-        return added
+            if item.is_addition:
+                self.additions.setdefault(item.key, []).extend(item.names)
 
     def jobs(self) -> list[list[str]]:
         """Return the overrides of each combination of values; ranges that only a sweeper can sample are skipped."""
-        values = [item.values for item in self._items if item.override.is_discrete_sweep() or not item.is_sweep]
-        return [list(texts) for texts in product(*values)]
+        alternatives = []
+        for item in self._items:
+            if not item.is_sweep:
+                alternatives.append([item.text])
+            elif item.override.is_discrete_sweep():
+                key = item.override.get_key_element()
+                alternatives.append([f"{key}={value}" for value in item.override.sweep_string_iterator()])
+        return [list(texts) for texts in product(*alternatives)]
 
     def rendered(self, chosen: Mapping[str, Sequence[str]], *, deletions: Collection[str] = ()) -> list[str]:
         """Return the overrides for Hydra; of deletions only those of the keys in `deletions`.
@@ -112,9 +104,8 @@ class Overrides:
         lines = []
         for item in self._items:
             replaced = item.key in chosen and item.is_group and not item.is_sweep
-            if replaced or _is_addition(item) or (_is_deletion(item) and item.key not in deletions):
-                continue
-            lines.append(_line(item))
+            if not (replaced or item.is_addition or (item.is_deletion and item.key not in deletions)):
+                lines.append(_line(item))
         for group, names in self.additions.items():
             if group in chosen:
                 lines.append(f"{group}=[{','.join(dict.fromkeys([*chosen[group], *names]))}]")
@@ -125,7 +116,9 @@ class Overrides:
     def _read(self, text: str) -> list[_Item]:
         try:
             override = OverridesParser.create().parse_override(text)
-        except (OverrideParseException, HydraException) as error:
+            if not override.key_or_group:
+                raise HydraException("no key")
+        except HydraException as error:
             self.problems.append(_unreadable(text, error))
             return []
         options = self._options(override.key_or_group)
@@ -165,23 +158,11 @@ def _line(item: _Item) -> str:
     return f"++{text}"  # without ++ Hydra rejects an unknown key and advises to append it
 
 
-def _is_addition(item: _Item) -> bool:
-    return item.is_group and item.key in LISTS and item.text.startswith("+")
-
-
-def _is_deletion(item: _Item) -> bool:
-    return item.override.is_delete() and not item.is_group
-
-
-def _plain(value: Any) -> Any:
-    return getattr(value, "text", value)  # a quoted string
-
-
 def _unreadable(text: str, error: Exception) -> Problem:
-    if "=" not in text and not text.startswith("~"):
-        return Problem("", f"'{text}' is not an override; write key=value.")
-    reason = str(error).splitlines()[0]
     key, _, value = text.partition("=")
+    if ("=" not in text and not text.startswith("~")) or not key.strip("+~") or key.endswith(" "):
+        return Problem("", f"'{text}' is not an override; write key=value, without spaces.")
+    reason = str(error).splitlines()[0]
     return Problem("", f"'{text}' cannot be read: {reason}. Special characters need quotes: {key}='\"{value}\"'")
 
 
@@ -218,7 +199,11 @@ class KeyOrigins:
 
     def add_file(self, path: Path, *, package: str = "") -> None:
         """Record the keys of a YAML file whose content goes below `package`."""
-        document = yaml.compose(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        self.add_yaml(path.read_text(encoding="utf-8"), path, package=package)
+
+    def add_yaml(self, text: str, path: Path, *, package: str = "") -> None:
+        """Record the keys of the YAML text in `path`."""
+        document = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         for key, line in _lines(document, package):
             self._places[key] = f"{_short(path)}:{line}"
 
@@ -236,13 +221,13 @@ class KeyOrigins:
 
 def _find(loader: ConfigLoader, config_path: str) -> Path | None:
     for source in loader.get_sources():
-        name = f"{config_path}.yaml"
-        if source.scheme() == "file" and (Path(source.path) / name).is_file():
-            return Path(source.path) / name
-        if source.scheme() == "pkg" and source.path and source.provider != "hydra":
-            found = resources.files(source.path) / name
-            if isinstance(found, Path) and found.is_file():
-                return found
+        folder: Any = None
+        if source.scheme() == "file":
+            folder = Path(source.path)
+        elif source.scheme() == "pkg" and source.path and source.provider != "hydra":
+            folder = resources.files(source.path)
+        if isinstance(folder, Path) and (folder / f"{config_path}.yaml").is_file():
+            return folder / f"{config_path}.yaml"
     return None
 
 

@@ -4,80 +4,72 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from trainkit.cli.compose import ConfigComposer, compose_config
 from trainkit.cli.main import Arguments
 from trainkit.cli.overrides import GROUPS
 from trainkit.cli.signatures import signature_of
 from trainkit.errors import Stopped, UserError, nearest
+from trainkit.run_dir.console import printable
 
-T = TypeVar("T")
 _KEYS = ("strategies", "steps", "devices", "device", "tolerance", "json")
 
 
 def parity(arguments: Arguments) -> int:
-    """Print the comparison, with `--json` or `json=true` as JSON; return 1 if a strategy differs from single."""
-    as_json = "--json" in arguments.flags or _read(arguments, "json", _flag, False)
-    strategies = _read(arguments, "strategies", _names, None)
-    steps = _read(arguments, "steps", int, 20)
-    devices = _read(arguments, "devices", int, 2)
-    device = _read(arguments, "device", str, "cpu")
-    tolerance = _read(arguments, "tolerance", float, None)
+    """Print the comparison, with `json=true` as JSON; return 1 if a strategy differs from `single`."""
     from trainkit.cli.run_commands import assemble
+    from trainkit.optim.precision import Precision
     from trainkit.parity.compare import DEFAULT_STRATEGIES, compare_strategies
 
+    as_json = _read(arguments, "json", _flag, False)
+    strategies = _read(arguments, "strategies", _names, DEFAULT_STRATEGIES)
+    options = {
+        "steps": _read(arguments, "steps", int, 20),
+        "devices": _read(arguments, "devices", int, 2),
+        "device": _read(arguments, "device", str, "cpu"),
+        "tolerance": _read(arguments, "tolerance", float, None),
+    }
+    _check_keys(arguments)
+    of_strategies = _take_strategy_settings(arguments)
     with compose_config(arguments.config_dirs) as composer:
-        _check_keys(arguments)
-        of_strategies = _taken(arguments, "strategy")
         settings = composer.settings(arguments.overrides)
-        chosen = _with_settings(strategies or DEFAULT_STRATEGIES, of_strategies, composer, arguments.overrides)
+        chosen = _with_settings(strategies, of_strategies, composer, arguments.overrides)
+    # The precision is that of the comparison, unless it was typed or a recipe sets it.
+    typed = any(_key(text) == "trainer.precision" for text in arguments.overrides)
+    default = None if typed else Precision().name
+    trainer = {key: value for key, value in settings.tree["trainer"].items() if (key, value) != ("precision", default)}
     run = assemble(settings, run_dir=None, loggers=False)
     try:
-        report = compare_strategies(
-            run.task,
-            run.data,
-            chosen,
-            steps=steps,
-            devices=devices,
-            device=device,
-            tolerance=tolerance,
-            trainer=_trainer(settings.tree["trainer"], arguments.overrides),
-        )
+        report = compare_strategies(run.task, run.data, chosen, trainer=trainer, **options)
     except Stopped as stopped:
         print(f"stopped by {stopped.signal_name}; the comparison is incomplete", file=sys.stderr)
         raise
-    print(report.as_json() if as_json else report.as_table())
+    print(report.as_json() if as_json else printable(report.as_table()))
     sys.stdout.flush()
     return 0 if report.is_equal else 1
-
-
-def _trainer(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the trainer's settings, without the precision if it is the default and was not typed."""
-    from trainkit.optim.precision import Precision
-
-    typed = any(text.partition("=")[0].lstrip("+~") == "trainer.precision" for text in overrides)
-    default = {} if typed else {"precision": Precision().name}
-    return {key: value for key, value in tree.items() if (key, value) not in default.items()}
 
 
 def _check_keys(arguments: Arguments) -> None:
     """Raise UserError for a key similar to one of this command, which composition would not suggest."""
     for text in arguments.overrides:
         key = text.partition("=")[0]
-        if key.lstrip("+~") == "strategy":
+        if _key(text) == "strategy":
             raise UserError(f"{text}: parity compares several strategies; type strategies=[single,ddp].")
         near = "" if key in GROUPS or "." in key else nearest(key, _KEYS)
         if near:
             raise UserError(f"{key}: unknown key.{near} parity accepts {', '.join(_KEYS)} and the keys of a run.")
 
 
-def _taken(arguments: Arguments, group: str) -> dict[str, str]:
-    """Remove the overrides of a group and return them by their keys below it."""
-    texts = {text: text.partition("=")[0].lstrip("+~") for text in arguments.overrides}
-    below = {key.removeprefix(f"{group}."): text for text, key in texts.items() if key.startswith(f"{group}.")}
+def _key(text: str) -> str:
+    return text.partition("=")[0].lstrip("+~")
+
+
+def _take_strategy_settings(arguments: Arguments) -> dict[str, str]:
+    """Remove the overrides of `strategy` and return them by their keys below it."""
+    below = {_key(text): text for text in arguments.overrides if _key(text).startswith("strategy.")}
     arguments.overrides = [text for text in arguments.overrides if text not in below.values()]
-    return below
+    return {key.removeprefix("strategy."): text for key, text in below.items()}
 
 
 def _with_settings(
@@ -90,31 +82,23 @@ def _with_settings(
         if key in typed:
             raise UserError(f"strategy.{key}: the same for all strategies; type {key}=VALUE.")
     chosen: list[str | tuple[str, dict[str, Any]]] = []
+    others = [name for name in names if name != "single"]
     known: set[str] = set()
-    for name in names:
-        if name == "single":
-            chosen.append(name)
-            continue
-        takes = _takes(composer, name, overrides)
+    for name in others:
+        target = composer.settings([*overrides, f"strategy={name}"]).tree["strategy"]["_target_"]
+        takes = set(signature_of(target).parameters)
         known |= takes
-        own = [text for key, text in typed.items() if key.partition(".")[0] in takes]
-        tree = composer.settings([*overrides, f"strategy={name}", *own]).tree["strategy"]
-        chosen.append((name, {key: tree[key] for key in {k.partition(".")[0] for k in typed} & takes}))
+        own = {key: text for key, text in typed.items() if key.partition(".")[0] in takes}
+        tree = composer.settings([*overrides, f"strategy={name}", *own.values()]).tree["strategy"]
+        chosen.append((name, {key: tree[key] for key in {key.partition(".")[0] for key in own}}))
     for key in typed:
         if key.partition(".")[0] not in known:
-            others = [name for name in names if name != "single"]
             which = f"none of {', '.join(others)} has it" if others else "choose a strategy other than single"
             raise UserError(f"strategy.{key}: unknown key; {which}.{nearest(key, known)}")
     return chosen
 
 
-def _takes(composer: ConfigComposer, name: str, overrides: Sequence[str]) -> set[str]:
-    """Return the keys of a strategy."""
-    target = composer.settings([*overrides, f"strategy={name}"]).tree["strategy"]["_target_"]
-    return set(signature_of(target).parameters)
-
-
-def _read(arguments: Arguments, key: str, convert: Callable[[str], T], default: Any) -> Any:
+def _read(arguments: Arguments, key: str, convert: Callable[[str], Any], default: Any) -> Any:
     typed = arguments.take(key)
     if typed is None:
         return default

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-
-from rich.table import Table
-from rich.text import Text
 
 from trainkit.cli.main import Arguments, choices, print_table
 from trainkit.errors import UserError, nearest
 
 _EXAMPLE = "trainkit report runs/digits/2026-01-31_12-00-00"
 _SHOWN = 8
+_NEEDS = "Needs the extra `"
 
 
 def report(arguments: Arguments) -> int:
@@ -26,25 +23,24 @@ def report(arguments: Arguments) -> int:
     folders = [_existing(text) for text in arguments.overrides]
     if not folders:
         raise UserError(f"report needs a run. Type {_EXAMPLE}")
-    print(_written(folders, None if out is None else Path(out)))
-    return 0
-
-
-def _written(folders: list[Path], out: Path | None) -> Path:
     from trainkit.report.comparison import comparison_report
     from trainkit.report.record import read_run
     from trainkit.report.run_report import COMPARISON, REPORT, run_report, write_page
     from trainkit.report.sweep_report import SWEEP, sweep_report
 
     if len(folders) == 1 and (folders[0] / SWEEP).is_file():
-        return write_page(sweep_report(folders[0]), out or folders[0] / REPORT)
-    runs = [_run_in(folder) for folder in folders]
-    if len(runs) == 1:
-        return write_page(run_report(read_run(runs[0])), out or runs[0] / REPORT)
-    same = [str(run) for index, run in enumerate(runs) if run.resolve() in [other.resolve() for other in runs[:index]]]
-    if same:
-        raise UserError(f"{same[0]} is given twice; a comparison needs different runs.")
-    return write_page(comparison_report([read_run(run) for run in runs]), out or runs[-1] / COMPARISON)
+        page, path = sweep_report(folders[0]), folders[0] / REPORT
+    elif len(folders) == 1:
+        run = _run_in(folders[0])
+        page, path = run_report(read_run(run)), run / REPORT
+    else:
+        runs = [_run_in(folder) for folder in folders]
+        for index, run in enumerate(runs):
+            if run.resolve() in [other.resolve() for other in runs[:index]]:
+                raise UserError(f"{run} is given twice; a comparison needs different runs.")
+        page, path = comparison_report([read_run(run) for run in runs]), runs[-1] / COMPARISON
+    print(write_page(page, path if out is None else Path(out)))
+    return 0
 
 
 def _existing(text: str) -> Path:
@@ -63,27 +59,19 @@ def _run_in(path: Path) -> Path:
     """Return the run folder of `path`: itself, or that of a checkpoint or file in it; raises UserError if none."""
     from trainkit.report.record import is_run
 
-    for folder in (path, path.parent, path.parent.parent):
-        if folder.is_dir() and is_run(folder):
+    is_folder = path.is_dir() and path.name != "checkpoints"
+    for folder in [path] if is_folder else [path.parent, path.parent.parent]:
+        if is_run(folder):
             return folder
-        if folder.is_dir() and folder is not path and path.is_dir() and path.name != "checkpoints":
-            break
-    below = _runs(path.glob("*")) if path.is_dir() else []
-    if below:
-        raise UserError(
-            f"{path} contains {len(below)} runs: {_first([child.name for child in below[::-1]])}. "
-            f"Type trainkit report {below[-1]}"
-        )
-    deeper = _runs(path.glob("*/*")) if path.is_dir() else []
-    hint = f" Its latest run: trainkit report {deeper[-1]}" if deeper else ""
-    raise UserError(f"{path} is not a run folder.{hint}")
-
-
-def _runs(paths: Iterable[Path]) -> list[Path]:
-    """Return the run folders among `paths`, the latest last."""
-    from trainkit.report.record import is_run
-
-    return sorted((path for path in paths if path.is_dir() and is_run(path)), key=lambda path: path.stat().st_mtime)
+    for pattern in ("*", "*/*"):
+        below = [folder for folder in path.glob(pattern) if folder.is_dir() and is_run(folder)]
+        below.sort(key=lambda folder: folder.stat().st_mtime)
+        if below and pattern == "*":
+            names = _first([folder.name for folder in below[::-1]])
+            raise UserError(f"{path} contains {len(below)} runs: {names}. Type trainkit report {below[-1]}")
+        if below:
+            raise UserError(f"{path} is not a run folder. Its latest run: trainkit report {below[-1]}")
+    raise UserError(f"{path} is not a run folder.")
 
 
 def _first(names: list[str]) -> str:
@@ -97,16 +85,16 @@ def _first(names: list[str]) -> str:
 def recipes(arguments: Arguments) -> int:
     """Print each recipe of the package and of the given config folders."""
     folders = "".join(f" --config-dir {folder}" for folder in arguments.config_dirs)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, path in sorted(choices(arguments, "recipe").items()):
-        summary = _summary(path.read_text(encoding="utf-8"))
-        table.add_row(Text(name), Text(f"{summary}\ntrainkit fit{folders} recipe={name}\n"))
-    print_table(table)
+    rows = []
+    for name, file in sorted(choices(arguments, "recipe").items()):
+        summary = _summary(file.read_text(encoding="utf-8"))
+        rows.append((name, f"{summary}\ntrainkit fit{folders} recipe={name}\n"))
+    print_table(rows)
     return 0
 
 
 def _summary(text: str) -> str:
-    """Return the first line of the docstring of a recipe's module, without importing it."""
+    """Return the first line of a recipe's docstring, and the extra that it needs; its module is not imported."""
     import yaml
 
     settings = yaml.safe_load(text) or {}
@@ -117,7 +105,9 @@ def _summary(text: str) -> str:
         docstring = ast.get_docstring(ast.parse(source)) or ""
     except (ImportError, ValueError, SyntaxError, OSError):
         return f"({target} cannot be read)"
-    return docstring.strip().partition("\n")[0]
+    lines = docstring.strip().splitlines()
+    needs = [f"{line} Type: pip install 'trainkit-torch[{line.split('`')[1]}]'" for line in lines if _NEEDS in line]
+    return "\n".join([*lines[:1], *needs])
 
 
 def partition(arguments: Arguments) -> int:
@@ -126,15 +116,14 @@ def partition(arguments: Arguments) -> int:
     if chosen not in (None, "pipeline"):
         raise UserError(f"strategy={chosen} has no stages; only strategy=pipeline partitions a task. Omit strategy=.")
     from trainkit.cli.compose import compose_config
+    from trainkit.cli.run_commands import assemble, show_config
 
     with compose_config(arguments.config_dirs) as composer:
         settings = composer.settings(["strategy=pipeline", *arguments.overrides], needs_task=not arguments.cfg)
     if arguments.cfg:
-        print(settings.as_yaml() if arguments.resolve else settings.unresolved, end="")
-        return 0
+        return show_config(settings, arguments)
     from torch.utils.data import DataLoader
 
-    from trainkit.cli.run_commands import assemble
     from trainkit.data.data import Data
     from trainkit.strategy import SupportsPartitionPreview
 

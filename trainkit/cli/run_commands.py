@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, TextIO, TypeVar
+from traceback import walk_tb
+from typing import Any, TextIO
 
 import torch
 from hydra.core.singleton import Singleton
@@ -19,42 +20,52 @@ from hydra.utils import instantiate
 from torch import nn
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.store import load_from, resolve
-from trainkit.cli.compose import CONFIG_FILE, ConfigComposer, Settings, compose_config, config_file, with_origins
+from trainkit.checkpoint.files import move, part_of, sync
+from trainkit.checkpoint.store import CHECKPOINTS, load_from, resolve
+from trainkit.cli.compose import (
+    CONFIG_FILE,
+    ConfigComposer,
+    SavedConfig,
+    Settings,
+    compose_config,
+    read_saved,
+    with_origins,
+)
 from trainkit.cli.main import Arguments
 from trainkit.cli.signatures import install_hint
 from trainkit.cli.validate import ConfigError, Problem, renamed_value
 from trainkit.duration import Duration
-from trainkit.errors import Stopped, UserError
+from trainkit.errors import Stopped, UserError, raising_module
 from trainkit.logger import Logger
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.report.config_diff import ConfigChange, differences
 from trainkit.rng import seed_everything
+from trainkit.run_dir.console import printable
 from trainkit.run_dir.folder import choose_run_dir
 from trainkit.run_dir.resume_auto import find_run_to_resume
+from trainkit.signals import EXIT_CODES
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-_CHECKPOINTS = "checkpoints"
 _EXAMPLE = "runs/digits/2026-01-31_12-00-00"
 
 
 def fit(arguments: Arguments) -> int:
     """Train in a new folder; `config=PATH` repeats a run, `resume=auto` continues the newest unfinished one."""
-    saved = arguments.take("config")
+    config = arguments.take("config")
+    saved = None if config is None else read_saved(config, trusted=arguments.trust)
     resumed = arguments.take("resume")
     if resumed not in (None, "auto"):
         raise UserError(f"resume={resumed}: fit accepts only resume=auto. Type trainkit resume {resumed}")
-    with compose_config(arguments.config_dirs, saved=None if saved is None else config_file(Path(saved))) as composer:
+    with compose_config(arguments.config_dirs, saved=saved) as composer:
         settings = composer.settings(arguments.overrides, needs_task=not arguments.cfg)
         if arguments.cfg:
-            return _show(settings, arguments)
+            return show_config(settings, arguments)
         batch_is_typed = saved is None and any("batch_size" in text for text in arguments.overrides)
         reference = _reference_batch_size(composer, settings) if batch_is_typed else None
-    run_dir = _new_run_dir(settings) if resumed is None else _run_dir_to_continue(settings)
+    run_dir = new_run_dir(settings) if resumed is None else _run_dir_to_continue(settings)
     return _train(settings, run_dir, arguments, resume=resumed, reference=reference)
 
 
@@ -63,7 +74,7 @@ def resume(arguments: Arguments) -> int:
     path = checkpoint_path(arguments)
     settings = settings_of_run(arguments, path)
     if arguments.cfg:
-        return _show(settings, arguments)
+        return show_config(settings, arguments)
     resolve(path)
     chosen = settings.tree["run_dir"]
     return _train(settings, Path(chosen) if chosen else run_folder_of(path), arguments, resume=path)
@@ -71,39 +82,60 @@ def resume(arguments: Arguments) -> int:
 
 def validate(arguments: Arguments) -> int:
     """Print the metrics of a trained task on all validation data."""
-    return _evaluate(arguments, lambda trainer: trainer.validate, report=_print_metrics)
+    return _evaluate(arguments, Trainer.validate, report=_print_metrics)
 
 
 def test(arguments: Arguments) -> int:
     """Print the metrics of a trained task on all test data."""
-    return _evaluate(arguments, lambda trainer: trainer.test, report=_print_metrics)
+    return _evaluate(arguments, Trainer.test, report=_print_metrics)
 
 
 def predict(arguments: Arguments) -> int:
     """Write `predictions.pt` into the run's folder."""
-    return _evaluate(arguments, lambda trainer: trainer.predict, report=_write_predictions)
+    return _evaluate(arguments, Trainer.predict, report=_write_predictions)
 
 
 # ---- Training
 
 
-def resume_hint(stopped: Stopped, run_dir: Path) -> str:
-    """Return the message about a stopped run: its checkpoint, and the command that resumes it."""
+def resume_hint(stopped: Stopped, run_dir: Path, tree: Mapping[str, Any]) -> str:
+    """Return the message about a stopped run of the config `tree`: its checkpoint, and the command that resumes it."""
+    by, callbacks = f"stopped by {stopped.signal_name}", tree["callbacks"] or {}
+    nodes = callbacks.values() if isinstance(callbacks, Mapping) else callbacks
+    saving = next((node for node in nodes if node and str(node.get("_target_")).endswith(".Checkpoint")), None)
+    saves_at_end = saving is not None and saving.get("save_at_end", True)
     try:
         checkpoint = resolve(run_dir)
     except UserError:
-        return f"stopped by {stopped.signal_name}; no checkpoint was saved. +callbacks=checkpoint saves some."
-    return (
-        f"stopped by {stopped.signal_name}; the state is saved in {checkpoint}. To continue: trainkit resume {run_dir}"
-    )
+        if tree["trainer"].get("fast_dev_run"):
+            return f"{by}; fast_dev_run=true saves nothing."
+        if saving is None:
+            return f"{by}; nothing is saved, as this run has no checkpoint callback. Add +callbacks=checkpoint"
+        hint = "" if saves_at_end else ", and save_at_end=false saves nothing at a signal"
+        return f"{by} before the first checkpoint was saved{hint}: there is nothing to resume."
+    where = f"the state is saved in {checkpoint}" if saves_at_end else f"the last checkpoint is {checkpoint}"
+    return f"{by}; {where}. To continue: trainkit resume {run_dir}"
 
 
-def check_empty(folder: Path) -> None:
-    """Raise UserError if a folder contains a run."""
-    if any((folder / name).exists() for name in (CONFIG_FILE, _CHECKPOINTS, "multirun.yaml", "sweep.json")):
+def interrupt_hint(run_dir: Path) -> str:
+    """Return the message about a run that a second SIGINT ended: what is not saved, and how to go on."""
+    try:
+        checkpoint = resolve(run_dir)
+    except UserError:
+        return "interrupted; nothing was saved. To start again, type the same command."
+    return f"interrupted; later steps than those in {checkpoint} are not saved. To continue: trainkit resume {run_dir}"
+
+
+def new_run_dir(settings: Settings) -> Path:
+    """Return the chosen folder, or a new one; raises UserError if the chosen one contains a run."""
+    if settings.tree["run_dir"] is None:
+        return choose_run_dir(settings.name)
+    folder = Path(settings.tree["run_dir"])
+    if any((folder / name).exists() for name in (CONFIG_FILE, CHECKPOINTS, "multirun.yaml", "sweep.json")):
         raise UserError(
             f"run_dir={folder} already contains a run. Type trainkit resume {folder}, or choose another folder."
         )
+    return folder
 
 
 def recipe_diff(settings: Settings, config_dirs: Sequence[str] = ()) -> list[ConfigChange] | None:
@@ -122,10 +154,8 @@ def recipe_diff(settings: Settings, config_dirs: Sequence[str] = ()) -> list[Con
         Singleton.set_state(state)
     changes = differences(with_strategy, settings.tree)
     if own != with_strategy:
-        names = [
-            str((tree.get("strategy") or {}).get("_target_", "")).rpartition(".")[2] for tree in (own, settings.tree)
-        ]
-        changes.insert(0, ConfigChange("strategy", names[0], names[1]))
+        before, after = (tree["strategy"]["_target_"].rpartition(".")[2] for tree in (own, settings.tree))
+        changes.insert(0, ConfigChange("strategy", before, after))
     return changes
 
 
@@ -151,40 +181,35 @@ def _train(
 ) -> int:
     run = assemble(settings, run_dir=run_dir)
     run.trainer.reference_batch_size = reference
+    run.trainer.prints_run_dir = True
     run.trainer.config_diff = partial(recipe_diff, settings, arguments.config_dirs)
     try:
-        result = run.trainer.fit(run.task, run.data, resume=resume)
+        run.trainer.fit(run.task, run.data, resume=resume)
     except Stopped as stopped:
-        _print_on_main(run, resume_hint(stopped, run_dir), to=sys.stderr)
+        _print_on_main(run, resume_hint(stopped, run_dir, settings.tree), to=sys.stderr)
         return stopped.exit_code
-    if result.run_dir is not None:
-        with_report = " (see report.html)" if run.trainer.report else ""
-        _print_on_main(run, f"run folder: {result.run_dir}{with_report}")
+    except KeyboardInterrupt:
+        _print_on_main(run, interrupt_hint(run_dir), to=sys.stderr)
+        return EXIT_CODES["SIGINT"]
     return 0
 
 
 def _run_dir_to_continue(settings: Settings) -> Path:
     """Return the chosen folder, or that of the newest unfinished run of the recipe, or a new one."""
-    chosen = settings.tree.get("run_dir")
-    if chosen is not None:
-        return Path(chosen)
+    if settings.tree["run_dir"] is not None:
+        return Path(settings.tree["run_dir"])
     durations = Duration.parse_all(settings.tree["trainer"].get("max_duration", "1epoch"), where="max_duration")
     return find_run_to_resume(None, name=settings.name, max_duration=durations).run_dir or choose_run_dir(settings.name)
-
-
-def _new_run_dir(settings: Settings) -> Path:
-    chosen = settings.tree.get("run_dir")
-    if chosen is None:
-        return choose_run_dir(settings.name)
-    check_empty(Path(chosen))
-    return Path(chosen)
 
 
 # ---- Trained runs
 
 
 def checkpoint_path(arguments: Arguments) -> Path:
-    """Return the path of the run or checkpoint in `arguments`; raises UserError if there is none."""
+    """Return the path of the run or checkpoint in `arguments`, which may be RUN_FOLDER/best or another name in a run.
+
+    Raises UserError if there is none.
+    """
     if arguments.take("run") is not None:
         raise UserError("run=PATH is renamed to checkpoint=PATH.")
     typed = arguments.take("checkpoint")
@@ -194,42 +219,38 @@ def checkpoint_path(arguments: Arguments) -> Path:
         example = _EXAMPLE if arguments.command == "resume" else f"checkpoint={_EXAMPLE}"
         raise UserError(f"{arguments.command} needs a run or a checkpoint. Type trainkit {arguments.command} {example}")
     path = Path(typed)
-    return path if path.exists() else _checkpoint_by_name(path)
+    if path.exists():
+        return path
+    in_a_run = (run_folder_of(path) / CHECKPOINTS).is_dir()
+    return resolve(path.parent, path.name) if in_a_run else resolve(path)
 
 
 def run_folder_of(path: Path) -> Path:
     """Return the run folder of `path`: itself, or that of its checkpoints folder or of a file in it."""
     folder = path if path.is_dir() else path.parent
-    return folder.parent if folder.name == _CHECKPOINTS else folder
+    return folder.parent if folder.name == CHECKPOINTS else folder
 
 
 def settings_of_run(arguments: Arguments, path: Path) -> Settings:
     """Return the config of a run with the overrides."""
-    file = run_folder_of(path) / CONFIG_FILE
-    if not path.is_file() or file.is_file():
-        with compose_config(arguments.config_dirs, saved=config_file(run_folder_of(path))) as composer:
-            return composer.settings(arguments.overrides)
-    with TemporaryDirectory() as folder:  # a checkpoint outside of its run contains the config
-        file = Path(folder) / CONFIG_FILE
-        file.write_text(load_from(path).payload["config"], encoding="utf-8")
-        with compose_config(arguments.config_dirs, saved=file) as composer:
-            return composer.settings(arguments.overrides)
+    folder = run_folder_of(path)
+    if path.is_file() and not (folder / CONFIG_FILE).is_file():  # outside of its run; it contains the config
+        saved = SavedConfig(path, str(load_from(path).payload.get("config") or ""), arguments.trust)
+    else:
+        saved = read_saved(folder, trusted=arguments.trust)
+    with compose_config(arguments.config_dirs, saved=saved) as composer:
+        return composer.settings(arguments.overrides)
 
 
-def _evaluate(
-    arguments: Arguments,
-    method: Callable[[Trainer], Callable[..., Any]],
-    *,
-    report: Callable[[Any, Path], None],
-) -> int:
+def _evaluate(arguments: Arguments, method: Callable[..., Any], *, report: Callable[[Any, Path], None]) -> int:
     path = checkpoint_path(arguments)
     settings = settings_of_run(arguments, path)
     if arguments.cfg:
-        return _show(settings, arguments)
+        return show_config(settings, arguments)
     resolve(path)  # raises if there is none; the trainer gets the folder, to skip damaged checkpoints
     run = assemble(settings, run_dir=None, loggers=False)
     try:
-        outcome = method(run.trainer)(run.task, run.data, checkpoint=path)
+        outcome = method(run.trainer, run.task, run.data, checkpoint=path)
     except Stopped as stopped:
         _print_on_main(run, f"stopped by {stopped.signal_name}", to=sys.stderr)
         return stopped.exit_code
@@ -238,16 +259,11 @@ def _evaluate(
     return 0
 
 
-def _checkpoint_by_name(path: Path) -> Path:
-    """Return the checkpoint of RUN_FOLDER/best or another name in a run folder; raises UserError if there is none."""
-    in_a_run = (run_folder_of(path) / _CHECKPOINTS).is_dir()
-    return resolve(path.parent, path.name) if in_a_run else resolve(path)
-
-
 # ---- Output
 
 
-def _show(settings: Settings, arguments: Arguments) -> int:
+def show_config(settings: Settings, arguments: Arguments) -> int:
+    """Print the config for `--cfg job`, with `--resolve` without interpolations; return exit code 0."""
     print(settings.as_yaml() if arguments.resolve else settings.unresolved, end="")
     return 0
 
@@ -255,28 +271,41 @@ def _show(settings: Settings, arguments: Arguments) -> int:
 def _print_on_main(run: RunComponents, line: str, *, to: TextIO | None = None) -> None:
     """Print a line on the main rank only: under torchrun every rank runs the command."""
     if run.trainer.strategy.comm.is_main:
-        print(line, file=to)
+        print(printable(line), file=to)
+
+
+def _print_metrics(metrics: dict[str, float], folder: Path) -> None:
+    shown = {printable(name): value for name, value in metrics.items()}
+    width = max(map(len, shown), default=0)
+    for name, value in shown.items():
+        print(f"{name:<{width}}  {value:.6g}")
 
 
 def _write_predictions(predictions: Any, folder: Path) -> None:
     path = folder / "predictions.pt"
-    part = path.with_suffix(".pt.part")
-    torch.save(predictions, part)
-    part.replace(path)
-    print(f"{_described(predictions)} in {path}")
+    with whole_file(path) as part:
+        torch.save(predictions, part)
+    described = f"{len(predictions)} predictions" if hasattr(predictions, "__len__") else "predictions"
+    if hasattr(predictions, "shape"):
+        described = f"predictions of shape {tuple(predictions.shape)}"
+    print(f"{described} in {path}")
 
 
-def _print_metrics(metrics: dict[str, float], folder: Path) -> None:
-    width = max((len(name) for name in metrics), default=0)
-    for name, value in metrics.items():
-        print(f"{name:<{width}}  {value:.6g}")
-
-
-def _described(predictions: Any) -> str:
-    shape = getattr(predictions, "shape", None)
-    if shape is not None:
-        return f"predictions of shape {tuple(shape)}"
-    return f"{len(predictions)} predictions" if hasattr(predictions, "__len__") else "predictions"
+@contextmanager
+def whole_file(out: Path) -> Iterator[Path]:
+    """Yield a temporary path that is synced and renamed to `out` at the end; raises UserError if that fails."""
+    part = part_of(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        with open(part, "rb") as file:
+            sync(file.fileno())
+        move(part, out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}.") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 # ---- Objects of a run
@@ -299,30 +328,24 @@ def assemble(settings: Settings, *, run_dir: Path | None, loggers: bool = True) 
     tree = settings.tree
     components = _Components()
     # The task comes first: its weights must depend on the seed alone.
-    seed_everything(tree["trainer"].get("seed", 0))
+    seed_everything(tree["trainer"].get("seed", 0) % 2**63)  # the Trainer refuses larger seeds
     task = components.create("task", tree["task"], TaskModule)
     data = components.create("data", tree["data"], object)
     strategy = components.create("strategy", tree["strategy"], Strategy)
     callbacks = components.create_all("callbacks", tree.get("callbacks"), Callback)
-    all_loggers = components.create_all("logger", tree.get("logger"), Logger) if loggers else []
-
-    def make_trainer(arguments: Mapping[str, Any]) -> Trainer:
-        return Trainer(
-            strategy or Strategy(device="cpu"),
-            run_dir=run_dir,
-            callbacks=callbacks,
-            loggers=all_loggers,
-            config=settings.as_yaml(),
-            **arguments,
-        )
-
-    trainer = components.call("trainer", make_trainer, tree["trainer"])
+    created = components.create_all("logger", tree.get("logger"), Logger) if loggers else []
+    objects: dict[str, Any] = {"callbacks": callbacks, "loggers": created, "run_dir": run_dir}
+    objects |= {"strategy": strategy or Strategy(device="cpu"), "config": settings.as_yaml()}
+    trainer = components.call("trainer", lambda arguments: Trainer(**objects, **arguments), tree["trainer"])
     if isinstance(task, nn.Module):
         components.problems += _too_many_stages(task, tree["strategy"])
     if components.problems:
-        raise ConfigError(with_origins(components.problems, settings.find_origins()))
-    assert trainer is not None
+        raise ConfigError(with_origins(components.problems, settings.find_origins())) from components.cause
     return RunComponents(trainer, task, data)
+
+
+class _InvalidArgument(UserError):
+    """An argument's value that a constructor refused with an exception other than UserError, the cause."""
 
 
 class _Components:
@@ -330,12 +353,13 @@ class _Components:
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
+        self.cause: BaseException | None = None
+        """The first exception of a constructor that is not a UserError."""
 
     def create_all(self, group: str, nodes: Mapping[str, Any] | None, kind: type) -> list[Any]:
         """Return the objects of a group, without those that are `null`."""
-        created = [
-            self.create(f"{group}.{name}", node, kind) for name, node in (nodes or {}).items() if node is not None
-        ]
+        chosen = {name: node for name, node in (nodes or {}).items() if node is not None}
+        created = [self.create(f"{group}.{name}", node, kind) for name, node in chosen.items()]
         return [component for component in created if component is not None]
 
     def create(self, path: str, node: Mapping[str, Any], kind: type) -> Any:
@@ -343,7 +367,7 @@ class _Components:
         arguments = {key: value for key, value in node.items() if key != "_target_"}
         return self.call(path, partial(_instantiate, path, node["_target_"], kind), arguments)
 
-    def call(self, path: str, make: Callable[[Mapping[str, Any]], T], arguments: Mapping[str, Any]) -> T | None:
+    def call(self, path: str, make: Callable[[Mapping[str, Any]], Any], arguments: Mapping[str, Any]) -> Any:
         """Return the result of `make`; an invalid argument is dropped and the others are tried, to find all errors."""
         refused: set[str] = set()
         while True:
@@ -352,11 +376,16 @@ class _Components:
                 made = make(left)
                 return None if refused else made
             except UserError as error:
-                named = _names_in(str(error), arguments)
+                words = re.findall(r"\w+", re.sub(r"'[^']*'", "", str(error)))
+                named = [word for word in words if word in arguments]
                 # A dropped argument has its default now: an error that names it is not the user's.
                 if refused and (not named or refused & set(named)):
                     return None
-                self.problems.append(_problem(path, named, str(error), arguments))
+                message = str(error)
+                if isinstance(error, _InvalidArgument):
+                    message += _place(error.__cause__)
+                    self.cause = self.cause or error.__cause__
+                self.problems.append(_problem(path, named, message, arguments))
                 if not named:
                     return None
                 refused.add(named[0])
@@ -373,27 +402,36 @@ def _instantiate(path: str, target: str, kind: type, arguments: Mapping[str, Any
     except InstantiationException as error:
         cause = error.__cause__ or UserError(f"{path}: {error}")
         if isinstance(cause, ModuleNotFoundError) and cause.name:
-            raise UserError(
-                f"{path}: {target} needs the package '{cause.name}', which is not installed. {install_hint(cause.name)}"
-            ) from None
+            needs = f"{target} needs the package '{cause.name}', which is not installed"
+            raise UserError(f"{path}: {needs}. {install_hint(cause.name)}") from None
         if isinstance(cause, TypeError) and "unexpected keyword argument" in str(cause):
             raise UserError(f"{path}: {cause}") from None
+        if _is_about_a_value(cause):
+            raise _InvalidArgument(str(cause) or type(cause).__name__) from cause
         raise cause from None  # the constructor's own error, with the user's code in its traceback
     if not isinstance(made, kind):
-        raise UserError(
-            f"{path}._target_: {target} returns a {type(made).__name__}; it must be a trainkit.{kind.__name__}."
-        )
+        returns = f"{target} returns a {type(made).__name__}"
+        raise UserError(f"{path}._target_: {returns}; it must be a trainkit.{kind.__name__}.")
     return made
 
 
-def _names_in(message: str, arguments: Mapping[str, Any]) -> list[str]:
-    """Return the arguments that a message names outside of quotes, in its order."""
-    words = re.findall(r"\w+", re.sub(r"'[^']*'", "", message))
-    return [word for word in dict.fromkeys(words) if word in arguments]
+def _is_about_a_value(error: BaseException) -> bool:
+    """Return True for a ValueError, and for an error that torch raises because of its arguments."""
+    is_of_torch = raising_module(error).partition(".")[0] == "torch"
+    kinds = (ValueError, OverflowError, MemoryError, *((TypeError, RuntimeError) if is_of_torch else ()))
+    return isinstance(error, kinds) and not isinstance(error, UserError)
+
+
+def _place(cause: BaseException | None) -> str:
+    """Return the type of a constructor's exception and the last line of the user's code in its traceback."""
+    frames = walk_tb(cause.__traceback__ if cause else None)
+    tops = {frame: str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames}
+    lines = [f", {f.f_code.co_filename}:{f.f_lineno}" for f in tops if tops[f] not in ("torch", "hydra")]
+    return f" ({type(cause).__name__}{''.join(lines[-1:])}; --debug shows the traceback)"
 
 
 def _problem(path: str, named: list[str], message: str, arguments: Mapping[str, Any]) -> Problem:
-    if message.startswith(f"{path}:") or message.startswith(f"{path}._target_:"):
+    if message.startswith((f"{path}:", f"{path}._target_:")):
         key, _, rest = message.partition(": ")
         return Problem(key, rest)
     if not named:
@@ -417,10 +455,7 @@ def _too_many_stages(task: nn.Module, strategy: Mapping[str, Any]) -> list[Probl
         stages *= strategy.get("stages_per_rank", 1)
     leaves = sum(not any(module.children()) for module in task.modules())
     own = sum(len(list(module.parameters(recurse=False))) for module in task.modules() if any(module.children()))
-    modules = leaves + own
-    if stages <= modules:
+    if stages <= leaves + own:
         return []
-    message = (
-        f"{stages} stages, but {type(task).__name__} has only {modules} modules; set strategy.stages={modules} or "
-    )
-    return [Problem("strategy.stages", f"{message}less.")]
+    has = f"{type(task).__name__} has only {leaves + own} modules"
+    return [Problem("strategy.stages", f"{stages} stages, but {has}; set strategy.stages={leaves + own} or less.")]

@@ -6,14 +6,15 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import iter_modules
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_typeddict
 
 from trainkit.duration import Duration
 from trainkit.errors import UserError, nearest
@@ -39,6 +40,8 @@ EXTRAS = {
 """Import names of the optional packages, each with the extra that installs it."""
 MISSING = "???"
 """OmegaConf's mark of a mandatory value."""
+_IMPORT_KEYS = frozenset({"_target_", "comm_hook", "comm_hook_state", "functions"})
+Classes = tuple[type, ...]
 _HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 _KINDS: dict[Any, str] = {
     **{int: "int", float: "float", bool: "bool", str: "str", Path: "str", os.PathLike: "str", NoneType: "none"},
@@ -46,6 +49,7 @@ _KINDS: dict[Any, str] = {
     **dict.fromkeys((dict, Mapping, MutableMapping), "dict"),
     Duration: "duration",
 }
+_CONTAINERS = tuple(kind for kind, name in _KINDS.items() if name in ("list", "dict"))
 _WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -67,8 +71,16 @@ def install_hint(package: str) -> str:
     """Return a sentence with the command that installs `package`, given by its import name."""
     top = package.partition(".")[0]
     if top in EXTRAS:
-        return f"Type: pip install 'trainkit[{EXTRAS[top]}]'"
+        return f"Type: pip install 'trainkit-torch[{EXTRAS[top]}]'"
     return f"If it is your own, run trainkit in the folder that contains it; else: pip install {top}"
+
+
+def is_installed(package: str) -> bool:
+    """Return True if an optional package, given by its name in `EXTRAS`, is installed."""
+    try:
+        return find_spec(f"hydra_plugins.{package}" if package.startswith("hydra_") else package) is not None
+    except ModuleNotFoundError:  # hydra_plugins itself, without any of its packages
+        return False
 
 
 @dataclass(frozen=True)
@@ -77,11 +89,14 @@ class ValueType:
 
     kinds: frozenset[str] | None
     choices: tuple[Any, ...] = ()
+    element: ValueType | None = None
+    """The type of the elements of a list and of the values of a mapping; `None` if it has neither."""
 
     def __or__(self, other: ValueType) -> ValueType:
         if self.kinds is None or other.kinds is None:
             return ANYTHING
-        return ValueType(self.kinds | other.kinds, self.choices + other.choices)
+        element = self.element | other.element if self.element and other.element else self.element or other.element
+        return ValueType(self.kinds | other.kinds, self.choices + other.choices, element)
 
     def __str__(self) -> str:
         kinds = self.kinds or frozenset()
@@ -90,23 +105,40 @@ class ValueType:
         return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else "anything"
 
     def error(self, value: Any) -> str | None:
-        """Return the error of `value`, `None` if it is accepted."""
-        if self.kinds is None or any(value == choice and type(value) is type(choice) for choice in self.choices):
+        """Return the error of `value`, `None` if it is accepted; interpolations and nodes with a `_target_` are."""
+        kinds, kind = self.kinds, _KINDS.get(type(value), "")
+        is_node = isinstance(value, Mapping) and "_target_" in value
+        is_unresolved = isinstance(value, str) and ("${" in value or value == MISSING)
+        is_choice = any(value == choice and type(value) is type(choice) for choice in self.choices)
+        if kinds is None or not kind or is_node or is_unresolved or is_choice:
             return None
-        kind = _KINDS.get(type(value), "")
-        if not kind or kind in self.kinds - {"str", "list"} or (kind == "int" and "float" in self.kinds):
-            return None
-        if "duration" in self.kinds and kind not in ("dict", "none"):
+        if "duration" in kinds and kind in ({"str", "list", "int", "float", "bool"} - kinds) | {"str", "list"}:
             return _duration_error(value)
-        if kind in self.kinds:
-            return None
+        if kind in kinds or (kind == "int" and "float" in kinds):
+            return self._element_error(value)
         near = nearest(str(value), [str(choice) for choice in self.choices])
-        if kind == "float" and value == int(value) and "int" in self.kinds:
+        if kind == "float" and value.is_integer() and "int" in kinds:
             near = f" Write {int(value)}."
-        if "str" in self.kinds and kind in ("int", "float", "bool"):
+        if "str" in kinds and kind in ("int", "float", "bool"):
             near = f" For text, write '\"{as_typed(value)}\"'."
         must_be = f"is not {self}" if self.choices else f"is {_WORDS[kind]}, but must be {self}"
         return f"{as_typed(value)} {must_be}.{near}"
+
+    def _element_error(self, value: Any) -> str | None:
+        """Return the error of the first element that is not accepted."""
+        if self.element is None or not isinstance(value, (list, Mapping)):
+            return None
+        elements = value.items() if isinstance(value, Mapping) else enumerate(value)
+        errors = ((place, self.element.error(element)) for place, element in elements)
+        return next((f"element {place}: {message}" for place, message in errors if message is not None), None)
+
+
+def _duration_error(value: Any) -> str | None:
+    try:
+        Duration.parse_all(value, where="it")
+    except UserError as error:
+        return str(error).removeprefix("it = ")
+    return None
 
 
 ANYTHING = ValueType(None)
@@ -124,6 +156,8 @@ class Parameter:
     """As written in Python; empty without one."""
     doc: str = ""
     """From the docstring, on one line; empty without one."""
+    classes: Classes | None = None
+    """The classes in the annotation, at any depth; `None`: it accepts other objects too."""
 
     @property
     def type_text(self) -> str:
@@ -145,9 +179,7 @@ class Signature:
         """Return (name, message) for each argument of a wrong type."""
         found = []
         for name, value in arguments.items():
-            is_object = isinstance(value, Mapping) and "_target_" in value
-            is_unresolved = isinstance(value, str) and ("${" in value or value == MISSING)
-            if name in self.parameters and not is_object and not is_unresolved:
+            if name in self.parameters:
                 message = self.parameters[name].type.error(value)
                 found += [] if message is None else [(name, message)]
         return found
@@ -164,10 +196,19 @@ class Signature:
         return [name for name, parameter in self.parameters.items() if parameter.required and name not in arguments]
 
 
+def import_paths(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, import path) for each `_target_`, and for each function that is named in the config below `path`."""
+    if isinstance(node, Mapping | list):
+        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from import_paths(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, str) and "." in node and not _IMPORT_KEYS.isdisjoint(path.split(".")):
+        yield path, node
+
+
 @cache
 def signature_of(target: str) -> Signature:
     """Return the signature of the class or function at the path `target`; raises TargetError if there is none."""
-    found = _imported(target)
+    found = imported(target)
     summary, docs = _documentation(found)
     constructor = found.__init__ if inspect.isclass(found) else found
     if getattr(constructor, "__qualname__", "") == "Module.__init__":  # torch's: takes anything, then refuses it
@@ -176,11 +217,11 @@ def signature_of(target: str) -> Signature:
         signature = inspect.signature(found)
     except (ValueError, TypeError):  # a builtin without one
         return Signature({}, accepts_any=True, summary=summary)
-    namespace = getattr(inspect.unwrap(constructor), "__globals__", {})
     module = inspect.getmodule(found)
+    namespace = {**(vars(module) if module else {}), **getattr(inspect.unwrap(constructor), "__globals__", {})}
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = {
-        name: _parameter(parameter, {**vars(module), **namespace} if module else namespace, docs.get(name, ""))
+        name: _parameter(parameter, namespace, docs.get(name, ""))
         for name, parameter in signature.parameters.items()
         if parameter.kind in by_name
     }
@@ -212,14 +253,15 @@ def read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
     return " ".join(paragraph.split()), arguments
 
 
-def _imported(target: str) -> Any:
+def imported(target: str) -> Any:
     """Return the class or function at a dotted path."""
     parts = target.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise TargetError(f"{target!r} is not a dotted path such as my_package.my_module.MyClass")
-    length, found = next(
-        ((length, module) for length in range(len(parts) - 1, 0, -1) if (module := _module(parts[:length]))), (0, None)
-    )
+    length, found = len(parts), None
+    while found is None and length > 1:
+        length -= 1
+        found = _module(parts[:length])
     if found is None:
         near = nearest(parts[0], [module.name for module in iter_modules([str(Path.cwd())])])
         raise TargetError(f"there is no module '{parts[0]}'.{near} {install_hint(parts[0])}")
@@ -243,23 +285,19 @@ def _module(parts: Sequence[str]) -> Any:
         missing = error.name or name
         if missing == name or name.startswith(f"{missing}."):
             return None
-        raise TargetError(
-            f"{name} needs the package '{missing}', which is not installed. {install_hint(missing)}"
-        ) from None
+        needs = f"{name} needs the package '{missing}', which is not installed"
+        raise TargetError(f"{needs}. {install_hint(missing)}") from None
     except SyntaxError as error:
         raise TargetError(f"{name} has a syntax error: {error.msg} ({error.filename}:{error.lineno})") from None
 
 
 def _parameter(parameter: inspect.Parameter, namespace: Mapping[str, Any], doc: str) -> Parameter:
-    annotation = parameter.annotation
+    annotation, required = parameter.annotation, parameter.default is parameter.empty
+    default = None if required else _plain(parameter.default)
     written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    required = parameter.default is parameter.empty
+    written = "" if annotation is parameter.empty else written
     return Parameter(
-        type=_value_type(annotation, namespace),
-        required=required,
-        default=None if required else _plain(parameter.default),
-        annotation="" if annotation is parameter.empty else written,
-        doc=doc,
+        _value_type(annotation, namespace), required, default, written, doc, _classes(annotation, namespace)
     )
 
 
@@ -278,7 +316,29 @@ def _value_type(annotation: Any, namespace: Mapping[str, Any]) -> ValueType:
     if origin in (Union, UnionType):
         return reduce(ValueType.__or__, (_value_type(part, namespace) for part in arguments))
     kind = "none" if annotation is None else _KINDS.get(origin or annotation)
-    return ANYTHING if kind is None else ValueType(frozenset({kind}))
+    parts = arguments[1:] if kind == "dict" else [part for part in arguments if part is not Ellipsis]
+    element = reduce(ValueType.__or__, (_value_type(part, namespace) for part in parts)) if parts else ANYTHING
+    return ValueType(frozenset({kind}), element=element if kind in ("list", "dict") else None) if kind else ANYTHING
+
+
+def _classes(annotation: Any, namespace: Mapping[str, Any]) -> tuple[type, ...] | None:
+    """Return the classes in an annotation, also in those of elements; `None` if it accepts other objects too."""
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, dict(namespace))
+        except Exception:  # a name that only a type checker imports
+            return None
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _classes(arguments[0], namespace)
+    if origin in (Union, UnionType) or origin in _CONTAINERS:
+        parts = [_classes(part, namespace) for part in arguments if part is not ...]
+        own = (origin,) if origin in _CONTAINERS else ()
+        return None if None in parts else own + tuple(kind for part in parts for kind in part or ())
+    kind = NoneType if annotation is None else origin or annotation
+    accepts_any = kind in (Any, Callable, inspect.Parameter.empty, object, type)
+    is_structural = is_typeddict(kind) or getattr(kind, "_is_protocol", False)
+    return (kind,) if isinstance(kind, type) and not accepts_any and not is_structural else None
 
 
 def _plain(default: Any) -> Any:
@@ -297,11 +357,3 @@ def _documentation(found: Any) -> tuple[str, dict[str, str]]:
             arguments = read_docstring(docstring or "")[1] | arguments
         summary = summary or read_docstring(base.__doc__ or "")[0]
     return summary, arguments
-
-
-def _duration_error(value: Any) -> str | None:
-    try:
-        Duration.parse_all(value, where="it")
-    except UserError as error:
-        return str(error).removeprefix("it = ")
-    return None

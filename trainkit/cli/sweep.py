@@ -24,19 +24,18 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from rich.table import Table
-from rich.text import Text
 
 from trainkit.cli.compose import ConfigComposer, Settings, compose_config, drop_unselected, settings_of
 from trainkit.cli.main import Arguments, make_working_folder_importable, print_table, print_traceback
-from trainkit.cli.overrides import LISTS, Overrides
-from trainkit.cli.run_commands import assemble, check_empty, recipe_diff, resume_hint
-from trainkit.cli.signatures import install_hint
+from trainkit.cli.overrides import Overrides
+from trainkit.cli.run_commands import assemble, interrupt_hint, new_run_dir, recipe_diff, resume_hint
+from trainkit.cli.signatures import install_hint, is_installed
 from trainkit.cli.validate import ConfigError, Problem
 from trainkit.errors import Stopped, UserError, nearest
 from trainkit.report.run_report import REPORT, write_page
 from trainkit.report.sweep_report import SWEEP, sweep_report
-from trainkit.run_dir.folder import choose_run_dir
+from trainkit.run_dir.console import printable
+from trainkit.signals import EXIT_CODES
 
 _MOST_CHECKED = 200
 _HYDRA_OVERRIDES = (
@@ -45,8 +44,9 @@ _HYDRA_OVERRIDES = (
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 )
-# Launchers and sweepers in separate packages.
+# Launchers and sweepers, with the packages of those that are not Hydra's own.
 _PLUGINS = {
+    "basic": "",
     "joblib": "hydra_joblib_launcher",
     "optuna": "hydra_optuna_sweeper",
     "submitit_local": "hydra_submitit_launcher",
@@ -54,7 +54,6 @@ _PLUGINS = {
 }
 _LOCAL_LAUNCHERS = ("basic", "joblib", "submitit_local")
 _JOB = "job.json"
-_OPTUNA_RESULTS = "optimization_results.yaml"
 
 
 @dataclass
@@ -119,10 +118,13 @@ def sweep(arguments: Arguments) -> int:
         overrides = Overrides(arguments.overrides, options=composer.options, sweep=True)
         first = _check_jobs(composer, overrides, local=plugins.get("hydra/launcher", "basic") in _LOCAL_LAUNCHERS)
         objective = find_objective(first.tree)
-        folder = _sweep_folder(first)
+        folder = new_run_dir(first)
+        if first.tree["run_dir"] is None:
+            folder = folder.with_name(f"{folder.name}_sweep")
         deletions = [key for key, _ in overrides.deletions]
         lines = [*composer.rendered(overrides, deletions=deletions), f"hydra.sweep.dir='{folder}'", *_HYDRA_OVERRIDES]
-        if plugins.get("hydra/sweeper") == "optuna" and not _typed(arguments.overrides, "hydra.sweeper.direction"):
+        keys = [text.lstrip("+").partition("=")[0] for text in arguments.overrides]
+        if plugins.get("hydra/sweeper") == "optuna" and "hydra.sweeper.direction" not in keys:
             lines.append(f"hydra.sweeper.direction={'maximize' if objective.mode == 'max' else 'minimize'}")
         try:
             _run_jobs(composer, lines)
@@ -130,33 +132,23 @@ def sweep(arguments: Arguments) -> int:
             outcomes = _outcomes(folder)
             if outcomes:
                 _report(outcomes, folder, objective)
-                if plugins.get("hydra/sweeper") == "optuna":
-                    _write_best(outcomes, folder / _OPTUNA_RESULTS, objective)
     return next((outcome.exit_code for outcome in outcomes if outcome.exit_code), 0)
 
 
 def _plugins(texts: Sequence[str]) -> dict[str, str]:
     """Return the launcher and sweeper in the overrides; raises UserError if one is not installed."""
     typed: dict[str, str] = {}
-    for group in ("hydra/launcher", "hydra/sweeper"):
-        for text in texts:
-            if text.startswith(f"{group}="):
-                typed[group] = text.partition("=")[2]
-    for group, name in typed.items():
-        package = _PLUGINS.get(name)
-        if package is None and name != "basic":
-            raise UserError(f"{group}={name} is unknown.{nearest(name, [*_PLUGINS, 'basic'])}")
-        if package is not None:
-            try:
-                __import__(f"hydra_plugins.{package}")
-            except ImportError:
-                message = f"{group}={name} needs a package that is not installed. {install_hint(package)}"
-                raise UserError(message) from None
+    for text in texts:
+        group, _, name = text.partition("=")
+        if group not in ("hydra/launcher", "hydra/sweeper"):
+            continue
+        if name not in _PLUGINS:
+            raise UserError(f"{text} is unknown.{nearest(name, _PLUGINS)}")
+        package = _PLUGINS[name]
+        if package and not is_installed(package):
+            raise UserError(f"{text} needs a package that is not installed. {install_hint(package)}")
+        typed[group] = name
     return typed
-
-
-def _typed(texts: Sequence[str], key: str) -> bool:
-    return any(text.lstrip("+").startswith(f"{key}=") for text in texts)
 
 
 def _check_jobs(composer: ConfigComposer, overrides: Overrides, *, local: bool) -> Settings:
@@ -188,24 +180,17 @@ def _run_jobs(composer: ConfigComposer, lines: list[str]) -> None:
             raise
 
 
-def _sweep_folder(settings: Settings) -> Path:
-    chosen = settings.tree.get("run_dir")
-    if chosen is None:
-        folder = choose_run_dir(settings.name)
-        return folder.with_name(f"{folder.name}_sweep")
-    check_empty(Path(chosen))
-    return Path(chosen)
-
-
 def _run_job(config: DictConfig) -> JobOutcome:
     """Train one job and write its outcome; Hydra's launcher calls this, some in another process.
 
     The ranks of its strategy have ended when it returns.
     """
     make_working_folder_importable()
-    _restore_start_method()
+    if multiprocessing.get_start_method(allow_none=True) == "loky":  # joblib's: ranks of a strategy would hang with it
+        multiprocessing.set_start_method("spawn", force=True)
     hydra = HydraConfig.get()
-    typed = [_as_typed(str(text)) for text in hydra.overrides.task]
+    texts = [str(text) for text in hydra.overrides.task]
+    typed = [text.removesuffix("=null") if text.startswith("~") else text.lstrip("+") for text in texts]
     run_dir = Path(hydra.runtime.output_dir)
     run_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
     outcome = JobOutcome(int(hydra.job.num), typed, str(run_dir))
@@ -213,12 +198,16 @@ def _run_job(config: DictConfig) -> JobOutcome:
     try:
         _train(config, run_dir, outcome)
     except Stopped as stopped:
-        print(resume_hint(stopped, run_dir), file=sys.stderr)
+        print(resume_hint(stopped, run_dir, config), file=sys.stderr)
         outcome.exit_code, outcome.exit_reason = stopped.exit_code, stopped.signal_name
         outcome.error = f"stopped by {stopped.signal_name}"
         raise SystemExit(stopped.exit_code) from None  # ends the sweep, not only this job
+    except KeyboardInterrupt:
+        print(interrupt_hint(run_dir), file=sys.stderr)
+        outcome.exit_code, outcome.exit_reason, outcome.error = EXIT_CODES["SIGINT"], "SIGINT", "interrupted"
+        raise SystemExit(outcome.exit_code) from None
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         outcome.exit_code, outcome.exit_reason, outcome.error = 2, "failed", str(error)
     except Exception as error:
         print_traceback()
@@ -232,8 +221,7 @@ def _run_job(config: DictConfig) -> JobOutcome:
 def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
     choices = HydraConfig.get().runtime.choices
     settings = settings_of(OmegaConf.merge(config, {"run_dir": None}), choices.get("recipe"))
-    for group in LISTS:
-        drop_unselected(settings.tree, group)
+    drop_unselected(settings.tree)
     run = assemble(settings, run_dir=run_dir)
     run.trainer.config_diff = partial(recipe_diff, settings)
     # SLURM may queue a job again, with the same folder.
@@ -242,16 +230,6 @@ def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
     # JSON has no numbers that are not finite.
     outcome.metrics = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
     outcome.value = find_objective(settings.tree).value(result.metrics)
-
-
-def _restore_start_method() -> None:
-    """Undo the start method of joblib's workers, with which the ranks of a strategy would hang."""
-    if multiprocessing.get_start_method(allow_none=True) == "loky":
-        multiprocessing.set_start_method("spawn", force=True)
-
-
-def _as_typed(text: str) -> str:
-    return text.removesuffix("=null") if text.startswith("~") else text.lstrip("+")
 
 
 def _outcomes(folder: Path) -> list[JobOutcome]:
@@ -264,29 +242,15 @@ def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: SweepObject
     """Write `sweep.json` and `report.html`, and print a line for each job."""
     _write(folder / SWEEP, {"objective": asdict(objective), "jobs": [asdict(outcome) for outcome in outcomes]})
     common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
-    typed = [
-        " ".join(text for text in outcome.overrides if len(outcomes) == 1 or text not in common) for outcome in outcomes
-    ]
     best = objective.best([outcome.value for outcome in outcomes])
-    table = Table(box=None, show_header=False, pad_edge=False)
+    rows = []
     for index, outcome in enumerate(outcomes):
+        typed = " ".join(text for text in outcome.overrides if len(outcomes) == 1 or text not in common)
         mark = "<- best" if index == best and len(outcomes) > 1 else ""
-        cells = (str(outcome.number), typed[index], _result(outcome), mark)
-        table.add_row(*(Text(cell, overflow="fold") for cell in cells))
+        rows.append((str(outcome.number), typed, _result(outcome), mark))
     print(f"\nsweep of {len(outcomes)} jobs in {folder}")
-    print_table(table)
+    print_table(rows)
     print(f"report: {write_page(sweep_report(folder), folder / REPORT)}")
-
-
-def _write_best(outcomes: Sequence[JobOutcome], path: Path, objective: SweepObjective) -> None:
-    """Write Optuna's results if it did not, because its last job failed."""
-    best = objective.best([outcome.value for outcome in outcomes])
-    if best is None or path.exists():
-        return
-    common = set.intersection(*(set(outcome.overrides) for outcome in outcomes)) if len(outcomes) > 1 else set()
-    searched = [text.partition("=") for text in outcomes[best].overrides if text not in common]
-    found = {key: OmegaConf.create(f"value: {value}").value for key, _, value in searched}
-    OmegaConf.save(OmegaConf.create({"name": "optuna", "best_params": found, "best_value": outcomes[best].value}), path)
 
 
 def _write(path: Path, content: Any) -> None:
@@ -296,8 +260,6 @@ def _write(path: Path, content: Any) -> None:
 def _result(outcome: JobOutcome) -> str:
     if outcome.error is not None:
         return f"failed: {outcome.error.splitlines()[0]}"
-    shown = {key: value for key, value in outcome.metrics.items() if key.startswith("validation/")}
-    return "  ".join(
-        f"{key}={'not finite' if value is None else f'{value:.6g}'}"
-        for key, value in (shown or outcome.metrics).items()
-    )
+    shown = {key: value for key, value in outcome.metrics.items() if key.startswith("validation/")} or outcome.metrics
+    values = {key: "not finite" if value is None else f"{value:.6g}" for key, value in shown.items()}
+    return "  ".join(f"{key}={value}" for key, value in values.items())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, TypeGuard
 
-from trainkit.cli.signatures import MISSING, Signature, TargetError, ValueType, signature_of
+from trainkit.cli.signatures import MISSING, Signature, TargetError, ValueType, imported, signature_of
 from trainkit.data.batch import split_error
 from trainkit.errors import UserError
 
@@ -194,22 +194,28 @@ def check(
     options: Mapping[str, Sequence[str]],
     needs_task: bool = True,
     check_devices: bool = True,
+    trusted: Collection[str] | None = None,
 ) -> list[Problem]:
     """Return all problems of a config; nothing is instantiated.
 
     `options` are the choices of each config group. With `needs_task` a missing task is a problem, with `check_devices`
-    a device that this machine does not have.
+    a device that this machine does not have. With `trusted`, any other `_target_` must be a class of trainkit that
+    belongs at its place.
     """
-    problems = list(_Check(settings, options).all(needs_task=needs_task))
+    problems = list(_Check(settings, options, trusted).all(needs_task=needs_task))
     known = {problem.key for problem in problems}
     combinations = invalid_combinations(settings, check_devices=check_devices)
     return problems + [problem for problem in combinations if problem.key not in known]
 
 
 class _Check:
-    def __init__(self, settings: Mapping[str, Any], options: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], options: Mapping[str, Sequence[str]], trusted: Collection[str] | None
+    ) -> None:
         self._settings = settings
         self._options = options
+        self._trusted = trusted
+        self._kinds = _kinds()
         self._all_keys = list(SECTIONS)
         places = {section: settings.get(section) for section in ("task", "data", "strategy")}
         places |= {f"callbacks.{name}": node for name, node in _mapping(settings.get("callbacks")).items()}
@@ -222,34 +228,33 @@ class _Check:
         for key in self._settings:
             if key not in SECTIONS:
                 yield unknown_key(key, SECTIONS, all_keys=self._all_keys)
-        yield from self._recipe(self._settings.get("recipe"))
+        if isinstance(self._settings.get("recipe"), Mapping):
+            wrong = "the recipe's keys are below 'recipe', not at the top"
+            yield Problem("recipe", f"{wrong}; make this the first line of its file: # @package _global_")
         yield from self._object("task", required=needs_task)
         if (self._settings.get("task") or {}) != {}:
             yield from self._object("data", required=needs_task)
         yield from self._strategy(self._settings.get("strategy"))
-        yield from self._trainer_section(self._settings.get("trainer"))
+        trainer = self._settings.get("trainer")
+        if isinstance(trainer, Mapping):
+            yield from self._arguments("trainer", trainer, config_signature(TRAINER), of="Trainer")
+        else:
+            yield Problem("trainer", f"{trainer!r} is not a mapping; type trainer.max_duration=3epoch")
         for group in ("callbacks", "logger"):
             yield from self._named_objects(group, self._settings.get(group))
         message = ValueType(frozenset({"str", "none"})).error(self._settings.get("run_dir"))
+        if self._settings.get("run_dir") == "":
+            message = "is empty; type run_dir=PATH, or omit it for a new folder below runs"
         if message:
             yield Problem("run_dir", message)
-
-    def _recipe(self, recipe: Any) -> Iterator[Problem]:
-        if isinstance(recipe, Mapping):
-            yield Problem(
-                "recipe",
-                "the recipe's keys are below 'recipe', not at the top; make this the first line of its file: "
-                "# @package _global_",
-            )
 
     def _object(self, section: str, *, required: bool) -> Iterator[Problem]:
         node = self._settings.get(section)
         if isinstance(node, Mapping) and "_target_" in node:
-            yield from self._walk(section, node)
+            yield from self._walk(section, node, self._kinds[section])
         elif node is not None and not isinstance(node, Mapping):
-            yield Problem(
-                section, f"{node!r} is not a mapping with a _target_; type {section}._target_=my_package.MyClass"
-            )
+            remedy = f"type {section}._target_=my_package.MyClass"
+            yield Problem(section, f"{node!r} is not a mapping with a _target_; {remedy}")
         elif required:
             own = "MyTask" if section == "task" else "MyData"
             recipes = ", ".join(self._options.get("recipe", ()))
@@ -261,19 +266,12 @@ class _Check:
         if isinstance(node, str) and node not in options:
             yield Problem("strategy", unknown_choice("strategy", node, options))
         elif isinstance(node, str):
-            yield Problem(
-                "strategy", f"is a choice, not a value; write '- override /strategy: {node}' in the file's defaults"
-            )
+            remedy = f"write '- override /strategy: {node}' in the file's defaults"
+            yield Problem("strategy", f"is a choice, not a value; {remedy}")
         elif not isinstance(node, Mapping) or "_target_" not in node:
             yield Problem("strategy", f"no strategy is chosen; type strategy=single. {list_choices(options)}")
         else:
-            yield from self._walk("strategy", node)
-
-    def _trainer_section(self, node: Any) -> Iterator[Problem]:
-        if isinstance(node, Mapping):
-            yield from self._arguments("trainer", node, config_signature(TRAINER), of="Trainer")
-        else:
-            yield Problem("trainer", f"{node!r} is not a mapping; type trainer.max_duration=3epoch")
+            yield from self._walk("strategy", node, self._kinds["strategy"])
 
     def _named_objects(self, group: str, node: Any) -> Iterator[Problem]:
         """Check callbacks or loggers: a mapping of names to objects, or to `null` for those that are off."""
@@ -286,7 +284,7 @@ class _Check:
         for name, settings in node.items():
             path = f"{group}.{name}"
             if isinstance(settings, Mapping) and "_target_" in settings:
-                yield from self._walk(path, settings)
+                yield from self._walk(path, settings, self._kinds[group])
             elif settings is not None and name in options:
                 yield Problem(path, f"is not enabled; type +{group}={name}")
             elif path in RENAMED:
@@ -296,41 +294,60 @@ class _Check:
                 hint = did_you_mean([f"{group}.{near[0]}"]) if near else list_choices(options)
                 yield Problem(path, f"unknown key. {hint} Your own class needs {path}._target_=my_package.MyClass")
 
-    def _walk(self, path: str, node: Any) -> Iterator[Problem]:
-        """Check every `_target_` in a tree, and that every value is given."""
+    def _walk(self, path: str, node: Any, kinds: tuple[type, ...] | None = None) -> Iterator[Problem]:
+        """Check every `_target_` in a tree, and that every value is given; classes must be among the `kinds`."""
         if isinstance(node, Mapping) and "_target_" in node:
-            yield from self._call(path, node)
+            target = str(node["_target_"])
+            try:
+                signature = signature_of(target)
+                misplaced = self._misplaced(target, kinds, is_partial=bool(node.get("_partial_")))
+            except TargetError as error:
+                yield Problem(f"{path}._target_", str(error))
+            else:
+                if misplaced:
+                    yield Problem(f"{path}._target_", misplaced)
+                yield from self._arguments(path, node, signature, of=target.rpartition(".")[2])
         elif isinstance(node, Mapping):
             for key, value in node.items():
-                yield from self._walk(f"{path}.{key}", value)
+                yield from self._walk(f"{path}.{key}", value, kinds)
         elif isinstance(node, list):
             for index, value in enumerate(node):
-                yield from self._walk(f"{path}.{index}", value)
+                yield from self._walk(f"{path}.{index}", value, kinds)
         elif node == MISSING:
             yield Problem(path, f"has no value; type {path}=VALUE")
 
-    def _call(self, path: str, node: Mapping[str, Any]) -> Iterator[Problem]:
-        target = node["_target_"]
-        try:
-            signature = signature_of(str(target))
-        except TargetError as error:
-            yield Problem(f"{path}._target_", str(error))
-            return
-        yield from self._arguments(path, node, signature, of=str(target).rpartition(".")[2])
+    def _misplaced(self, target: str, kinds: tuple[type, ...] | None, *, is_partial: bool) -> str | None:
+        found = imported(target)
+        if isinstance(found, type) and kinds is not None and not is_partial and not issubclass(found, kinds):
+            names = [kind.__name__ for kind in kinds if kind is not type(None)]
+            return f"{target} is not a subclass of {' or '.join(names)}."
+        if self._trusted is None or target in self._trusted:
+            return None
+        is_own = isinstance(found, type) and found.__module__.startswith("trainkit.") and not is_partial
+        return None if is_own and kinds is not None else f"{target} is not trusted here. Type --trust to trust it."
 
     def _arguments(self, path: str, node: Mapping[str, Any], signature: Signature, *, of: str) -> Iterator[Problem]:
         unknown = signature.unknown(node)
         for name in unknown:
             yield unknown_key(f"{path}.{name}", signature.parameters, all_keys=self._all_keys)
         for name, value in node.items():
-            if isinstance(value, (Mapping, list)) and name not in unknown:
-                yield from self._walk(f"{path}.{name}", value)
-            elif value == MISSING:
-                yield Problem(f"{path}.{name}", f"has no value; type {path}.{name}=VALUE")
+            if name not in unknown:
+                parameter = signature.parameters.get(name)
+                yield from self._walk(f"{path}.{name}", value, parameter.classes if parameter else None)
         for name, message in signature.value_errors(node):
             yield Problem(f"{path}.{name}", renamed_value(f"{path}.{name}", node[name]) or message)
         for name in signature.missing(node):
             yield Problem(f"{path}.{name}", f"is missing; {of} needs it. Type {path}.{name}=VALUE")
+
+
+def _kinds() -> dict[str, tuple[type, ...]]:
+    """Return the classes that belong in each section of a config."""
+    from torch.utils.data import DataLoader  # here, as shells that complete a word do not wait for torch
+
+    from trainkit import Callback, Data, Logger, Strategy, TaskModule
+
+    kinds: dict[str, tuple[type, ...]] = {"task": (TaskModule,), "data": (Data, DataLoader), "strategy": (Strategy,)}
+    return {**kinds, "callbacks": (Callback,), "logger": (Logger,)}
 
 
 def config_signature(target: str) -> Signature:
@@ -361,15 +378,11 @@ def invalid_combinations(settings: Mapping[str, Any], *, check_devices: bool = T
 def _batch(strategy: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Problem]:
     accumulate, size = strategy.get("accumulate"), strategy.get("micro_batch_size")
     if accumulate is not None and size is not None:
-        yield Problem(
-            "strategy.micro_batch_size",
-            f"excludes strategy.accumulate={accumulate}; set one of them to null",
-        )
+        excludes = f"excludes strategy.accumulate={accumulate}; set one of them to null"
+        yield Problem("strategy.micro_batch_size", excludes)
         return
     batch_size = data.get("batch_size")
-    if not _is_count(batch_size):
-        return
-    if _is_count(accumulate):
+    if _is_count(batch_size) and _is_count(accumulate):
         message = split_error(batch_size, accumulate=accumulate, world_size=_ranks(strategy))
         if message is not None:
             yield Problem("strategy.accumulate", message)
@@ -382,25 +395,19 @@ def _stages(strategy: Mapping[str, Any]) -> Iterator[Problem]:
     per_rank = strategy.get("stages_per_rank")
     if strategy.get("schedule") == "interleaved_1f1b" and _is_count(per_rank):
         stages *= per_rank
-    if len(points) != stages - 1:
-        yield Problem(
-            "strategy.split_points",
-            f"{len(points)} split points make {len(points) + 1} stages, not {stages}; name {stages - 1} modules, or "
-            f"set strategy.stages={len(points) + 1}",
-        )
+    given = len(points) + 1
+    if given != stages:
+        message = f"{len(points)} split points make {given} stages, not {stages}; name {stages - 1} modules, or set"
+        yield Problem("strategy.split_points", f"{message} strategy.stages={given}")
 
 
 def _processes(strategy: Mapping[str, Any]) -> Iterator[Problem]:
     """Check that torchrun started as many processes as the stages and replicas need."""
-    processes, stages = _torchrun_processes(), strategy.get("stages")
-    replicas = strategy.get("replicas", 1)
+    processes, stages, replicas = _torchrun_processes(), strategy.get("stages"), strategy.get("replicas", 1)
     if processes and _is_count(stages) and _is_count(replicas) and stages * replicas != processes:
+        need = f"{stages} stages x {replicas} replicas need {stages * replicas} processes"
         fitting = f"; set strategy.replicas={processes // stages}" if processes % stages == 0 else ""
-        yield Problem(
-            "strategy.stages",
-            f"{stages} stages x {replicas} replicas need {stages * replicas} processes, but there are {processes}"
-            f"{fitting}",
-        )
+        yield Problem("strategy.stages", f"{need}, but there are {processes}{fitting}")
 
 
 def missing_device(device: str) -> str | None:
@@ -413,10 +420,8 @@ def missing_device(device: str) -> str | None:
     import torch
 
     if not torch.backends.cuda.is_built():
-        return (
-            f"device '{device}' does not exist: this torch is built without CUDA; set strategy.device=cpu, "
-            "or install a torch build for your GPU"
-        )
+        remedy = "set strategy.device=cpu, or install a torch build for your GPU"
+        return f"device '{device}' does not exist: this torch is built without CUDA; {remedy}"
     count = torch.cuda.device_count()
     if int(index or 0) < count:
         return None
@@ -432,20 +437,16 @@ def _devices(strategy: Mapping[str, Any]) -> Iterator[Problem]:
         if message is not None:
             yield Problem(f"strategy.{key}", message.replace("strategy.device=", f"strategy.{key}="))
             return
-    backend = strategy.get("backend")
-    if backend == "nccl" and device == "cpu":
-        yield Problem("strategy.backend", "'nccl' needs CUDA devices; set strategy.backend=gloo for device=cpu")
-    elif backend == "nccl" and _num_gpus() == 0:
-        yield Problem("strategy.backend", "'nccl' needs CUDA devices, but there are none; set strategy.backend=auto")
-    needs_gpus = device == "cuda" and backend != "gloo" and not _torchrun_processes()
-    if needs_gpus and _is_count(devices) and devices > _num_gpus():
-        yield Problem("strategy.devices", f"{devices} ranks, but there are {_num_gpus()} CUDA device(s)")
-
-
-def _num_gpus() -> int:
     import torch
 
-    return torch.cuda.device_count()
+    backend, num_gpus = strategy.get("backend"), torch.cuda.device_count()
+    if backend == "nccl" and device == "cpu":
+        yield Problem("strategy.backend", "'nccl' needs CUDA devices; set strategy.backend=gloo for device=cpu")
+    elif backend == "nccl" and num_gpus == 0:
+        yield Problem("strategy.backend", "'nccl' needs CUDA devices, but there are none; set strategy.backend=auto")
+    needs_gpus = device == "cuda" and backend != "gloo" and not _torchrun_processes()
+    if needs_gpus and _is_count(devices) and devices > num_gpus:
+        yield Problem("strategy.devices", f"{devices} ranks, but there are {num_gpus} CUDA device(s)")
 
 
 def _evaluation(trainer: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterator[Problem]:
@@ -455,11 +456,9 @@ def _evaluation(trainer: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Ite
         metric = _mapping(node).get("monitor")
         # Without the metric `checkpoint` still saves, only without a best one; other callbacks would do nothing.
         if name != "checkpoint" and isinstance(metric, str) and metric.startswith("validation/"):
-            yield Problem(
-                "trainer.evaluate_every",
-                f"null means that callbacks.{name}.monitor={metric} is never measured; set a duration such as "
-                f"1epoch, or type ~callbacks.{name}",
-            )
+            never = f"null means that callbacks.{name}.monitor={metric} is never measured"
+            remedy = f"set a duration such as 1epoch, or type ~callbacks.{name}"
+            yield Problem("trainer.evaluate_every", f"{never}; {remedy}")
 
 
 def _ranks(strategy: Mapping[str, Any]) -> int:

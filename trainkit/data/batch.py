@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from trainkit.data.sampler import Order, ShardSampler
+    from trainkit.data.order import Order, ShardSampler
     from trainkit.distributed.collectives import Collectives
 
 

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     default_collate,
 )
 
-from trainkit.data.balance import balanced_weights, check_sample_weights, labels_of
 from trainkit.data.readers import Collate
 from trainkit.errors import UserError
 
 STAGES = ("train", "validation", "test", "predict")
+MAX_WORKERS_PER_CORE = 8
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class StageData:
 
     @property
     def is_iterable(self) -> bool:
-        """Whether the dataset can only be read from start to end."""
+        """True if the dataset can only be read from start to end."""
         return isinstance(self.dataset, IterableDataset)
 
     @property
@@ -154,51 +159,43 @@ class Data:
         dataset = self.dataset(stage)
         if dataset is None:
             raise UserError(f"there is no {stage} data; pass Data({stage}=dataset).")
+        if isinstance(dataset, (list, tuple)) and any(isinstance(one, (DataLoader, Dataset)) for one in dataset):
+            raise UserError(
+                f"the {stage} data is a {type(dataset).__name__} of datasets; pass one dataset, or for an evaluation "
+                f"several by name: Data({stage}={{'easy': first, 'hard': second}})."
+            )
         if type(dataset) is not dict:
             return {"": self._stage_data(stage, dataset)}
         _check_names(stage, dataset)
         return {name: self._stage_data(stage, one) for name, one in dataset.items()}
 
     def _stage_data(self, stage: str, dataset: Any) -> StageData:
-        read = self._from_loader if isinstance(dataset, DataLoader) else self._from_dataset
-        stage_data = read(stage, dataset)
-        _check(stage_data)
-        return stage_data
-
-    def _from_dataset(self, stage: str, dataset: Any) -> StageData:
         is_train = stage == "train"
-        return StageData(
+        source: Data | DataLoader[Any] = self
+        shuffle, drop_last, sampler, size = self.shuffle, self.drop_last, None, None
+        if isinstance(dataset, DataLoader):
+            source, dataset = dataset, dataset.dataset
+            is_iterable = isinstance(dataset, IterableDataset)
+            sampling = source if is_iterable else _sampling_of(stage, source)
+            shuffle = isinstance(sampling.sampler, RandomSampler | DistributedSampler)
+            sampler = None if is_iterable else _custom_sampler(stage, sampling.sampler)
+            drop_last, size = sampling.drop_last, sampling.batch_size
+        stage_data = StageData(
             stage,
             dataset,
-            batch_size=self._batch_size(stage, None),
-            collate_fn=self.collate_fn or default_collate,
-            num_workers=self.num_workers,
-            shuffle=self.shuffle and is_train,
-            drop_last=self.drop_last and is_train,
-            pin_memory=self.pin_memory,
+            batch_size=self._batch_size(stage, size),
+            collate_fn=source.collate_fn or default_collate,
+            num_workers=source.num_workers,
+            shuffle=shuffle and is_train,
+            drop_last=drop_last and is_train,
+            pin_memory=source.pin_memory,
+            sampler=sampler,
             persistent_workers=self.persistent_workers,
             lengths=self.lengths if is_train else None,
             sample_weights=self._weights_of(dataset) if is_train else None,
         )
-
-    def _from_loader(self, stage: str, loader: DataLoader[Any]) -> StageData:
-        is_train = stage == "train"
-        is_iterable = isinstance(loader.dataset, IterableDataset)
-        sampling = loader if is_iterable else _sampling_of(stage, loader)
-        return StageData(
-            stage,
-            loader.dataset,
-            batch_size=self._batch_size(stage, sampling.batch_size),
-            collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-            shuffle=isinstance(sampling.sampler, RandomSampler | DistributedSampler) and is_train,
-            drop_last=sampling.drop_last and is_train,
-            pin_memory=loader.pin_memory,
-            sampler=None if is_iterable else _custom_sampler(stage, sampling.sampler),
-            persistent_workers=self.persistent_workers,
-            lengths=self.lengths if is_train else None,
-            sample_weights=self._weights_of(loader.dataset) if is_train else None,
-        )
+        _check(stage_data)
+        return stage_data
 
     def _weights_of(self, dataset: Any) -> Tensor | None:
         if self.balance_classes is False:
@@ -233,8 +230,7 @@ def _custom_sampler(stage: str, sampler: Any) -> Sampler[int] | None:
         return None
     if not isinstance(sampler, Sized):
         raise UserError(f"the {stage} DataLoader's sampler {type(sampler).__name__} needs a length (__len__).")
-    custom: Sampler[int] = sampler  # type: ignore[assignment] # sized, and a sampler as the loader takes it
-    return custom
+    return sampler  # type: ignore[return-value] # sized, and a sampler as the loader takes it
 
 
 def _check_names(stage: str, datasets: dict[Any, Any]) -> None:
@@ -262,6 +258,13 @@ def _check(data: StageData) -> None:
         )
     if data.sample_weights is not None:
         _check_weights(data, len(data.sample_weights))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if data.num_workers > MAX_WORKERS_PER_CORE * cores:
+        raise UserError(
+            f"the {stage} data has num_workers={data.num_workers}, which starts as many processes for each rank, but "
+            f"this process may use {cores} core{'s' * (cores > 1)}; set num_workers={MAX_WORKERS_PER_CORE * cores} or "
+            "less."
+        )
     if data.is_iterable:
         if data.num_workers > 1:
             raise UserError(
@@ -288,23 +291,78 @@ def _check(data: StageData) -> None:
 
 
 def _check_weights(data: StageData, num_weights: int) -> None:
-    conflict = None
-    if data.is_iterable:
-        conflict = "an IterableDataset, which has its own order"
-    elif data.batch_size is None:
-        conflict = "a pre-batched dataset; set batch_size and give single samples"
-    elif data.sampler is not None:
-        conflict = f"the sampler {type(data.sampler).__name__}, which draws the samples; remove one of them"
-    elif data.lengths is not None:
-        conflict = "lengths, which give each sample once an epoch; remove one of them"
-    elif hasattr(data.dataset, "order"):
-        conflict = f"{type(data.dataset).__name__}, which has its own order"
-    elif not data.shuffle:
-        conflict = "shuffle=False: draws are random; set shuffle=True"
-    if conflict is not None:
-        raise UserError(f"sample_weights and balance_classes cannot be combined with {conflict}.")
+    dataset, sampler = type(data.dataset).__name__, type(data.sampler).__name__
+    conflicts = {
+        "an IterableDataset, which has its own order": data.is_iterable,
+        "a pre-batched dataset; set batch_size and give single samples": data.batch_size is None,
+        f"the sampler {sampler}, which draws the samples; remove one of them": data.sampler is not None,
+        "lengths, which give each sample once an epoch; remove one of them": data.lengths is not None,
+        f"{dataset}, which has its own order": hasattr(data.dataset, "order"),
+        "shuffle=False: draws are random; set shuffle=True": not data.shuffle,
+    }
+    for conflict, applies in conflicts.items():
+        if applies:
+            raise UserError(f"sample_weights and balance_classes cannot be combined with {conflict}.")
     if num_weights != data.num_items:
         raise UserError(
             f"there are weights or classes of {num_weights} samples for {data.num_items} samples of "
             f"{data.stage} data; give one for each."
         )
+
+
+def check_sample_weights(weights: Sequence[float] | Tensor) -> Tensor:
+    """Return one float64 weight for each sample; raises UserError unless samples can be drawn by them."""
+    try:
+        numbers = weights if isinstance(weights, Tensor) else list(weights)
+        known = torch.as_tensor(numbers, dtype=torch.float64, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(
+            f"sample_weights must be one number for each training sample, got a {type(weights).__name__} that is not "
+            "a list of numbers."
+        ) from None
+    if known.dim() != 1:
+        raise UserError(f"sample_weights must be one number for each training sample, got shape {tuple(known.shape)}.")
+    wrong = (~torch.isfinite(known) | (known < 0)).nonzero()
+    if len(wrong):
+        index = int(wrong[0])
+        raise UserError(
+            f"sample_weights must be 0 or more and finite, but that of sample {index} is {float(known[index]):g}."
+        )
+    if not bool((known > 0).any()):
+        raise UserError("sample_weights must be above 0 for at least one sample, but are all 0.")
+    return known
+
+
+def balanced_weights(labels: Sequence[Any] | Tensor) -> Tensor:
+    """Return 1 / (samples of its class) for each sample, as float64."""
+    if isinstance(labels, Tensor):
+        if labels.dim() != 1 or labels.is_floating_point():
+            raise UserError(
+                "balance_classes must be one class for each sample, a list or a tensor of whole numbers; got shape "
+                f"{tuple(labels.shape)} of {labels.dtype}."
+            )
+        labels = labels.tolist()
+    classes = [label.item() if isinstance(label, Tensor) else label for label in labels]
+    counts = Counter(classes)
+    return torch.tensor([1 / counts[label] for label in classes], dtype=torch.float64)
+
+
+def labels_of(dataset: Any) -> Sequence[Any] | Tensor:
+    """Return the class of each sample, if the dataset defines them; raises UserError if it does not."""
+    found = _known_labels(dataset)
+    if found is None:
+        raise UserError(
+            f"balance_classes=true needs the class of each sample, which {type(dataset).__name__} does not define; "
+            "give it an attribute `targets` or `labels`, or pass Data(balance_classes=[class of each sample])."
+        )
+    return found
+
+
+def _known_labels(dataset: Any) -> Sequence[Any] | Tensor | None:
+    if type(dataset) is TensorDataset:
+        last = dataset.tensors[-1]
+        return last if last.dim() == 1 and not last.is_floating_point() else None
+    if type(dataset) is Subset:
+        labels = _known_labels(dataset.dataset)
+        return None if labels is None else [labels[int(index)] for index in dataset.indices]
+    return getattr(dataset, "targets", getattr(dataset, "labels", None))

@@ -1,33 +1,94 @@
-"""BatchLoader: the step batches and evaluation batches that one rank reads."""
+"""Loaders: the step batches and evaluation batches that one rank reads."""
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate, default_convert
 
-from trainkit.data.batch import BatchPlan, MicroBatch, ShardsData, StepBatch
+from trainkit.data.batch import MicroBatch, ShardsData, StepBatch
 from trainkit.data.data import StageData
-from trainkit.data.order import GlobalOrder, LengthGroupedOrder, WeightedOrder, sample_seed
-from trainkit.data.readers import Request, WorkerPool, get_sample_of, make_reader, request_seed
-from trainkit.data.sampler import Order, SamplerOrder
-from trainkit.rng import preserve_rng, seed_everything
+from trainkit.data.order import (
+    GlobalOrder,
+    LengthGroupedOrder,
+    Order,
+    SamplerOrder,
+    WeightedOrder,
+    fingerprint,
+    sample_seed,
+)
+from trainkit.data.readers import Request, WorkerIterator, WorkerPool, get_sample_of, make_reader, request_seed
+from trainkit.distributed.collectives import Collectives
+from trainkit.errors import UserError
+from trainkit.rng import preserve_rng
 from trainkit.state import TrainState
 from trainkit.tree import num_rows, rows
 
+logger = logging.getLogger(__name__)
+
+_STATES_KEPT = 4
+
+
+def open_loader(
+    stage_data: StageData, strategy: ShardsData, *, seed: int, limit: int | None = None, repeat_first: bool = False
+) -> BatchLoader:
+    """Return the loader of a dataset; an epoch has at most `limit` global batches.
+
+    With `repeat_first` every epoch repeats the first one, to overfit on a few batches.
+    """
+    kind: type[BatchLoader] = MapBatchLoader
+    if stage_data.is_iterable:
+        kind = IterableBatchLoader
+    elif stage_data.batch_size is None:
+        kind = PreBatchedLoader
+    return kind(stage_data, strategy, seed=seed, limit=limit, repeat_first=repeat_first)
+
+
+def check_same_data(loaders: Mapping[str, BatchLoader], comm: Collectives) -> str | None:
+    """Return a warning if a resume would change the order of the training data, else `None`; one collective.
+
+    `loaders` are all that this rank reads, by name. Raises UserError on every rank if the ranks' data differ in names,
+    lengths, batch sizes or orders.
+    """
+    facts: dict[str, Any] = {}
+    if comm.num_processes > 1:
+        for name, loader in loaders.items():
+            facts.update({f"{what} of the {name} data": value for what, value in loader.description().items()})
+    samplers = {name: loader.order for name, loader in loaders.items() if isinstance(loader.order, SamplerOrder)}
+    drawn = {name: fingerprint(order) for name, order in samplers.items()}
+    if not facts and not samplers:
+        return None
+    of_ranks = comm.all_gather_object((facts, drawn))
+    first = of_ranks[0][0]
+    for rank, (theirs, _) in enumerate(of_ranks):
+        for what in {**first, **theirs}:
+            if first.get(what) != theirs.get(what):
+                raise UserError(
+                    f"the ranks do not have the same data: {what} is {first.get(what, 'missing')} on rank 0, but "
+                    f"{theirs.get(what, 'missing')} on rank {rank}. "
+                    "Pass the same datasets and settings on every rank: the strategy decides which rank reads which "
+                    "samples."
+                )
+    warnings = {name: order.check([drawn[name] for _, drawn in of_ranks]) for name, order in samplers.items()}
+    return warnings.get("train")
+
 
 class BatchLoader(ABC):
-    """Reads one stage's data for one rank; `limit` global batches at most make an epoch.
+    """Reads one stage's data for one rank; made by `open_loader`."""
 
-    With `repeat_first` every epoch reads the samples of epoch 0.
-    """
+    epoch_length: int | None
+    """Samples (or pre-batched items) of one epoch; `None` for an iterable dataset without a length."""
+    order: Order | None = None
+    """The order of the dataset's samples; `None` for an iterable dataset."""
 
     def __init__(
         self, stage_data: StageData, strategy: ShardsData, *, seed: int, limit: int | None, repeat_first: bool
@@ -35,20 +96,17 @@ class BatchLoader(ABC):
         self.stage_data = stage_data
         self.limit = limit
         self.seed = seed
-        self._repeat_first = repeat_first
         self.rank, self.world_size = strategy.comm.rank, strategy.comm.world_size
         self.seconds_waited = 0.0
         """Seconds that the loop has waited for `timed_batches`."""
+        self._repeat_first = repeat_first
+        self._step_items = stage_data.batch_size or 1  # of the epoch; a pre-batched item is a step
+        self.resplit(strategy)
 
     @property
-    @abstractmethod
     def num_steps(self) -> int | None:
         """Global batches of one epoch; `None` for an iterable dataset without a length."""
-
-    @property
-    @abstractmethod
-    def epoch_length(self) -> int | None:
-        """Samples (or pre-batched items) of one epoch; `None` for an iterable dataset without a length."""
+        return None if self.epoch_length is None else -(-self.epoch_length // self._step_items)
 
     @abstractmethod
     def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
@@ -56,7 +114,11 @@ class BatchLoader(ABC):
 
     @abstractmethod
     def batches(self) -> Iterator[MicroBatch]:
-        """Yield this rank's shard of an evaluation; over all ranks each sample comes exactly once."""
+        """Yield this rank's shard of an evaluation; over all ranks each sample comes exactly once.
+
+        Rank r has the samples r, r + W, r + 2W, ..., independent of batch sizes, so that predictions can be put back in
+        order.
+        """
 
     def timed_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
         """Yield `step_batches` and add the time of each read to `seconds_waited`; two clock reads per step."""
@@ -69,19 +131,23 @@ class BatchLoader(ABC):
                 return
             yield step_batch
 
-    def check_order(self, strategy: ShardsData) -> str | None:
-        """Return a warning if a resume would change the order of a custom sampler, else `None`; collective.
+    def description(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, by name."""
+        order: str | None = None
+        if self.order is not None:
+            sampler = self.stage_data.sampler
+            order = fingerprint(self.order) if sampler is None else f"that of a {type(sampler).__name__}"
+        return {
+            "the length": self.stage_data.num_items,
+            "the length of an epoch": self.epoch_length,
+            "the batch_size": self.stage_data.batch_size,
+            "the order": order,
+        }
 
-        Raises UserError if the ranks' orders differ.
-        """
-        sampler = self.stage_data.sampler
-        if sampler is None:
-            return None
-        order = SamplerOrder(sampler, seed=self.seed)
-        return order.check(strategy.comm.all_gather_object(order.first_indices()))
-
-    def close(self) -> None:
-        """End worker processes; may be called twice."""
+    def resplit(self, strategy: ShardsData) -> None:
+        """Split the step batches that are read from now on by the strategy's current plan."""
+        if self.stage_data.batch_size is not None:
+            self._plan = strategy.plan(self.stage_data.batch_size, even=self.stage_data.stage == "train")
 
     def first_micro_batch(self) -> MicroBatch | None:
         """Return this rank's first micro-batch, read separately from training; `None` for an iterable dataset."""
@@ -89,24 +155,9 @@ class BatchLoader(ABC):
             step_batch = next(self.step_batches(0, 0), None)
         return step_batch.micro_batches[0] if step_batch is not None and step_batch.micro_batches else None
 
-    def _first_from(self, position: int) -> int:
-        """Return the distance from `position` to this rank's next sample of an evaluation.
-
-        Rank r has the samples r, r + W, r + 2W, ... of the evaluation, independent of batch sizes, so that predictions
-        can be put back in order.
-        """
-        return (self.rank - position) % self.world_size
-
     def sample_indices(self, step: int, state: TrainState) -> list[int]:
         """Return the indices of the samples that this rank read for a step; empty if the order does not define them."""
         return []
-
-    def read_step(self, step: int, state: TrainState) -> StepBatch | None:
-        """Read this rank's batch of an earlier step again; `None` for an iterable dataset. Changes the RNG state."""
-        return None
-
-    def resplit(self, strategy: ShardsData) -> None:
-        """Split the step batches that are read from now on by the strategy's current plan."""
 
     def state_dict(self, position: int) -> dict[str, Any]:
         """Return the saved state of an iterable dataset after `position` items; empty if it has none."""
@@ -115,86 +166,62 @@ class BatchLoader(ABC):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume an iterable dataset from a `state_dict`."""
 
+    def close(self) -> None:
+        """End worker processes; may be called twice."""
+
 
 class MapBatchLoader(BatchLoader):
     """Reads a map-style dataset: global batch t takes positions t * batch_size to (t + 1) * batch_size."""
 
-    def __init__(
-        self, stage_data: StageData, strategy: ShardsData, *, seed: int, limit: int | None, repeat_first: bool
-    ) -> None:
-        super().__init__(stage_data, strategy, seed=seed, limit=limit, repeat_first=repeat_first)
-        assert stage_data.batch_size is not None
-        self._batch_size = stage_data.batch_size
-        self._plan = strategy.plan(stage_data.batch_size, even=stage_data.stage == "train")
+    epoch_length: int
+    order: Order
+
+    def __init__(self, stage_data: StageData, strategy: ShardsData, **settings: Any) -> None:
+        super().__init__(stage_data, strategy, **settings)
         self._pool: WorkerPool | None = None
-        self._reader = make_reader(stage_data.dataset, stage_data.collate_fn, seed=seed)
-        self._sampler = strategy.sampler(stage_data.dataset, make_order(stage_data, seed=seed))
-        self._length = self._used_length(self._sampler.order.num_samples)
-
-    @property
-    def num_steps(self) -> int:
-        return -(-self._length // self._batch_size)
-
-    @property
-    def epoch_length(self) -> int:
-        return self._length
+        self._reader = make_reader(stage_data.dataset, stage_data.collate_fn, seed=self.seed)
+        self.order: Order = make_order(stage_data, seed=self.seed)
+        self._sampler = strategy.sampler(stage_data.dataset, self.order)
+        length = self.order.num_samples
+        if self.limit is not None:
+            length = min(length, self.limit * self._step_items)
+        self.epoch_length = length - length % self._step_items if stage_data.drop_last else length
 
     def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
         if self._repeat_first:
             epoch = 0
-        starts = range(position, self._length, self._batch_size)
-        steps = (self._indices(epoch, start, min(start + self._batch_size, self._length)) for start in starts)
+        length, size = self.epoch_length, self._step_items
+        starts = range(position, length, size)
+        steps = (self._split(self._sampler.shard(epoch, start, min(start + size, length))) for start in starts)
         for start, micro_batches in zip(starts, self._read(epoch, steps), strict=True):
-            stop = min(start + self._batch_size, self._length)
-            yield StepBatch(micro_batches, stop - start, stop - start, stop == self._length)
+            stop = min(start + size, length)
+            yield StepBatch(micro_batches, stop - start, stop - start, stop == length)
 
     def batches(self) -> Iterator[MicroBatch]:
-        chunks = self._split(self._sampler.shard(0, 0, self._length))
+        chunks = self._split(self._sampler.shard(0, 0, self.epoch_length))
         for micro_batches in self._read(0, ([chunk] for chunk in chunks)):
             yield from micro_batches
 
-    def resplit(self, strategy: ShardsData) -> None:
-        self._plan = strategy.plan(self._batch_size, even=self.stage_data.stage == "train")
-
     def sample_indices(self, step: int, state: TrainState) -> list[int]:
-        samples: list[int] = self._sampler.shard(*self._step_range(step, state)).tolist()
+        size, num_steps = self._step_items, -(-self.epoch_length // self._step_items)
+        steps = state.epoch * num_steps + -(-state.position // size)
+        epoch, number = divmod(steps - (state.step - step) - 1, num_steps)
+        start, stop = number * size, min((number + 1) * size, self.epoch_length)
+        samples: list[int] = self._sampler.shard(0 if self._repeat_first else epoch, start, stop).tolist()
         return samples
 
-    def read_step(self, step: int, state: TrainState) -> StepBatch | None:
-        epoch, start, stop = self._step_range(step, state)
-        micro_batches = []
-        for indices in self._indices(epoch, start, stop):
-            if self.stage_data.num_workers:
-                seed_everything(request_seed(self.seed, epoch, int(indices[0])))  # as in the worker
-            micro_batches.append(MicroBatch(self._reader.read(indices, epoch), len(indices)))
-        return StepBatch(micro_batches, stop - start, stop - start, stop == self._length)
-
-    def _step_range(self, step: int, state: TrainState) -> tuple[int, int, int]:
-        """Return the epoch of an earlier step, and the start and stop positions of its global batch."""
-        steps = state.epoch * self.num_steps + -(-state.position // self._batch_size)
-        epoch, number = divmod(steps - (state.step - step) - 1, self.num_steps)
-        start = number * self._batch_size
-        return 0 if self._repeat_first else epoch, start, min(start + self._batch_size, self._length)
-
-    def _used_length(self, num_samples: int) -> int:
-        if self.limit is not None:
-            num_samples = min(num_samples, self.limit * self._batch_size)
-        if self.stage_data.drop_last:
-            num_samples -= num_samples % self._batch_size
-        return num_samples
-
-    def _indices(self, epoch: int, start: int, stop: int) -> list[Tensor]:
-        """Return the indices of each of this rank's micro-batches of one global batch."""
-        return self._split(self._sampler.shard(epoch, start, stop))
+    def close(self) -> None:
+        self._pool = None
 
     def _split(self, indices: Tensor) -> list[Tensor]:
+        """Return the indices of each micro-batch."""
         size = self._plan.micro_batch_size
         return [indices] if 0 < len(indices) <= size else list(indices.split(size)) if len(indices) else []
 
     def _read(self, epoch: int, steps: Iterator[list[Tensor]]) -> Iterator[list[MicroBatch]]:
         """Yield the micro-batches of each step, given their indices; read here or ahead by worker processes."""
         if self.stage_data.num_workers == 0:
-            read = self._reader.read
+            read = self._reader
             for step in steps:
                 yield [MicroBatch(read(indices, epoch), len(indices)) for indices in step]
             return
@@ -206,7 +233,17 @@ class MapBatchLoader(BatchLoader):
                 for indices in step:
                     yield Request(indices, request_seed(self.seed, epoch, int(indices[0])), epoch)
 
-        yield from _grouped(self._workers().read(requests()), sizes)
+        micro_batches: list[MicroBatch] = []
+        for batch in self._workers().read(requests()):
+            while not sizes[0]:  # a step before this batch in which this rank has no samples
+                sizes.popleft()
+                yield []
+            micro_batches.append(MicroBatch(batch, sizes[0][len(micro_batches)]))
+            if len(micro_batches) == len(sizes[0]):
+                sizes.popleft()
+                yield micro_batches
+                micro_batches = []
+        yield from ([] for _ in sizes)
 
     def _workers(self) -> WorkerPool:
         if self._pool is None or not self.stage_data.persistent_workers:
@@ -218,74 +255,40 @@ class MapBatchLoader(BatchLoader):
             )
         return self._pool
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-
-def _grouped(batches: Iterator[Any], sizes: deque[list[int]]) -> Iterator[list[MicroBatch]]:
-    """Yield consecutive batches as the micro-batches of each step; `sizes` has their numbers of samples."""
-    micro_batches: list[MicroBatch] = []
-    for batch in batches:
-        while not sizes[0]:  # a step before this batch in which this rank has no samples
-            sizes.popleft()
-            yield []
-        micro_batches.append(MicroBatch(batch, sizes[0][len(micro_batches)]))
-        if len(micro_batches) == len(sizes[0]):
-            sizes.popleft()
-            yield micro_batches
-            micro_batches = []
-    yield from ([] for _ in sizes)
-
 
 class PreBatchedLoader(BatchLoader):
     """Reads a pre-batched dataset: ranks take every W-th row, and micro-batches consecutive rows of those."""
 
-    def __init__(
-        self, stage_data: StageData, strategy: ShardsData, *, seed: int, limit: int | None, repeat_first: bool
-    ) -> None:
-        super().__init__(stage_data, strategy, seed=seed, limit=limit, repeat_first=repeat_first)
-        self._order = make_order(stage_data, seed=seed)
-        self._plan_for: Callable[[int], BatchPlan] = partial(strategy.plan, even=False)
+    epoch_length: int
+    order: Order
+
+    def __init__(self, stage_data: StageData, strategy: ShardsData, **settings: Any) -> None:
+        super().__init__(stage_data, strategy, **settings)
+        self.order: Order = make_order(stage_data, seed=self.seed)
+        self._strategy = strategy
         self._get_sample = get_sample_of(stage_data.dataset)
         self._convert = None if stage_data.collate_fn is default_collate else stage_data.collate_fn
         self._is_default_convert = self._convert is default_convert
-        self._length = min(self._order.num_samples, limit or self._order.num_samples)
-        self._undivided = strategy.comm.world_size == 1 and strategy.num_micro_batches == 1
-
-    @property
-    def num_steps(self) -> int:
-        return self._length
-
-    @property
-    def epoch_length(self) -> int:
-        return self._length
+        self._undivided = self.world_size == 1 and strategy.num_micro_batches == 1
+        self.epoch_length = min(self.order.num_samples, self.limit or self.order.num_samples)
 
     def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
         if self._repeat_first:
             epoch = 0
-        indices = self._order.slice(epoch, position, self._length).tolist()
+        indices = self.order.slice(epoch, position, self.epoch_length).tolist()
         for offset, index in enumerate(indices, start=position + 1):
             batch = self._item(index, epoch)
             count = num_rows(batch)
-            micro_batches = (
-                [MicroBatch(batch, count)] if self._undivided else self._split(batch, count, first=self.rank)
-            )
-            yield StepBatch(micro_batches, count, 1, offset == self._length)
+            mine = [MicroBatch(batch, count)] if self._undivided else self._split(batch, count, first=self.rank)
+            yield StepBatch(mine, count, 1, offset == self.epoch_length)
 
     def batches(self) -> Iterator[MicroBatch]:
         position = 0
-        for index in range(self._length):
+        for index in range(self.epoch_length):
             batch = self._item(index, 0)
             count = num_rows(batch)
-            yield from self._split(batch, count, first=self._first_from(position))
+            yield from self._split(batch, count, first=(self.rank - position) % self.world_size)
             position += count
-
-    def read_step(self, step: int, state: TrainState) -> StepBatch | None:
-        steps = state.epoch * self._length + state.position - (state.step - step) - 1
-        epoch, position = divmod(steps, self._length)
-        return next(self.step_batches(epoch, position))
 
     def _item(self, index: int, epoch: int) -> Any:
         if self._get_sample is None:
@@ -301,11 +304,137 @@ class PreBatchedLoader(BatchLoader):
     def _split(self, batch: Any, count: int, *, first: int) -> list[MicroBatch]:
         mine = rows(batch, slice(first, None, self.world_size), of=count)
         num_mine = len(range(first, count, self.world_size))
-        size = self._plan_for(count).micro_batch_size
+        size = self._strategy.plan(count, even=False).micro_batch_size
         return [
             MicroBatch(rows(mine, slice(start, start + size), of=num_mine), min(size, num_mine - start))
             for start in range(0, num_mine, size)
         ]
+
+
+class IterableBatchLoader(BatchLoader):
+    """Reads an iterable dataset in its own order: a rank reads all samples, and keeps every W-th of a global batch."""
+
+    def __init__(self, stage_data: StageData, strategy: ShardsData, **settings: Any) -> None:
+        super().__init__(stage_data, strategy, **settings)
+        self._states: dict[int, dict[str, Any]] = {}  # position -> state of the dataset for a checkpoint
+        self._restored: dict[str, Any] = {}
+        self._keeps_position = hasattr(stage_data.dataset, "state_dict")
+        # A worker has a copy of the dataset: every epoch starts from the state of the dataset in this process.
+        self._continues_over_epochs = self._keeps_position and stage_data.num_workers == 0
+        bounds = (stage_data.num_items, None if self.limit is None else self.limit * self._step_items)
+        self.epoch_length = min((bound for bound in bounds if bound is not None), default=None)
+
+    def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
+        epoch = 0 if self._repeat_first else epoch
+        self._states = {0: self._states[0]} if 0 in self._states and position == 0 else {}
+        samples = self._from(epoch, position)
+        steps_left = None if self.limit is None else self.limit - position // self._step_items
+        following = self._take(samples, position)
+        while following:
+            step_batch, state = following, self._state_after(samples)
+            position += len(step_batch)
+            if steps_left is not None:
+                steps_left -= 1
+            # The next step batch is read before this one is yielded, to know whether this one ends the epoch.
+            following = [] if steps_left == 0 else self._take(samples, position)
+            self._remember(position, state)
+            if not following and steps_left != 0 and self._continues_over_epochs:
+                self._remember(0, self._state_after(samples))  # the end, from which the next epoch continues
+            mine = self._micro_batches(step_batch[self.rank :: self.world_size])
+            yield StepBatch(mine, len(step_batch), len(step_batch), not following)
+
+    def batches(self) -> Iterator[MicroBatch]:
+        samples = self._samples(0, 0)
+        for number in range(self.limit) if self.limit is not None else count():
+            step_batch = self._take(samples, number)
+            if not step_batch:
+                return
+            first = (self.rank - number * self._step_items) % self.world_size
+            yield from self._micro_batches(step_batch[first :: self.world_size])
+
+    def first_micro_batch(self) -> MicroBatch | None:
+        return None
+
+    def state_dict(self, position: int) -> dict[str, Any]:
+        return {"position": position, **self._states[position]} if position in self._states else {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._restored = saved
+
+    def _state_after(self, samples: Iterator[Any]) -> dict[str, Any]:
+        """Return the state of the dataset after the samples that were read, for a checkpoint."""
+        if isinstance(samples, WorkerIterator):
+            return {} if samples.position is None else samples.position._asdict()
+        return {"dataset": dict(self.stage_data.dataset.state_dict())} if self._keeps_position else {}
+
+    def _remember(self, position: int, state: dict[str, Any]) -> None:
+        """Keep the states of the last step batches, as batches may be read ahead of the one that is trained on."""
+        if state:
+            self._states[position] = state
+            for old in sorted(self._states.keys() - {0})[:-_STATES_KEPT]:
+                del self._states[old]
+
+    def _from(self, epoch: int, position: int) -> Iterator[Any]:
+        """Return the samples from `position` on, by the dataset's saved state or by reading and skipping."""
+        dataset = self.stage_data.dataset
+        restored, self._restored = self._restored, {}
+        has_state = self._keeps_position and restored.get("position") == position
+        if position == 0 and has_state:
+            has_state = self._continues_over_epochs
+            if has_state:
+                dataset.load_state_dict(restored["dataset"])  # before set_epoch, as in a run without a resume
+        if (set_epoch := getattr(dataset, "set_epoch", None)) is not None:
+            set_epoch(epoch)
+        if has_state and position:
+            return self._from_state(restored, epoch, position)
+        samples = self._samples(epoch, 0)
+        if has_state:
+            first = list(islice(samples, 1))
+            # A dataset that was saved at its end may yield nothing at first; it is then iterated again.
+            return chain(first, samples) if first else self._samples(epoch, 0)
+        if position:
+            if self._keeps_position:
+                reason = "has no saved position (state_dict) at this step"
+            else:
+                reason = "has no state_dict and load_state_dict"
+            random = "" if self.stage_data.num_workers else "; random numbers that it draws are not restored"
+            again = f"its first {position} samples are read again and skipped{random}."
+            logger.warning("the iterable training dataset %s: %s", reason, again)
+            deque(islice(samples, position), maxlen=0)
+        return samples
+
+    def _from_state(self, restored: dict[str, Any], epoch: int, position: int) -> Iterator[Any]:
+        """Return the samples from a saved state; the dataset here stays unchanged if a worker reads."""
+        dataset = self.stage_data.dataset
+        initial = None if self._continues_over_epochs else deepcopy(dataset.state_dict())
+        dataset.load_state_dict(restored["dataset"])
+        samples = self._samples(epoch, position, generator_state=restored.get("generators"))
+        if initial is not None:
+            dataset.load_state_dict(initial)
+        return samples
+
+    def _samples(self, epoch: int, position: int, *, generator_state: dict[str, Any] | None = None) -> Iterator[Any]:
+        """Return an iterator over the dataset from its current state, read here or ahead by a worker process."""
+        stage_data = self.stage_data
+        if stage_data.num_workers == 0:
+            return iter(stage_data.dataset)
+        seed = request_seed(self.seed, epoch, position)
+        every = self._step_items if self._keeps_position and stage_data.stage == "train" else None
+        return WorkerIterator(stage_data.dataset, seed=seed, every=every, generator_state=generator_state)
+
+    def _take(self, samples: Iterator[Any], taken: int) -> list[Any]:
+        """Return the samples of the next global batch, after `taken` ones; raises UserError if the dataset is empty."""
+        step_batch = list(islice(samples, self._step_items))
+        if not step_batch and taken == 0:
+            raise UserError(
+                f"the {self.stage_data.stage} IterableDataset gave no sample; check where its samples come from."
+            )
+        return [] if self.stage_data.drop_last and len(step_batch) < self._step_items else step_batch
+
+    def _micro_batches(self, mine: list[Any]) -> list[MicroBatch]:
+        size = self._plan.micro_batch_size
+        chunks = [mine[start : start + size] for start in range(0, len(mine), size)]
+        return [MicroBatch(self.stage_data.collate_fn(chunk), len(chunk)) for chunk in chunks]
 
 
 def make_order(stage_data: StageData, *, seed: int) -> Order:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainkit.data.order import GlobalOrder, sample_seed
+from trainkit.data.order import GlobalOrder, Order, sample_seed
 from trainkit.data.readers import get_sample_of
-from trainkit.data.sampler import Order
 from trainkit.errors import UserError
 
 
@@ -30,9 +29,9 @@ class CombinedDataset(Dataset[Any]):
         for name, dataset in self.datasets.items():
             if not hasattr(dataset, "__len__") or len(dataset) == 0:
                 raise UserError(f"{type(self).__name__}: dataset {name!r} has no samples, or no __len__.")
-        self.lengths = [len(dataset) for dataset in self.datasets.values()]
-        self._ends = list(accumulate(self.lengths))
         self._members = list(self.datasets.values())
+        self.lengths = [len(dataset) for dataset in self._members]
+        self._ends = list(accumulate(self.lengths))
         self._seeded = [get_sample_of(dataset) for dataset in self._members]
         if any(self._seeded):
             self.get_sample = self._get_sample
@@ -88,7 +87,6 @@ class Mixture(CombinedDataset):
         self.counts = _apportion(self._weights(weights), self.num_samples)
 
     def order(self, *, seed: int, shuffle: bool) -> Order:
-        """Return the order of an epoch's samples."""
         return MixtureOrder(self.lengths, self.counts, seed=seed, shuffle=shuffle)
 
     def _weights(self, weights: Sequence[float] | Mapping[str, float] | None) -> list[float]:
@@ -115,43 +113,26 @@ class Sequential(CombinedDataset):
     """
 
     def order(self, *, seed: int, shuffle: bool) -> Order:
-        """Return the order of an epoch's samples."""
-        return SequentialOrder(self.lengths, seed=seed, shuffle=shuffle)
-
-
-class SequentialOrder:
-    """The orders of several datasets in sequence."""
-
-    def __init__(self, lengths: Sequence[int], *, seed: int, shuffle: bool) -> None:
-        self.num_samples = sum(lengths)
-        self._orders = _orders(lengths, seed=seed, shuffle=shuffle)
-        self._starts = [0, *accumulate(lengths)]
-
-    def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
-        """Return the indices at positions `start`, `start + step`, ... below `stop`."""
-        positions = torch.arange(start, max(start, min(stop, self.num_samples)), step)
-        slices = []
-        for number, order in enumerate(self._orders):
-            first, end = self._starts[number], self._starts[number + 1]
-            mine = positions[(positions >= first) & (positions < end)] - first
-            if len(mine):
-                slices.append(order.slice(epoch, int(mine[0]), int(mine[-1]) + 1, step) + first)
-        return torch.cat(slices) if slices else torch.empty(0, dtype=torch.int64)
+        return MixtureOrder(self.lengths, self.lengths, seed=seed, shuffle=shuffle, in_sequence=True)
 
 
 class MixtureOrder:
-    """`counts[d]` draws of dataset d an epoch, at positions that follow a permutation of the epoch."""
+    """`counts[d]` draws of dataset d an epoch, at positions that follow a permutation of the epoch, or in sequence."""
 
-    def __init__(self, lengths: Sequence[int], counts: Sequence[int], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, lengths: Sequence[int], counts: Sequence[int], *, seed: int, shuffle: bool, in_sequence: bool = False
+    ) -> None:
         self.num_samples = sum(counts)
-        self._lengths, self._counts = list(lengths), list(counts)
-        self._places = GlobalOrder(self.num_samples, seed=seed, shuffle=True)
-        self._orders = _orders(lengths, seed=seed, shuffle=shuffle)
+        self._lengths, self._counts = lengths, counts
+        self._places = GlobalOrder(self.num_samples, seed=seed, shuffle=not in_sequence)
+        self._orders = [  # datasets of equal length have different orders
+            GlobalOrder(length, seed=sample_seed(seed, 0, number) % 2**62, shuffle=shuffle)
+            for number, length in enumerate(lengths)
+        ]
         self._first_places = [0, *accumulate(counts)]
         self._first_indices = [0, *accumulate(lengths)]
 
     def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
-        """Return the indices at positions `start`, `start + step`, ... below `stop`."""
         places = self._places.slice(epoch, start, stop, step)
         indices = torch.empty_like(places)
         for number, count in enumerate(self._counts):
@@ -172,14 +153,6 @@ class MixtureOrder:
             low, high = int(positions[mine].min()), int(positions[mine].max())
             samples[mine] = order.slice(number_of_pass, low, high + 1)[positions[mine] - low]
         return samples
-
-
-def _orders(lengths: Sequence[int], *, seed: int, shuffle: bool) -> list[GlobalOrder]:
-    """Return an order for each dataset; datasets of equal length have different orders."""
-    return [
-        GlobalOrder(length, seed=sample_seed(seed, 0, number) % 2**62, shuffle=shuffle)
-        for number, length in enumerate(lengths)
-    ]
 
 
 def _apportion(weights: Sequence[float], total: int) -> list[int]:

@@ -1,26 +1,64 @@
-"""The order of samples: a pure function of (seed, epoch), the same for any number of ranks, workers and restarts."""
+"""The order of samples, a pure function of (seed, epoch), and the shard of it that a rank reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from itertools import islice
 from math import isqrt
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler, Sampler
 
-from trainkit.data.balance import check_sample_weights
 from trainkit.errors import UserError
+from trainkit.rng import preserve_rng, seed_everything
 
-COMPUTED_ABOVE = 10_000_000
-LARGEST_ORDER = 1 << 62
-BATCHES_PER_GROUP = 50
-
+_COMPARED = 1000
+"""Indices of an epoch that are compared, to check that all ranks have the same order."""
 _BLOCK = 1 << 14
 _ROUNDS = 6  # 4 pass every randomness test that we know, at ten million samples and more
 _ROUNDS_OF_SMALL = 24  # a shift among few rows or columns scatters little
 _SMALL = 1 << 16
 _WORD = 0xFFFFFFFF
 _LONG_WORD = 0xFFFFFFFFFFFFFFFF
+
+
+class Order(Protocol):
+    """The order of an epoch's samples: a pure function of the seed and the epoch."""
+
+    num_samples: int
+
+    def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
+        """Return the sample indices at positions `start`, `start + step`, ... below `stop`."""
+
+
+class ShardSampler(DistributedSampler[Any]):
+    """Gives rank r of W every W-th sample of each global batch; none is repeated or dropped.
+
+        positions   0 1 2 3 | 4 5 6 7 | 8 9        batch_size 4, 10 samples, W = 2
+        rank 0      0   2   | 4   6   | 8
+        rank 1        1   3 |   5   7 |   9
+
+    Over an epoch this equals PyTorch's `DistributedSampler`, if that neither pads nor drops samples.
+    """
+
+    def __init__(self, dataset: Sized, order: Order, *, rank: int, world_size: int) -> None:
+        super().__init__(dataset, num_replicas=world_size, rank=rank)  # type: ignore[arg-type] # only its len is used
+        self.order = order
+
+    def shard(self, epoch: int, start: int, stop: int) -> Tensor:
+        """Return this rank's sample indices among the positions from `start` to `stop` of the epoch's order."""
+        return self.order.slice(epoch, start + self.rank, stop, self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield this rank's indices of the epoch given to `set_epoch`."""
+        return iter(self.shard(self.epoch, 0, self.order.num_samples).tolist())
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.order.num_samples, self.num_replicas))
 
 
 class GlobalOrder:
@@ -32,22 +70,15 @@ class GlobalOrder:
     and the one of the epoch in use is kept (8 bytes a sample). Above, each position is computed by itself from a keyed
     bijection, so memory stays below 1 MiB for any size and no epoch has a start-up cost.
 
-    A slice of 256 positions costs about 3 us when the permutation is kept and 10 us on average when it is computed
-    (25 ns a position), on one CPU core.
+    A slice of 256 positions costs about 3 us when the permutation is kept, and 10 us when it is computed, on one CPU
+    core.
     """
 
-    def __init__(
-        self, num_samples: int, *, seed: int, shuffle: bool = True, computed_above: int = COMPUTED_ABOVE
-    ) -> None:
+    def __init__(self, num_samples: int, *, seed: int, shuffle: bool = True, computed_above: int = 10_000_000) -> None:
         _check(num_samples, seed)
-        self.num_samples = num_samples
-        self.seed = seed
-        self.shuffle = shuffle
+        self.num_samples, self.seed, self.shuffle = num_samples, seed, shuffle
         self._computed = _BlockCache(self._permuted, num_samples) if num_samples > computed_above else None
         self._cached: tuple[int, Tensor] | None = None
-
-    def __len__(self) -> int:
-        return self.num_samples
 
     def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
         """Return the samples at positions `start, start + step, ...` below `stop` of the epoch.
@@ -59,17 +90,13 @@ class GlobalOrder:
             return _arange(positions)
         if self._computed is not None:
             return self._computed.take(epoch, positions)
-        # A copy: a view sent to a worker process would take the whole permutation with it.
-        return self._permutation(epoch)[positions.start : positions.stop : positions.step].clone()
-
-    def _permutation(self, epoch: int) -> Tensor:
         cached = self._cached
         if cached is None or cached[0] != epoch:
             self._cached = None  # never two permutations in memory
             generator = torch.Generator().manual_seed(self.seed + epoch)
-            cached = (epoch, torch.randperm(self.num_samples, generator=generator, device="cpu"))
-            self._cached = cached
-        return cached[1]
+            cached = self._cached = (epoch, torch.randperm(self.num_samples, generator=generator, device="cpu"))
+        # A copy: a view sent to a worker process would take the whole permutation with it.
+        return cached[1][positions.start : positions.stop : positions.step].clone()
 
     def _permuted(self, epoch: int, positions: Tensor) -> Tensor:
         """Walk each position along its cycle in the keyed bijection until it is a sample again."""
@@ -94,16 +121,12 @@ class WeightedOrder:
     """
 
     def __init__(self, weights: Tensor | Sequence[float], num_samples: int, *, seed: int) -> None:
-        known = check_sample_weights(weights)
+        known = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
         _check(num_samples, seed)
-        self.num_samples = num_samples
-        self.seed = seed
+        self.num_samples, self.seed = num_samples, seed
         self._cumulated = (known / known.max()).cumsum(0)  # (samples); the division keeps huge weights finite
         self._last = int(known.nonzero()[-1])
         self._drawn = _BlockCache(self._draw, num_samples)
-
-    def __len__(self) -> int:
-        return self.num_samples
 
     def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
         """Return the samples drawn for positions `start, start + step, ...` below `stop` of the epoch: int64."""
@@ -113,6 +136,131 @@ class WeightedOrder:
         uniform = _uniform(positions, _key(self.seed, epoch, 0), _key(self.seed, epoch, 1))
         drawn = torch.searchsorted(self._cumulated, uniform * self._cumulated[-1], right=True)
         return drawn.clamp_(max=self._last)  # rounding may reach the sum itself
+
+
+class LengthGroupedOrder:
+    """Each sample once an epoch, with global batches of samples of similar length.
+
+        shuffled      7 2 9 0 | 4 1 8 3 | 5 6        groups of batches, here of 4 samples
+        by length     0 1 2 3 | 4 5 6 7 | 8 9        within a group
+        batches       4 5 6 7 | 0 1 2 3 | 8 9        shuffled again; a short last batch stays the last
+
+    The order is a function of (seed, epoch) alone. Memory: 8 bytes a sample for the lengths, and one group.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Tensor,
+        *,
+        batch_size: int,
+        seed: int,
+        shuffle: bool = True,
+        batches_per_group: int = 50,
+    ) -> None:
+        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        if self._lengths.dim() != 1:
+            raise UserError(f"lengths must be one number for each sample, got shape {tuple(self._lengths.shape)}.")
+        self.num_samples = len(self._lengths)
+        self._order = GlobalOrder(self.num_samples, seed=seed, shuffle=shuffle)
+        self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
+        self._group_size = batch_size * batches_per_group
+        self._cached: tuple[int, int, Tensor] | None = None
+
+    def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
+        stop = min(stop, self.num_samples)
+        if start >= stop:
+            return torch.empty(0, dtype=torch.int64)
+        first, last = start // self._group_size, (stop - 1) // self._group_size
+        groups = torch.cat([self._group(epoch, number) for number in range(first, last + 1)])
+        offset = first * self._group_size
+        return groups[start - offset : stop - offset : step].clone()
+
+    def _group(self, epoch: int, number: int) -> Tensor:
+        if self._cached is not None and self._cached[:2] == (epoch, number):
+            return self._cached[2]
+        start = number * self._group_size
+        samples = self._order.slice(epoch, start, start + self._group_size)
+        # Stable: samples of one length stay in their random order.
+        samples = samples[torch.argsort(self._lengths[samples], stable=True)]
+        batches = list(samples.split(self._batch_size))
+        short = [batches.pop()] if len(batches[-1]) < self._batch_size else []
+        if self._shuffle and batches:
+            generator = torch.Generator().manual_seed(sample_seed(self._seed, epoch, number) % 2**63)
+            batches = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
+        group = torch.cat([*batches, *short])
+        self._cached = (epoch, number, group)
+        return group
+
+
+class SamplerOrder:
+    """The order of a custom sampler, drawn again for each epoch under a seed from (seed, epoch).
+
+    It is the same on every rank and after a resume if the sampler draws from the global generators of torch, python or
+    numpy, or from its `generator` attribute. Another source of randomness is not seeded.
+    """
+
+    def __init__(self, sampler: Sampler[int], *, seed: int) -> None:
+        self._sampler, self._seed = sampler, seed
+        self._epoch = -1
+        self._indices = torch.empty(0, dtype=torch.int64)
+        self.num_samples = len(sampler)  # type: ignore[arg-type] # checked where the loader is read
+
+    def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
+        if epoch != self._epoch:
+            with self._drawing(epoch) as drawn:
+                indices = [int(index) for index in drawn]
+            if len(indices) != self.num_samples:
+                raise UserError(
+                    f"the sampler {type(self._sampler).__name__} gave {len(indices)} indices, but its __len__ is "
+                    f"{self.num_samples}; return the same number."
+                )
+            self._indices, self._epoch = torch.tensor(indices, dtype=torch.int64), epoch
+        return self._indices[start:stop:step]
+
+    def first_indices(self) -> list[int]:
+        """Return the first indices of epoch 0, drawn again at each call."""
+        with self._drawing(0) as indices:
+            return [int(index) for index in islice(indices, _COMPARED)]
+
+    def check(self, of_ranks: Sequence[str]) -> str | None:
+        """Return a warning if a resume would change the order, else `None`; raises UserError if ranks differ.
+
+        `of_ranks` has the `fingerprint` of this order on each rank.
+        """
+        name = type(self._sampler).__name__
+        if any(drawn != of_ranks[0] for drawn in of_ranks):
+            raise UserError(
+                f"the sampler {name} draws another order on each rank, so samples would be repeated and lost; let it "
+                "draw from torch's, python's or numpy's global generator, or from an attribute `generator` "
+                "(torch.Generator), which are seeded for each epoch."
+            )
+        if fingerprint(self) != of_ranks[0]:
+            return (
+                f"the sampler {name} draws from a generator that trainkit cannot seed: a resumed run would use "
+                "another order. Let it draw from torch's, python's or numpy's global generator, or from an attribute "
+                "`generator` (torch.Generator)."
+            )
+        return None
+
+    @contextmanager
+    def _drawing(self, epoch: int) -> Iterator[Iterator[int]]:
+        """Yield the sampler's iterator of an epoch, under seeds that are the same on every rank."""
+        set_epoch = getattr(self._sampler, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        seed = sample_seed(self._seed, epoch, 0) % 2**63
+        generator = getattr(self._sampler, "generator", None)
+        with preserve_rng():
+            seed_everything(seed)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+            yield iter(self._sampler)
+
+
+def fingerprint(order: Order) -> str:
+    """Return a digest of the first indices of epoch 0; a custom sampler draws them again at each call."""
+    first = order.first_indices() if isinstance(order, SamplerOrder) else order.slice(0, 0, _COMPARED).tolist()
+    return hashlib.sha256(repr(first).encode()).hexdigest()[:12]
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
@@ -129,7 +277,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def _check(num_samples: int, seed: int) -> None:
-    if not 0 <= num_samples <= LARGEST_ORDER:
+    if not 0 <= num_samples <= 1 << 62:
         raise ValueError(f"num_samples must be between 0 and 2**62, got {num_samples}")
     if not 0 <= seed < 1 << 63:  # with the epoch added torch still takes it
         raise ValueError(f"seed must be between 0 and 2**63 - 1, got {seed}")
@@ -221,59 +369,3 @@ def _mix_long(number: int) -> int:
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _LONG_WORD
     number = (number ^ number >> 27) * 0x94D049BB133111EB & _LONG_WORD
     return number ^ number >> 31
-
-
-class LengthGroupedOrder:
-    """Each sample once an epoch, with global batches of samples of similar length.
-
-        shuffled      7 2 9 0 | 4 1 8 3 | 5 6        groups of batches, here of 4 samples
-        by length     0 1 2 3 | 4 5 6 7 | 8 9        within a group
-        batches       4 5 6 7 | 0 1 2 3 | 8 9        shuffled again; a short last batch stays the last
-
-    The order is a function of (seed, epoch) alone. Memory: 8 bytes a sample for the lengths, and one group.
-    """
-
-    def __init__(
-        self,
-        lengths: Sequence[int] | Tensor,
-        *,
-        batch_size: int,
-        seed: int,
-        shuffle: bool = True,
-        batches_per_group: int = BATCHES_PER_GROUP,
-    ) -> None:
-        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
-        if self._lengths.dim() != 1:
-            raise UserError(f"lengths must be one number for each sample, got shape {tuple(self._lengths.shape)}.")
-        self.num_samples = len(self._lengths)
-        self._order = GlobalOrder(self.num_samples, seed=seed, shuffle=shuffle)
-        self._batch_size, self._seed, self._shuffle = batch_size, seed, shuffle
-        self._group_size = batch_size * batches_per_group
-        self._cached: tuple[int, int, Tensor] | None = None
-
-    def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
-        """Return the samples at positions `start`, `start + step`, ... below `stop`."""
-        stop = min(stop, self.num_samples)
-        if start >= stop:
-            return torch.empty(0, dtype=torch.int64)
-        first, last = start // self._group_size, (stop - 1) // self._group_size
-        groups = torch.cat([self._group(epoch, number) for number in range(first, last + 1)])
-        offset = first * self._group_size
-        return groups[start - offset : stop - offset : step].clone()
-
-    def _group(self, epoch: int, number: int) -> Tensor:
-        if self._cached is None or self._cached[:2] != (epoch, number):
-            self._cached = (epoch, number, self._make_group(epoch, number))
-        return self._cached[2]
-
-    def _make_group(self, epoch: int, number: int) -> Tensor:
-        start = number * self._group_size
-        samples = self._order.slice(epoch, start, start + self._group_size)
-        # Stable: samples of one length stay in their random order.
-        samples = samples[torch.argsort(self._lengths[samples], stable=True)]
-        batches = list(samples.split(self._batch_size))
-        short = [batches.pop()] if len(batches[-1]) < self._batch_size else []
-        if self._shuffle and batches:
-            generator = torch.Generator().manual_seed(sample_seed(self._seed, epoch, number) % 2**63)
-            batches = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
-        return torch.cat([*batches, *short])

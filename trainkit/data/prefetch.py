@@ -11,31 +11,26 @@ import torch
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.tree import map_tensors, tensors_in
 
-Move = Callable[[Any], Any]
-
 
 def prefetched(
-    step_batches: Iterator[StepBatch], move: Move, *, device: torch.device, pin_memory: bool
+    step_batches: Iterator[StepBatch], move: Callable[[Any], Any], *, device: torch.device, pin_memory: bool
 ) -> Iterator[StepBatch]:
     """Yield step batches moved by `move`; on CUDA one ahead, from pinned memory on a separate CUDA stream."""
-    if device.type == "cuda":
-        return _one_ahead(step_batches, move, device=device, pin_memory=pin_memory)
-    return (_moved(step_batch, move) for step_batch in step_batches)
-
-
-def _one_ahead(
-    step_batches: Iterator[StepBatch], move: Move, *, device: torch.device, pin_memory: bool
-) -> Iterator[StepBatch]:
+    if device.type != "cuda":
+        for step_batch in step_batches:
+            yield _moved(step_batch, move)
+        return
     copy_stream = torch.cuda.Stream(device)
 
-    def copy(step_batch: StepBatch) -> StepBatch:
+    def copied(step_batch: StepBatch | None) -> StepBatch | None:
+        if step_batch is None:
+            return None
         if pin_memory:
             step_batch = _moved(step_batch, _pinned)
         with torch.cuda.stream(copy_stream):
             return _moved(step_batch, move)
 
-    ahead = next(step_batches, None)
-    ahead = copy(ahead) if ahead is not None else None
+    ahead = copied(next(step_batches, None))
     while ahead is not None:
         compute_stream = torch.cuda.current_stream(device)
         compute_stream.wait_stream(copy_stream)
@@ -43,12 +38,11 @@ def _one_ahead(
             for tensor in tensors_in(micro_batch.batch):
                 # The allocator must not reuse this memory for a copy while the compute stream still reads it.
                 tensor.record_stream(compute_stream)
-        current, following = ahead, next(step_batches, None)
-        ahead = copy(following) if following is not None else None
+        current, ahead = ahead, copied(next(step_batches, None))
         yield current
 
 
-def _moved(step_batch: StepBatch, move: Move) -> StepBatch:
+def _moved(step_batch: StepBatch, move: Callable[[Any], Any]) -> StepBatch:
     micro_batches = [MicroBatch(move(item.batch), item.num_samples) for item in step_batch.micro_batches]
     return replace(step_batch, micro_batches=micro_batches)
 

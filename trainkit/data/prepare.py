@@ -31,14 +31,10 @@ def prepare_folder(folder: Path, *, make: Callable[[Path], None]) -> None:
         part.mkdir()
         try:
             make(part)
-            _publish(part, folder)
+            try:
+                part.rename(folder)
+            except OSError:  # a folder that is not empty is never replaced
+                if not folder.exists():
+                    raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
-
-
-def _publish(part: Path, folder: Path) -> None:
-    try:
-        part.rename(folder)
-    except OSError:  # a folder that is not empty is never replaced
-        if not folder.exists():
-            raise

@@ -3,100 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from copy import deepcopy
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from trainkit.data.order import sample_seed
-from trainkit.rng import seed_everything
+from trainkit.rng import rng_state, seed_everything, set_rng_state
 
 Collate = Callable[[list[Any]], Any]
 GetSample = Callable[[int, int], Any]
 """Takes an index and the seed for the randomness of that sample; returns the sample."""
-
-
-class Reader(Protocol):
-    """Reads the samples at given indices as one batch."""
-
-    def read(self, indices: Tensor, epoch: int = 0) -> Any:
-        """Return the batch of the samples at `indices` (int64, one dimension), as they are in `epoch`."""
+Reader = Callable[[Tensor, int], Any]
+"""Takes indices (int64, one dimension) and the epoch; returns the batch of the samples at these indices."""
 
 
 def make_reader(dataset: Any, collate_fn: Collate, *, seed: int = 0) -> Reader:
-    """Return the fastest reader whose batches equal those of `collate_fn` over single samples."""
+    """Return the fastest reader whose batches equal those of `collate_fn` over single samples.
+
+    A dataset's `get_sample` is preferred to its `__getitems__`, and that to its `__getitem__`. `seed` is the run's.
+    """
     get_sample = get_sample_of(dataset)
     if get_sample is not None:
-        return SeededReader(get_sample, collate_fn, seed=seed)
+        return partial(read_seeded, get_sample, collate_fn, seed)
     if collate_fn is default_collate:
         if type(dataset) is TensorDataset:
-            return TensorReader(dataset.tensors)
+            return partial(read_rows, dataset.tensors, None)
         if type(dataset) is Subset and type(dataset.dataset) is TensorDataset:
-            return TensorReader(dataset.dataset.tensors, torch.as_tensor(dataset.indices, dtype=torch.int64))
-    return SampleReader(dataset, collate_fn)
+            return partial(read_rows, dataset.dataset.tensors, torch.as_tensor(dataset.indices, dtype=torch.int64))
+    return partial(read_samples, dataset, collate_fn, getattr(dataset, "__getitems__", None))
 
 
 def get_sample_of(dataset: Any) -> GetSample | None:
     """Return the `get_sample` method of a dataset, or of the dataset below a Subset; `None` if there is none."""
     if type(dataset) is Subset:
         of_full_dataset = get_sample_of(dataset.dataset)
-        return None if of_full_dataset is None else _SubsetSamples(of_full_dataset, dataset.indices)
+        return None if of_full_dataset is None else partial(_get_from_subset, of_full_dataset, dataset.indices)
     get_sample: GetSample | None = getattr(dataset, "get_sample", None)
     return get_sample
 
 
-class TensorReader:
-    """Gathers the rows of each tensor in one operation; the batch is a list, as `default_collate` makes of tuples."""
-
-    def __init__(self, tensors: Sequence[Tensor], subset: Tensor | None = None) -> None:
-        self._tensors = tensors
-        self._subset = subset
-
-    def read(self, indices: Tensor, epoch: int = 0) -> list[Tensor]:
-        """Return `[rows of each tensor]`."""
-        if self._subset is not None:
-            indices = self._subset[indices]
-        return [tensor.index_select(0, indices) for tensor in self._tensors]
+def _get_from_subset(get_sample: GetSample, indices: Sequence[int], index: int, seed: int) -> Any:
+    return get_sample(indices[index], seed)  # the seed is that of the index in the subset
 
 
-class SampleReader:
-    """Reads by the dataset's `__getitems__` if it has one, else sample by sample."""
-
-    def __init__(self, dataset: Any, collate_fn: Collate) -> None:
-        self._dataset = dataset
-        self._collate_fn = collate_fn
-        self._getitems = getattr(dataset, "__getitems__", None)
-
-    def read(self, indices: Tensor, epoch: int = 0) -> Any:
-        """Return the collated samples."""
-        wanted = indices.tolist()
-        samples = self._getitems(wanted) if self._getitems else [self._dataset[index] for index in wanted]
-        return self._collate_fn(samples)
+def read_rows(tensors: Sequence[Tensor], subset: Tensor | None, indices: Tensor, epoch: int) -> list[Tensor]:
+    """Gather the rows of each tensor in one operation; return a list, as `default_collate` makes of tuples."""
+    if subset is not None:
+        indices = subset[indices]
+    return [tensor.index_select(0, indices) for tensor in tensors]
 
 
-class SeededReader:
-    """Reads by `get_sample`, with a seed that depends only on the run's seed, the epoch and the index."""
-
-    def __init__(self, get_sample: GetSample, collate_fn: Collate, *, seed: int) -> None:
-        self._get_sample = get_sample
-        self._collate_fn = collate_fn
-        self._seed = seed
-
-    def read(self, indices: Tensor, epoch: int = 0) -> Any:
-        """Return the collated samples."""
-        return self._collate_fn([self._get_sample(i, sample_seed(self._seed, epoch, i)) for i in indices.tolist()])
+def read_samples(dataset: Any, collate_fn: Collate, getitems: Any, indices: Tensor, epoch: int) -> Any:
+    """Read by the dataset's `__getitems__` if it has one, else sample by sample."""
+    wanted = indices.tolist()
+    return collate_fn(getitems(wanted) if getitems else [dataset[index] for index in wanted])
 
 
-class _SubsetSamples:
-    """`get_sample` of a Subset; the seed is that of the index in the subset."""
-
-    def __init__(self, get_sample: GetSample, indices: Sequence[int]) -> None:
-        self._get_sample = get_sample
-        self._indices = indices
-
-    def __call__(self, index: int, seed: int) -> Any:
-        return self._get_sample(self._indices[index], seed)
+def read_seeded(get_sample: GetSample, collate_fn: Collate, seed: int, indices: Tensor, epoch: int) -> Any:
+    """Read by `get_sample`, with seeds that depend only on the run's seed, the epoch and the index."""
+    return collate_fn([get_sample(index, sample_seed(seed, epoch, index)) for index in indices.tolist()])
 
 
 class Request(NamedTuple):
@@ -109,7 +78,7 @@ class Request(NamedTuple):
 
 
 class WorkerPool:
-    """Worker processes that read ahead; persistent ones stay alive between epochs.
+    """Worker processes that read ahead; persistent ones stay alive between epochs, until the pool is deleted.
 
     Each request is read under its own seed, so random augmentation depends neither on the number of workers nor on the
     step at which a run is resumed.
@@ -117,11 +86,11 @@ class WorkerPool:
 
     def __init__(self, reader: Reader, *, num_workers: int, pin_memory: bool, persistent: bool) -> None:
         self._requests = _Requests()
-        self._loader: DataLoader[Any] | None = DataLoader(
+        self._loader: DataLoader[Any] = DataLoader(
             _RequestDataset(reader),
             batch_sampler=self._requests,  # type: ignore[arg-type] # to the loader a request is the indices of one batch
             num_workers=num_workers,
-            collate_fn=no_collate,
+            collate_fn=_no_collate,
             pin_memory=pin_memory,
             persistent_workers=persistent,
             # A separate generator: the loader would otherwise draw from the global one and change the run's randomness.
@@ -130,13 +99,8 @@ class WorkerPool:
 
     def read(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Yield the batch of each request; unread requests of an earlier call are dropped."""
-        assert self._loader is not None
         self._requests.pending = iter(requests)
         return iter(self._loader)
-
-    def close(self) -> None:
-        """End the workers; may be called twice."""
-        self._loader = None
 
 
 class _Requests:
@@ -160,14 +124,73 @@ class _RequestDataset(Dataset[Any]):
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
-    def __getitem__(self, index: int) -> Any:
-        raise NotImplementedError("samples are read by __getitems__")
-
     def __getitems__(self, request: Request) -> Any:
         seed_everything(request.seed)
-        return self._reader.read(request.indices, request.epoch)
+        return self._reader(request.indices, request.epoch)
 
 
-def no_collate(item: Any) -> Any:
-    """Return the item unchanged."""
+class StreamPosition(NamedTuple):
+    """A position in an iterable dataset: its `state_dict`, and the state of the random generators."""
+
+    dataset: dict[str, Any]
+    generators: dict[str, Any]
+
+
+class WorkerIterator(Iterator[Any]):
+    """Yields the samples of an iterable dataset in order, read ahead by one worker process.
+
+    worker        a b c d (position after d) e f g h (position after h) ...
+    this process  a b c d      position      e f g h      position      ...
+
+    The worker seeds python, numpy and torch by `seed`, or continues from `generator_state` after a resume. It reports a
+    position after each `every` samples; `None` if the dataset has no `state_dict`.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        *,
+        seed: int,
+        every: int | None = None,
+        generator_state: dict[str, Any] | None = None,
+    ) -> None:
+        self.position: StreamPosition | None = None
+        """The last reported position."""
+        self._reports_position = every is not None
+        loader: DataLoader[Any] = DataLoader(
+            dataset if every is None else _PositionReporting(dataset, every, generator_state),  # type: ignore[arg-type] # it is iterable
+            batch_size=None,
+            num_workers=1,
+            collate_fn=_no_collate,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self._items = iter(loader)  # starts the worker, with the dataset as it is now
+
+    def __next__(self) -> Any:
+        if not self._reports_position:
+            return next(self._items)
+        sample, position = next(self._items)
+        if position is not None:
+            self.position = position
+        return sample
+
+
+class _PositionReporting(IterableDataset[Any]):
+    """The dataset in the worker; yields pairs of a sample and a position or `None`."""
+
+    def __init__(self, dataset: Any, every: int, generator_state: dict[str, Any] | None) -> None:
+        self._dataset, self._every, self._begins_at = dataset, every, generator_state
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begins_at is not None:
+            set_rng_state(self._begins_at)
+        for number, sample in enumerate(self._dataset, start=1):
+            position = None
+            if number % self._every == 0:
+                # A copy: the sample is sent while the dataset continues.
+                position = StreamPosition(deepcopy(dict(self._dataset.state_dict())), rng_state(devices=False))
+            yield sample, position
+
+
+def _no_collate(item: Any) -> Any:
     return item

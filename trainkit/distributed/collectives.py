@@ -34,13 +34,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp
 class Collectives:
     """The collectives of a single process, and the rank and number of processes.
 
-    Args:
-        rank: Index of the shard of each global batch that this process reads.
-        world_size: Number of shards of a global batch.
-        process: Index of this process; by default its rank. Several processes may read the same shard.
-        num_processes: Number of processes; by default `world_size`.
-        num_devices: Number of different devices over all processes; by default one for each process.
-
+    This process reads the shard `rank` of `world_size` of each global batch; several processes may read the same one.
+    By default there is one process for each shard, and one device for each process.
     """
 
     def __init__(
@@ -100,9 +95,8 @@ class Collectives:
         self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
     ) -> tuple[list[str], Tensor]:
         """Return the names of any rank and their sums over ranks, shape (names, 2); one packed collective."""
-        names = list(sums)
-        packed = torch.stack([sums[name] for name in names]) if names else torch.zeros(0, 2, dtype=dtype, device=device)
-        return names, packed
+        values = list(sums.values())
+        return list(sums), torch.stack(values) if values else torch.zeros(0, 2, dtype=dtype, device=device)
 
     def gather_predictions(self, outputs: list[Any]) -> list[Any]:
         """Return all ranks' predictions in the order of the dataset on rank 0, `[]` on the others; collective."""
@@ -112,16 +106,9 @@ class Collectives:
 class ProcessGroupCollectives(Collectives):
     """Collectives over a process group.
 
-    Args:
-        group: The ranks.
-        device: The device on which flags are reduced.
-        timeout_seconds: The timeout of the group, named in errors.
-        step: Returns the number of steps that this rank has begun, for errors.
-        failure_store: The store in which ranks publish why they fail; `None` for a single rank.
-        consensus: Answers `should_stop`; `None` for a single rank.
-        process: As for `Collectives`.
-        num_processes: As for `Collectives`.
-
+    Flags are reduced on `device`. Errors name the timeout of the group and the number of steps that this rank has
+    begun, which `step` returns. `failure_store`, in which ranks publish why they fail, and `consensus`, which answers
+    `should_stop`, are `None` for a single rank.
     """
 
     def __init__(
@@ -152,18 +139,11 @@ class ProcessGroupCollectives(Collectives):
         cls, group: dist.ProcessGroup, *, device: torch.device, timeout_seconds: float, step: Callable[[], int]
     ) -> ProcessGroupCollectives:
         """Return the collectives of `group` with a new failure store and consensus; collective."""
-        store = consensus = None
+        comm = cls(group, device=device, timeout_seconds=timeout_seconds, step=step)
         if group.size() > 1:
-            consensus = StopConsensus(group, device=torch.device("cpu") if has_host_backend(group) else device)
-            store = FailureStore(group, token=gather(secrets.token_hex(8), group)[0])
-        return cls(
-            group,
-            device=device,
-            timeout_seconds=timeout_seconds,
-            step=step,
-            failure_store=store,
-            consensus=consensus,
-        )
+            comm.consensus = StopConsensus(group, device=torch.device("cpu") if has_host_backend(group) else device)
+            comm.failure_store = FailureStore(group, token=gather(secrets.token_hex(8), group)[0])
+        return comm
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
         return self.reduce_in_place(tensor.detach().clone(), op, where="an all_reduce")
@@ -179,11 +159,10 @@ class ProcessGroupCollectives(Collectives):
             return gather(value, self.group)
 
     def broadcast_object(self, value: T) -> T:
-        values: list[Any] = [value]
+        values = [value]
         with self.waiting(self.after("a broadcast")):
             dist.broadcast_object_list(values, dist.get_global_rank(self.group, 0), group=self.group)
-        received: T = values[0]
-        return received
+        return values[0]
 
     def barrier(self) -> None:
         with self.waiting(self.after("a barrier")):
@@ -194,8 +173,7 @@ class ProcessGroupCollectives(Collectives):
 
     def any_rank_on_host(self, flag: bool) -> bool:
         """Return True if `flag` is true on any rank, without waiting for a device; collective."""
-        found = torch.tensor([int(flag)])
-        return bool(self.reduce_in_place(found, "max", where="the out-of-memory check").item())
+        return bool(self.reduce_in_place(torch.tensor([int(flag)]), "max", where="the out-of-memory check").item())
 
     def synced_seconds(self, seconds: float) -> float:
         return seconds if self.consensus is None else self.consensus.seconds
@@ -272,12 +250,7 @@ class StopConsensus:
         read                     result         result     the same on every rank, since n is reduced as well
 
     The number of steps between checks follows the duration of a step, so that they cost next to nothing. The training
-    time is reduced with the check, for durations in minutes.
-
-    Args:
-        group: The ranks.
-        device: The device of the collective; the CPU if the group supports it: no step waits for a GPU.
-
+    time is reduced with the check, for durations in minutes. On the CPU of `device` no step waits for a GPU.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -55,10 +56,7 @@ def is_lost(error: BaseException) -> bool:
 class FailureStore:
     """The first failure and the position of each rank, in the key-value store of a process group.
 
-    Args:
-        group: The ranks that share the store.
-        token: Name of this store, equal on all ranks and unique among stores.
-
+    `token` names this store, equal on all ranks and unique among stores.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, token: str) -> None:
@@ -107,14 +105,6 @@ class FailureStore:
                 lines.append(f"  rank {rank}: has not come" + (f"; it is in {places[rank]}" if rank in places else ""))
         return "\n".join(lines)
 
-    def num_questions(self) -> int:
-        """Return the number of questions that ranks have asked for the positions of all."""
-        return self.store.add(QUESTION_KEY, 0)
-
-    def answer(self, question: int, place: str) -> None:
-        """Store the position of this rank."""
-        self.store.set(f"{QUESTION_KEY}/{question}/{self.rank}", place)
-
     def _ask(self) -> dict[int, str]:
         """Ask for the position of every rank; return those that answer in time."""
         question = self.store.add(QUESTION_KEY, 1)
@@ -131,19 +121,13 @@ class FailureStore:
         return places
 
     def _read(self, key: str) -> str | None:
-        if not self.store.check([key]):
-            return None
-        return self.store.get(key).decode()
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
 
 class RankWatchdog:
     """A thread that answers questions for the position of the thread that made it, until it is closed.
 
-    Args:
-        store: The failure store in which other ranks ask.
-        step: Returns the current step of the rank.
-        describe: Returns a description of a call stack, given with the outermost frame first, or "".
-
+    `describe` returns a description of a call stack, given with the outermost frame first, or "".
     """
 
     def __init__(
@@ -163,36 +147,29 @@ class RankWatchdog:
         self._thread.join(timeout=5.0)
 
     def _answer_all(self) -> None:
-        answered = 0
+        answered, store = 0, self.store.store
         with suppress(RuntimeError):  # the store is gone, so nobody can ask
             while not self._closing.wait(POLL_SECONDS):
-                asked = self.store.num_questions()
+                asked = store.add(QUESTION_KEY, 0)
                 if asked > answered:
                     answered = asked
                     frame = sys._current_frames().get(self._watched)
                     place = "nowhere: its thread has ended" if frame is None else place_of(frame, self.describe)
-                    self.store.answer(asked, f"step {self.step()}, {place}")
+                    store.set(f"{QUESTION_KEY}/{asked}/{self.store.rank}", f"step {self.step()}, {place}")
 
 
 def place_of(innermost: FrameType, describe: Callable[[Sequence[FrameType]], str]) -> str:
     """Return the description of the stack that ends in a frame, and the innermost line of the user's code."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = innermost
-    while frame is not None:
-        frames.insert(0, frame)
-        frame = frame.f_back
+    frames = [frame for frame, _ in traceback.walk_stack(innermost)][::-1]
     own = [f for f in frames if str(f.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS]
     line = f"{own[-1].f_code.co_filename}:{own[-1].f_lineno}" if own else ""
     return ", ".join(part for part in (describe(frames), line) if part)
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:
-    read = getattr(group, "get_group_store", None)  # torch >= 2.9
-    store = read() if read is not None else dist.distributed_c10d._get_default_store()
-    assert isinstance(store, Store)
+    read = getattr(group, "get_group_store", dist.distributed_c10d._get_default_store)  # torch >= 2.9
+    store: Store = read()
     # A second connection: reading must not wait behind a collective that blocks the shared one.
-    clone = getattr(store, "clone", None)
-    store = clone() if clone is not None else store
-    assert isinstance(store, Store)
+    store = getattr(store, "clone", lambda: store)()
     store.set_timeout(timedelta(seconds=10))
     return store

@@ -1,52 +1,53 @@
 """Local launcher: starts ranks as processes of this machine, and ends them together.
 
-    caller ── start_processes ──┬── rank 0   its value comes back through a file
-      │  watches, forwards      ├── rank 1
-      │  SIGINT and SIGTERM     └── rank 2   raises: its traceback comes back, the others are stopped
+    caller ── asks ──> fork server, which has imported torch and trainkit
+      │                  ├── rank 0   its value comes back through a pipe
+      │ watches them,    ├── rank 1
+      │ forwards signals └── rank 2   raises: its traceback comes back, the others are stopped
 
-Ranks are started by torch.distributed.elastic as new processes that import what they need; the command line is not run
-again. Each asks the kernel to kill it when the caller dies, so that no rank outlives its caller.
+Forked ranks start at once and share the memory of what the server has imported. The server is a fresh process: it has
+no thread, lock or CUDA context of the caller, and the command line is not run again. No rank outlives its caller.
 """
 
 from __future__ import annotations
 
-import ctypes
+import atexit
 import logging
+import math
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, start_processes
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # exported at run time
 
 from trainkit.distributed.failure_store import GONE, RankError
+from trainkit.distributed.fork_server import start_fork_server
 from trainkit.distributed.rank_log import final_message, keep_log
 from trainkit.errors import Stopped, UserError
+from trainkit.run_dir.console import log_to_stderr
 from trainkit.signals import ALWAYS
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.02  # between two checks for signals to forward
 GRACE_SECONDS = 5.0  # for the other ranks to end by themselves after the first failure
-PR_SET_PDEATHSIG = 1
-VALUE_FILE = "value.pickle"
-STARTED_FILE = "started"  # exists once all ranks have been started
-
-logger = logging.getLogger(__name__)
 
 
 class RankFailure(RuntimeError):
@@ -64,25 +65,29 @@ class RankTraceback(Exception):
 class RankEnvironment:
     """Rank, store and settings of a started process."""
 
-    rank: int
-    world_size: int
-    store_port: int
-    caller_pid: int
-    folder: str  # private to this launch: failures and the value
     log_dir: str | None
-    num_threads: int | None  # None: set by OMP_NUM_THREADS
+    num_threads: int
     log_level: int | None  # of trainkit's loggers in the caller; None: the caller has no log handler
+    rank: int = 0
+    world_size: int = 1
     store_host: str = "127.0.0.1"
+    store_port: int = 0
+    store_token: str = field(default="", repr=False)  # before every key; known only to the ranks
     attempt: int = 0  # number of earlier starts
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
+@dataclass(slots=True)
+class Outcome:
+    """The end of one rank: its value, or its failure."""
+
     rank: int
-    when: float
-    error: BaseException | None  # None if it cannot be pickled
-    text: str
-    consequence: bool  # of another rank's failure
+    pid: int
+    value: Any = None
+    failure: str | None = None  # the traceback, or how the process died
+    seconds: float = 0.0  # from the start to the end, or to the failure
+    error: BaseException | None = None  # None if it cannot be pickled
+    is_consequence: bool = False  # of another rank's failure
+    exit_code: int | None = None  # of a process that ended without an answer; negative: the signal
 
 
 def launch_ranks(
@@ -101,46 +106,28 @@ def launch_ranks(
     `rank_<k>.log` in `log_dir`; rank 0 also writes it to the caller's terminal.
     """
     payload = _pickle((enter, run))
-    store = _store_of_this_machine()
-    with tempfile.TemporaryDirectory(prefix="trainkit-") as folder:
-        common = environment_of_caller(log_dir)
-        environments = [
-            replace(common, rank=rank, world_size=num_ranks, store_port=store.port, folder=folder)
-            for rank in range(num_ranks)
-        ]
-        with _restore_handlers(signals) as received, _quiet_elastic():
-            try:
-                context = start_processes(
-                    name="trainkit",
-                    entrypoint=_run_rank,
-                    args={rank: (payload, environment) for rank, environment in enumerate(environments)},
-                    envs={rank: _variables(environment) for rank, environment in enumerate(environments)},
-                    logs_specs=DefaultLogsSpecs(log_dir=folder),
-                    start_method="spawn",
-                )
-                (Path(folder) / STARTED_FILE).touch()
-                _watch(context, Path(folder), received, signals, name_of)
-            except SignalException as caught:  # by elastic, while it starts ranks; these exit without the folder
-                raise Stopped(signal.Signals(caught.sigval).name, 128 + caught.sigval) from None
-        value: T = pickle.loads((Path(folder) / VALUE_FILE).read_bytes())
+    store = store_of_this_machine()
+    common = replace(environment_of_caller(log_dir), world_size=num_ranks, store_port=store.port)
+    calls = [partial(_run_rank, payload, replace(common, rank=rank)) for rank in range(num_ranks)]
+    with _record(signals) as received:
+        outcomes = run_processes(calls, patience=GRACE_SECONDS, received=received)
+    _raise_first_failure(outcomes, received, name_of)
+    value: T = outcomes[0].value
     return value
 
 
 def environment_of_caller(log_dir: Path | None) -> RankEnvironment:
     """Return the environment of ranks as far as it is that of this process."""
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return RankEnvironment(
-        rank=0,
-        world_size=1,
-        store_port=0,
-        caller_pid=os.getpid(),
-        folder="",
         log_dir=None if log_dir is None else str(log_dir),
-        num_threads=None if "OMP_NUM_THREADS" in os.environ else 1,
-        log_level=_log_level(),
+        num_threads=max(1, int(threads)) if threads.isdecimal() else 1,
+        log_level=logging.getLogger("trainkit").getEffectiveLevel() if logging.getLogger().handlers else None,
+        store_token=secrets.token_hex(16),
     )
 
 
-def _store_of_this_machine() -> TCPStore:
+def store_of_this_machine() -> TCPStore:
     """Return a store that listens on 127.0.0.1 only; TCPStore's own socket would listen on every network."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -149,8 +136,13 @@ def _store_of_this_machine() -> TCPStore:
         return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _log_level() -> int | None:
-    return logging.getLogger("trainkit").getEffectiveLevel() if logging.getLogger().handlers else None
+def join_store(host: str, port: int, token: str, *, limit: timedelta) -> Store:
+    """Return a view of the store at a port in which the token is before every key.
+
+    The token, which is sent to ranks through a pipe, keeps them apart from another user of the machine who connects to
+    the port and guesses keys. It does not stop a client that lists the store's keys.
+    """
+    return PrefixStore(token, TCPStore(host, port, is_master=False, timeout=limit))
 
 
 def _pickle(call: object) -> bytes:
@@ -175,120 +167,127 @@ def unpicklable(error: Exception) -> UserError:
 
 
 def _variables(environment: RankEnvironment) -> dict[str, str]:
-    variables = {
-        "RANK": str(environment.rank),
-        "LOCAL_RANK": str(environment.rank),
-        "WORLD_SIZE": str(environment.world_size),
-        "LOCAL_WORLD_SIZE": str(environment.world_size),
-    }
+    rank, world_size = str(environment.rank), str(environment.world_size)
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        variables["GLOO_SOCKET_IFNAME"] = (
-            "lo"  # all ranks are local, and the host's name may resolve to another network
-        )
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may resolve to another network
     return variables
 
 
-# ---- In a rank
+# ---- Processes
 
 
-def _run_rank(payload: bytes, environment: RankEnvironment) -> None:
-    """Run one rank and write its value, or its failure, to the folder of the launch."""
-    _die_with(environment.caller_pid)
-    os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
-    _wait_for_start(Path(environment.folder))
-    log = None if environment.log_dir is None else keep_log(Path(environment.log_dir), rank=environment.rank)
-    prepare_rank(environment)
-    folder = Path(environment.folder)
+def run_processes(
+    calls: Sequence[Callable[[], Any]],
+    *,
+    patience: float,
+    timeout: float = math.inf,
+    received: Sequence[int] = (),
+) -> list[Outcome]:
+    """Run each call in a process of its own and return the outcomes; no process outlives this function.
+
+    The processes have the working directory, the environment and the output of this one.
+
+    Args:
+        calls: Picklable functions without arguments, one for each rank.
+        patience: Seconds that the other ranks have to end after a first failure.
+        timeout: Seconds that all ranks have.
+        received: Signals that this process has received, to which a handler adds; they are forwarded to every rank.
+
+    """
+    context = start_fork_server()
+    pipes = [context.Pipe(duplex=False) for _ in calls]
+    output = [connection.Connection(os.dup(number)) for number in (1, 2)]  # the server's are those of its own start
+    settings = {"output": output, "start_method": multiprocessing.get_start_method(allow_none=True)}
+    processes = [
+        context.Process(target=_run_process, args=(rank, pickle.dumps(call), dict(os.environ), sender), kwargs=settings)
+        for rank, (call, (_, sender)) in enumerate(zip(calls, pipes, strict=True))
+    ]
+    start = time.monotonic()
     try:
-        enter, run = pickle.loads(payload)
-        enter(environment)
-        value = run()
-        if environment.rank == 0:
-            _write(folder / VALUE_FILE, pickle.dumps(value))
-        if log is not None:
-            log.close()
-    except BaseException as error:
-        failure = _describe(environment.rank, error)
-        _write(folder / f"failure_{environment.rank}.pickle", failure)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if log is not None:
-            log.write(final_message(error))
-            log.close()
-        # Exit at once: with a peer gone, the end of the process group may wait or abort.
-        os._exit(1)
+        for process in processes:
+            process.start()
+        for end in (*output, *(sender for _, sender in pipes)):
+            end.close()
+        outcomes = _collect(processes, [receiver for receiver, _ in pipes], start + timeout, patience, received)
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                if process.exitcode != 0:  # its data workers would hold this program's output for seconds
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                process.join()
+            process.close()
+        for receiver, _ in pipes:
+            receiver.close()
+    for outcome in outcomes:
+        outcome.seconds -= start
+    return outcomes
 
 
-def _wait_for_start(folder: Path) -> None:
-    """Return once the caller has started all ranks; exit if it has aborted the launch and removed the folder."""
-    while not (folder / STARTED_FILE).exists():
-        if not folder.exists():
-            os._exit(1)
-        time.sleep(POLL_SECONDS)
+def _collect(
+    processes: Sequence[Any],
+    receivers: Sequence[connection.Connection],
+    deadline: float,
+    patience: float,
+    received: Sequence[int],
+) -> list[Outcome]:
+    """Return the outcomes of running processes; their `seconds` are those of the monotonic clock."""
+    outcomes = [Outcome(rank, process.pid) for rank, process in enumerate(processes)]
+    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    num_forwarded = 0
+
+    def receive(receiver: connection.Connection) -> None:
+        rank = waiting.pop(receiver)
+        with suppress(EOFError):  # the process has died
+            outcomes[rank] = pickle.loads(receiver.recv_bytes())
+
+    while running and time.monotonic() < deadline:
+        for number in received[num_forwarded:]:
+            num_forwarded += 1
+            for rank in running.values():
+                with suppress(ProcessLookupError):
+                    os.kill(processes[rank].pid, number)
+        ready = connection.wait([*waiting, *running], timeout=POLL_SECONDS)
+        for receiver in receivers:
+            if receiver in ready:
+                receive(receiver)
+        for sentinel in running.keys() & ready:
+            rank = running.pop(sentinel)
+            if receivers[rank] in waiting:  # an answer may have come after the wait
+                receive(receivers[rank])
+            if not outcomes[rank].seconds:
+                outcomes[rank] = _died(rank, processes[rank])
+        if any(outcome.failure for outcome in outcomes):
+            deadline = min(deadline, time.monotonic() + patience)
+            patience = math.inf
+    for rank in running.values():
+        if not outcomes[rank].seconds:
+            text = f"rank {rank} had not ended when the others were stopped or time was up"
+            outcomes[rank] = replace(outcomes[rank], failure=text, seconds=time.monotonic(), is_consequence=True)
+    return outcomes
 
 
-def prepare_rank(environment: RankEnvironment) -> None:
-    """Set the log level and the number of threads of this process."""
-    if environment.log_level is not None:
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-        logging.getLogger("trainkit").setLevel(environment.log_level)
-    if environment.num_threads is not None:
-        torch.set_num_threads(environment.num_threads)
-
-
-def _die_with(caller_pid: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != caller_pid:  # it died before the request
-            os._exit(1)
-        return
-    watcher = threading.Thread(target=_exit_without, args=(caller_pid,), daemon=True)
-    watcher.start()
-
-
-def _exit_without(caller_pid: int) -> None:
-    while os.getppid() == caller_pid:
-        time.sleep(1)
-    os._exit(1)
-
-
-def _describe(rank: int, error: BaseException) -> bytes:
-    text = f"rank {rank}: " + "".join(traceback.format_exception(error))
-    failure = _Failure(rank, time.time(), error, text, is_consequence(error))
-    try:
-        described = pickle.dumps(failure)
-        pickle.loads(described)  # some exceptions can be pickled, but not unpickled
-    except Exception:
-        described = pickle.dumps(_Failure(rank, failure.when, None, text, failure.consequence))
-    return described
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Return True if the error is a consequence of another rank's failure."""
-    if isinstance(error, RankError):
-        return True
-    lost = (*GONE, "recvValue failed")
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in lost)
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(".writing")
-    temporary.write_bytes(content)
-    temporary.replace(path)
-
-
-# ---- In the caller
+def _died(rank: int, process: Any) -> Outcome:
+    code = process.exitcode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended without an answer, exit code {code}"
+    return Outcome(rank, process.pid, failure=f"the process {how}", seconds=time.monotonic(), exit_code=code)
 
 
 @contextmanager
-def _restore_handlers(signals: Sequence[int]) -> Iterator[list[int]]:
-    """Restore the signal handlers on exit: elastic replaces some when it starts processes."""
+def _record(signals: Sequence[int]) -> Iterator[list[int]]:
+    """Collect the signals that this process receives; without effect outside the main thread."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    elastic = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in (*elastic, *signals)}
+
+    def record(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, record) for number in signals}
     try:
         yield received
     finally:
@@ -296,86 +295,115 @@ def _restore_handlers(signals: Sequence[int]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _quiet_elastic() -> Iterator[None]:
-    """Keep elastic from logging a failure and its traceback a second time."""
-    elastic = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    before = elastic.level
-    elastic.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        elastic.setLevel(before)
-
-
-def _watch(
-    context: PContext, folder: Path, received: list[int], signals: Sequence[int], name_of: Callable[[int], str]
-) -> None:
-    """Return when all ranks have succeeded; otherwise end them all and raise the first failure."""
-    pids = context.pids()
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        for pid in pids.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    if threading.current_thread() is threading.main_thread():
-        for number in signals:
-            signal.signal(number, forward)
-    ended: dict[int, int] = {}  # rank -> exit code, in the order of dying
-    try:
-        while True:
-            _add_exit_codes(ended, pids)
-            if any(ended.values()):
-                break
-            result = context.wait(0)
-            if result is not None and not result.is_failed():
-                return
-            if result is not None:  # elastic has reaped it first
-                ended.update({rank: failure.exitcode for rank, failure in result.failures.items()})
-                break
-            time.sleep(POLL_SECONDS)
-        deadline = time.monotonic() + GRACE_SECONDS  # for the others to notice the failure and to publish theirs
-        while len(ended) < len(pids) and time.monotonic() < deadline:
-            _add_exit_codes(ended, pids)
-            time.sleep(POLL_SECONDS)
-    finally:
-        context.close(signal.SIGKILL)
-    _raise_failure(folder, {rank: f"{name_of(rank)} (pid {pid})" for rank, pid in pids.items()}, ended, received)
-
-
-def _add_exit_codes(ended: dict[int, int], pids: dict[int, int]) -> None:
-    """Add the exit codes of the ranks that have ended (negative: the signal), without reaping them."""
-    for rank, pid in pids.items():
-        if rank in ended:
-            continue
-        try:
-            result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            ended[rank] = 0  # reaped by elastic, which has its result
-            continue
-        if result is not None:
-            ended[rank] = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-
-
-def _raise_failure(folder: Path, names: dict[int, str], ended: dict[int, int], received: list[int]) -> None:
-    failures: list[_Failure] = [pickle.loads(path.read_bytes()) for path in folder.glob("failure_*.pickle")]
-    causes = sorted((f for f in failures if not f.consequence), key=lambda f: f.when)
-    killed = [rank for rank, code in ended.items() if code < 0]
-    if killed and not causes:
-        rank = killed[0]
-        name = signal.Signals(-ended[rank]).name
-        if received and -ended[rank] == received[0]:  # before it had signal handlers
-            raise Stopped(name, 128 + received[0])
-        hint = "; if nobody killed it, the machine ran out of memory" if name == "SIGKILL" else ""
-        raise RankFailure(f"{names[rank]} was killed by {name}{hint}.")
+def _raise_first_failure(outcomes: Sequence[Outcome], received: Sequence[int], name_of: Callable[[int], str]) -> None:
+    failures = sorted(
+        (o for o in outcomes if o.failure is not None),
+        key=lambda o: (o.is_consequence, o.exit_code is not None, o.seconds),
+    )
     if not failures:
-        rank, code = next((rank, code) for rank, code in ended.items() if code)
-        raise RankFailure(f"{names[rank]} ended with exit code {code} and no error message.")
-    first = (causes or sorted(failures, key=lambda f: f.when))[0]
+        return
+    first = failures[0]
+    if first.exit_code is not None:
+        number = -first.exit_code
+        if number in received:  # before the rank had signal handlers
+            raise Stopped(signal.Signals(number).name, 128 + number)
+        hint = "; if nobody killed it, the machine ran out of memory" if number == signal.SIGKILL else ""
+        raise RankFailure(f"{first.failure}{hint}.".replace("the process", f"{name_of(first.rank)} (pid {first.pid})"))
     if isinstance(first.error, UserError | Stopped | KeyboardInterrupt):
         raise first.error
+    cause = RankTraceback(f"rank {first.rank}: {first.failure}")
     if first.error is None:
-        raise RankFailure(f"rank {first.rank} failed") from RankTraceback(first.text)
-    raise first.error from RankTraceback(first.text)
+        raise RankFailure(f"rank {first.rank} failed") from cause
+    raise first.error from cause
+
+
+# ---- In a rank
+
+
+def _run_process(
+    rank: int,
+    call: bytes,
+    environment: dict[str, str],
+    answer: connection.Connection,
+    *,
+    output: Sequence[connection.Connection],
+    start_method: str | None,
+) -> None:
+    """Send the outcome of the call.
+
+    `output` becomes standard output and standard error; data workers are started by the caller's `start_method`.
+    """
+    os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
+    threading.Thread(target=_exit_with_caller, daemon=True).start()
+    multiprocessing.set_start_method(start_method, force=True)  # not the one that started this rank
+    for number, stream in zip((1, 2), output, strict=True):
+        os.dup2(stream.fileno(), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        value = pickle.loads(call)()
+        content = pickle.dumps(Outcome(rank, os.getpid(), value, seconds=time.monotonic()))
+    except BaseException as error:
+        with suppress(BrokenPipeError):  # the caller is gone
+            answer.send_bytes(_pickled_failure(rank, error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # at once: with a peer gone, the end of the process group may wait or abort
+    answer.send_bytes(content)
+    atexit._run_exitfuncs()  # which a forked process does not run by itself
+
+
+def _exit_with_caller() -> None:
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    connection.wait([caller.sentinel])
+    os.killpg(0, signal.SIGKILL)  # with all processes that this one has started
+
+
+def _pickled_failure(rank: int, error: BaseException) -> bytes:
+    outcome = Outcome(
+        rank,
+        os.getpid(),
+        failure="".join(traceback.format_exception(error)),
+        seconds=time.monotonic(),
+        error=error,
+        is_consequence=is_consequence(error),
+    )
+    try:
+        pickle.loads(pickle.dumps(outcome))  # some exceptions can be pickled, but not unpickled
+    except Exception:
+        outcome = replace(outcome, error=None)
+    return pickle.dumps(outcome)
+
+
+def _run_rank(payload: bytes, environment: RankEnvironment) -> Any:
+    """Return the value of the run on rank 0, and None on the others."""
+    os.environ.update(_variables(environment))
+    log = None if environment.log_dir is None else keep_log(Path(environment.log_dir), rank=environment.rank)
+    prepare_rank(environment)
+    try:
+        enter, run = pickle.loads(payload)
+        enter(environment)
+        value = run()
+    except BaseException as error:
+        if log is not None:
+            log.write(final_message(error))
+        raise
+    finally:
+        if log is not None:
+            log.close()
+    return value if environment.rank == 0 else None
+
+
+def prepare_rank(environment: RankEnvironment) -> None:
+    """Set the log level and the number of threads of this process."""
+    if environment.log_level is not None:
+        log_to_stderr()
+        logging.getLogger("trainkit").setLevel(environment.log_level)
+    torch.set_num_threads(environment.num_threads)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return True if the error is a consequence of another rank's failure."""
+    is_lost = isinstance(error, RuntimeError) and any(part in str(error) for part in (*GONE, "recvValue failed"))
+    return is_lost or isinstance(error, RankError)

@@ -16,7 +16,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -36,7 +36,7 @@ def keep_log(folder: Path, *, rank: int) -> LogPage:
         page = LogPage(path)
         sys.stdout, sys.stderr = _TeeStream(sys.stdout, page), _TeeStream(sys.stderr, page)
         return page
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(fd, 1)  # includes the output of libraries written in C
     os.dup2(fd, 2)
     os.close(fd)
@@ -45,25 +45,33 @@ def keep_log(folder: Path, *, rank: int) -> LogPage:
 
 @contextmanager
 def log_copied(folder: Path, *, rank: int) -> Iterator[None]:
-    """Copy this process's output in the context, and a traceback that ends it, to the rank's log.
+    """Copy this process's output and log records in the context, and a traceback that ends it, to the rank's log.
 
     Without effect if the folder is not writable: the writers of other files report that.
     """
+    path = folder / f"rank_{rank}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"rank_{rank}.log").open("a").close()
+        path.open("a").close()
     except OSError:
         yield
         return
-    page = LogPage(folder / f"rank_{rank}.log")
-    with _copied_to(page):
-        try:
-            yield
-        except BaseException as error:
-            page.write(final_message(error))
-            raise
-        finally:
-            page.close()
+    page, streams = LogPage(path), (sys.stdout, sys.stderr)
+    copies = {id(stream): _TeeStream(stream, page) for stream in streams}
+    handlers = [*logging.getLogger().handlers, *logging.getLogger("trainkit").handlers]
+    logging_to = [h for h in handlers if isinstance(h, logging.StreamHandler) and id(h.stream) in copies]
+    sys.stdout, sys.stderr = (copies[id(stream)] for stream in streams)
+    before = [handler.setStream(copies[id(handler.stream)]) for handler in logging_to]
+    try:
+        yield
+    except BaseException as error:
+        page.write(final_message(error))
+        raise
+    finally:
+        sys.stdout, sys.stderr = streams
+        for handler, stream in zip(logging_to, before, strict=True):
+            handler.setStream(stream)
+        page.close()
 
 
 def final_message(error: BaseException) -> str:
@@ -84,7 +92,9 @@ class LogPage:
         """Apply `text` to the rows as a terminal does, and write the rows that can no longer change."""
         for arguments, command, newline, carriage_return, plain in _TOKENS.findall(text):
             if plain:
-                self._put(plain)
+                row, end = self._rows[self._row], self._column + len(plain)
+                self._rows[self._row] = row[: self._column].ljust(self._column) + plain + row[end:]
+                self._column = end
             elif newline:
                 self._row, self._column = self._row + 1, 0
                 if self._row == len(self._rows):
@@ -108,35 +118,15 @@ class LogPage:
             self._rows.append("")
         self._write_rows(len(self._rows) - 1)
 
-    def _put(self, text: str) -> None:
-        row = self._rows[self._row]
-        self._rows[self._row] = row[: self._column].ljust(self._column) + text + row[self._column + len(text) :]
-        self._column += len(text)
-
     def _write_rows(self, count: int) -> None:
         if count <= 0:
             return
-        with self.path.open("a", encoding="utf-8", errors="replace") as file:
-            file.writelines(f"{row.rstrip()}\n" for row in self._rows[:count])
+        with suppress(OSError):  # a full disk or a removed folder must not make a print fail
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8", errors="replace") as file:
+                file.writelines(f"{row.rstrip()}\n" for row in self._rows[:count])
         self._rows = self._rows[count:]
         self._row = max(0, self._row - count)
-
-
-@contextmanager
-def _copied_to(page: LogPage) -> Iterator[None]:
-    """Copy the text of standard output, standard error and log handlers to the page in the context."""
-    streams = sys.stdout, sys.stderr
-    copies = {id(stream): _TeeStream(stream, page) for stream in streams}
-    handlers = [*logging.getLogger().handlers, *logging.getLogger("trainkit").handlers]
-    logging_to = [h for h in handlers if isinstance(h, logging.StreamHandler) and id(h.stream) in copies]
-    sys.stdout, sys.stderr = (copies[id(stream)] for stream in streams)
-    before = [handler.setStream(copies[id(handler.stream)]) for handler in logging_to]
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = streams
-        for handler, stream in zip(logging_to, before, strict=True):
-            handler.setStream(stream)
 
 
 class _TeeStream:

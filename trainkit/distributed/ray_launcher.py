@@ -135,15 +135,14 @@ class _Ranks(NamedTuple):
             actor.run.remote(payload, replace(environment, rank=rank), _variables(rank, len(self.actors), job))
             for rank, actor in enumerate(self.actors)
         ]
-        forwarded = 0
-        waiting = list(futures)
+        forwarded, waiting, deadline = 0, list(futures), float("inf")
         failures: dict[int, Exception] = {}  # in the order of failing
-        deadline = float("inf")
         while waiting and time.monotonic() < deadline:
             done, waiting = ray.wait(waiting, timeout=_POLL_SECONDS)
             for future in done:
-                error = _error_of(future)
-                if error is not None:
+                try:
+                    ray.get(future)
+                except Exception as error:
                     failures[futures.index(future)] = error
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             for number in received[forwarded:]:
@@ -158,9 +157,7 @@ class _Ranks(NamedTuple):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        def kill(
-            pid: int,
-        ) -> None:  # local, so that Ray pickles its code: the task's process need not import this module
+        def kill(pid: int) -> None:  # local, so that Ray pickles its code and the task need not import this module
             with suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, number)
 
@@ -190,14 +187,14 @@ def _connected() -> Iterator[None]:
     """Connect to the Ray cluster of the caller or of RAY_ADDRESS, or start one on this machine for the context."""
     import ray
 
-    if ray.is_initialized():
-        yield
-        return
-    ray.init(configure_logging=False, include_dashboard=False if "RAY_ADDRESS" not in os.environ else None)
+    is_connected = ray.is_initialized()
+    if not is_connected:
+        ray.init(configure_logging=False, include_dashboard=False if "RAY_ADDRESS" not in os.environ else None)
     try:
         yield
     finally:
-        ray.shutdown()
+        if not is_connected:
+            ray.shutdown()
 
 
 @contextmanager
@@ -245,23 +242,20 @@ def _room(bundle: dict[str, float]) -> int:
     """Return the number of bundles that fit on the live nodes while nothing else uses them."""
     import ray
 
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call] # as above
-    resources = [node["Resources"] for node in nodes if node["Alive"]]
-    return sum(int(min(has.get(name, 0.0) // amount for name, amount in bundle.items())) for has in resources)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call] # as above
+    return sum(int(min(has.get(name, 0.0) // amount for name, amount in bundle.items())) for has in nodes)
 
 
 @contextmanager
 def _recorded(signals: Sequence[int]) -> Iterator[list[int]]:
     """Record the signals that the caller receives."""
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in signals}
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, note) for number in signals if is_main}
     try:
         yield received
     finally:
@@ -283,13 +277,3 @@ def _get(future: Any) -> Any:
         return ray.get(future)
     except RayError as error:
         raise RayRanksLost("a rank was lost before it started.") from error
-
-
-def _error_of(future: Any) -> Exception | None:
-    import ray
-
-    try:
-        ray.get(future)
-    except Exception as error:
-        return error
-    return None

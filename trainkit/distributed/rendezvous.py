@@ -22,7 +22,7 @@ from trainkit.distributed.failure_store import RankError
 
 POLL_SECONDS = 0.02
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
-_FIRST_HOST = re.compile(r"(?P<name>[^,\[]+)(?:\[(?P<number>\d+)[^\]]*\](?P<rest>[^,\[]*))?")
+_FIRST_HOST = re.compile(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?")
 
 
 def fresh_store(store: Store, *, rank: int, world_size: int, limit: timedelta) -> Store:
@@ -32,9 +32,13 @@ def fresh_store(store: Store, *, rank: int, world_size: int, limit: timedelta) -
     name = secrets.token_hex(8)
     if rank == 0:
         _gather(meeting, name, world_size, deadline)
-    else:
-        name = _join(meeting, name, rank, deadline)
-    return PrefixStore(f"trainkit/attempt_{name}", store)
+        return PrefixStore(f"trainkit/attempt_{name}", store)
+    meeting.set(f"rank_{rank}", name)
+    while not meeting.check([name]):
+        _sleep(deadline, "rank 0 did not arrive")
+    attempt = meeting.get(name).decode()
+    meeting.set(f"{attempt}/{rank}", "here")
+    return PrefixStore(f"trainkit/attempt_{attempt}", store)
 
 
 def _gather(meeting: Store, attempt: str, world_size: int, deadline: float) -> None:
@@ -51,15 +55,6 @@ def _gather(meeting: Store, attempt: str, world_size: int, deadline: float) -> N
                     meeting.set(who.decode(), attempt)
         if missing:
             _sleep(deadline, f"ranks {sorted(missing)} did not arrive")
-
-
-def _join(meeting: Store, who: str, rank: int, deadline: float) -> str:
-    meeting.set(f"rank_{rank}", who)
-    while not meeting.check([who]):
-        _sleep(deadline, "rank 0 did not arrive")
-    attempt = meeting.get(who).decode()
-    meeting.set(f"{attempt}/{rank}", "here")
-    return attempt
 
 
 def _sleep(deadline: float, why: str) -> None:
@@ -90,9 +85,7 @@ def variables_of_task(environment: Mapping[str, str]) -> dict[str, str]:
 def first_host(hosts: str) -> str:
     """Return the first name of a list of hosts in SLURM's format: `node003` of `node[003-005,9],gpu1`."""
     found = _FIRST_HOST.match(hosts)
-    if found is None:
-        return hosts
-    return f"{found['name']}{found['number'] or ''}{found['rest'] or ''}"
+    return hosts if found is None else "".join(part or "" for part in found.groups())
 
 
 def port_of(job: str) -> int:

@@ -142,13 +142,24 @@ class LearningRateCurve:
 
 def make_model(auto_class: str, *, config: Mapping[str, Any] | None, pretrained: str | None) -> Any:
     """Return a model from its configuration or its pretrained weights; raises UserError for what cannot be made."""
-    transformers = _transformers()
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            "HuggingFaceTask needs the transformers package: pip install 'trainkit-torch[huggingface]'"
+        ) from error
     factory = getattr(transformers, auto_class, None)
     if factory is None:
         known = [name for name in dir(transformers) if name.startswith("AutoModel")]
         raise UserError(f"task.auto_class={auto_class!r} is not in transformers.{nearest(auto_class, known)}")
     if pretrained is not None:
-        return _from_pretrained(factory, pretrained)
+        try:
+            return factory.from_pretrained(pretrained)
+        except OSError as error:
+            raise UserError(
+                f"task.pretrained={pretrained} could not be loaded: it is not a folder with weights, and cannot be "
+                "downloaded. Give the path of a folder, or task.config={model_type: ...} for random weights."
+            ) from error
     settings = dict(config or {})
     kind = settings.pop("model_type", None)
     known = sorted(transformers.CONFIG_MAPPING.keys())
@@ -158,23 +169,3 @@ def make_model(auto_class: str, *, config: Mapping[str, Any] | None, pretrained:
         return factory.from_config(transformers.AutoConfig.for_model(kind, **settings))
     except ValueError as error:
         raise UserError(f"task.config of model_type={kind} does not make a {auto_class}: {error}") from error
-
-
-def _from_pretrained(factory: Any, name: str) -> Any:
-    try:
-        return factory.from_pretrained(name)
-    except OSError as error:
-        raise UserError(
-            f"task.pretrained={name} could not be loaded: it is not a folder with weights, and cannot be downloaded. "
-            "Give the path of a folder, or task.config={model_type: ...} for random weights."
-        ) from error
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError(
-            "HuggingFaceTask needs the transformers package: pip install 'trainkit[huggingface]'"
-        ) from error
-    return transformers

@@ -27,11 +27,6 @@ from trainkit.integrations.lightning_hooks import (
 from trainkit.optim.lr_schedule import LRSchedule
 from trainkit.task import OptimizerSpec, StepReturn, TaskModule
 
-_CALLED_HOOKS = frozenset(
-    f"on_{moment}_{edge}"
-    for moment in ("fit", "train", "train_epoch", "validation", "validation_epoch", "test", "test_epoch")
-    for edge in ("start", "end")
-)
 _LOADERS = {
     "train": "train_dataloader",
     "validation": "val_dataloader",
@@ -40,7 +35,11 @@ _LOADERS = {
 }
 _MOMENTS = {"validation": "validate", "test": "test", "predict": "predict"}
 """The argument of `setup` for a stage by itself."""
-_OTHER_HOOKS_USED = frozenset({"configure_model", "prepare_data", "setup", *_LOADERS.values()})
+_HOOKS_USED = frozenset(
+    f"on_{moment}_{edge}"
+    for moment in ("fit", "train", "train_epoch", "validation", "validation_epoch", "test", "test_epoch")
+    for edge in ("start", "end")
+) | {"configure_model", "prepare_data", "setup", "teardown", *_LOADERS.values()}
 _UNCALLED_METHODS = ("configure_callbacks", "configure_gradient_clipping", "lr_scheduler_step", "optimizer_step")
 
 
@@ -65,40 +64,32 @@ class LightningTask(TaskModule):
         super().__init__()
         _check(module)
         module.trainer = self.trainer_proxy = TrainerProxy()
-        for name, record in (("log", log_value), ("log_dict", log_values)):
-            setattr(module, name, record)  # Lightning's own reach into its Trainer
-        for prepare in ("prepare_data", "configure_model"):
-            getattr(module, prepare)()
+        module.log, module.log_dict = log_value, log_values  # Lightning's own need its Trainer
+        module.prepare_data()
+        module.configure_model()
         module.setup("fit")
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the module's forward."""
         return self.module(*args, **kwargs)
 
     def training_step(self, batch: Any) -> StepReturn:
-        """Return the loss and the logged values."""
         return self._step("training_step", batch)
 
     def validation_step(self, batch: Any) -> StepReturn:
-        """Return the step's loss and the logged values."""
         return self._step("validation_step", batch)
 
     def test_step(self, batch: Any) -> StepReturn:
-        """Return the step's loss and the logged values."""
         return self._step("test_step", batch)
 
     def predict_step(self, batch: Any) -> Any:
-        """Return the module's predictions."""
         return _call(self.module.predict_step, batch, self.trainer_proxy)
 
     def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
-        """Return the module's optimizer and schedules."""
         self.trainer_proxy.total_steps = total_steps
         return read_optimizers(self.module.configure_optimizers(), of=type(self.module).__name__)
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        """Return the callback that calls the module's hooks."""
         return [LightningHooks(self.module, self.trainer_proxy)]
 
     def _step(self, name: str, batch: Any) -> StepReturn:
@@ -172,36 +163,26 @@ def _named(made: Any, *, where: str) -> Any:
 
 
 def _check(module: Any) -> None:
-    kinds = {cls.__name__ for cls in type(module).__mro__}
-    if "LightningModule" not in kinds:
-        raise UserError(f"LightningTask takes a LightningModule, got a {type(module).__name__}.")
     name = type(module).__name__
+    if "LightningModule" not in {cls.__name__ for cls in type(module).__mro__}:
+        raise UserError(f"LightningTask takes a LightningModule, got a {name}.")
     if not module.automatic_optimization:
         raise UserError(
             f"{name} has automatic_optimization=False, which only Lightning's own loop can drive; write it as a "
             "TaskModule with configure_phases, or with manual = True."
         )
-    uncalled = [hook for hook in sorted(_hooks_of(module)) if overrides(module, hook)]
+    mixins = [cls for cls in type(module).__mro__ if cls.__name__ in ("ModelHooks", "DataHooks", "CheckpointHooks")]
+    hooks = {hook for cls in mixins for hook in vars(cls) if not hook.startswith("_")} | set(_UNCALLED_METHODS)
+    uncalled = sorted(hook for hook in hooks - _HOOKS_USED if overrides(module, hook))
     if uncalled:
         warnings.warn(f"{name} overrides hooks that are not called here: {', '.join(uncalled)}.", stacklevel=3)
 
 
-def _hooks_of(module: Any) -> set[str]:
-    """Return the names of Lightning's hooks that have no counterpart."""
-    from_mixins = {
-        name
-        for cls in type(module).__mro__
-        if cls.__name__ in ("ModelHooks", "DataHooks", "CheckpointHooks")
-        for name in vars(cls)
-        if not name.startswith("_")
-    }
-    return (from_mixins | set(_UNCALLED_METHODS)) - _CALLED_HOOKS - _OTHER_HOOKS_USED - {"teardown"}
-
-
 def _call(step: Callable[..., Any], batch: Any, proxy: TrainerProxy) -> Any:
     """Call a step with the index of its batch, and that of its loader, if it asks for them."""
+    proxy.batch += 1
     asked = len(inspect.signature(step).parameters)
-    return step(batch, *(proxy.next_batch(), proxy.loader)[: asked - 1])
+    return step(batch, *(proxy.batch, proxy.loader)[: asked - 1])
 
 
 def read_optimizers(returned: Any, *, of: str) -> OptimizerSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from trainkit.metrics.sync import (
     metrics_in,
     no_sync_metrics,
     preserve_state,
-    reset,
     reset_all,
     restore,
     states_on_host,
@@ -60,11 +59,6 @@ class TrainerProxy:
                 "with a length."
             )
         return self.total_steps
-
-    def next_batch(self) -> int:
-        """Return the index of the next batch."""
-        self.batch += 1
-        return self.batch
 
     def follow(self, run: Run) -> None:
         """Copy the counters of the run."""
@@ -117,10 +111,12 @@ class LightningHooks(Callback):
         with synced_metrics(run.task, run.strategy, keep_resets=True), capture_logged() as logged:
             self._module.on_train_epoch_end()
             own = numbers_of(logged)
-        of_ranks = run.strategy.comm.all_gather_object(own)
-        means = {name: _mean([numbers[name] for numbers in of_ranks if name in numbers]) for name in _names(of_ranks)}
-        if means:
-            run.log({f"train/{name}": value for name, value in means.items()})
+        values: dict[str, list[float]] = {}
+        for numbers in run.strategy.comm.all_gather_object(own):
+            for name, number in numbers.items():
+                values.setdefault(f"train/{name}", []).append(number)
+        if values:
+            run.log({name: sum(of_ranks) / len(of_ranks) for name, of_ranks in values.items()})
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
         self._proxy.follow(run)
@@ -147,14 +143,6 @@ def overrides(module: Any, hook: str) -> bool:
     """Return True if a user's class defines the hook, not only Lightning."""
     owner = next((cls for cls in type(module).__mro__ if hook in vars(cls)), None)
     return owner is not None and not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
-
-
-def _names(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, None]:
-    return dict.fromkeys(name for numbers in of_ranks for name in numbers)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 _STAGE_PREFIXES = tuple(f"{stage}{mark}" for stage in ("train", "validation", "valid", "val", "test") for mark in "_/")
@@ -213,9 +201,7 @@ def numbers_of(logged: Mapping[str, Any]) -> dict[str, float]:
             if isinstance(number, Tensor) and number.numel() != 1:
                 raise UserError(f"self.log({key!r}) was given a tensor of shape {tuple(number.shape)}; log scalars.")
             numbers[key] = float(number)
-    for value in logged.values():
-        if is_metric(value):
-            reset(value)
+    reset_all(value for value in logged.values() if is_metric(value))
     return numbers
 
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainkit.checkpoint.files import write_text
-from trainkit.logger import Logger
+from trainkit.logger import Logger, check_inside_run_dir
 
 
 class CsvLogger(Logger):
-    """Appends rows to `metrics.csv`; a metric that was not written then leaves its cell empty.
+    """Appends rows to `metrics.csv`; the cell of a metric that was not written is empty.
 
-    A metric that is new adds a column on the right, for which the file is replaced at one instant. `time` is in
-    seconds since 1970; NaN and infinity are written as `nan` and `inf`.
+    A new metric adds a column on the right, for which the file is replaced atomically. `time` is in seconds since 1970;
+    NaN and infinity are written as `nan` and `inf`.
 
     Args:
         filename: The file's name in the run's folder.
@@ -25,26 +25,22 @@ class CsvLogger(Logger):
     """
 
     def __init__(self, *, filename: str = "metrics.csv") -> None:
+        check_inside_run_dir(filename, where="filename")
         self.filename = filename
-        self._path: Path | None = None
         self._file: int | None = None
-        self._columns: list[str] = []
 
     def open(self, folder: Path, *, step: int) -> None:
         self.close()
         self._path = folder / self.filename
-        self._columns, rows, torn = _read(self._path)
+        self._columns, rows, is_damaged = _read(self._path)
         kept = [row for row in rows if int(row[0]) <= step]
-        if torn or len(kept) < len(rows) or not self._path.exists():
+        if is_damaged or len(kept) < len(rows) or not self._path.exists():
             write_text(self._path, _text([self._columns, *kept]))
-        self._open_end()
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
-        if self._file is None:
-            return
-        known = set(self._columns)
-        new = [name for name in metrics if name not in known]
-        if new:
+        assert self._file is not None
+        if new := [name for name in metrics if name not in self._columns]:
             self._add_columns(new)
         row = {"step": step, "time": round(time.time(), 3), **metrics}
         os.write(self._file, _text([[str(row.get(column, "")) for column in self._columns]]).encode())
@@ -55,16 +51,11 @@ class CsvLogger(Logger):
             self._file = None
 
     def _add_columns(self, names: Sequence[str]) -> None:
-        assert self._path is not None
         columns, rows, _ = _read(self._path)
         self._columns = [*columns, *names]
         write_text(self._path, _text([self._columns, *([*row, *[""] * len(names)] for row in rows)]))
         self.close()
-        self._open_end()
-
-    def _open_end(self) -> None:
-        assert self._path is not None
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND, 0o644)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]], bool]:

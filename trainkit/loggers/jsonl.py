@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainkit.checkpoint.files import write_text
-from trainkit.logger import Logger
+from trainkit.logger import Logger, check_inside_run_dir
 
 
 class JsonlLogger(Logger):
     """Appends to `metrics.jsonl` lines such as `{"step": 50, "time": 1767225600.1, "train/loss": 0.69}`.
 
     `time` is in seconds since 1970. Every line is handed to the system at once, so that a killed process loses none.
-    JSON has no NaN and no infinity: they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float()` and
+    JSON has neither NaN nor infinity: they are the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which `float()` and
     JavaScript's `Number()` read.
 
     Args:
@@ -26,6 +26,7 @@ class JsonlLogger(Logger):
     """
 
     def __init__(self, *, filename: str = "metrics.jsonl") -> None:
+        check_inside_run_dir(filename, where="filename")
         self.filename = filename
         self._file: int | None = None
 
@@ -33,13 +34,11 @@ class JsonlLogger(Logger):
         self.close()
         path = folder / self.filename
         _truncate(path, step=step)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
-        if self._file is None:
-            return
-        line: dict[str, float | str] = {"step": step, "time": round(time.time(), 3)}
-        line.update(metrics)
+        assert self._file is not None
+        line: dict[str, float] = {"step": step, "time": round(time.time(), 3), **metrics}
         try:
             text = json.dumps(line, allow_nan=False)
         except ValueError:
@@ -70,7 +69,7 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def _as_json(value: float | str) -> float | str:
-    if isinstance(value, str) or math.isfinite(value):
+def _as_json(value: float) -> float | str:
+    if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

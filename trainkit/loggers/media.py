@@ -33,25 +33,24 @@ def to_uint8_image(image: Tensor) -> Tensor:
     return values.expand(-1, -1, 3).clamp(0, 255).to(torch.uint8).contiguous()
 
 
-def png(picture: Tensor) -> bytes:
-    """Return a picture (uint8, height x width x 3) as a PNG file."""
-    height, width, _ = picture.shape
-    rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), picture.reshape(height, width * 3)], dim=1)
+def png(image: Tensor) -> bytes:
+    """Return an image (uint8, height x width x 3) as a PNG file."""
+    height, width, _ = image.shape
+    rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), image.reshape(height, width * 3)], dim=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, true colour, not interlaced
     pixels = zlib.compress(rows.numpy().tobytes(), 6)
-    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
-
-
-def _chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    file = b"\x89PNG\r\n\x1a\n"
+    for kind, content in ((b"IHDR", header), (b"IDAT", pixels), (b"IEND", b"")):
+        file += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return file
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of finite elements between edges; numbers of the host."""
+    """Counts of finite elements between edges."""
 
     edges: tuple[float, ...]
-    """One more than there are counts, ascending."""
+    """Ascending; one more than `counts`."""
     counts: tuple[int, ...]
     total: float
     total_of_squares: float
@@ -66,19 +65,18 @@ class Histogram:
 def histogram_of(values: Tensor, *, bins: int = 64) -> Histogram:
     """Return the histogram of a tensor's elements; waits for the device."""
     flat = values.detach().flatten().float()
-    finite = flat[torch.isfinite(flat)].cpu()
+    finite = flat[torch.isfinite(flat)].cpu().double()
     if finite.numel() == 0:
         return Histogram((0.0, 1.0), (0,), 0.0, 0.0, num_nonfinite=flat.numel())
     low, high = float(finite.min()), float(finite.max())
     if low == high:  # torch would widen the range by itself, and past the largest float
         low, high = low - 0.5 * max(1.0, abs(low) * 1e-3), high + 0.5 * max(1.0, abs(high) * 1e-3)
-    counts = torch.histc(finite.double(), bins=bins, min=low, max=high)
+    counts = torch.histc(finite, bins=bins, min=low, max=high)
     edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
-    doubles = finite.double()
     return Histogram(
         edges=tuple(edges.tolist()),
         counts=tuple(int(count) for count in counts.tolist()),
-        total=float(doubles.sum()),
-        total_of_squares=float(doubles.square().sum()),
+        total=float(finite.sum()),
+        total_of_squares=float(finite.square().sum()),
         num_nonfinite=flat.numel() - finite.numel(),
     )

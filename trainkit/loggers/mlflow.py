@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from urllib.parse import unquote, urlparse
 from zlib import crc32
 
 from trainkit.checkpoint.files import write_text
-from trainkit.logger import HyperParameter, Logger, cut, require_package
+from trainkit.logger import HyperParameter, Logger, require_package, truncate
 from trainkit.loggers.media import png
 
 if TYPE_CHECKING:
@@ -21,19 +22,19 @@ ID_FILE = "mlflow_run_id"
 """The file in the run's folder with MLflow's id of the run."""
 LONGEST_SETTING = 6_000
 LONGEST_NAME = 250
-"""Characters that MLflow takes."""
+"""Characters that MLflow accepts."""
 _MOST_AT_ONCE = 100  # settings in one request
 
 
 class MlflowLogger(Logger):
-    """Writes to MLflow, of which `mlflow-skinny` is enough: `pip install 'trainkit[mlflow]'`.
+    """Writes to MLflow, of which `mlflow-skinny` is enough: `pip install 'trainkit-torch[mlflow]'`.
 
-    A resumed run goes on in the same MLflow run. Where that is a folder, what its predecessor wrote beyond the resumed
-    step is cut; a server keeps it, and the points are written again at the same steps.
+    A resumed run continues the same MLflow run. In a folder, points beyond the resumed step are removed; a server keeps
+    them, and they are written again at the same steps.
 
     Args:
-        experiment: The experiment, made if there is none of that name.
-        name: The run's name; `None`: its folder's.
+        experiment: The experiment, created if it does not exist.
+        name: The run's name; `None`: that of its folder.
         tracking_uri: A server's address or a folder; `None`: the environment variable MLFLOW_TRACKING_URI, else the
             folder `mlruns` in the run's folder.
 
@@ -73,8 +74,6 @@ class MlflowLogger(Logger):
         self._client = client
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
-        if self._client is None:
-            return
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -82,30 +81,22 @@ class MlflowLogger(Logger):
         self._client.log_batch(self._run_id, metrics=named)
 
     def write_config(self, config: str) -> None:
-        if self._client is not None and config:
-            self._client.log_text(self._run_id, config, "config.yaml")
+        self._client.log_text(self._run_id, config, "config.yaml")
 
     def write_hyperparameters(self, values: Mapping[str, HyperParameter]) -> None:
-        if self._client is None:
-            return
         from mlflow.entities import Param
 
         # A resumed run keeps its first hyperparameters: MLflow refuses to change them.
         known = self._client.get_run(self._run_id).data.params
-        new = [Param(_name(name), cut(str(value), LONGEST_SETTING)) for name, value in values.items()]
+        new = [Param(_name(name), truncate(str(value), LONGEST_SETTING)) for name, value in values.items()]
         new = [setting for setting in new if setting.key not in known]
         for first in range(0, len(new), _MOST_AT_ONCE):
             self._client.log_batch(self._run_id, params=new[first : first + _MOST_AT_ONCE])
 
     def write_text(self, name: str, text: str, *, step: int) -> None:
-        if self._client is not None:
-            self._client.log_text(self._run_id, text, f"{_name(name)}/step_{step:08d}.txt")
+        self._client.log_text(self._run_id, text, f"{_name(name)}/step_{step:08d}.txt")
 
     def write_image(self, name: str, image: Tensor, *, step: int) -> None:
-        if self._client is None:
-            return
-        import tempfile
-
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"step_{step:08d}.png"
             path.write_bytes(png(image))
@@ -118,13 +109,13 @@ class MlflowLogger(Logger):
 
 
 def _name(name: str) -> str:
-    """Return a name that MLflow takes: of letters, digits and a few signs, and not too long; two long ones differ."""
-    taken = "".join(c if c.isalnum() or c in "_-./ " else "_" for c in name)
-    return taken if len(taken) <= LONGEST_NAME else f"{taken[: LONGEST_NAME - 9]}_{crc32(name.encode()):08x}"
+    """Return a name that MLflow accepts: letters, digits and a few signs, at most `LONGEST_NAME`; long ones differ."""
+    accepted = "".join(c if c.isalnum() or c in "_-./ " else "_" for c in name)
+    return accepted if len(accepted) <= LONGEST_NAME else f"{accepted[: LONGEST_NAME - 9]}_{crc32(name.encode()):08x}"
 
 
 def _folder_of(uri: str) -> Path | None:
-    """Return the folder that an address without a server means."""
+    """Return the folder of an address that names no server."""
     parsed = urlparse(uri)
     if parsed.scheme == "file":
         return Path(unquote(parsed.path))
@@ -133,7 +124,7 @@ def _folder_of(uri: str) -> Path | None:
 
 def _truncate(folder: Path, *, step: int) -> None:
     """Remove the points beyond `step` from files whose lines are `<time> <value> <step>`."""
-    for path in folder.rglob("*") if folder.is_dir() else ():
+    for path in folder.rglob("*"):
         if path.is_file():
             lines = path.read_text().splitlines(keepends=True)
             kept = [line for line in lines if _step_of(line) <= step]
@@ -143,5 +134,5 @@ def _truncate(folder: Path, *, step: int) -> None:
 
 def _step_of(line: str) -> float:
     """Return the step of a line; infinity for a line that was written only in part."""
-    parts = line.split()
-    return int(parts[2]) if line.endswith("\n") and len(parts) >= 3 and parts[2].isdigit() else float("inf")
+    fields = line.split()
+    return int(fields[2]) if line.endswith("\n") and len(fields) >= 3 and fields[2].isdigit() else float("inf")

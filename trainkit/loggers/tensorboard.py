@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.logger import HyperParameter, Logger, cut
+from trainkit.logger import HyperParameter, Logger, check_inside_run_dir, truncate
 from trainkit.loggers.media import Histogram, png
 from trainkit.model.graph import ModelGraph
 
@@ -29,9 +29,8 @@ _MASK_DELTA = 0xA282EAD8
 class TensorBoardLogger(Logger):
     """Writes event files into a folder in the run's folder; view them with `tensorboard --logdir runs`.
 
-    Metrics keep their names, so that `train/loss` and `train/accuracy` share the group `train`. All metrics of a
-    moment are one event. A resumed run marks what its predecessor wrote beyond the resumed step as void. The run's
-    settings fill the tab HPARAMS, where runs are compared.
+    Metrics keep their names: `train/loss` and `train/accuracy` share the group `train`. A resumed run marks events
+    beyond the resumed step as void. The run's settings fill the tab HPARAMS, where runs are compared.
 
     Args:
         folder: The folder in the run's folder.
@@ -39,9 +38,9 @@ class TensorBoardLogger(Logger):
     """
 
     def __init__(self, *, folder: str = "tensorboard") -> None:
+        check_inside_run_dir(folder, where="folder")
         self.folder = folder
-        self._file: EventFile | None = None
-        self._opened_step = 0
+        self._file: Any = None  # an EventFile while open
 
     def open(self, folder: Path, *, step: int) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -55,18 +54,13 @@ class TensorBoardLogger(Logger):
         self._opened_step = step
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
-        if self._file is None:
-            return
         value = self._summary.Value
         self._add([value(tag=name, simple_value=number) for name, number in metrics.items()], step=step)
 
     def write_config(self, config: str) -> None:
-        if config:
-            self.write_text("config", f"```yaml\n{config}\n```", step=self._opened_step)
+        self.write_text("config", f"```yaml\n{config}\n```", step=self._opened_step)
 
     def write_hyperparameters(self, values: Mapping[str, HyperParameter]) -> None:
-        if self._file is None or not values:
-            return
         from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
 
@@ -76,7 +70,7 @@ class TensorBoardLogger(Logger):
             if isinstance(value, bool):
                 cell.bool_value = value
             elif isinstance(value, str):
-                cell.string_value = cut(value, LONGEST_SETTING)
+                cell.string_value = truncate(value, LONGEST_SETTING)
             else:
                 cell.number_value = value
         content = HParamsPluginData(session_start_info=session, version=0).SerializeToString()
@@ -84,8 +78,6 @@ class TensorBoardLogger(Logger):
         self._add([plugin], step=self._opened_step)
 
     def write_text(self, name: str, text: str, *, step: int) -> None:
-        if self._file is None:
-            return
         from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2, types_pb2
 
         shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
@@ -93,15 +85,11 @@ class TensorBoardLogger(Logger):
         self._add([self._summary.Value(tag=name, metadata=_metadata("text"), tensor=tensor)], step=step)
 
     def write_image(self, name: str, image: Tensor, *, step: int) -> None:
-        if self._file is None:
-            return
         height, width, _ = image.shape
         encoded = self._summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png(image))
         self._add([self._summary.Value(tag=name, image=encoded)], step=step)
 
     def write_histogram(self, name: str, histogram: Histogram, *, step: int) -> None:
-        if self._file is None:
-            return
         from tensorboard.compat.proto.histogram_pb2 import HistogramProto
 
         counted = HistogramProto(
@@ -117,8 +105,7 @@ class TensorBoardLogger(Logger):
         self._add([self._summary.Value(tag=name, histo=counted)], step=step)
 
     def write_graph(self, graph: ModelGraph) -> None:
-        if self._file is not None:
-            self._file.add(self._event(wall_time=time.time(), graph_def=_graph_def(graph)))
+        self._file.add(self._event(wall_time=time.time(), graph_def=_graph_def(graph)))
 
     def close(self) -> None:
         if self._file is not None:
@@ -126,7 +113,6 @@ class TensorBoardLogger(Logger):
             self._file = None
 
     def _add(self, values: list[Any], *, step: int) -> None:
-        assert self._file is not None
         self._file.add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
 
@@ -138,8 +124,8 @@ class EventFile:
         record      length   checksum of it   event   checksum of it
         bytes            8                4   length               4
 
-    `tensorboard`'s own writer needs a fifth of a second to import (seconds where TensorFlow is installed), a thread,
-    and loses what it buffers when the process is killed; this one hands every event to the system at once.
+    The writer of `tensorboard` takes 0.2 s to import (seconds if TensorFlow is installed), starts a thread, and loses
+    its buffer when the process is killed; this one writes every event at once.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -147,24 +133,19 @@ class EventFile:
 
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{PREFIX}{_next_stamp(folder):010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._file: int | None = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
         self._table = _crc_table()
         self.add(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, event: Event) -> None:
         """Append the event; once returned, it outlives the process."""
-        if self._file is not None:
-            os.write(self._file, self._record(event.SerializeToString()))
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        os.write(self._file, b"".join((length, self._checksum(length), data, self._checksum(data))))
 
     def close(self) -> None:
-        """Close the file; may be called twice."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def _record(self, data: bytes) -> bytes:
-        length = struct.pack("<Q", len(data))
-        return b"".join((length, self._checksum(length), data, self._checksum(data)))
+        """Close the file."""
+        os.close(self._file)
 
     def _checksum(self, data: bytes) -> bytes:
         crc, table = 0xFFFFFFFF, self._table

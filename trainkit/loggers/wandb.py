@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.checkpoint.files import write_text
 from trainkit.errors import UserError, nearest
-from trainkit.logger import HyperParameter, Logger, cut, require_package
+from trainkit.logger import HyperParameter, Logger, require_package, truncate
 from trainkit.loggers.media import Histogram
 
 if TYPE_CHECKING:
@@ -23,18 +24,18 @@ _MODES = ("online", "offline", "disabled")
 
 
 class WandbLogger(Logger):
-    """Writes to Weights & Biases, which must be installed: `pip install 'trainkit[wandb]'`.
+    """Writes to Weights & Biases, which must be installed: `pip install 'trainkit-torch[wandb]'`.
 
-    The x axis is the metric `step`. A resumed run goes on in the same W&B run; points that its predecessor wrote beyond
-    the resumed step cannot be removed there, and are written again at the same steps. With `mode=offline` everything
-    stays in the run's folder, until `wandb sync`.
+    The x axis is the metric `step`. A resumed run continues the same W&B run, where points beyond the resumed step
+    cannot be removed; they are written again at the same steps. With `mode=offline` everything stays in the run's
+    folder until `wandb sync`.
 
     Args:
         project: The project at W&B.
-        name: The run's name; `None`: its folder's.
+        name: The run's name; `None`: that of its folder.
         entity: The team or user; `None`: your default one.
-        group: Runs that belong together.
-        tags: Words to find the run by.
+        group: The group of the run.
+        tags: The tags of the run.
         mode: `online`, `offline` or `disabled`.
 
     """
@@ -52,12 +53,8 @@ class WandbLogger(Logger):
         require_package("wandb", extra="wandb", where="the logger wandb")
         if mode not in _MODES:
             raise UserError(f"wandb.mode={mode!r} is unknown.{nearest(mode, _MODES)} Choose {', '.join(_MODES)}.")
-        self.project = project
-        self.name = name
-        self.entity = entity
-        self.group = group
-        self.tags = tags
-        self.mode = mode
+        self._settings = dict[str, Any](project=project, entity=entity, group=group, tags=tags, mode=mode)
+        self._name = name
         self._run: Any = None
 
     def open(self, folder: Path, *, step: int) -> None:
@@ -68,12 +65,8 @@ class WandbLogger(Logger):
         identifier = known.read_text().strip() if step > 0 and known.exists() else secrets.token_hex(4)
         self._wandb = wandb
         self._run = wandb.init(
-            project=self.project,
-            name=self.name or folder.name,
-            entity=self.entity,
-            group=self.group,
-            tags=self.tags,
-            mode=self.mode,
+            **self._settings,
+            name=self._name or folder.name,
             dir=str(folder),
             id=identifier,
             resume="allow",
@@ -83,41 +76,28 @@ class WandbLogger(Logger):
         write_text(known, f"{identifier}\n")
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
-        self._log(dict(metrics), step=step)
+        self._log(metrics, step=step)
 
     def write_hyperparameters(self, values: Mapping[str, HyperParameter]) -> None:
-        if self._run is not None:
-            known = {
-                name: cut(value, LONGEST_SETTING) if isinstance(value, str) else value for name, value in values.items()
-            }
-            self._run.config.update(known, allow_val_change=True)
+        texts = {name: truncate(value, LONGEST_SETTING) for name, value in values.items() if isinstance(value, str)}
+        self._run.config.update({**values, **texts}, allow_val_change=True)
 
     def write_text(self, name: str, text: str, *, step: int) -> None:
-        if self._run is not None:
-            self._log({name: self._wandb.Html(f"<pre>{_escaped(text)}</pre>", inject=False)}, step=step)
+        self._log({name: self._wandb.Html(f"<pre>{escape(text)}</pre>", inject=False)}, step=step)
 
     def write_image(self, name: str, image: Tensor, *, step: int) -> None:
-        if self._run is not None:
-            self._log({name: self._wandb.Image(image.numpy())}, step=step)
+        self._log({name: self._wandb.Image(image.numpy())}, step=step)
 
     def write_histogram(self, name: str, histogram: Histogram, *, step: int) -> None:
-        if self._run is not None:
-            import numpy as np
+        import numpy as np
 
-            counted = (np.array(histogram.counts), np.array(histogram.edges))
-            self._log({name: self._wandb.Histogram(np_histogram=counted)}, step=step)
+        counted = (np.array(histogram.counts), np.array(histogram.edges))
+        self._log({name: self._wandb.Histogram(np_histogram=counted)}, step=step)
 
     def close(self) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish(quiet=True)
 
-    def _log(self, values: dict[str, Any], *, step: int) -> None:
-        if self._run is not None:
-            self._run.log({"step": step, **values})
-
-
-def _escaped(text: str) -> str:
-    from html import escape
-
-    return escape(text)
+    def _log(self, values: Mapping[str, Any], *, step: int) -> None:
+        self._run.log({"step": step, **values})

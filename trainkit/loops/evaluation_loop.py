@@ -17,12 +17,6 @@ from trainkit.rng import preserve_rng
 from trainkit.strategy import metric_modules
 from trainkit.tree import concatenate
 
-_STEP_NAMES: dict[str, Literal["validation_step", "test_step"]] = {
-    "validation": "validation_step",
-    "sanity": "validation_step",
-    "test": "test_step",
-}
-
 
 class EvaluationLoop:
     """Evaluates every sample exactly once; ranks communicate only at the end of each dataset.
@@ -30,10 +24,12 @@ class EvaluationLoop:
     `loaders` are those of one dataset, named `""`, or of several.
     """
 
+    loaders: Mapping[str, BatchLoader]
+    """By the prefix of their metrics: `validation`, or `validation/<name>`."""
+
     def __init__(self, run: Run, loaders: Mapping[str, BatchLoader], *, stage: str) -> None:
-        self._run = run
-        self._loaders = loaders
-        self._stage = stage
+        self._run, self._stage = run, stage
+        self.loaders = {f"{stage}/{name}" if name else stage: loader for name, loader in loaders.items()}
 
     def run(self) -> dict[str, float] | None:
         """Return the metrics by their full names (`validation/loss`); `None` if a stop was requested. Collective.
@@ -42,11 +38,10 @@ class EvaluationLoop:
         """
         metrics: dict[str, float] = {}
         with self._evaluating() as progress:
-            for name, loader in self._loaders.items():
+            for prefix, loader in self.loaders.items():
                 reduced = self._evaluate(loader, progress)
                 if reduced is None:
                     return None
-                prefix = f"{self._stage}/{name}" if name else self._stage
                 metrics.update({f"{prefix}/{metric}": value for metric, value in reduced.items()})
         if self._stage != "sanity":
             self._run.log(metrics)
@@ -54,11 +49,12 @@ class EvaluationLoop:
 
     def _evaluate(self, loader: BatchLoader, progress: EvaluationProgress) -> dict[str, float] | None:
         """Return the metrics of one dataset over all ranks, `None` if a stop was requested; collective."""
-        run, stage, strategy = self._run, self._stage, self._run.strategy
+        run, strategy = self._run, self._run.strategy
+        step_name: Literal["validation_step", "test_step"] = "test_step" if self._stage == "test" else "validation_step"
         means, num_samples = WeightedMeans(strategy.device), 0
         with detach_metrics(metric_modules(strategy, run.task)):
             for micro_batch in loader.batches():
-                output = strategy.evaluate(run.task, micro_batch, _STEP_NAMES[stage])
+                output = strategy.evaluate(run.task, micro_batch, step_name)
                 means.add([output])
                 progress.batch += 1
                 num_samples += micro_batch.num_samples
@@ -67,7 +63,7 @@ class EvaluationLoop:
             if strategy.comm.any_rank(run.signals.received is not None):
                 return None
             of_callbacks: dict[str, float] = {}
-            run.emit("on_dataset_end", stage, of_callbacks)
+            run.emit("on_dataset_end", self._stage, of_callbacks)
             if of_callbacks and num_samples:
                 means.add([StepOutput(None, num_samples, {**of_callbacks})])
             return means.reduce(strategy.comm)
@@ -77,7 +73,7 @@ class EvaluationLoop:
         run = self._run
         outputs = []
         with self._evaluating() as progress:
-            for micro_batch in next(iter(self._loaders.values())).batches():
+            for micro_batch in next(iter(self.loaders.values())).batches():
                 outputs.append(run.strategy.predict(run.task, micro_batch))
                 progress.batch += 1
                 if run.strategy.comm.should_stop_evaluation(run.signals.received is not None):
@@ -91,9 +87,8 @@ class EvaluationLoop:
     def _evaluating(self) -> Iterator[EvaluationProgress]:
         """Evaluation mode, no gradients, and random generators restored at the end."""
         run = self._run
-        steps = [loader.num_steps for loader in self._loaders.values()]
-        known = [count for count in steps if count is not None]
-        progress = EvaluationProgress(self._stage, sum(known) if len(known) == len(steps) else None)
+        known = [loader.num_steps for loader in self.loaders.values() if loader.num_steps is not None]
+        progress = EvaluationProgress(self._stage, sum(known) if len(known) == len(self.loaders) else None)
         run.evaluation = progress
         run.emit("on_evaluation_start", self._stage)
         run.task.eval()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from signal import Signals
 from typing import Literal, get_args
 
 from trainkit.callback import Callback
-from trainkit.data.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import UserError, nearest
 from trainkit.logger import Logger
 from trainkit.model.transforms import ModelTransforms, check_patterns
-from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import GradientClipping
 from trainkit.optim.precision import Precision
 
@@ -31,7 +28,7 @@ class FitConfig:
     seed: int
     precision: Precision
     clip: GradientClipping
-    transforms: ModelTransforms
+    transforms: ModelTransforms | None
     compile: bool
     deterministic: bool
     detect_anomaly: bool
@@ -45,13 +42,10 @@ class FitConfig:
     """Global batches at most, by stage: `train`, `validation`, `test`, `predict`."""
     overfit_batches: int | None
     fast_dev_run: bool
-    preemption_signal: Signals | None
     callbacks: list[Callback]
     loggers: list[Logger]
     yaml: str
     """All settings of the run as YAML, kept in its folder and its checkpoints."""
-    reference_batch_size: ReferenceBatchSize | None = None
-    """The global batch that the learning rate was chosen for, if it is known."""
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
@@ -63,32 +57,23 @@ class FitConfig:
                 f"on_nonfinite={self.on_nonfinite!r} is unknown.{nearest(self.on_nonfinite, policies)} "
                 "Choose raise, skip, stop or rollback."
             )
-        if isinstance(self.max_rollbacks, bool) or not isinstance(self.max_rollbacks, int) or self.max_rollbacks < 1:
-            raise UserError(f"max_rollbacks must be a whole number, at least 1, got {self.max_rollbacks!r}.")
+        _check_count("max_rollbacks", self.max_rollbacks)
         factor = self.skip_grad_norm_factor
         if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1):
-            raise UserError(
-                f"skip_grad_norm_factor must be above 1, got {factor!r}; 10 skips steps at ten times the average norm."
-            )
-        _check_limit("num_sanity_batches", self.num_sanity_batches, least=0)
-        for stage, limit in self.limits.items():
-            _check_limit(f"limit_{stage}_batches", limit)
-        _check_limit("overfit_batches", self.overfit_batches)
+            example = "10 skips steps at ten times the average norm"
+            raise UserError(f"skip_grad_norm_factor must be above 1, got {factor!r}; {example}.")
+        _check_count("num_sanity_batches", self.num_sanity_batches, of=" of batches", least=0)
+        limits = {f"limit_{stage}_batches": limit for stage, limit in self.limits.items()}
+        for name, limit in (limits | {"overfit_batches": self.overfit_batches}).items():
+            if limit is not None:
+                _check_count(name, limit, of=" of batches")
 
     def in_one_batch(self) -> FitConfig:
         """Return the settings of `fast_dev_run`: one batch of each stage, and no loggers."""
-        step = Duration(1, "step")
-        return replace(self, max_duration=[step], evaluate_every=step, limits=dict.fromkeys(self.limits, 1), loggers=[])
-
-    def validates(self, data: Data) -> bool:
-        """Return True if training is interrupted by validations."""
-        return data.has("validation") and self.evaluate_every is not None
-
-    def data_seed(self, data: Data) -> int:
-        """Return the seed of the order of samples."""
-        return self.seed if data.seed is None else data.seed
+        step, limits = Duration(1, "step"), dict.fromkeys(self.limits, 1)
+        return replace(self, max_duration=[step], evaluate_every=step, limits=limits, num_sanity_batches=0, loggers=[])
 
 
-def _check_limit(name: str, value: int | None, *, least: int = 1) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise UserError(f"{name} must be a whole number of batches, at least {least}, got {value!r}.")
+def _check_count(name: str, value: int, *, of: str = "", least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UserError(f"{name} must be a whole number{of}, at least {least}, got {value!r}.")

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from trainkit.data.batch import StepBatch
 from trainkit.data.loader import BatchLoader
 from trainkit.duration import Interval
 from trainkit.errors import UserError
 from trainkit.loops.fit_config import FitConfig
-from trainkit.loops.phases import PhasedStep, PhaseStep, SingleStep, StepWrapper, TrainStep
+from trainkit.loops.phases import PhaseStep, TrainStep, phased_step
 from trainkit.loops.rollback import NonFinitePolicy
 from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
-from trainkit.strategy import Strategy, SupportsPhases, uses_auto_micro_batch
+from trainkit.strategy import Strategy, SupportsPhases
 from trainkit.task import TaskModule
 
 if TYPE_CHECKING:
@@ -41,8 +48,9 @@ class FitLoop:
         self._policy = NonFinitePolicy(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
         self._is_stopping = False  # every rank knows that a stop was requested
         self._skipped: SkippedSteps | None = None
+        self._parameters: dict[int, nn.Parameter] = {}  # at the start
         self.auto_micro_batch: AutoMicroBatch | None = None
-        if uses_auto_micro_batch(run.strategy):
+        if run.strategy.auto_micro_batch:
             from trainkit.loops.oom import AutoMicroBatch
 
             self.auto_micro_batch = AutoMicroBatch(run)
@@ -51,8 +59,7 @@ class FitLoop:
         """Train until a duration is reached or a stop is requested; `run.stop_reason` is the reason."""
         run, state, policy = self._run, self._run.state, self._policy
         self.start()
-        is_trained = False
-        while not is_trained:
+        while True:
             with policy.rollback_on_request(then=self._start_intervals):
                 for batch in self.step_batches():
                     outputs = self.begin_step(batch)
@@ -62,10 +69,9 @@ class FitLoop:
                         self._log()
                     if self._evaluation_interval.due(state):
                         self._evaluate()
-                    run.emit("on_step_end")
                 if policy.weights_are_finite():
                     self._log()
-                is_trained = True
+                break
         run.emit("on_fit_end")
 
     def start(self) -> None:
@@ -74,9 +80,10 @@ class FitLoop:
         run.task.train()
         run.task.zero_grad(set_to_none=True)
         self._policy.prepare()
+        self._parameters = {id(parameter): parameter for parameter in run.task.parameters()}
         run.state.start_clock()
         run.weights_are_finite = self._policy.weights_are_finite
-        if any(duration.unit in ("second", "minute", "hour") for duration in self._max_duration):
+        if any(duration.is_time for duration in self._max_duration):
             run.state.sync_clock()
         self._start_intervals()
         run.emit("on_fit_start")
@@ -84,7 +91,7 @@ class FitLoop:
             from trainkit.loops.skipped_steps import SkippedSteps
 
             self._skipped = SkippedSteps(run)
-        self._step = make_train_step(run, self._policy, [self.auto_micro_batch, self._skipped, run.step_timer])
+        self._step = self._make_step()
         self.begin_step = self._step.begin
         """Computes a step batch and returns the outputs of this rank's micro-batches; collective."""
         self._policy.start()
@@ -92,26 +99,37 @@ class FitLoop:
             self._evaluate()
 
     def step_batches(self) -> Iterator[StepBatch]:
-        """Yield this rank's step batches, epoch after epoch, until training is finished; collective.
+        """Yield this rank's step batches until training is finished, and call callbacks after each; collective.
 
         Raises UserError if an epoch has no step batch.
         """
+        with count_registrations() as registrations:
+            while not self._finished():
+                yield from self._epoch_batches(registrations)
+
+    def _epoch_batches(self, registrations: list[int]) -> Iterator[StepBatch]:
         run, state = self._run, self._run.state
-        while not self._finished():
-            run.emit("on_epoch_start")
-            first_step = state.step
-            for batch in self._epoch_batches():
-                yield batch
-                if batch.ends_epoch:
-                    run.emit("on_epoch_end")
-                if self._finished():
-                    break
-            if state.step == first_step:
-                raise UserError(
-                    f"there is nothing to train on from position {state.position} of epoch {state.epoch}, which has "
-                    f"{'too few' if state.epoch_length is None else state.epoch_length} items now. Resume with the "
-                    "data and limits that the run began with, set a smaller batch_size, or drop_last=False."
-                )
+        run.emit("on_epoch_start")
+        first_step = state.step
+        batches = run.strategy.step_batches(
+            self._loader.timed_batches(state.epoch, state.position), pin_memory=self._loader.stage_data.pin_memory
+        )
+        for batch in batches if run.step_timer is None else run.step_timer.timed_batches(batches):
+            if registrations[0]:
+                registrations[0] = 0
+                self._check_parameters()
+            yield batch
+            run.emit("on_step_end")
+            if batch.ends_epoch:
+                run.emit("on_epoch_end")
+            if self._finished():
+                break
+        if state.step == first_step:
+            raise UserError(
+                f"there is nothing to train on from position {state.position} of epoch {state.epoch}, which has "
+                f"{'too few' if state.epoch_length is None else state.epoch_length} items now. Resume with the "
+                "data and limits that the run began with, set a smaller batch_size, or drop_last=False."
+            )
 
     def finish_step(self, batch: StepBatch) -> None:
         """Make the remaining updates, count the step, and step the schedules of a completed epoch; collective."""
@@ -131,19 +149,26 @@ class FitLoop:
         if self._skipped is not None:
             self._skipped.warn(bad, self._loader)
 
+    def _check_parameters(self) -> None:
+        """Raise UserError for a trained parameter that neither the ranks nor an optimizer know."""
+        run = self._run
+        known = set(self._parameters)
+        if run.strategy.comm.num_processes == 1:
+            groups = [group for each in run.phase_optimizers for group in each.optimizer.param_groups]
+            known.update(id(parameter) for group in groups for parameter in group["params"])
+        for name, parameter in run.task.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UserError(
+                    f"the parameter {name} was added or replaced while training, so no optimizer or other rank knows "
+                    "it. Create all layers in __init__, and change values in place: with torch.no_grad(): "
+                    "parameter.copy_(values)."
+                )
+
     def _start_intervals(self) -> None:
         """Count intervals from the present step; after a rollback only a signal still requests a stop."""
         self._is_stopping = self._run.stopped_by is not None
         for interval in (self._log_interval, self._evaluation_interval):
             interval.start(self._run.state)
-
-    def _epoch_batches(self) -> Iterator[StepBatch]:
-        """Return this rank's step batches of the present epoch, from the present position on."""
-        run, state = self._run, self._run.state
-        batches = run.strategy.step_batches(
-            self._loader.timed_batches(state.epoch, state.position), pin_memory=self._loader.stage_data.pin_memory
-        )
-        return batches if run.step_timer is None else run.step_timer.timed_batches(batches)
 
     def _finished(self) -> bool:
         """Return True if the last step was the run's last; the same on every rank. Collective."""
@@ -162,6 +187,20 @@ class FitLoop:
             run.stop_reason = run.stopped_by.name
         run.request_stop("another rank was asked to stop")
         return True
+
+    def _make_step(self) -> TrainStep:
+        """Compose the step once, so that options that are off cost nothing."""
+        run = self._run
+        phases = [make_phase_step(run.task, run.strategy, phase_optimizer) for phase_optimizer in run.phase_optimizers]
+        for option in (self.auto_micro_batch, self._skipped, run.step_timer):
+            if option is not None:
+                phases = [option.wrap(phase) for phase in phases]
+        step = phased_step(run.task, run.state, phases) if phases[0].phase else single_step(phases[0])
+        if not self._policy.lists_steps:
+            return step
+        from trainkit.loops.skipped_steps import skip_listed_steps
+
+        return skip_listed_steps(step, run.state, self._policy.skip_step)
 
     def _log(self) -> None:
         """Write the means since the last log; the only place of training that waits for the device."""
@@ -202,23 +241,39 @@ class FitLoop:
         run.emit("on_evaluation_end", "validation", metrics)
 
 
-def make_train_step(run: Run, policy: NonFinitePolicy, wrappers: Sequence[StepWrapper | None]) -> TrainStep:
-    """Compose the step once, so that options that are off cost nothing."""
-    phases = [make_phase_step(run.task, run.strategy, phase_optimizer) for phase_optimizer in run.phase_optimizers]
-    for wrapper in wrappers:
-        if wrapper is not None:
-            phases = [wrapper.wrap(phase) for phase in phases]
-    step: TrainStep = PhasedStep(run.task, run.state, phases) if phases[0].phase else SingleStep(phases[0])
-    if not policy.lists_steps:
-        return step
-    from trainkit.loops.skipped_steps import SkipListedSteps
+@contextmanager
+def count_registrations() -> Iterator[list[int]]:
+    """Count the parameters and modules that any module registers in the context, beginning at 1 for those before it."""
+    registrations = [1]
 
-    return SkipListedSteps(step, run.state, policy.skip_step)
+    def count(module: nn.Module, name: str, value: object) -> None:
+        registrations[0] += 1
+
+    hooks = [register_module_parameter_registration_hook(count), register_module_module_registration_hook(count)]
+    try:
+        yield registrations
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def single_step(phase: PhaseStep) -> TrainStep:
+    """Return the step of a task with one optimizer."""
+    update, step_schedules = phase.update, phase.step_schedules
+    grad_norms: dict[str, Tensor] = {}
+
+    def finish() -> None:
+        norm = update()
+        step_schedules()
+        if norm is not None:
+            grad_norms[""] = norm
+
+    return TrainStep(phase.forward_backward, finish, grad_norms)
 
 
 def make_phase_step(task: TaskModule, strategy: Strategy, phase_optimizer: PhaseOptimizer) -> PhaseStep:
     """Return the calls of one optimizer, without options around them."""
-    phased = strategy if isinstance(strategy, SupportsPhases) else None  # asked once: the check is slow
+    phased = strategy if isinstance(strategy, SupportsPhases) else None
 
     def begin(step_name: str | None) -> None:
         assert phased is not None  # checked before training

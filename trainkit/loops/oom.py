@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,46 +51,42 @@ class AutoMicroBatch:
         strategy, task = self._run.strategy, self._run.task
         while True:
             batch = resplit(batch, strategy.micro_batch_size)
-            before = StateSnapshot(task, metric_modules(strategy, task))
+            restore_state = state_snapshot(task, metric_modules(strategy, task))
             try:
                 return forward_backward(batch)
             except torch.OutOfMemoryError as error:
                 reason = str(error)
             # Outside the handler: the error keeps the frames of the step, and they the memory to free.
             task.zero_grad(set_to_none=True)
-            before.restore()
+            restore_state()
             if strategy.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._halve(self._largest(batch), reason)
+            self._halve(batch, reason)
 
     def resume(self) -> None:
         """Use the size that the resumed run found."""
         if self._run.state.micro_batch_size is not None:
             self._use(self._run.state.micro_batch_size)
 
-    def _halve(self, size: int, reason: str) -> None:
+    def _halve(self, batch: StepBatch, reason: str) -> None:
+        """Use half of the largest micro-batch on any rank; collective."""
         run = self._run
+        largest = max((micro_batch.num_samples for micro_batch in batch.micro_batches), default=0)
+        size = max(run.strategy.comm.all_gather_object(largest))
+        half = (size + 1) // 2
         if size == 1:
             raise UserError(
                 f"the task does not fit into memory with one sample at a time ({_first_line(reason)}). Make the task "
                 "or its samples smaller, set trainer.precision=bf16-mixed, or partition the task: strategy=pipeline."
             )
-        self._use((size + 1) // 2)
+        self._use(half)
         if run.is_main:
-            logger.warning(
+            plan = "" if run.plan is None else f": {run.plan}"
+            message = (
                 "micro_batch_size=auto: %d samples at once do not fit into memory (%s); continuing with %d%s. Set "
-                "strategy.micro_batch_size=%d to start with it.",
-                size,
-                _first_line(reason),
-                (size + 1) // 2,
-                "" if run.plan is None else f": {run.plan}",
-                (size + 1) // 2,
+                "strategy.micro_batch_size=%d to start with it."
             )
-
-    def _largest(self, batch: StepBatch) -> int:
-        """Return the number of samples of the largest micro-batch on any rank; collective."""
-        largest = max((micro_batch.num_samples for micro_batch in batch.micro_batches), default=0)
-        return max(self._run.strategy.comm.all_gather_object(largest))
+            logger.warning(message, size, _first_line(reason), half, plan, half)
 
     def _use(self, size: int) -> None:
         run = self._run
@@ -102,21 +97,19 @@ class AutoMicroBatch:
             run.loader.resplit(run.strategy)
 
 
-class StateSnapshot:
-    """A copy of the state that a step changes besides parameters: random generators, buffers and metrics."""
+def state_snapshot(task: nn.Module, metrics: Sequence[nn.Module]) -> Callable[[], None]:
+    """Copy what a step changes besides parameters: random generators, buffers and metrics; return what restores it."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
+    metric_states, generators = preserve_state(metrics), rng_state()
 
-    def __init__(self, task: nn.Module, metrics: Sequence[nn.Module]) -> None:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
-        self._metrics = preserve_state(metrics)
-        self._rng = rng_state()
-
-    def restore(self) -> None:
-        """Restore the copied state."""
+    def restore_state() -> None:
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for buffer, value in buffers:
                 buffer.copy_(value)
-        restore(self._metrics)
-        set_rng_state(self._rng)
+        restore(metric_states)
+        set_rng_state(generators)
+
+    return restore_state
 
 
 def resplit(batch: StepBatch, size: int | None) -> StepBatch:
@@ -131,14 +124,7 @@ def _split(whole: MicroBatch, size: int) -> Iterator[MicroBatch]:
     if count <= size:
         yield whole
         return
-    _check_rows(whole.batch, count)
-    for start in range(0, count, size):
-        yield MicroBatch(rows(whole.batch, slice(start, start + size), of=count), min(size, count - start))
-
-
-def _check_rows(batch: Any, count: int) -> None:
-    """Raise UserError for a batch that cannot be split: only tensors with a row for each sample can."""
-    for leaf in tree_leaves(batch):
+    for leaf in tree_leaves(whole.batch):
         if not isinstance(leaf, (Tensor, int, float, type(None))) or (
             isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != count
         ):
@@ -147,6 +133,8 @@ def _check_rows(batch: Any, count: int) -> None:
                 f"micro_batch_size=auto cannot split a batch of {count} samples that holds {found}: only tensors with "
                 "a row for each sample can be split. Set strategy.micro_batch_size to a number."
             )
+    for start in range(0, count, size):
+        yield MicroBatch(rows(whole.batch, slice(start, start + size), of=count), min(size, count - start))
 
 
 def _first_line(reason: str) -> str:

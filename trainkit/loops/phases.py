@@ -1,10 +1,9 @@
-"""The phases of one optimizer step: in a fixed order, or driven by the task's `manual_step`."""
+"""One optimizer step, and its phases: in a fixed order, or driven by the task's `manual_step`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -32,42 +31,16 @@ class PhaseStep:
     step_schedules: Callable[[], None]
 
 
-class StepWrapper(Protocol):
-    """An option of the step, such as timing."""
-
-    def wrap(self, step: PhaseStep) -> PhaseStep:
-        """Return the step with this option added."""
-
-
-class TrainStep(Protocol):
+@dataclass(frozen=True)
+class TrainStep:
     """One optimizer step in two calls; both are collective."""
 
-    @property
-    def begin(self) -> Callable[[StepBatch], list[StepOutput]]:
-        """Compute a step batch and return the outputs of this rank's micro-batches."""
-
-    def finish(self) -> None:
-        """Make the remaining updates."""
-
-    @property
-    def grad_norms(self) -> Mapping[str, Tensor]:
-        """The norm of each phase's last gradient, if it was needed."""
-
-
-class SingleStep:
-    """The step of a task with one optimizer."""
-
-    def __init__(self, phase: PhaseStep) -> None:
-        self.begin = phase.forward_backward
-        self.grad_norms: dict[str, Tensor] = {}
-        self._update, self._step_schedules = phase.update, phase.step_schedules
-
-    def finish(self) -> None:
-        """Update the parameters and step the schedules."""
-        norm = self._update()
-        self._step_schedules()
-        if norm is not None:
-            self.grad_norms[""] = norm
+    begin: Callable[[StepBatch], list[StepOutput]]
+    """Computes a step batch and returns the outputs of this rank's micro-batches."""
+    finish: Callable[[], None]
+    """Makes the remaining updates."""
+    grad_norms: Mapping[str, Tensor]
+    """The norm of each phase's last gradient, if it was needed."""
 
 
 class PhaseControl:
@@ -106,7 +79,13 @@ class PhaseControl:
         current = self._find(phase)
         current.begin(step)
         outputs = current.forward_backward(self._batch)
-        self.outputs += [_named(output, phase) for output in outputs]
+        for output in outputs:
+            metrics = {f"{phase}/{name}": value for name, value in output.metrics.items()}
+            if output.loss is not None:
+                metrics[f"{phase}/loss"] = output.loss
+            objects = [counted._replace(name=f"{phase}/{counted.name}") for counted in output.objects]
+            named = StepOutput(output.loss, output.weight, metrics, own_weight=output.own_weight, objects=objects)
+            self.outputs.append(named)
         last = outputs[-1] if outputs else None
         return {} if last is None or last.loss is None else {"loss": last.loss, **last.metrics}
 
@@ -132,43 +111,21 @@ class PhaseControl:
     def _find(self, phase: str) -> PhaseStep:
         found = self._phases.get(phase)
         if found is None:
-            known = list(self._phases)
-            raise UserError(
-                f"unknown phase {phase!r}.{nearest(phase, known)} configure_phases declares {', '.join(known)}."
-            )
+            hint = nearest(phase, self._phases)
+            raise UserError(f"unknown phase {phase!r}.{hint} configure_phases declares {', '.join(self._phases)}.")
         return found
 
 
-class PhasedStep:
-    """The step of a task with several optimizers, each of which is updated before the next phase begins."""
+def phased_step(task: TaskModule, state: TrainState, phases: Sequence[PhaseStep]) -> TrainStep:
+    """Return the step of a task with several optimizers: `begin` updates each of them before the next phase begins."""
+    control = PhaseControl(phases)
 
-    def __init__(self, task: TaskModule, state: TrainState, phases: Sequence[PhaseStep]) -> None:
-        self._control = PhaseControl(phases)
-        self._task, self._state = task, state
-
-    @property
-    def grad_norms(self) -> Mapping[str, Tensor]:
-        """The norm of each phase's last gradient, if it was needed."""
-        return self._control.norms
-
-    def begin(self, batch: StepBatch) -> list[StepOutput]:
-        """Make the step of all phases that run in it, and return their outputs; collective."""
-        control = self._control
-        control.begin(batch, num_steps=self._state.step)
-        if self._task.manual:
-            self._task.manual_step(control)
+    def begin(batch: StepBatch) -> list[StepOutput]:
+        control.begin(batch, num_steps=state.step)
+        if task.manual:
+            task.manual_step(control)
         else:
             control.run_due_phases()
         return control.outputs
 
-    def finish(self) -> None:
-        """Do nothing: each phase has made its update already."""
-
-
-def _named(output: StepOutput, phase: str) -> StepOutput:
-    """Return a phase's output with its metrics and its loss named `<phase>/<name>`."""
-    metrics = {f"{phase}/{name}": value for name, value in output.metrics.items()}
-    if output.loss is not None:
-        metrics[f"{phase}/loss"] = output.loss
-    objects = [counted._replace(name=f"{phase}/{counted.name}") for counted in output.objects]
-    return StepOutput(output.loss, output.weight, metrics, own_weight=output.own_weight, objects=objects)
+    return TrainStep(begin, lambda: None, control.norms)

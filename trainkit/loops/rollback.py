@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.data.loader import BatchLoader
-from trainkit.errors import NonFiniteLoss
+from trainkit.errors import CheckpointError, NonFiniteLoss
 from trainkit.loops.fit_config import NonfinitePolicy
 from trainkit.loops.run import Run
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optim.nonfinite import is_finite_state, nonfinite_state, untrained_nonfinite_state
 
 if TYPE_CHECKING:
-    from trainkit.checkpoint.manifest import CheckpointEntry
+    from trainkit.checkpoint.store import CheckpointEntry
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +29,7 @@ class RollbackRequested(Exception):  # not an error: training continues
 
     def __init__(self, step: int, cause: str) -> None:
         super().__init__(cause)
-        self.step = step
-        self.cause = cause
+        self.step, self.cause = step, cause
 
 
 class NonFinitePolicy:
@@ -71,9 +71,7 @@ class NonFinitePolicy:
             )
         names = untrained_nonfinite_state(self._run.task)
         if strategy.comm.any_rank(bool(names)):  # stages hold parts of the task
-            self._point.never_finite = frozenset(
-                name for of_rank in strategy.comm.all_gather_object(names) for name in of_rank
-            )
+            self._point.never_finite = frozenset(chain.from_iterable(strategy.comm.all_gather_object(names)))
 
     def start(self) -> None:
         """Save a first checkpoint to roll back to, if the policy needs one and this run has none; collective."""
@@ -118,7 +116,16 @@ class NonFinitePolicy:
             self._weights_are_sound = False
             run.request_stop(cause)
             return False
-        raise NonFiniteLoss(f"{cause}, or a step before it did, though no loss was NaN or infinite{self._remedy()}")
+        skip = (
+            "; trainer.on_nonfinite=skip skips steps whose gradient is not finite, and rollback returns to a "
+            "checkpoint before them"
+        )
+        raise NonFiniteLoss(
+            f"{cause}, or a step before it did, though no loss was NaN or infinite"
+            f"{'' if run.checkpointer.store is None else '; they are not saved, and earlier checkpoints stay'}. Lower "
+            "the learning rate, set trainer.max_grad_norm=1.0, or set trainer.detect_anomaly=true to find the "
+            f"operation{'' if self._policy == 'skip' else skip}."
+        )
 
     def on_nonfinite_loss(self, step: int | None) -> None:
         """Raise, stop or roll back as the policy says; `step` is this rank's first bad one. Collective.
@@ -144,10 +151,7 @@ class NonFinitePolicy:
         )
 
     def skip_step(self) -> None:
-        """Step only the schedules of the next step; raises RollbackRequested if the step before it is to blame.
-
-        Collective.
-        """
+        """Step only the schedules; raises RollbackRequested if the previous step is to blame. Collective."""
         run, step = self._run, self._run.state.step + 1
         if self._suspect is not None and self._suspect[0] == step:
             cause, self._suspect = self._suspect[1], None
@@ -201,19 +205,6 @@ class NonFinitePolicy:
         """Return the name from the first rank that has one; collective."""
         return next((other for other in self._run.strategy.comm.all_gather_object(name) if other is not None), None)
 
-    def _remedy(self) -> str:
-        kept = "" if self._run.checkpointer.store is None else "; they are not saved, and earlier checkpoints stay"
-        lower = (
-            f"{kept}. Lower the learning rate, set trainer.max_grad_norm=1.0, or set "
-            "trainer.detect_anomaly=true to find the operation"
-        )
-        if self._policy == "skip":
-            return f"{lower}."
-        return (
-            f"{lower}; trainer.on_nonfinite=skip skips steps whose gradient is not finite, and rollback returns to a "
-            "checkpoint before them."
-        )
-
     def _place(self, step: int | None) -> tuple[int | None, str]:
         """Return the first bad step of all ranks, and its rank and samples as text; collective."""
         run = self._run
@@ -252,8 +243,6 @@ class RollbackPoint:
     def checkpoint_before(self, step: int) -> tuple[int, Path] | None:
         """Return the step and path of the last complete checkpoint before `step` with finite weights; collective."""
         run = self._run
-        from trainkit.checkpoint.manifest import CheckpointError
-
         run.checkpointer.wait()
         found: tuple[int, Path] | None = None
         if run.is_main and run.checkpointer.store is not None:

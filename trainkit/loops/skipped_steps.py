@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,44 +53,33 @@ class SkippedSteps:
 
         def then_restore() -> Tensor | None:
             norm = update()
-            self._restore(phase, phase_optimizer.skipped)
+            before, flag = self._before.pop(phase, None), phase_optimizer.skipped
+            if flag is not None:
+                if before is not None:
+                    before.restore_where(flag)
+                self._flags.append((self._run.state.step + 1, flag))
+                if len(self._flags) >= _FOLD_AT:
+                    self._fold()
             return norm
 
         return replace(step, forward_backward=snapshot_first, update=then_restore)
 
     def warn(self, bad: Sequence[int], loader: BatchLoader) -> None:
-        """Warn about the steps skipped since the last call; `bad` had a bad loss on this rank. Waits for the device.
-
-        Collective.
-        """
+        """Warn about the steps skipped since the last call; `bad`: those with a bad loss on this rank. Collective."""
         self._fold()
         steps, self._steps = list(dict.fromkeys(self._steps)), []
         shown = steps[:STEPS_SHOWN]
         if not shown:
             return
         run = self._run
-        known_here = {step: SkipReason(step in bad, loader.sample_indices(step, run.state)) for step in shown}
-        reasons = run.strategy.comm.all_gather_object((run.strategy.comm.rank, known_here))
-        if not run.is_main:
-            return
-        reasons.sort(key=itemgetter(0))
-        causes = [_cause(step, {rank: known[step] for rank, known in reasons}) for step in shown]
-        more = f"; and {len(steps) - len(shown)} more" * (len(steps) > len(shown))
-        logger.warning(
-            "skipped since the last log: %s%s. Set trainer.detect_anomaly=true to find the operation.",
-            "; ".join(causes),
-            more,
-        )
-
-    def _restore(self, phase: str, flag: Tensor | None) -> None:
-        before = self._before.pop(phase, None)
-        if flag is None:
-            return
-        if before is not None:
-            before.restore_where(flag)
-        self._flags.append((self._run.state.step + 1, flag))
-        if len(self._flags) >= _FOLD_AT:
-            self._fold()
+        here = {step: (step in bad, loader.sample_indices(step, run.state)) for step in shown}
+        of_ranks = dict(sorted(run.strategy.comm.all_gather_object((run.strategy.comm.rank, here)), key=itemgetter(0)))
+        if run.is_main:
+            causes = [_cause(step, {rank: reasons[step] for rank, reasons in of_ranks.items()}) for step in shown]
+            if len(steps) > len(shown):
+                causes.append(f"and {len(steps) - len(shown)} more")
+            message = "skipped since the last log: %s. Set trainer.detect_anomaly=true to find the operation."
+            logger.warning(message, "; ".join(causes))
 
     def _fold(self) -> None:
         """Add the steps whose flag is set; waits for the device."""
@@ -101,37 +89,23 @@ class SkippedSteps:
             self._steps += [step for (step, _), was_skipped in zip(flags, skipped, strict=True) if was_skipped]
 
 
-class SkipListedSteps:
-    """A step that changes nothing where a rollback has listed it in `state.skipped_steps`."""
+def skip_listed_steps(step: TrainStep, state: TrainState, skip: Callable[[], None]) -> TrainStep:
+    """Return the step with `skip` in its place where a rollback has listed it in `state.skipped_steps`."""
+    skips = False
 
-    def __init__(self, step: TrainStep, state: TrainState, skip: Callable[[], None]) -> None:
-        self._step, self._state, self._skip = step, state, skip
-        self._skips = False
-
-    @property
-    def grad_norms(self) -> Mapping[str, Tensor]:
-        """The norm of each phase's last gradient, if it was needed."""
-        return self._step.grad_norms
-
-    def begin(self, batch: StepBatch) -> list[StepOutput]:
-        """Compute the step batch, or skip it; collective."""
-        self._skips = self._state.step + 1 in self._state.skipped_steps
-        if self._skips:
-            self._skip()
+    def begin(batch: StepBatch) -> list[StepOutput]:
+        nonlocal skips
+        skips = state.step + 1 in state.skipped_steps
+        if skips:
+            skip()
             return []
-        return self._step.begin(batch)
+        return step.begin(batch)
 
-    def finish(self) -> None:
-        """Make the updates of a step that is not skipped."""
-        if not self._skips:
-            self._step.finish()
+    def finish() -> None:
+        if not skips:
+            step.finish()
 
-
-class SkipReason(NamedTuple):
-    """The loss and samples of a skipped step on one rank."""
-
-    loss_was_bad: bool
-    samples: list[int]
+    return replace(step, begin=begin, finish=finish)
 
 
 class BufferSnapshot:
@@ -147,16 +121,16 @@ class BufferSnapshot:
         with torch.no_grad():
             for group, before in zip(self._groups, self._before, strict=True):
                 chosen = torch.where(flag.to(before.device), before, _flat(group))
-                flat = chosen.split([buffer.numel() for buffer in group])
+                values = chosen.split([buffer.numel() for buffer in group])
                 torch._foreach_copy_(
-                    group, [values.view_as(buffer) for values, buffer in zip(flat, group, strict=True)]
+                    group, [value.view_as(buffer) for value, buffer in zip(values, group, strict=True)]
                 )
 
 
-def _cause(step: int, of_ranks: Mapping[int, SkipReason]) -> str:
+def _cause(step: int, of_ranks: Mapping[int, tuple[bool, list[int]]]) -> str:
     """Return the cause of a skipped step: the first rank with a bad loss and its samples, else those of all ranks."""
-    bad = next((rank for rank, reason in of_ranks.items() if reason.loss_was_bad), None)
-    samples = of_ranks[bad].samples if bad is not None else [i for reason in of_ranks.values() for i in reason.samples]
+    bad = next((rank for rank, (loss_was_bad, _) in of_ranks.items() if loss_was_bad), None)
+    samples = of_ranks[bad][1] if bad is not None else [index for _, indices in of_ranks.values() for index in indices]
     cause = "its gradient was not finite, or a spike" if bad is None else "its loss was NaN or infinite"
     on_rank = f" on rank {bad}" if bad is not None and len(of_ranks) > 1 else ""
     return f"step {step}, since {cause}{on_rank}" + (f" (samples {list_samples(samples)})" if samples else "")
@@ -173,5 +147,5 @@ def _has_values(buffer: Tensor) -> bool:
     return all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
 
 
-def _kind(buffer: Tensor) -> Any:
+def _kind(buffer: Tensor) -> tuple[str, str]:
     return str(buffer.device), str(buffer.dtype)

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from threading import get_ident
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -41,12 +40,13 @@ class StepTimer:
         self.steps = 0
         self._strategy = strategy
         self._loader = loader
-        self._received = self._forward = self._both = self._optimizer = 0.0
+        self._received = 0.0
         self._waited_before, self._data_before = waited_seconds(strategy), loader.seconds_waited
-        self._device = _DeviceTimer() if strategy.device.type == "cuda" else None
+        self._device = device = _DeviceTimer() if strategy.device.type == "cuda" else None
+        self._forward, self._both = _PartTimer("forward", device), _PartTimer("both", device)
+        self._optimizer = _PartTimer("optimizer", device)
         self._thread: int | None = None  # that is in a step
         self._in_step = False  # since its first forward, and until it is counted
-        self._forward_context = _Forward(self)
         self._release = precision.surround(self._forward_of_step)
 
     def close(self) -> None:
@@ -76,28 +76,19 @@ class StepTimer:
     def _forward_backward(
         self, forward_backward: Callable[[StepBatch], list[StepOutput]], batch: StepBatch
     ) -> list[StepOutput]:
-        device = self._device
-        if device is not None and not self._in_step:
-            device.begin_step()
+        if self._device is not None and not self._in_step:
+            self._device.begin_step()
         self._in_step = True
-        began = _clock()
         self._thread = get_ident()
         try:
-            return forward_backward(batch)
+            with self._both:
+                return forward_backward(batch)
         finally:
             self._thread = None
-            self._both += _clock() - began
-            if device is not None:
-                device.mark("both")
 
     def _update(self, update: Callable[[], Tensor | None]) -> Tensor | None:
-        began = _clock()
-        try:
+        with self._optimizer:
             return update()
-        finally:
-            self._optimizer += _clock() - began
-            if self._device is not None:
-                self._device.mark("optimizer")
 
     def end_step(self) -> None:
         """Count a step whose phases are complete."""
@@ -106,38 +97,36 @@ class StepTimer:
 
     def _forward_of_step(self) -> AbstractContextManager[Any] | None:
         # Replicas on other threads run at the same time: their forwards do not add up to a step.
-        return self._forward_context if self._thread == get_ident() else None
+        return self._forward if self._thread == get_ident() else None
 
     # ---- What was measured
 
     def take(self, seconds: float) -> dict[str, float]:
         """Return the seconds of each part of the steps that took `seconds`, and reset; only at a log point."""
         waited = waited_seconds(self._strategy)
-        communication = None
-        if waited is not None:
-            communication = max(waited - (self._waited_before or 0.0), 0.0)  # a new reducer starts from zero
+        # A new reducer starts from zero.
+        communication = None if waited is None else max(waited - (self._waited_before or 0.0), 0.0)
         data = self._loader.seconds_waited - self._data_before
         parts = {"data": data}
         if self._strategy.device.type != "cpu":
             parts["copy"] = max(self._received - data, 0.0)
         if self._device is None:
-            parts["forward"] = self._forward
-            parts["backward"] = max(self._both - self._forward - (communication or 0.0), 0.0)
+            parts["forward"] = self._forward.seconds
+            parts["backward"] = max(self._both.seconds - self._forward.seconds - (communication or 0.0), 0.0)
             if communication is not None:
                 parts["communication"] = communication
-            parts["optimizer"] = self._optimizer
-            parts["rest"] = max(seconds - self._received - self._both - self._optimizer, 0.0)
+            parts["optimizer"] = self._optimizer.seconds
+            parts["rest"] = max(seconds - self._received - self._both.seconds - self._optimizer.seconds, 0.0)
         else:
             parts.update(self._on_device(seconds, parts, communication))
-        self._received = self._forward = self._both = self._optimizer = 0.0
+        self._received = self._forward.seconds = self._both.seconds = self._optimizer.seconds = 0.0
         self._waited_before, self._data_before, self.steps = waited, self._loader.seconds_waited, 0
         return parts
 
     def _on_device(self, seconds: float, parts: dict[str, float], communication: float | None) -> dict[str, float]:
         """Return the parts on a device that works behind the CPU: waits of the CPU count only while the device is idle.
 
-        While the CPU waits for other ranks in backward the device is idle. Waits in the queue of the device stay part
-        of backward.
+        It is idle while the CPU waits for other ranks in backward. Waits in the device's queue stay part of backward.
         """
         assert self._device is not None
         busy = self._device.take(self.steps)
@@ -146,31 +135,28 @@ class StepTimer:
             busy["backward"] -= busy["communication"]
         idle = max(seconds - sum(busy.values()), 0.0)
         waiting: dict[str, float] = {}
-        for name in ("data", "copy"):
-            if name in parts:
-                waiting[name] = min(parts[name], idle)
-                idle -= waiting[name]
+        for name, wait in parts.items():  # of data, then of the copy
+            waiting[name] = min(wait, idle)
+            idle -= waiting[name]
         return {**waiting, **busy, "rest": idle}
 
 
-class _Forward:
-    """The context of one forward."""
+class _PartTimer:
+    """Adds the seconds of a block to those of a part, and marks the block on the device."""
 
-    def __init__(self, timer: StepTimer) -> None:
-        self._timer = timer
-        self._began = 0.0
+    def __init__(self, name: str, device: _DeviceTimer | None) -> None:
+        self.seconds = 0.0
+        self._name, self._device = name, device
 
     def __enter__(self) -> None:
-        if self._timer._device is not None:
-            self._timer._device.mark("between")
+        if self._device is not None and self._name == "forward":
+            self._device.mark("between")  # forwards, which is backward
         self._began = _clock()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer._forward += _clock() - self._began
-        if self._timer._device is not None:
-            self._timer._device.mark("forward")
+    def __exit__(self, *_: object) -> None:
+        self.seconds += _clock() - self._began
+        if self._device is not None:
+            self._device.mark(self._name)
 
 
 class _DeviceTimer:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainkit.callback import Callback
+from trainkit.checkpoint.files import reason
 from trainkit.data.data import Data
-from trainkit.data.open_loader import open_loader
+from trainkit.data.loader import check_same_data, open_loader
 from trainkit.duration import total_steps
 from trainkit.errors import Stopped, UserError
 from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.fit_loop import FitLoop
 from trainkit.loops.run import Run
 from trainkit.model.transforms import compile_forward
+from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import configure_optimizers
 from trainkit.rng import seed_everything
 from trainkit.run_dir.failure import record_failure, warnings_kept
@@ -60,9 +64,11 @@ def fit_on_rank(
     *,
     checkpoint: Path | None,
     run_dir: Path | None,
+    reference: ReferenceBatchSize | None,
 ) -> FitResult:
     """Train `task` on this rank's samples and return the result; collective."""
     with run_on_rank(strategy, config, task, data, run_dir) as run:
+        run.reference_batch_size = reference
         seconds, samples = 0.0, 0
         try:
             # Under torchrun each rank has chosen a checkpoint; rank 0 decides.
@@ -91,7 +97,7 @@ def evaluate_on_rank(
             from trainkit.checkpoint.store import load_from
 
             run.checkpointer.load_weights(load_from(checkpoint).payload, where=str(checkpoint), to_evaluate=True)
-        loop = evaluation_loop(run, config, stage, limit=config.limits[stage])
+        loop = evaluation_loop(run, stage, limit=config.limits[stage])
         outcome = loop.predict() if stage == "predict" else loop.run()
         if run.sync_stop_signal() and run.stopped_by is not None:
             raise Stopped(run.stopped_by.name, EXIT_CODES[run.stopped_by.name])
@@ -104,30 +110,29 @@ def run_on_rank(
     strategy: Strategy, config: FitConfig, task: TaskModule, data: Data, run_dir: Path | None
 ) -> Iterator[Run]:
     """Set this rank up for a run, and release everything at the end, also after an error; collective."""
-    with StopSignals(config.preemption_signal) as signals, _torch_flags(config), ExitStack() as stack:
+    with StopSignals(strategy.stop_signals) as signals, _torch_flags(config), ExitStack() as stack:
         try:
             strategy.setup(config.precision)
             seed_everything(config.seed + strategy.comm.rank)
-            transforms = config.transforms
-            stack.enter_context(
-                transforms.applied(task, num_processes=strategy.comm.num_processes, device=strategy.device)
-            )
+            if config.transforms is not None:
+                num_processes, device = strategy.comm.num_processes, strategy.device
+                stack.enter_context(config.transforms.applied(task, num_processes=num_processes, device=device))
             run = Run(
                 task=task,
                 data=data,
                 strategy=strategy,
                 precision=config.precision,
-                callbacks=[*config.callbacks, *task.configure_callbacks()],
+                callbacks=[*config.callbacks, *_callbacks_of(task)],
                 loggers=config.loggers if strategy.comm.is_main else [],
                 signals=signals,
                 seed=config.seed,
                 run_dir=strategy.comm.broadcast_object(run_dir),
                 config=config.yaml,
-                reference_batch_size=config.reference_batch_size,
             )
             if run.run_dir is not None and run.is_main:
                 make_run_dir(run.run_dir)
-                stack.enter_context(lock_run_dir(run.run_dir))
+                run.folder_lock = stack.enter_context(ExitStack())
+                run.folder_lock.enter_context(lock_run_dir(run.run_dir))
             try:
                 with warnings_kept(run.run_dir, process=strategy.comm.process):
                     yield run
@@ -143,10 +148,10 @@ def run_on_rank(
 
 def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop:
     """Prepare task, optimizer and data on this rank, and restore a resumed run; collective."""
-    _prepare_data(run, config)
+    validation = _prepare_data(run, config)
     _prepare_task(run, config)
+    run.validates = validation is not None
     _prepare_optimizers(run, config)
-    validation = _validation_loop(run, config)
     loop = FitLoop(run, config, validation=validation)
     if checkpoint is not None:
         from trainkit.checkpoint.store import load_from
@@ -159,23 +164,41 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
     assert run.loader is not None
     if isinstance(run.strategy, PreparesSteps):
         run.strategy.prepare_steps(run.task, run.loader.step_batches(run.state.epoch, run.state.position))
-    if checkpoint is None and validation is not None and config.num_sanity_batches and not config.fast_dev_run:
-        metrics = evaluation_loop(run, config, "sanity", limit=config.num_sanity_batches).run()
+    if checkpoint is None and validation is not None and config.num_sanity_batches:
+        metrics = _open_evaluation(run, "sanity", limit=config.num_sanity_batches).run()
         if metrics is not None:
+            for phase_optimizer in run.phase_optimizers:
+                phase_optimizer.check_monitored(metrics)
             run.emit("on_evaluation_end", "sanity", metrics)
     _open_loggers(run)
     return loop
 
 
-def evaluation_loop(run: Run, config: FitConfig, stage: str, *, limit: int | None) -> EvaluationLoop:
-    """Return the loop of an evaluation of at most `limit` global batches."""
+def evaluation_loop(run: Run, stage: str, *, limit: int | None) -> EvaluationLoop:
+    """Return the loop of an evaluation of at most `limit` global batches; collective."""
+    loop = _open_evaluation(run, stage, limit=limit)
+    check_same_data(loop.loaders, run.strategy.comm)
+    return loop
+
+
+def _open_evaluation(run: Run, stage: str, *, limit: int | None) -> EvaluationLoop:
     from trainkit.loops.evaluation_loop import EvaluationLoop
 
     sources = run.data.stage_data_by_name("validation" if stage == "sanity" else stage)
-    seed = config.data_seed(run.data)
+    seed = run.seed if run.data.seed is None else run.data.seed
     loaders = {name: open_loader(source, run.strategy, seed=seed, limit=limit) for name, source in sources.items()}
     run.loaders += loaders.values()
     return EvaluationLoop(run, loaders, stage=stage)
+
+
+def _callbacks_of(task: TaskModule) -> Sequence[Callback]:
+    callbacks: object = task.configure_callbacks()
+    if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
+        raise UserError(
+            f"{type(task).__name__}.configure_callbacks returned {callbacks!r}; return a list of objects of "
+            "trainkit.Callback."
+        )
+    return callbacks
 
 
 def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
@@ -188,27 +211,33 @@ def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
     return checkpoint
 
 
-def _prepare_data(run: Run, config: FitConfig) -> None:
-    """Open the training data; its length gives the batch plan and the number of steps."""
+def _prepare_data(run: Run, config: FitConfig) -> EvaluationLoop | None:
+    """Open the training data, which gives the batch plan and the number of steps, and return the loop of validations.
+
+    Collective. Raises UserError if the ranks' data differ.
+    """
     source = run.data.stage_data("train")
-    run.loader = open_loader(
+    run.loader = loader = open_loader(
         source,
         run.strategy,
-        seed=config.data_seed(run.data),
+        seed=run.seed if run.data.seed is None else run.data.seed,
         limit=config.overfit_batches or config.limits["train"],
         repeat_first=config.overfit_batches is not None,
     )
-    order_warning = run.loader.check_order(run.strategy)
+    validation = None
+    if run.data.has("validation") and config.evaluate_every is not None:
+        validation = _open_evaluation(run, "validation", limit=config.limits["validation"])
+    loaders = {"train": loader, **({} if validation is None else validation.loaders)}
+    order_warning = check_same_data(loaders, run.strategy.comm)
     if order_warning is not None and run.is_main:
         logger.warning(order_warning)
-    run.plan = None if source.batch_size is None else run.strategy.plan(source.batch_size)
-    run.state.epoch_length = run.loader.epoch_length
+    size, length = source.batch_size, loader.epoch_length
+    run.plan = None if size is None else run.strategy.plan(size)
+    run.state.epoch_length = length
     run.max_steps = total_steps(
-        config.max_duration,
-        steps_of_epoch=run.loader.num_steps,
-        items_of_epoch=run.loader.epoch_length,
-        batch_size=source.batch_size,
+        config.max_duration, steps_of_epoch=loader.num_steps, items_of_epoch=length, batch_size=size
     )
+    return validation
 
 
 def _prepare_task(run: Run, config: FitConfig) -> None:
@@ -218,6 +247,7 @@ def _prepare_task(run: Run, config: FitConfig) -> None:
 
 
 def _prepare_optimizers(run: Run, config: FitConfig) -> None:
+    """Make the optimizers; raises UserError if a schedule needs a metric of validations, and there are none."""
     run.phase_optimizers = configure_optimizers(
         run.task,
         clip=config.clip,
@@ -231,20 +261,13 @@ def _prepare_optimizers(run: Run, config: FitConfig) -> None:
         if config.skip_grad_norm_factor is not None:
             phase_optimizer.skip_spikes(config.skip_grad_norm_factor)
         run.strategy.prepare_optimizer(run.task, phase_optimizer)
-
-
-def _validation_loop(run: Run, config: FitConfig) -> EvaluationLoop | None:
-    """Return the loop of validations, if any; raises UserError if a schedule needs one of their metrics."""
-    if config.validates(run.data):
-        return evaluation_loop(run, config, "validation", limit=config.limits["validation"])
     schedules = [schedule for phase_optimizer in run.phase_optimizers for schedule in phase_optimizer.schedules]
-    followed = [schedule.metric for schedule in schedules if schedule.metric is not None]
-    if followed:
+    metric = next((schedule.metric for schedule in schedules if schedule.metric is not None), None)
+    if metric is not None and not run.validates:
         raise UserError(
-            f"a schedule follows the metric {followed[0]!r}, but nothing is validated; pass Data(validation=...) "
+            f"a schedule follows the metric {metric!r}, but nothing is validated; pass Data(validation=...) "
             "and evaluate_every='1epoch'."
         )
-    return None
 
 
 def _open_loggers(run: Run) -> None:
@@ -255,7 +278,33 @@ def _open_loggers(run: Run) -> None:
     write_environment(run)
     for destination in run.loggers:
         destination.open(run.run_dir, step=run.state.step)
-        destination.write_config(run.config)
+        if run.config:
+            destination.write_config(run.config)
+    run.check_folder = partial(_restore_folder, run, run.run_dir)
+
+
+def _restore_folder(run: Run, folder: Path) -> None:
+    """Make the folder again, with its config, lock and loggers, if it was removed; a disk error is a warning."""
+    if (folder / "config.yaml").exists():
+        return
+    try:
+        make_run_dir(folder)
+        if run.folder_lock is not None:
+            run.folder_lock.close()
+            run.folder_lock.enter_context(lock_run_dir(folder))
+        _open_loggers(run)
+        known = run.metrics_of_this_step()
+        for destination in run.loggers if known else ():
+            destination.write(known, step=run.state.step)
+    except (OSError, UserError) as error:
+        logger.warning("the run folder %s was removed or moved, and cannot be made again: %s", folder, error)
+        return
+    logger.warning(
+        "the run folder %s was removed or moved before step %d. It was made again with the run's config; the metrics "
+        "and checkpoints in it until then are lost.",
+        folder,
+        run.state.step,
+    )
 
 
 def _result_of(run: Run, seconds_before: float, samples_before: int) -> FitResult:
@@ -275,23 +324,30 @@ def _result_of(run: Run, seconds_before: float, samples_before: int) -> FitResul
 
 
 def _write_summary(run: Run, result: FitResult, *, status: str) -> None:
-    if run.is_main and run.run_dir is not None:
+    if not run.is_main or run.run_dir is None:
+        return
+    run.check_folder()
+    try:
         write_summary(run.run_dir, {"status": status, **asdict(result)})
+    except OSError as error:
+        message = f"the run's summary could not be written to {run.run_dir}: {reason(error)}."
+        if status != "failed":
+            raise UserError(message) from error
+        logger.warning(message)  # the error of the run is the one to raise
 
 
 @contextmanager
 def _torch_flags(config: FitConfig) -> Iterator[None]:
     """Set torch's global switches for the run, and restore them."""
-    deterministic, anomaly = torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()
-    if config.deterministic != deterministic:  # the call alone imports the compiler, which takes seconds
-        torch.use_deterministic_algorithms(config.deterministic or deterministic)
-    torch.autograd.set_detect_anomaly(config.detect_anomaly or anomaly)
+    detect_anomaly = config.detect_anomaly or torch.is_anomaly_enabled()
+    sets_deterministic = config.deterministic and not torch.are_deterministic_algorithms_enabled()
+    if sets_deterministic:  # the call alone imports the compiler, which takes seconds
+        torch.use_deterministic_algorithms(True)
     try:
-        with warnings.catch_warnings():
+        with torch.autograd.set_detect_anomaly(detect_anomaly), warnings.catch_warnings():
             # A step that the fp16 scaler skips still counts for the schedules.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             yield
     finally:
-        if config.deterministic != deterministic:
-            torch.use_deterministic_algorithms(deterministic)
-        torch.autograd.set_detect_anomaly(anomaly)
+        if sets_deterministic:
+            torch.use_deterministic_algorithms(False)

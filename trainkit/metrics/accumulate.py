@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,15 +13,12 @@ from torch import Tensor, nn
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput
-from trainkit.metrics.sync import MetricShard, compute_synced, local_states, reset
+from trainkit.metrics.sync import MetricShard, compute_synced, metrics_in, reset_all, states_on_host
 
 _FOLD_AT = 512
 """Outputs that are kept one by one before they are summed up, which bounds memory."""
 _HAS_OBJECTS = "metric objects"
 """A name among the sums where a rank has metric objects: all ranks then know, without another collective."""
-
-GatheredShards = tuple[int, dict[str, list[MetricShard]]]
-"""The rank of a process, and its metric shards by name."""
 
 
 class WeightedMeans:
@@ -95,24 +93,24 @@ class WeightedMeans:
         """Sum up the outputs that are kept one by one."""
         outputs, steps = self._outputs, self._steps
         self._outputs, self._steps = [], []
+        columns: dict[str, tuple[list[Tensor | float], list[Tensor | float]]] = {"loss": ([], [])}  # values, weights
+        steps_of_losses = [step for step, output in zip(steps, outputs, strict=True) if output.loss is not None]
         for output in outputs:
             if output.objects:
                 self._objects.add(output)
-        losses = [output.loss for output in outputs if output.loss is not None]
-        if losses:
-            having = [step for step, output in zip(steps, outputs, strict=True) if output.loss is not None]
-            values = self._add("loss", losses, [output.weight for output in outputs if output.loss is not None])
-            self._losses.append((values, having))
-        for name in dict.fromkeys(name for output in outputs for name in output.metrics):
-            with_name = [output for output in outputs if name in output.metrics]
-            self._add(name, [output.metrics[name] for output in with_name], [output.weight for output in with_name])
-
-    def _add(self, name: str, values: Sequence[Tensor | float], weights: Sequence[Tensor | float]) -> Tensor:
-        """Add to a name's sums, and return the values as one tensor."""
-        stacked, weight = _stack(values, self._device), _stack(weights, self._device)  # (outputs,) each
-        total = torch.stack([stacked @ weight, weight.sum()])
-        self._sums[name] = self._sums[name] + total if name in self._sums else total
-        return stacked
+            for name, value in (("loss", output.loss), *output.metrics.items()):
+                if value is not None:
+                    values, weights = columns.setdefault(name, ([], []))
+                    values.append(value)
+                    weights.append(output.weight)
+        for name, (values, weights) in columns.items():
+            if not values:  # no output has a loss
+                continue
+            stacked, weight = _stack(values, self._device), _stack(weights, self._device)  # (outputs,) each
+            total = torch.stack([stacked @ weight, weight.sum()])
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            if name == "loss":
+                self._losses.append((stacked, steps_of_losses))
 
 
 class MetricAccumulator:
@@ -132,54 +130,36 @@ class MetricAccumulator:
                 self._is_elsewhere = True
                 continue
             of_name = self._found.setdefault(name, {})
-            _, samples = of_name.get(id(metric), (metric, 0))
-            of_name[id(metric)] = (metric, samples + num_samples)
+            of_name[id(metric)] = (metric, of_name.get(id(metric), (metric, 0))[1] + num_samples)
 
     def reduce(self, collectives: Collectives) -> dict[str, float]:
-        """Return the metrics over the samples of all ranks and reset the objects; collective."""
-        return self.compute(collectives.all_gather_object(self.shards(collectives.rank)), collectives)
-
-    def shards(self, rank: int) -> GatheredShards:
-        """Return the states of this process by metric name, in host memory."""
-        return rank, {
-            name: [MetricShard(local_states(metric), samples) for metric, samples in of_name.values()]
-            for name, of_name in self._found.items()
-        }
-
-    def compute(self, gathered: list[GatheredShards], collectives: Collectives) -> dict[str, float]:
-        """Return the metrics over what all processes have counted and reset the objects; collective.
+        """Return the metrics over the samples of all ranks and reset the objects; collective.
 
         Each name is computed by the first process that counted it, so every rank has the same number.
         """
+        own = {
+            name: [MetricShard(states_on_host(metrics_in(metric)), samples) for metric, samples in of_name.values()]
+            for name, of_name in self._found.items()
+        }
         counted: dict[str, dict[int, list[MetricShard]]] = {}  # name -> rank -> shards
         owners: dict[str, int] = {}
-        for process, (rank, of_process) in enumerate(gathered):
+        for process, (rank, of_process) in enumerate(collectives.all_gather_object((collectives.rank, own))):
             for name, shards in of_process.items():
                 owners.setdefault(name, process)
                 counted.setdefault(name, {}).setdefault(rank, shards)  # processes that share samples count once
-        mine = {
-            name: _numbers(name, self._compute(name, [shard for shards in of_rank.values() for shard in shards]))
-            for name, of_rank in counted.items()
-            if owners[name] == collectives.process
-        }
+        mine: dict[str, float] = {}
+        for name, of_rank in counted.items():
+            if owners[name] == collectives.process:
+                metric, _ = next(iter(self._found[name].values()))
+                mine |= _numbers(name, compute_synced(metric, list(chain.from_iterable(of_rank.values()))))
         self.reset()
-        computed: dict[str, float] = {}
-        for numbers in collectives.all_gather_object(mine):
-            for own in numbers.values():
-                computed.update(own)
-        return computed
+        return {name: value for numbers in collectives.all_gather_object(mine) for name, value in numbers.items()}
 
     def reset(self) -> None:
         """Reset every object to its initial state."""
-        for of_name in self._found.values():
-            for metric, _ in of_name.values():
-                reset(metric)
+        reset_all(metric for of_name in self._found.values() for metric, _ in of_name.values())
         self._found.clear()
         self._is_elsewhere = False
-
-    def _compute(self, name: str, shards: list[MetricShard]) -> Any:
-        metric, _ = next(iter(self._found[name].values()))
-        return compute_synced(metric, shards)
 
 
 def _numbers(name: str, computed: Any) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainkit.errors import UserError, nearest
 
 Reduction = Literal["sum", "mean", "min", "max", "cat"]
-_REDUCTIONS = ("sum", "mean", "min", "max", "cat")
+_REDUCTIONS = get_args(Reduction)
 
 
 class Metric(nn.Module):
@@ -30,16 +30,11 @@ class Metric(nn.Module):
             def compute(self):
                 return 2 * self.hits / self.named
 
-    A task holds it as an attribute; its steps update it and return it under a name:
+    A task holds it as an attribute; its steps call `update` with the batch and return the object under a name, as in
+    `{"loss": loss, "f1": self.f1}`.
 
-        def validation_step(self, batch):
-            predicted = self(batch[0]) > 0
-            self.f1.update(predicted, batch[1])
-            return {"loss": loss, "f1": self.f1}
-
-    At the end of an evaluation, and in training whenever means are logged, the states of all ranks are
-    merged, `compute` gives the number (or a dict of numbers), and the states are reset. They are not in the task's
-    `state_dict`.
+    At the end of an evaluation, and in training whenever means are logged, the states of all ranks are merged,
+    `compute` returns the number (or a dict of numbers), and the states are reset. They are not in the `state_dict`.
     """
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ def read_training_output(returned: Any, num_samples: int, task: object, step_nam
     if isinstance(returned, Tensor):
         output = StepOutput(returned, num_samples)
     else:
-        output = _read(returned, num_samples, task, step_name)
+        output = read_evaluation_output(returned, num_samples, task, step_name)
     loss = output.loss
     if loss is None:
         raise UserError(
@@ -64,11 +64,7 @@ def read_training_output(returned: Any, num_samples: int, task: object, step_nam
 
 
 def read_evaluation_output(returned: Any, num_samples: int, task: object, step_name: str) -> StepOutput:
-    """Return the checked output of a `validation_step` or `test_step`."""
-    return _read(returned, num_samples, task, step_name)
-
-
-def _read(returned: Any, num_samples: int, task: object, step_name: str) -> StepOutput:
+    """Return the checked output of a `validation_step` or `test_step`; raises UserError for values of other types."""
     if isinstance(returned, Tensor):
         returned = {"loss": returned}
     if not isinstance(returned, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from trainkit.metrics.metric import Metric
 
 States = list[dict[str, Any]]
 """For each module of a metric object that has states: name -> a tensor, or a list of tensors."""
+_COUNTERS = ("_update_count", "_computed")  # of torchmetrics
+_REDUCTION_NAMES = {f"dim_zero_{name}": name for name in ("sum", "mean", "min", "max", "cat")}
 
 
 @dataclass
@@ -48,14 +50,10 @@ def outermost_metrics(module: nn.Module) -> Iterator[nn.Module]:
         yield from outermost_metrics(child)
 
 
-def local_states(metric: nn.Module) -> States:
-    """Return a metric object's states in host memory."""
-    return states_on_host(list(_holders(metric)))
-
-
 def states_on_host(holders: Sequence[nn.Module]) -> States:
-    """Return the states of modules that hold some, in host memory."""
-    return [{name: _on_host(getattr(holder, name)) for name in _reductions(holder)} for holder in holders]
+    """Return the states of the modules of `metrics_in`, in host memory."""
+    host = torch.device("cpu")
+    return [{name: _to(getattr(holder, name), host) for name in _reductions(holder)} for holder in holders]
 
 
 def compute_synced(metric: nn.Module, shards: Sequence[MetricShard]) -> Any:
@@ -77,18 +75,22 @@ def merge_metric_states(holders: Sequence[nn.Module], shards: Sequence[MetricSha
             holder._computed = None  # type: ignore[assignment] # a cached result
 
 
-def reset(metric: nn.Module) -> None:
-    """Reset a metric object to its initial state."""
-    for holder in _holders(metric):
-        _empty_lists(holder)
-    metric.reset()  # type: ignore[operator]
-
-
 def fresh_copy(metric: nn.Module) -> nn.Module:
     """Return a copy of a metric object in its initial state."""
     copied = deepcopy(metric)
-    reset(copied)
+    reset_all([copied])
     return copied
+
+
+def reset_all(metrics: Iterable[nn.Module]) -> None:
+    """Reset metric objects, or modules with states in them, to their initial state."""
+    for metric in metrics:
+        for holder in _holders(metric):
+            # Merging turned lists of states into tensors, which torchmetrics could not reset.
+            for name, default in () if isinstance(holder, Metric) else vars(holder)["_defaults"].items():
+                if isinstance(default, list):
+                    setattr(holder, name, [])
+        metric.reset()  # type: ignore[operator]
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def no_sync_metrics(holders: Sequence[nn.Module]) -> Iterator[None]:
     foreign: list[Any] = [holder for holder in holders if not isinstance(holder, Metric)]
     before = [holder.distributed_available_fn for holder in foreign]
     for holder in foreign:
-        holder.distributed_available_fn = _not_distributed
+        holder.distributed_available_fn = lambda: False
     try:
         yield
     finally:
@@ -120,9 +122,10 @@ def detach_metrics(holders: Sequence[nn.Module]) -> Iterator[None]:
 
 def preserve_state(holders: Sequence[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Return copies of all states, which later updates do not change."""
+    named = [(holder, [*_reductions(holder), *_COUNTERS]) for holder in holders]
     return [
-        (holder, {name: _copied(getattr(holder, name)) for name in _names(holder) if hasattr(holder, name)})
-        for holder in holders
+        (holder, {name: _copied(getattr(holder, name)) for name in names if hasattr(holder, name)})
+        for holder, names in named
     ]
 
 
@@ -131,28 +134,6 @@ def restore(states: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
     for holder, named in states:
         for name, value in named.items():
             setattr(holder, name, _copied(value))
-
-
-def _names(holder: nn.Module) -> list[str]:
-    return [*_reductions(holder), *_COUNTERS]
-
-
-_COUNTERS = ("_update_count", "_computed")  # of torchmetrics
-
-
-def reset_all(holders: Sequence[nn.Module]) -> None:
-    """Reset modules that hold states."""
-    for holder in holders:
-        _empty_lists(holder)
-        holder.reset()  # type: ignore[operator]
-
-
-def _empty_lists(holder: nn.Module) -> None:
-    """Make lists of states again that merging turned into tensors, which torchmetrics could not reset."""
-    if not isinstance(holder, Metric):
-        for name, default in vars(holder)["_defaults"].items():
-            if isinstance(default, list):
-                setattr(holder, name, [])
 
 
 def _holders(module: nn.Module) -> Iterator[nn.Module]:
@@ -171,9 +152,6 @@ def _reductions(holder: nn.Module) -> dict[str, Any]:
     }
 
 
-_REDUCTION_NAMES = {f"dim_zero_{name}": name for name in ("sum", "mean", "min", "max", "cat")}
-
-
 def _merged(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
     """Return one state for the (state, samples) of each shard; that of a single shard unchanged."""
     states = [state for state, _ in counted]
@@ -186,7 +164,15 @@ def _merged(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
         return stacked if reduction is None else reduction(stacked)
     if reduction == "cat":
         return stacked.flatten(0, 1) if stacked.dim() > 1 else stacked
-    return _OPERATIONS[reduction](stacked, [samples for _, samples in counted])
+    if reduction in ("min", "max"):
+        return stacked.amin(0) if reduction == "min" else stacked.amax(0)
+    if reduction == "mean":
+        samples = torch.tensor([samples for _, samples in counted], dtype=torch.float64)
+        weighted = stacked.double() * samples.reshape(-1, *[1] * (stacked.dim() - 1))
+        total = weighted.sum(0) / samples.sum()
+    else:
+        total = (stacked.double() if stacked.is_floating_point() else stacked).sum(0)
+    return total.to(stacked.dtype)
 
 
 def _lists_merged(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
@@ -194,61 +180,21 @@ def _lists_merged(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
         rows = [torch.cat([torch.atleast_1d(tensor) for tensor in state]) for state, _ in counted if state]
         if not rows:
             return []
-        in_order = _are_strided_shards([len(own) for own in rows], [samples for _, samples in counted])
-        return [_interleaved(rows) if in_order else torch.cat(rows)]
+        merged, sizes = torch.cat(rows), [len(own) for own in rows]
+        in_shards = [len(range(rank, len(merged), len(rows))) for rank in range(len(rows))]
+        if sizes == in_shards == [samples for _, samples in counted]:
+            # One row for each sample, and rank r of W has the samples r, r + W, ...: put them in the dataset's order.
+            for rank, own in enumerate(rows):
+                merged[rank :: len(rows)] = own
+        return [merged]
     flat = [tensor for state, _ in counted for tensor in state]
     return reduction(flat) if callable(reduction) else flat
 
 
-def _are_strided_shards(rows: Sequence[int], samples: Sequence[int]) -> bool:
-    """Return True if there is one row for each sample, and rank r of W has the samples r, r + W, ..."""
-    return list(rows) == list(samples) == [len(range(rank, sum(rows), len(rows))) for rank in range(len(rows))]
-
-
-def _interleaved(rows: Sequence[Tensor]) -> Tensor:
-    merged = rows[0].new_empty((sum(map(len, rows)), *rows[0].shape[1:]))
-    for rank, own in enumerate(rows):
-        merged[rank :: len(rows)] = own
-    return merged
-
-
-def _sum(stacked: Tensor, samples: Sequence[int]) -> Tensor:
-    wide = stacked.double() if stacked.is_floating_point() else stacked
-    return wide.sum(0).to(stacked.dtype)
-
-
-def _mean(stacked: Tensor, samples: Sequence[int]) -> Tensor:
-    weights = torch.tensor(samples, dtype=torch.float64).reshape(-1, *[1] * (stacked.dim() - 1))
-    return ((stacked.double() * weights).sum(0) / weights.sum()).to(stacked.dtype)
-
-
-def _min(stacked: Tensor, samples: Sequence[int]) -> Tensor:
-    return stacked.amin(0)
-
-
-def _max(stacked: Tensor, samples: Sequence[int]) -> Tensor:
-    return stacked.amax(0)
-
-
-_OPERATIONS: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
-    "sum": _sum,
-    "mean": _mean,
-    "min": _min,
-    "max": _max,
-}
-
-
 def _device_of(holder: nn.Module) -> torch.device:
-    for name in _reductions(holder):
-        state = getattr(holder, name)
-        for tensor in [state] if isinstance(state, Tensor) else state:
-            device: torch.device = tensor.device
-            return device
-    return torch.device("cpu")
-
-
-def _on_host(state: Any) -> Any:
-    return _to(state, torch.device("cpu"))
+    states = [getattr(holder, name) for name in _reductions(holder)]
+    tensors = (tensor for state in states for tensor in ([state] if isinstance(state, Tensor) else state))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _to(state: Any, device: torch.device) -> Any:
@@ -261,7 +207,3 @@ def _copied(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state.clone()
     return list(state) if isinstance(state, list) else state  # its tensors are added to no more
-
-
-def _not_distributed() -> bool:
-    return False

@@ -23,17 +23,25 @@ if TYPE_CHECKING:
 
 @contextmanager
 def module_scopes(root: nn.Module) -> Iterator[list[str]]:
-    """Yield a list with the names of the modules that are running, the innermost last."""
+    """Put modules into evaluation mode, and yield a list with the names of those that run, the innermost last.
+
+    At the end of the block modes and random generators are restored.
+    """
     scopes: list[str] = []
     handles: list[Any] = []
+    modes = {module: module.training for module in root.modules()}
     for name, module in root.named_modules():
         handles += [
             module.register_forward_pre_hook(partial(_enter, scopes, name)),
             module.register_forward_hook(partial(_leave, scopes), always_call=True),
         ]
+    root.eval()
     try:
-        yield scopes
+        with preserve_rng():
+            yield scopes
     finally:
+        for module, mode in modes.items():
+            module.training = mode
         for handle in handles:
             handle.remove()
 
@@ -55,22 +63,12 @@ def cost_of_step(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
     convolutions are counted, as by torch's own counter; elementwise operations are not.
     """
     cost = StepCost()
-    modes = {module: module.training for module in task.modules()}
     parameters = {parameter.untyped_storage().data_ptr() for parameter in task.parameters()}
-    task.eval()
-    try:
-        with preserve_rng(), torch.enable_grad(), module_scopes(task) as scopes:
-            for name in steps:
-                of_step = StepCost()
-                saved = _SavedTensors(of_step, scopes, set(parameters))
-                count = partial(_count, of_step.flops, scopes)
-                with saved_tensors_hooks(saved.pack, lambda tensor: tensor), FlopCount(count):
-                    getattr(task, name)(batch)
-                cost.flops += of_step.flops
-                cost.saved_bytes |= of_step.saved_bytes
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with torch.enable_grad(), module_scopes(task) as scopes:
+        for name in steps:
+            of_step = _cost_of(partial(getattr(task, name), batch), scopes, known=set(parameters))
+            cost.flops += of_step.flops
+            cost.saved_bytes |= of_step.saved_bytes
     return cost
 
 
@@ -79,20 +77,22 @@ def steps_of(task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> li
     return [part.step_name for part in phase_optimizers if callable(getattr(task, part.step_name, None))]
 
 
-class _SavedTensors:
-    """Counts each storage that backward will read once, for the module that saved it first."""
+def _cost_of(step: Callable[[], Any], scopes: list[str], *, known: set[int]) -> StepCost:
+    """Return the cost of one step; each storage that backward will read counts once, where it was saved first."""
+    cost = StepCost()
+    alive: list[Tensor] = []  # or the address of a freed storage would be taken for a known one
 
-    def __init__(self, cost: StepCost, scopes: list[str], known: set[int]) -> None:
-        self._cost, self._scopes, self._known = cost, scopes, known
-        self._alive: list[Tensor] = []  # or the address of a freed storage would be taken for a known one
-
-    def pack(self, tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._known.add(storage.data_ptr())
-            self._alive.append(tensor)
-            _count(self._cost.saved_bytes, self._scopes, storage.nbytes())
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            alive.append(tensor)
+            _count(cost.saved_bytes, scopes, storage.nbytes())
         return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), FlopCount(partial(_count, cost.flops, scopes)):
+        step()
+    return cost
 
 
 class FlopCount(TorchDispatchMode):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from trainkit.model.flops import module_scopes
-from trainkit.rng import preserve_rng
 from trainkit.tree import tensors_in
 
 if TYPE_CHECKING:
@@ -46,16 +45,10 @@ def record_graph(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
     The methods in `steps` are called with the batch once each, in evaluation mode and without gradients. Random
     generators and the modes of modules do not change.
     """
-    modes = {module: module.training for module in task.modules()}
     recorder = _Recorder(task, batch)
-    task.eval()
-    try:
-        with preserve_rng(), torch.no_grad(), module_scopes(task) as recorder.scopes, recorder:
-            for name in steps:
-                getattr(task, name)(batch)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with torch.no_grad(), module_scopes(task) as recorder.scopes, recorder:
+        for name in steps:
+            getattr(task, name)(batch)
     return recorder.graph
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from trainkit.errors import UserError, nearest
 
+T = TypeVar("T")
 _SHOWN = 20
 
 
@@ -39,52 +41,48 @@ class ModelTransforms:
     def applied(self, task: nn.Module, *, num_processes: int, device: torch.device) -> Iterator[None]:
         """Change the task's modules; entered before the optimizers are created.
 
-        At the end, freezing and activation checkpointing are undone. The memory format and SyncBatchNorm stay.
+        Frozen batch norms keep their statistics and normalize with them. At the end, freezing and activation
+        checkpointing are undone. The memory format and SyncBatchNorm stay.
         """
-        frozen = self._freeze(task)
+        to_freeze = self._to_freeze(task)
+        frozen = [parameter for parameter in to_freeze if parameter.requires_grad]
         changed = [(module, type(module)) for module in self._checkpointed(task)]
+        release_norms: list[Callable[[bool], None]] = []
         checkpointing = {kind: _checkpointing(kind) for kind in {kind for _, kind in changed}}
         try:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
             for module, kind in changed:
                 module.__class__ = checkpointing[kind]
             if self.channels_last:
                 task.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch leaves it out
-            if self.sync_batch_norm:
-                _sync_batch_norms(task, num_processes=num_processes, device=device)
+            if self.sync_batch_norm and num_processes > 1:
+                if device.type != "cuda":
+                    raise UserError(
+                        "sync_batch_norm=true works on CUDA devices only; set trainer.sync_batch_norm=false."
+                    )
+                nn.SyncBatchNorm.convert_sync_batchnorm(task)
+            for norm in frozen_batch_norms(task, to_freeze, self.freeze):  # after the conversion, which replaces them
+                release_norms.append(freeze_statistics(norm))
             yield
         finally:
+            for release in release_norms:
+                release(task.training)
             for module, kind in changed:
                 module.__class__ = kind
             for parameter in frozen:
                 parameter.requires_grad_(True)
 
-    def _freeze(self, task: nn.Module) -> list[nn.Parameter]:
-        """Freeze the parameters that match a pattern, and return those that were trainable."""
-        trained = [parameter for parameter in self._to_freeze(task) if parameter.requires_grad]
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        return trained
-
     def _to_freeze(self, task: nn.Module) -> list[nn.Parameter]:
         named = dict(task.named_parameters())
-        chosen: dict[str, nn.Parameter] = {}
-        for pattern in self.freeze:
-            matching = {name: named[name] for name in named if matches(name, pattern)}
-            if not matching:
-                raise UserError(_no_match("freeze", pattern, list(named), "parameter"))
-            chosen |= matching
+        chosen = _matching("freeze", self.freeze, named, "parameter", matches)
         if self.freeze and not any(p.requires_grad for name, p in named.items() if name not in chosen):
             raise UserError(f"freeze={list(self.freeze)} leaves no parameter to train.")
         return list(chosen.values())
 
     def _checkpointed(self, task: nn.Module) -> list[nn.Module]:
         named = {name: module for name, module in task.named_modules() if name}
-        chosen: dict[str, nn.Module] = {}
-        for pattern in self.activation_checkpointing:
-            matching = {name: module for name, module in named.items() if fnmatchcase(name, pattern)}
-            if not matching:
-                raise UserError(_no_match("activation_checkpointing", pattern, list(named), "module"))
-            chosen |= matching
+        chosen = _matching("activation_checkpointing", self.activation_checkpointing, named, "module", fnmatchcase)
         outermost = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
         return [chosen[name] for name in outermost]
 
@@ -97,13 +95,24 @@ def matches(name: str, pattern: str) -> bool:
 
 def check_patterns(setting: str, patterns: Sequence[str]) -> None:
     """Raise UserError unless `patterns` is a list of strings."""
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise UserError(f"{setting}={patterns!r} is not a list of patterns; write {setting}=[{patterns!r}].")
+    is_list = isinstance(patterns, Collection) and not isinstance(patterns, str)
+    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+        example = patterns if isinstance(patterns, str) else "encoder"
+        raise UserError(f"{setting}={patterns!r} is not a list of patterns; write {setting}=[{example!r}].")
 
 
-def _no_match(setting: str, pattern: str, names: Sequence[str], what: str) -> str:
-    shown = ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)
-    return f"{setting}: {pattern!r} matches no {what}.{nearest(pattern, names)} There are: {shown}."
+def _matching(
+    setting: str, patterns: Sequence[str], named: dict[str, T], what: str, match: Callable[[str, str], bool]
+) -> dict[str, T]:
+    """Return the entries whose names match a pattern; raises UserError for a pattern that matches none."""
+    chosen: dict[str, T] = {}
+    for pattern in patterns:
+        matching = {name: named[name] for name in named if match(name, pattern)}
+        if not matching:
+            shown = ", ".join(list(named)[:_SHOWN]) + ", ..." * (len(named) > _SHOWN)
+            raise UserError(f"{setting}: {pattern!r} matches no {what}.{nearest(pattern, named)} There are: {shown}.")
+        chosen |= matching
+    return chosen
 
 
 def _checkpointing(kind: type[nn.Module]) -> type[nn.Module]:
@@ -123,12 +132,40 @@ def _checkpointing(kind: type[nn.Module]) -> type[nn.Module]:
     return Checkpointed
 
 
-def _sync_batch_norms(task: nn.Module, *, num_processes: int, device: torch.device) -> None:
-    if num_processes == 1:
-        return
-    if device.type != "cuda":
-        raise UserError("sync_batch_norm=true works on CUDA devices only; set trainer.sync_batch_norm=false.")
-    nn.SyncBatchNorm.convert_sync_batchnorm(task)
+def frozen_batch_norms(
+    task: nn.Module, parameters: Sequence[nn.Parameter], patterns: Sequence[str] = ()
+) -> list[nn.Module]:
+    """Return the modules with running statistics whose name matches a pattern, or all of whose parameters are given."""
+    frozen = {id(parameter) for parameter in parameters}
+
+    def is_frozen(name: str, module: nn.Module) -> bool:
+        own = {id(parameter) for parameter in module.parameters()}
+        return (bool(own) and own <= frozen) or any(matches(name, pattern) for pattern in patterns)
+
+    named = [(name, module) for name, module in task.named_modules() if isinstance(module, _NormBase)]
+    return [module for name, module in named if is_frozen(name, module)]
+
+
+def freeze_statistics(norm: nn.Module) -> Callable[[bool], None]:
+    """Keep a batch norm in evaluation mode, also after `train()`; return the function that ends this and sets a mode.
+
+    By its class, as for activation checkpointing: it must also work in copies.
+    """
+    kind = type(norm)
+
+    class Frozen(kind):  # type: ignore[valid-type,misc] # made for each class of modules
+        def train(self, mode: bool = True) -> Any:
+            return super().train(False)
+
+    Frozen.__name__, Frozen.__qualname__, Frozen.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    norm.__class__ = Frozen
+    norm.eval()
+
+    def release(training: bool) -> None:
+        norm.__class__ = kind
+        norm.train(training)
+
+    return release
 
 
 def compile_forward(task: nn.Module) -> None:

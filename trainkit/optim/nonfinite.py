@@ -19,11 +19,8 @@ MEMORY_STEPS = 100
 class SpikeDetector:
     """Compares each step's gradient norm with the running average of the steps before; nothing waits for the device.
 
-    The norm is that of the whole task, so all ranks and stages get the same result without a collective.
-
-    Args:
-        factor: A norm above this multiple of the average is a spike.
-
+    A norm above `factor` times the average is a spike. It is that of the whole task, so all ranks and stages get the
+    same result without a collective.
     """
 
     def __init__(self, factor: float) -> None:

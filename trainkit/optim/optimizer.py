@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,20 +14,15 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from trainkit.errors import UserError, nearest
+from trainkit.errors import UserError, check_monitored, raising_module
 from trainkit.model.transforms import matches
 from trainkit.optim.lr_schedule import LRSchedule
 from trainkit.optim.nonfinite import SpikeDetector
-from trainkit.optim.phase import Phase, check_disjoint, check_phases
+from trainkit.optim.phase import Phase, check_phases
 from trainkit.optim.precision import Precision
 from trainkit.task import TaskModule, has_phases
 
-_NORMS: tuple[type[nn.Module], ...] = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 SPLIT_FROM = "split_from"
 """Key of a parameter group without weight decay: the index of the group that it was split from."""
 _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")
@@ -47,8 +41,9 @@ class GradientClipping:
 
     def __post_init__(self) -> None:
         for name, limit in (("norm", self.norm), ("value", self.value)):
-            if limit is not None and not limit > 0:
-                raise UserError(f"max_grad_{name} must be positive, got {limit}; None disables it.")
+            is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+            if limit is not None and not (is_number and limit > 0):
+                raise UserError(f"max_grad_{name} must be positive, got {limit!r}; None disables it.")
         if self.norm is not None and self.value is not None:
             raise UserError("max_grad_norm and max_grad_value exclude each other; set one of them.")
 
@@ -71,13 +66,11 @@ class PhaseOptimizer:
         skip: bool,
         phase: Phase | None = None,
     ) -> None:
-        self.phase = "" if phase is None else phase.name
-        self.step_name = "training_step" if phase is None else phase.step_name
-        self.every = 1 if phase is None else phase.every
-        self.optimizer = optimizer
-        self.schedules = schedules
-        self.clip = clip
-        self.skip_nonfinite = skip
+        self.phase, self.step_name, self.every = "", "training_step", 1
+        if phase is not None:
+            self.phase, self.step_name, self.every = phase.name, phase.step_name, phase.every
+        self.optimizer, self.schedules = optimizer, schedules
+        self.clip, self.skip_nonfinite = clip, skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.skipped_steps: Tensor | None = None
         """The number of skipped steps, a scalar on the device; `None` if no step can be skipped."""
@@ -149,17 +142,15 @@ class PhaseOptimizer:
             if schedule.metric is None:
                 schedule.scheduler.step()
                 continue
-            if metrics is None or schedule.metric not in metrics:
-                known = metrics or {}
-                raise UserError(
-                    f"a schedule follows the metric {schedule.metric!r}, which validation did not return."
-                    f"{nearest(schedule.metric, known)} There are: {', '.join(sorted(known)) or 'none'}."
-                )
+            self.check_monitored(metrics or {})
+            assert metrics is not None
             schedule.scheduler.step(metrics[schedule.metric])  # type: ignore[arg-type] # ReduceLROnPlateau's own signature
 
-    def learning_rates(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
+    def check_monitored(self, metrics: Iterable[str]) -> None:
+        """Raise UserError if a schedule follows a metric that is not in `metrics`."""
+        for schedule in self._schedules_of["metric"]:
+            if schedule.metric is not None:
+                check_monitored(f"a schedule follows the metric {schedule.metric!r}, which", schedule.metric, metrics)
 
     def initial_learning_rates(self) -> list[float]:
         """Return the learning rate of each parameter group as it was set, before any schedule changed it."""
@@ -222,20 +213,35 @@ def configure_optimizers(
             f"{type(task).__name__} has no parameters to train; make layers attributes of the task "
             "(lists of them in nn.ModuleList)."
         )
-    new_optimizer = partial(_prepared, task, fused=fused, no_weight_decay=no_weight_decay)
+
+    def prepared(returned: Any, phase: Phase | None) -> PhaseOptimizer:
+        limits = clip
+        if phase is not None and (phase.max_grad_norm is not None or phase.max_grad_value is not None):
+            limits = GradientClipping(phase.max_grad_norm, phase.max_grad_value)
+        optimizer, schedules = _prepared(task, returned, fused=fused, no_weight_decay=no_weight_decay)
+        return PhaseOptimizer(optimizer, schedules, clip=limits, precision=precision, skip=skip, phase=phase)
+
     if not has_phases(task):
-        optimizer, schedules = new_optimizer(_configured(task, "configure_optimizers", total_steps))
-        return [PhaseOptimizer(optimizer, schedules, clip=clip, precision=precision, skip=skip)]
-    phase_optimizers = []
-    for phase in check_phases(_configured(task, "configure_phases", total_steps), task):
-        clips = phase.max_grad_norm is not None or phase.max_grad_value is not None
-        limits = GradientClipping(phase.max_grad_norm, phase.max_grad_value) if clips else clip
-        optimizer, schedules = new_optimizer(phase.optimizer)
-        phase_optimizers.append(
-            PhaseOptimizer(optimizer, schedules, clip=limits, precision=precision, skip=skip, phase=phase)
-        )
-    check_disjoint(phase_optimizers, task)
+        return [prepared(_configured(task, "configure_optimizers", total_steps), None)]
+    phases = check_phases(_configured(task, "configure_phases", total_steps), task)
+    phase_optimizers = [prepared(phase.optimizer, phase) for phase in phases]
+    _check_disjoint(phase_optimizers, task)
     return phase_optimizers
+
+
+def _check_disjoint(phase_optimizers: Sequence[PhaseOptimizer], task: nn.Module) -> None:
+    """Raise UserError if a parameter is trained by two phases."""
+    names = {id(parameter): name for name, parameter in task.named_parameters()}
+    owner: dict[int, str] = {}
+    for phase_optimizer in phase_optimizers:
+        for parameter in phase_optimizer.parameters:
+            first = owner.setdefault(id(parameter), phase_optimizer.phase)
+            if first != phase_optimizer.phase:
+                raise UserError(
+                    f"the parameter {names.get(id(parameter), '?')} is trained by the phases {first!r} and "
+                    f"{phase_optimizer.phase!r} of {type(task).__name__}; a parameter belongs to one. "
+                    "Add up the losses in one phase to train shared layers."
+                )
 
 
 def _if_on_host(flag: Tensor) -> bool | None:
@@ -255,9 +261,12 @@ def _configured(task: TaskModule, method: str, total_steps: int | None) -> Any:
     try:
         return declare() if parameter is None else declare(total_steps=total_steps)
     except ValueError as error:
-        if "empty parameter list" not in str(error):
+        if "empty parameter list" in str(error):
+            of = f"the optimizer of {type(task).__name__}"
+            raise UserError(f"{of} has no parameters; pass self.parameters().") from None
+        if isinstance(error, UserError) or not raising_module(error).startswith("torch.optim"):
             raise
-        raise UserError(f"the optimizer of {type(task).__name__} has no parameters; pass self.parameters().") from None
+        raise UserError(f"{type(task).__name__}.{method}: {error}. Set a valid value.") from error
 
 
 def _prepared(
@@ -281,7 +290,7 @@ def _prepared(
         )
     split_weight_decay_groups(optimizer, schedules, task, no_weight_decay)
     if fused:
-        use_fused_kernel(optimizer, task)
+        _use_fused_kernel(optimizer, task)
     _fill_momentum(optimizer)
     return optimizer, schedules
 
@@ -300,31 +309,28 @@ def _described(groups: list[tuple[int, frozenset[str]]]) -> str:
     return "; ".join(f"{count} parameters with {', '.join(sorted(settings))}" for count, settings in groups)
 
 
-def use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> bool:
-    """Switch a new optimizer to torch's fused kernel if it has one; return True if it was switched.
+def _use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> None:
+    """Switch a new optimizer to torch's fused kernel if it has one.
 
     Not switched: an optimizer with `fused=` or `foreach=`, subclasses, sparse gradients, other devices, and SGD with
     dampening, whose first step differs from the others.
     """
     devices = _FUSED_DEVICES.get(type(optimizer), ())
-    if not devices or optimizer.state:
-        return False
+    if not devices or optimizer.state or any(getattr(module, "sparse", False) for module in task.modules()):
+        return
     for group in optimizer.param_groups:
         chosen = group.get("fused") is not None or group.get("foreach") is not None
         if chosen or group.get("differentiable") or group.get("capturable"):
-            return False
+            return
         if group.get("momentum") and group.get("dampening"):
-            return False
+            return
         if not all(p.device.type in devices and p.is_floating_point() for p in group["params"]):
-            return False
-    if any(getattr(module, "sparse", False) for module in task.modules()):
-        return False
+            return
     for group in optimizer.param_groups:
         group["fused"] = True
     optimizer.defaults["fused"] = True
     # What the constructors set with fused=True: the kernel takes found_inf and grad_scale.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-    return True
 
 
 def _plain_step_of(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
@@ -404,18 +410,16 @@ def split_weight_decay_groups(
             raise UserError(f"no_weight_decay: {rule!r} matches none of the optimizer's parameters.")
         chosen |= matching
     count = len(groups)
-    for index in range(count):
-        group = groups[index]
+    for index, group in enumerate(groups[:count]):
         exempt = [parameter for parameter in group["params"] if id(parameter) in chosen]
         if not group.get("weight_decay") or not exempt:
             continue
-        kept = [parameter for parameter in group["params"] if id(parameter) not in chosen]
-        if not kept:
+        if len(exempt) == len(group["params"]):
             group["weight_decay"] = 0.0
             continue
-        group["params"] = kept
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
         optimizer.add_param_group({**group, "params": exempt, "weight_decay": 0.0, SPLIT_FROM: index})
-        for scheduler in _all([schedule.scheduler for schedule in schedules]):
+        for scheduler in _with_inner(schedule.scheduler for schedule in schedules):
             for name in _OF_GROUPS:
                 values = getattr(scheduler, name, None)
                 if isinstance(values, list) and len(values) >= count:
@@ -425,20 +429,17 @@ def split_weight_decay_groups(
 def _matching(task: nn.Module, rule: str) -> set[int]:
     if rule == "bias":
         return {id(p) for name, p in task.named_parameters() if name.rpartition(".")[2] == "bias"}
-    by_kind: dict[str, tuple[type[nn.Module], ...]] = {"norm": _NORMS, "embedding": (nn.Embedding,)}
-    kinds = by_kind.get(rule)
-    if kinds is not None:
-        return {id(p) for module in task.modules() if _is_one(module, kinds) for p in module.parameters(recurse=False)}
-    return {id(parameter) for name, parameter in task.named_parameters() if matches(name, rule)}
+    if rule == "norm":
+        layers = [m for m in task.modules() if isinstance(m, _NORMS) or type(m).__name__.endswith("Norm")]
+    elif rule == "embedding":
+        layers = [module for module in task.modules() if isinstance(module, nn.Embedding)]
+    else:
+        return {id(parameter) for name, parameter in task.named_parameters() if matches(name, rule)}
+    return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
 
 
-def _is_one(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    return isinstance(module, kinds) or (nn.LayerNorm in kinds and type(module).__name__.endswith("Norm"))
-
-
-def _all(schedulers: Sequence[Any]) -> list[Any]:
-    """Return schedulers and the schedulers inside them."""
-    found: list[Any] = []
+def _with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """Yield schedulers and the schedulers inside them."""
     for scheduler in schedulers:
-        found += [scheduler, *_all(getattr(scheduler, "_schedulers", ()))]
-    return found
+        yield scheduler
+        yield from _with_inner(getattr(scheduler, "_schedulers", ()))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import nn
 
 from trainkit.errors import UserError, nearest
 from trainkit.task import OptimizerSpec, TaskModule
@@ -54,18 +50,6 @@ class Phase:
         return self.step or f"{self.name}_step"
 
 
-class NamedPhase(Protocol):
-    """An optimizer with the name of its phase; empty for the one of a task without phases."""
-
-    phase: str
-
-
-class TrainedParameters(NamedPhase, Protocol):
-    """The parameters of a phase."""
-
-    parameters: list[nn.Parameter]
-
-
 def check_phases(phases: object, task: TaskModule) -> list[Phase]:
     """Return the phases that a task declares; raises UserError for invalid ones."""
     where = f"{type(task).__name__}.configure_phases"
@@ -82,18 +66,3 @@ def check_phases(phases: object, task: TaskModule) -> list[Phase]:
                 f"{nearest(phase.step_name, dir(task))} Define {phase.step_name}(self, batch), which returns the loss."
             )
     return list(phases)
-
-
-def check_disjoint(phase_optimizers: Sequence[TrainedParameters], task: nn.Module) -> None:
-    """Raise UserError if a parameter is trained by two phases."""
-    names = {id(parameter): name for name, parameter in task.named_parameters()}
-    owner: dict[int, str] = {}
-    for phase_optimizer in phase_optimizers:
-        for parameter in phase_optimizer.parameters:
-            first = owner.setdefault(id(parameter), phase_optimizer.phase)
-            if first != phase_optimizer.phase:
-                raise UserError(
-                    f"the parameter {names.get(id(parameter), '?')} is trained by the phases {first!r} and "
-                    f"{phase_optimizer.phase!r} of {type(task).__name__}; a parameter belongs to one. "
-                    "Add up the losses in one phase to train shared layers."
-                )

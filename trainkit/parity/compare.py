@@ -11,13 +11,13 @@ import copy
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -35,10 +35,26 @@ from trainkit.rng import preserve_rng
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
+DEFAULT_STRATEGIES = ("single", "dp", "ddp")
+TOLERANCES = {"fp64": 1e-11, "fp32": 1e-5, "bf16-mixed": 2e-2, "fp16-mixed": 5e-3, "bf16-true": 1e-1}
+"""Largest relative difference that rounding explains after some tens of steps, by precision."""
+DEFAULT_TOLERANCE = 1e-8
+"""The same where none is named, for any optimizer: rounding of 1e-16, made 1e5 times as large in each step by one that
+divides by a gradient that is zero except for rounding (a learning rate of 1e-3 over Adam's 1e-8), of a weight that is a
+hundredth of the others."""
+_PRECISION = "fp64"
+_SECOND_PRECISION = "fp32"  # for tasks that do not compute in the first
+_NORM_SLACK = 10  # a norm is a long fp32 sum, which some strategies add up more exactly than others
+_SMALLEST_SCALE = 0.01  # of a parameter, relative to the largest weight of the task: biases begin at zero
+_WARM_UP_STEPS = 2  # not counted in the time of a step
+_MAX_NAMES = 4  # of modules in a note
+
+Make = Callable[[], Any]
+
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference from `single`, relative to the scale of what is compared."""
+    """The largest difference from `single`, relative to the scale of the values."""
 
     value: float = 0.0
     step: int = 0
@@ -88,58 +104,14 @@ class ParityReport:
         head = ("strategy", "layout", "loss", "gradient norm", "weights", "where", "ms a step", "MB a step", "verdict")
         cells = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        cells.insert(1, tuple("-" * width for width in widths))
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         kind = "all equal" if self.is_equal else "not equal"
-        lines.append(
-            f"{kind}: {self.steps} steps in {self.precision}, tolerance {self.tolerance:.0e} relative to single"
-        )
+        tolerance = f"tolerance {self.tolerance:.0e} relative to single"
+        lines.append(f"{kind}: {self.steps} steps in {self.precision}, {tolerance}")
         lines += [f"{row.strategy} failed: {row.error}" for row in self.rows if row.error]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
-
-
-def _cells(row: ParityRow) -> tuple[str, ...]:
-    if row.error:
-        return (row.strategy, *[""] * 7, row.verdict)
-    worst = max((row.weights, row.loss, row.grad_norm), key=_order)
-    where = "" if worst.value == 0 else f"step {worst.step} {worst.parameter}".strip()
-    sent = "" if row.bytes_a_step is None else f"{row.bytes_a_step / 1e6:.2f}"
-    differences = [f"{difference.value:.1e}" for difference in (row.loss, row.grad_norm, row.weights)]
-    milliseconds = f"{1000 * row.seconds_a_step:.2f}"
-    return (row.strategy, row.layout, *differences, where, milliseconds, sent, row.verdict)
-
-
-def _order(difference: Difference) -> float:
-    return math.inf if math.isnan(difference.value) else difference.value
-
-
-def _without_nan(value: Any) -> Any:
-    """Return a tree with null in place of numbers that are not finite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _without_nan(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-DEFAULT_STRATEGIES = ("single", "dp", "ddp")
-TOLERANCES = {"fp64": 1e-11, "fp32": 1e-5, "bf16-mixed": 2e-2, "fp16-mixed": 5e-3, "bf16-true": 1e-1}
-"""Largest relative difference that rounding explains after some tens of steps, by precision."""
-DEFAULT_TOLERANCE = 1e-8
-"""The same where none is named, for any optimizer: rounding of 1e-16, made 1e5 times as large in each step by one that
-divides by a gradient that is zero except for rounding (a learning rate of 1e-3 over Adam's 1e-8), of a weight that is a
-hundredth of the others."""
-_PRECISION = "fp64"
-_SECOND_PRECISION = "fp32"  # for tasks that do not compute in the first
-_NORM_SLACK = 10  # a norm is a long fp32 sum, which some strategies add up more exactly than others
-_SMALLEST_SCALE = 0.01  # of a parameter, relative to the largest weight of the task: biases begin at zero
-_WARM_UP_STEPS = 2  # not counted in the time of a step
-_MAX_NAMES = 4  # of modules in a note
-
-Make = Callable[[], Any]
 
 
 def compare_strategies(
@@ -156,11 +128,10 @@ def compare_strategies(
     """Return the differences of each strategy from `single` after every step, from the same initial weights.
 
     A task or data may be given as they are or as functions that make them. A strategy is an object, a name, or a name
-    with settings: `("ddp", {"hook": "fp16"})`. `devices` (ranks, replicas or stages) and `device` are given to those
-    that are named and take them; `trainer` holds settings of the Trainer such as `{"precision": "fp32"}`. Without that
-    setting all compute in fp64, or in fp32 where `single` does not train the task in fp64; where its losses are of fp32
-    even so, differences may be as large as in that. Both are noted. Raises
-    UserError for a task or data that no strategy can train.
+    with settings: `("ddp", {"comm_hook": "fp16"})`. `devices` (ranks, replicas or stages) and `device` are given to
+    those that are named and take them; `trainer` holds settings of the Trainer such as `{"precision": "fp32"}`. Without
+    a precision all compute in fp64, or in fp32 if `single` fails in fp64; if the task computes its losses in fp32, the
+    tolerance is that of fp32. A note reports both. Raises UserError for a task or data that no strategy can train.
     """
     if isinstance(steps, bool) or steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}.")
@@ -170,8 +141,9 @@ def compare_strategies(
         runs = ParityRuns(make_task, make_data, Path(folder), steps=steps, settings=dict(trainer or {}))
         runs, single, limit, notes = _reference(runs, device)
         limit = limit if tolerance is None else tolerance
-        comparison = ParityComparison(runs, single, tolerance=limit)
-        rows = [comparison.reference(), *(comparison.attempt(name, strategy) for name, strategy in chosen)]
+        comparison = _Comparison(runs, single, tolerance=limit)
+        reference = comparison.row(REFERENCE, single, verdict="reference")
+        rows = [reference, *(comparison.attempt(name, strategy) for name, strategy in chosen)]
         if any(row.verdict == "different" for row in rows):
             notes += _expected_differences(runs.task())
     return ParityReport(tuple(rows), steps, runs.precision, limit, tuple(notes))
@@ -222,9 +194,7 @@ def assert_resume_exact(
         runs = ParityRuns(make_task, make_data, Path(folder), steps=steps, settings=dict(trainer or {}))
 
         def fresh() -> Strategy:
-            return (
-                copy.deepcopy(strategy) if isinstance(strategy, Strategy) else make_strategy(strategy, devices, device)
-            )
+            return make_strategy(copy.deepcopy(strategy), devices, device)
 
         uninterrupted = runs.fit("uninterrupted", fresh(), callbacks=[])
         runs.fit("resumed", fresh(), callbacks=[StopAfterStep(stop_after)])
@@ -239,7 +209,7 @@ def assert_resume_exact(
             )
 
 
-class ParityComparison:
+class _Comparison:
     """Compares every run with the one of `single`."""
 
     def __init__(self, runs: ParityRuns, single: ParityRun, *, tolerance: float) -> None:
@@ -250,10 +220,6 @@ class ParityComparison:
             for phase, loss in single.step(step)["losses"].items():
                 self._loss_scales[phase] = max(self._loss_scales.get(phase, 0.0), abs(loss))
 
-    def reference(self) -> ParityRow:
-        """Return the row of `single` itself."""
-        return self.row(REFERENCE, self._single, verdict="reference")
-
     def attempt(self, name: str, strategy: Strategy) -> ParityRow:
         """Train under a strategy and return its row, also when that fails."""
         try:
@@ -261,84 +227,102 @@ class ParityComparison:
         except Exception as error:
             return ParityRow(name, "failed", error=f"{type(error).__name__}: {error}")
         row = self.row(name, run, verdict="equal")
-        return row if self.is_equal(row) else replace(row, verdict="different")
-
-    def is_equal(self, row: ParityRow) -> bool:
-        """Return True if the differences are within the tolerance."""
         # NaN compares false, so it is never equal.
         norms_are_equal = row.grad_norm.value <= _NORM_SLACK * self._tolerance
-        return norms_are_equal and row.loss.value <= self._tolerance and row.weights.value <= self._tolerance
+        if norms_are_equal and row.loss.value <= self._tolerance and row.weights.value <= self._tolerance:
+            return row
+        return replace(row, verdict="different")
 
     def row(self, name: str, run: ParityRun, *, verdict: str) -> ParityRow:
-        """Return the largest differences over all steps."""
-        loss = norm = weights = Difference()
+        """Return the largest differences over all steps, of equal ones the first."""
+        losses, norms, weights = [Difference()], [Difference()], [Difference()]
         seconds = []
         for step in range(self._runs.steps + 1):
             ours, expected = run.step(step), self._single.step(step)
-            weights = _larger(weights, self._weights(ours["weights"], expected["weights"], step))
+            weights += self._weights(ours["weights"], expected["weights"], step)
             if step:
                 for phase, scale in self._loss_scales.items():
-                    losses = ours["losses"][phase], expected["losses"][phase]
-                    loss = _larger(loss, _numbers(*losses, scale=scale, step=step, phase=phase))
-                    norms = ours["norms"][phase], expected["norms"][phase]
-                    norm = _larger(norm, _numbers(*norms, scale=abs(norms[1]), step=step, phase=phase))
+                    pair = ours["losses"][phase], expected["losses"][phase]
+                    losses.append(_numbers(*pair, scale=scale, step=step, phase=phase))
+                    pair = ours["norms"][phase], expected["norms"][phase]
+                    norms.append(_numbers(*pair, scale=abs(pair[1]), step=step, phase=phase))
                 seconds.append(ours["seconds"])
+        loss, norm, weight = (max(found, key=_order) for found in (losses, norms, weights))
         timed = sorted(seconds[_WARM_UP_STEPS:] or seconds)
-        return ParityRow(name, verdict, run.layout, loss, norm, weights, timed[len(timed) // 2], run.bytes_a_step)
+        return ParityRow(name, verdict, run.layout, loss, norm, weight, timed[len(timed) // 2], run.bytes_a_step)
 
-    def _weights(self, ours: dict[str, Tensor], expected: dict[str, Tensor], step: int) -> Difference:
+    def _weights(self, ours: dict[str, Tensor], expected: dict[str, Tensor], step: int) -> Iterator[Difference]:
         sizes = {name: _size(expected[name]) for name in self._parameters}
         floor = _SMALLEST_SCALE * max(sizes.values(), default=0.0)
-        largest = Difference()
-        for name in self._parameters:
-            scale = max(sizes[name], floor)
+        for name, size in sizes.items():
             apart = distance(ours[name], expected[name])
-            largest = _larger(largest, Difference(_relative(apart, scale), step, name))
-        return largest
+            yield Difference(_relative(apart, max(size, floor)), step, name)
 
 
 def _reference(runs: ParityRuns, device: str) -> tuple[ParityRuns, ParityRun, float, list[str]]:
     """Return the runs in a precision in which the task trains, the one of `single`, the tolerance, and notes."""
+    single = make_strategy(REFERENCE, 1, device)
     if runs.names_precision:
-        return runs, runs.train(REFERENCE, make_strategy(REFERENCE, 1, device)), TOLERANCES[runs.precision], []
+        return runs, runs.train(REFERENCE, single), TOLERANCES[runs.precision], []
     try:
         precise = runs.in_precision(_PRECISION)
-        single = precise.train(REFERENCE, make_strategy(REFERENCE, 1, device))
+        run = precise.train(REFERENCE, single)
     except Exception as error:
         second = runs.in_precision(_SECOND_PRECISION)
-        single = second.train(REFERENCE, make_strategy(REFERENCE, 1, device))
-        why = f"{type(error).__name__}: {error}"
-        note = f"compared in {_SECOND_PRECISION}, as single failed in {_PRECISION}: {why}"
-        return second, single, TOLERANCES[_SECOND_PRECISION], [note]
-    if single.has_losses_of_fp32:
+        note = f"compared in {_SECOND_PRECISION}, as single failed in {_PRECISION}: {type(error).__name__}: {error}"
+        run = second.train(REFERENCE, make_strategy(REFERENCE, 1, device))
+        return second, run, TOLERANCES[_SECOND_PRECISION], [note]
+    if run.has_losses_of_fp32:
         note = f"tolerance of {_SECOND_PRECISION}, in which the task computes its losses"
-        return precise, single, TOLERANCES[_SECOND_PRECISION], [note]
-    return precise, single, DEFAULT_TOLERANCE, []
+        return precise, run, TOLERANCES[_SECOND_PRECISION], [note]
+    return precise, run, DEFAULT_TOLERANCE, []
 
 
 def _expected_differences(task: TaskModule) -> list[str]:
     """Return a note on the modules whose results depend on how a batch is split."""
-    names = [
-        name
-        for name, module in task.named_modules()
-        if isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0)
-    ]
-    if not names:
-        return []
+
+    def depends(module: nn.Module) -> bool:
+        return isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0)
+
+    names = [name for name, module in task.named_modules() if depends(module)]
     shown = ", ".join(names[:_MAX_NAMES]) + (" and more" if len(names) > _MAX_NAMES else "")
-    return [
+    note = (
         f"dropout and batch norm ({shown}) depend on how a batch is split over ranks and micro-batches, so that "
         "a difference is expected. Set p=0, or use GroupNorm or LayerNorm, to compare."
-    ]
+    )
+    return [note] if names else []
+
+
+def _cells(row: ParityRow) -> tuple[str, ...]:
+    if row.error:
+        return (row.strategy, *[""] * 7, row.verdict)
+    worst = max((row.weights, row.loss, row.grad_norm), key=_order)
+    where = "" if worst.value == 0 else f"step {worst.step} {worst.parameter}".strip()
+    sent = "" if row.bytes_a_step is None else f"{row.bytes_a_step / 1e6:.2f}"
+    differences = [f"{difference.value:.1e}" for difference in (row.loss, row.grad_norm, row.weights)]
+    milliseconds = f"{1000 * row.seconds_a_step:.2f}"
+    return (row.strategy, row.layout, *differences, where, milliseconds, sent, row.verdict)
+
+
+def _order(difference: Difference) -> float:
+    """Return a key that sorts NaN above every number."""
+    return math.inf if math.isnan(difference.value) else difference.value
+
+
+def _without_nan(value: Any) -> Any:
+    """Return a tree with null in place of numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _without_nan(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _names(strategies: Sequence[StrategyChoice]) -> list[str]:
     """Return the names of strategies, numbered where several have the same."""
     names = [strategy_name(item) for item in strategies]
-    return [
-        name if names.index(name) == place else f"{name} {names[: place + 1].count(name)}"
-        for place, name in enumerate(names)
-    ]
+    counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return [name if count == 1 else f"{name} {count}" for name, count in zip(names, counts, strict=True)]
 
 
 def _numbers(ours: float, expected: float, *, scale: float, step: int, phase: str) -> Difference:
@@ -349,11 +333,6 @@ def _numbers(ours: float, expected: float, *, scale: float, step: int, phase: st
 
 def _relative(apart: float, scale: float) -> float:
     return apart / scale if scale > 0 and apart else apart
-
-
-def _larger(left: Difference, right: Difference) -> Difference:
-    """Return the larger difference, the first of equal ones; NaN is larger than any number."""
-    return right if right.value > left.value or (math.isnan(right.value) and not math.isnan(left.value)) else left
 
 
 def distance(left: Tensor, right: Tensor) -> float:

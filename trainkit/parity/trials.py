@@ -57,8 +57,8 @@ class ParityRun:
 
     def step(self, number: int) -> dict[str, Any]:
         """Return the record of a step; 0 is the state before the first."""
-        seen: dict[str, Any] = torch.load(self.folder / f"{number}.pt", weights_only=True)
-        return seen
+        record: dict[str, Any] = torch.load(self.folder / f"{number}.pt", weights_only=True)
+        return record
 
 
 class ParityRuns:
@@ -69,7 +69,6 @@ class ParityRuns:
         self._folder = folder
         self._settings = settings
         self.steps = steps
-        self.seed = int(settings.get("seed", 0))
         self._start = {name: tensor.clone() for name, tensor in self._make_task().state_dict().items()}
 
     @property
@@ -86,9 +85,8 @@ class ParityRuns:
         """Return the same runs in another precision."""
         folder = self._folder / name
         folder.mkdir()
-        return ParityRuns(
-            self._task, self._data, folder, steps=self.steps, settings={**self._settings, "precision": name}
-        )
+        settings = {**self._settings, "precision": name}
+        return ParityRuns(self._task, self._data, folder, steps=self.steps, settings=settings)
 
     def task(self) -> TaskModule:
         """Return a new task with the weights that all runs start from."""
@@ -96,15 +94,14 @@ class ParityRuns:
         task.load_state_dict(self._start)
         return task
 
-    def data(self) -> Any:
-        """Return the data."""
-        return self._data() if inspect.isroutine(self._data) or inspect.isclass(self._data) else self._data
-
     def train(self, name: str, strategy: Strategy) -> ParityRun:
         """Train and record every step."""
         folder = self._folder / name
         folder.mkdir()
-        self.fit(name, strategy, callbacks=[_StepRecorder(folder)], log_every="1step", **self._norm())
+        # A limit logs the gradient norm; one of infinity changes nothing.
+        limited = any(self._settings.get(limit) is not None for limit in ("max_grad_norm", "max_grad_value"))
+        norm: dict[str, Any] = {} if limited else {"max_grad_norm": math.inf}
+        self.fit(name, strategy, callbacks=[_StepRecorder(folder)], log_every="1step", **norm)
         report = json.loads((folder / "strategy.json").read_text())
         return ParityRun(folder, report["layout"], report["bytes_a_step"], self.steps)
 
@@ -116,16 +113,14 @@ class ParityRuns:
         settings = {**self._settings, **more, "max_duration": f"{self.steps}step", "evaluate_every": None}
         settings |= {"num_sanity_batches": 0, "callbacks": callbacks, "loggers": [], "run_dir": run_dir}
         task = self.task()
-        Trainer(strategy, **settings).fit(task, self.data(), resume=run_dir if resume else None)
+        data: Any = self._data() if inspect.isroutine(self._data) or inspect.isclass(self._data) else self._data
+        trainer = Trainer(strategy, **settings)
+        trainer.prints_run_dir = False  # a temporary one
+        trainer.fit(task, data, resume=run_dir if resume else None)
         return {key: tensor.detach().cpu() for key, tensor in task.state_dict().items()}
 
-    def _norm(self) -> dict[str, Any]:
-        """Return settings that log the gradient norm; a limit of infinity changes nothing."""
-        limited = any(self._settings.get(name) is not None for name in ("max_grad_norm", "max_grad_value"))
-        return {} if limited else {"max_grad_norm": math.inf}
-
     def _make_task(self) -> TaskModule:
-        seed_everything(self.seed)
+        seed_everything(int(self._settings.get("seed", 0)))
         task = copy.deepcopy(self._task) if isinstance(self._task, nn.Module) else self._task()
         if not isinstance(task, TaskModule):
             raise UserError(f"the task is a {type(task).__name__}; subclass trainkit.TaskModule.")
@@ -151,9 +146,12 @@ class _StepRecorder(Callback):
         self.metrics = {}
 
     def on_fit_end(self, run: Run) -> None:
-        strategy = run.strategy
+        strategy, plan = run.strategy, run.plan
+        layout = f"{strategy.comm.world_size} x pre-batched"
+        if plan is not None:
+            layout = f"{plan.world_size} x {plan.micro_batches} x {plan.micro_batch_size}"
         sent = strategy.bytes_a_step if isinstance(strategy, ReportsTraffic) else None
-        report = {"layout": _layout(run), "bytes_a_step": sent}
+        report = {"layout": layout, "bytes_a_step": sent}
         if run.is_main:
             (self.folder / "strategy.json").write_text(json.dumps(report))
 
@@ -161,13 +159,13 @@ class _StepRecorder(Callback):
         seconds = time.perf_counter() - self.before
         weights = run.strategy.state_dict(run.task)  # collective
         if run.is_main:
-            seen = {
+            record = {
                 "weights": {name: tensor.detach().cpu() for name, tensor in weights.items()},
                 "losses": self._logged(run, "loss"),
                 "norms": self._logged(run, "grad_norm"),
                 "seconds": seconds,
             }
-            torch.save(seen, self.folder / f"{run.state.step}.pt")
+            torch.save(record, self.folder / f"{run.state.step}.pt")
         self.before = time.perf_counter()
 
     def _logged(self, run: Run, name: str) -> dict[str, float]:
@@ -203,20 +201,7 @@ def make_strategy(item: StrategyChoice, devices: int, device: str) -> Strategy:
     name, given = (item, {}) if isinstance(item, str) else item
     strategy: Strategy = registry.make("strategy", name)
     takes = inspect.signature(type(strategy)).parameters
-    settings: dict[str, Any] = {}
-    if "device" in takes:
-        settings["device"] = device
-    if "devices" in takes:
-        one_process = "device" not in takes  # such a strategy takes a list of devices
-        settings["devices"] = [device] * devices if one_process and device == "cpu" else devices
-    if "stages" in takes:
-        settings["stages"] = devices
-    settings |= given
-    return type(strategy)(**settings)
-
-
-def _layout(run: Run) -> str:
-    plan = run.plan
-    if plan is None:
-        return f"{run.strategy.comm.world_size} x pre-batched"
-    return f"{plan.world_size} x {plan.micro_batches} x {plan.micro_batch_size}"
+    # A strategy of one process has no `device`: it takes a list of devices.
+    several = [device] * devices if "device" not in takes and device == "cpu" else devices
+    settings = {"device": device, "devices": several, "stages": devices}
+    return type(strategy)(**{key: value for key, value in settings.items() if key in takes} | dict(given))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from os.path import commonpath
+from pathlib import Path
 
-from trainkit.report.charts import chart_grid, curve_charts, kind_of
+from trainkit.errors import UserError
+from trainkit.report.charts import curve_charts, kind_of
 from trainkit.report.config_diff import differing_keys
-from trainkit.report.html import SafeHtml, Section, element, join_html, number, page, seconds
+from trainkit.report.html import Content, SafeHtml, Section, element, join_html, number, page, seconds, table
 from trainkit.report.record import RunData
 from trainkit.report.step_breakdown import breakdown
+from trainkit.report.sweep_report import Job, differing, read_sweep
 
 _SMALL_IS_GOOD = ("loss", "error", "perplexity", "bits_per_character", "mae", "mse")
 _LARGE_IS_GOOD = ("accuracy", "f1", "auc", "precision", "recall", "per_second", "mfu")
@@ -27,62 +31,57 @@ def comparison_report(records: Sequence[RunData]) -> str:
         _differences(records, names),
     ]
     kinds = " and ".join(dict.fromkeys(record.recipe for record in records))
-    header = join_html(
-        element("h1", f"{len(records)} runs of {kinds}"),
-        element(
-            "ul", *(_line(record, names[index], index) for index, record in enumerate(records)), class_="legend runs"
-        ),
-    )
-    return page(
-        f"Comparison: {', '.join(names)}",
-        header=header,
-        sections=[section for section in sections if section is not None],
-    )
+    lines = []
+    for index, (record, name) in enumerate(zip(records, names, strict=True)):
+        layout = record.environment.get("strategy", "")
+        text = f"{name}: {record.status}{f', {layout}' if layout else ''}"
+        lines.append(element("li", element("i", class_=f"swatch c{index % 8}"), text))
+    header = join_html(element("h1", f"{len(records)} runs of {kinds}"), element("ul", *lines, class_="legend runs"))
+    shown = [section for section in sections if section is not None]
+    return page(f"Comparison: {', '.join(names)}", header=header, sections=shown)
 
 
 def short_names(records: Sequence[RunData]) -> list[str]:
-    """Return the distinct parts of the folders' paths."""
-    folders = [str(record.folder.absolute()) for record in records]
-    common = commonpath([str(record.folder.absolute().parent) for record in records])
-    return [folder[len(common) :].lstrip("/") or folder for folder in folders]
-
-
-def _line(record: RunData, name: str, index: int) -> SafeHtml:
-    layout = record.environment.get("strategy", "")
-    text = f"{name}: {record.status}{f', {layout}' if layout else ''}"
-    return element("li", element("i", class_=f"swatch c{index % 8}"), text)
+    """Return the overrides in which jobs of one sweep differ, or else the distinct parts of the folders' paths."""
+    folders = [record.folder.absolute() for record in records]
+    jobs: dict[Path, Job] = {}
+    with suppress(UserError):  # not a sweep
+        jobs = {folders[0].parent / job.run_dir: job for job in read_sweep(folders[0].parent).jobs}
+    if all(folder in jobs for folder in folders):
+        chosen = [jobs[folder].values for folder in folders]
+        names = [" ".join(f"{key}={values.get(key, '-')}" for key in differing(chosen)) for values in chosen]
+        if len(set(names)) == len(names):
+            return names
+    common = commonpath([str(folder.parent) for folder in folders])
+    return [str(folder)[len(common) :].lstrip("/") or str(folder) for folder in folders]
 
 
 def _metrics(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
     known = dict.fromkeys(name for record in records for name in record.metrics)
     wanted = sorted((name for name in known if kind_of(name)), key=lambda name: (name.startswith("train/"), name))
-    rows = [
-        ("steps", [float(record.summary["steps"]) if "steps" in record.summary else None for record in records], ""),
-        *((name, [record.metrics.get(name) for record in records], _goal(name)) for name in wanted),
-    ]
-    body = [_row(name, values, goal) for name, values, goal in rows]
     times = [record.summary.get("seconds") for record in records]
-    cells = [element("td", "-" if value is None else seconds(float(value)), class_="number") for value in times]
-    body.insert(1, element("tr", element("th", "time", scope="row"), *cells))
-    head = element("tr", element("th", "metric"), *(element("th", name, class_="number") for name in names))
-    whole = element("table", element("thead", head), element("tbody", *body))
-    return element("div", whole, class_="table-frame")
+    rows: list[Sequence[Content]] = [
+        _row("steps", [float(record.summary["steps"]) if "steps" in record.summary else None for record in records]),
+        ["time", *("-" if value is None else seconds(float(value)) for value in times)],
+        *(_row(name, [record.metrics.get(name) for record in records], _goal(name)) for name in wanted),
+    ]
+    return table(["metric", *names], rows, numbers=True)
 
 
-def _row(name: str, values: Sequence[float | None], goal: str) -> SafeHtml:
+def _row(name: str, values: Sequence[float | None], goal: str = "") -> list[Content]:
     """Return a row with the best value marked, and the difference of each to the first run's."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     best = {"min": min, "max": max}[goal](finite) if goal and len(set(finite)) > 1 else None
     base = values[0]
-    cells = []
+    cells: list[Content] = [name]
     for index, value in enumerate(values):
         text = "-" if value is None else number(value)
         note = None
         if index and value is not None and base and math.isfinite(value) and math.isfinite(base) and value != base:
             note = element("small", f" {100 * (value / base - 1):+.1f} %", class_="muted")
         emphasised = element("b", text, class_="good") if value is not None and value == best else text
-        cells.append(element("td", join_html(emphasised, note), class_="number"))
-    return element("tr", element("th", name, scope="row"), *cells)
+        cells.append(join_html(emphasised, note))
+    return cells
 
 
 def _goal(name: str) -> str:
@@ -96,15 +95,12 @@ def _curves(
     key: str, title: str, records: Sequence[RunData], names: Sequence[str], *, kinds: tuple[str, ...]
 ) -> Section | None:
     charts = curve_charts({name: record.curves for name, record in zip(names, records, strict=True)}, kinds=kinds)
-    return Section(key, title, chart_grid(charts)) if charts else None
+    return Section(key, title, element("div", *charts, class_="charts")) if charts else None
 
 
 def _breakdowns(records: Sequence[RunData], names: Sequence[str]) -> Section | None:
-    parts = []
-    for name, record in zip(names, records, strict=True):
-        found = breakdown(record.step_times)
-        if found is not None:
-            parts.append(element("div", element("h3", name), found))
+    found = [(name, breakdown(record.step_times)) for name, record in zip(names, records, strict=True)]
+    parts = [element("div", element("h3", name), part) for name, part in found if part is not None]
     return Section("breakdown", "Where the time goes", element("div", *parts, class_="charts")) if parts else None
 
 
@@ -114,17 +110,11 @@ def _differences(records: Sequence[RunData], names: Sequence[str]) -> Section | 
     rows = differing_keys([record.config for record in records])
     if not rows:
         return Section("settings", "Settings", element("p", "No differences."))
-    head = element("tr", element("th", "key"), *(element("th", name) for name in names))
-    body = [
-        element(
-            "tr",
-            element("th", element("code", key), scope="row"),
-            *(
-                element("td", element("code", value or "-"), class_="text differs" if value != values[0] else "text")
-                for value in values
-            ),
-        )
+    cells = [
+        [
+            element("code", key),
+            *(element("code", v or "-", class_="differs" if v != values[0] else None) for v in values),
+        ]
         for key, values in rows
     ]
-    whole = element("table", element("thead", head), element("tbody", *body))
-    return Section("settings", "Differing settings", element("div", whole, class_="table-frame"))
+    return Section("settings", "Differing settings", table(["key", *names], cells))

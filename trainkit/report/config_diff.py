@@ -30,7 +30,7 @@ def read_config_diff(folder: Path) -> list[ConfigChange] | None:
     """Return the changes in a run's folder; `None` if they cannot be read."""
     try:
         return [ConfigChange(**change) for change in json.loads((folder / FILENAME).read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

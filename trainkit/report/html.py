@@ -9,11 +9,13 @@ from datetime import datetime
 from html import escape
 from importlib import resources
 
+from trainkit import __version__
+
 # The browser fetches nothing, even if a hostile name contains markup.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _VOID = frozenset({"meta", "link", "br", "hr", "img", "input", "rect", "line", "polyline", "path", "circle", "polygon"})
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
-_POWERS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_POWERS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True)
@@ -39,56 +41,56 @@ def page(title: str, *, header: SafeHtml, sections: Sequence[Section]) -> str:
     body = element(
         "body",
         element("header", header, element("nav", *links) if len(links) > 2 else None),
-        element("main", *(_section(section) for section in sections)),
-        element("footer", _footer()),
+        element("main", *(element("section", element("h2", s.title), s.content, id=s.key) for s in sections)),
+        element("footer", f"Written by trainkit {__version__}, {datetime.now():%Y-%m-%d %H:%M:%S}."),
         element("script", SafeHtml(_file("page.js"))),
     )
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
-def table(columns: Sequence[Content], rows: Sequence[Sequence[Content]], *, best: int | None = None) -> SafeHtml:
-    """Return a table whose first column names the rows; columns of numbers are right-aligned."""
-    numeric = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(columns))]
-    head = element(
-        "tr", *(element("th", name, class_="number" if numeric[i] else None) for i, name in enumerate(columns))
-    )
-    body = [
-        element(
-            "tr",
-            *(
-                element("th", cell, scope="row", class_="text")
-                if i == 0
-                else element("td", cell, class_="number" if numeric[i] else "text")
-                for i, cell in enumerate(row)
-            ),
-            class_="best" if number == best else None,
-        )
-        for number, row in enumerate(rows)
-    ]
-    return element("div", element("table", element("thead", head), element("tbody", *body)), class_="table-frame")
+def table(
+    columns: Sequence[Content], rows: Sequence[Sequence[Content]], *, best: int | None = None, numbers: bool = False
+) -> SafeHtml:
+    """Return a table whose first column names the rows, with the row `best` marked.
+
+    Columns of numbers are right-aligned; with `numbers` all but the first are, also if their cells are markup.
+    """
+    kinds = ["text"]
+    for index in range(1, len(columns)):
+        is_numeric = numbers or (bool(rows) and all(_is_number(row[index]) for row in rows))
+        kinds.append("number" if is_numeric else "text")
+    head = [element("th", name, class_=kind) for name, kind in zip(columns, kinds, strict=True)]
+    body = []
+    for number_of_row, (name, *values) in enumerate(rows):
+        cells = [element("td", value, class_=kind) for value, kind in zip(values, kinds[1:], strict=True)]
+        heading = element("th", name, scope="row", class_="text")
+        body.append(element("tr", heading, *cells, class_="best" if number_of_row == best else None))
+    whole = element("table", element("thead", element("tr", *head)), element("tbody", *body))
+    return element("div", whole, class_="table-frame")
 
 
 def pairs(items: Sequence[tuple[str, Content]]) -> SafeHtml:
     """Return a list of names and values, without empty values."""
-    known = [(name, value) for name, value in items if value not in (None, "")]
-    return element(
-        "dl", *(join_html(element("dt", name), element("dd", value)) for name, value in known), class_="pairs"
-    )
+    known = [(element("dt", name), element("dd", value)) for name, value in items if value not in (None, "")]
+    return element("dl", *(part for pair in known for part in pair), class_="pairs")
+
+
+def figures(items: Sequence[tuple[str, str, str]]) -> SafeHtml | None:
+    """Return a row of figures, each a name, a value and a note, without empty values; `None` if all are empty."""
+    known = [
+        element(
+            "div", element("dt", name), element("dd", value, element("span", note, class_="muted") if note else None)
+        )
+        for name, value, note in items
+        if value
+    ]
+    return element("dl", *known, class_="figures") if known else None
 
 
 def kpi_tile(name: str, value: str, note: str = "") -> SafeHtml:
     """Return a tile with one figure."""
-    long = "long" if len(value) > 16 else None
-    return element(
-        "div",
-        element("dt", name),
-        element("dd", value, element("small", note) if note else None, class_=long),
-        class_="tile",
-    )
-
-
-def _section(section: Section) -> SafeHtml:
-    return element("section", element("h2", section.title), section.content, id=section.key)
+    shown = element("dd", value, element("small", note) if note else None, class_="long" if len(value) > 16 else None)
+    return element("div", element("dt", name), shown, class_="tile")
 
 
 def _is_number(cell: Content) -> bool:
@@ -96,12 +98,6 @@ def _is_number(cell: Content) -> bool:
         return True
     text = "" if cell is None or isinstance(cell, SafeHtml) else str(cell)
     return cell == "" or text[:1].isdigit() or text[:1] in ("-", "∞") or text == "NaN"
-
-
-def _footer() -> str:
-    from trainkit import __version__
-
-    return f"Written by trainkit {__version__}, {datetime.now():%Y-%m-%d %H:%M:%S}."
 
 
 def _file(name: str) -> str:

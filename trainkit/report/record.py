@@ -11,22 +11,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.manifest import Manifest, parse_manifest
-from trainkit.checkpoint.store import CHECKPOINTS, CheckpointEntry
+from trainkit.checkpoint.store import CHECKPOINTS, CheckpointEntry, Manifest, parse_manifest
 from trainkit.errors import UserError
-from trainkit.profiling import FILENAME as TIMELINE
 from trainkit.profiling import Timeline, read_timeline
 from trainkit.report.config_diff import ConfigChange, read_config_diff
 from trainkit.run_dir.failure import CALLERS, FailureRecord, read_failures
 from trainkit.run_dir.failure import FILENAME as WARNINGS
 from trainkit.run_dir.folder import FILENAME as ENVIRONMENT
+from trainkit.run_dir.folder import read_config
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 STEP_TIMES = "step_times.jsonl"
 PROFILE = "profile.json"
 PARTITION = "partition.txt"
-_TRACES = ("*.svg", "*trace*.json*", "timeline_rank_*.json", "profile*", "predictions.pt")
 _TAIL_BYTES = 6000
 _TAIL_LINES = 30
 METRICS = "metrics.jsonl"
@@ -57,12 +55,6 @@ class RunData:
     """The last lines of the logs of other ranks, by file name."""
 
     @property
-    def name(self) -> str:
-        """The last two parts of the folder: `digits/2026-01-31_12-00-00`."""
-        folder = self.folder.absolute()
-        return f"{folder.parent.name}/{folder.name}"
-
-    @property
     def status(self) -> str:
         """`finished`, `stopped`, `failed`, or `unfinished` if the run recorded no end."""
         if self.failures and self.summary.get("status") != "finished":
@@ -82,7 +74,7 @@ class RunData:
         if isinstance(saved, Mapping) and saved:
             # JSON has `null` for a number that is not finite.
             return {name: math.nan if value is None else float(value) for name, value in saved.items()}
-        return {name: curve.last for name, curve in self.curves.items()}
+        return {name: curve.values[-1] for name, curve in self.curves.items()}
 
     @cached_property
     def best(self) -> CheckpointEntry | None:
@@ -135,35 +127,30 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (CONFIG, METRICS, SUMMARY, ENVIRONMENT, CALLERS))
 
 
-def files_beside(folder: Path) -> list[str]:
-    """Return the names of files in a run folder that the report links to."""
-    names = {path.name for pattern in _TRACES for path in folder.glob(pattern)} - {TIMELINE, PROFILE}
-    names |= {name for name in (CONFIG, METRICS, SUMMARY, PARTITION) if (folder / name).is_file()}
-    names |= {path.name for path in folder.glob("rank_*.log")}
-    return sorted(names)
-
-
 def _manifest(folder: Path) -> Manifest | None:
     try:
         return parse_manifest(folder)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(_text(path))
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _yaml(path: Path) -> dict[str, Any]:
-    import yaml
+    if not path.is_file() or not path.stat().st_size:
+        return {}
+    import yaml  # here, as a run from Python has no config
 
     try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if text.strip() else {}
+        content = yaml.load(read_config(path), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except UserError:
+        raise
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -203,13 +190,8 @@ def _in_order(lines: Any) -> list[dict[str, Any]]:
 class Curve:
     """One metric over the steps at which it was logged."""
 
-    steps: list[int] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-
-    @property
-    def last(self) -> float:
-        """The latest value."""
-        return self.values[-1]
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
@@ -244,7 +226,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             for line in file:
                 try:
                     content = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
                 if isinstance(content, dict):
                     yield content
@@ -296,11 +278,11 @@ def averaged(curve: Curve, *, most: int) -> Curve | None:
 
 def _extremes(values: list[float]) -> list[int]:
     """Return the indices of the minimum, the maximum, and the first value that is not finite."""
-    if all(map(math.isfinite, values)):
-        return [values.index(min(values)), values.index(max(values))]
-    finite = [value for value in values if math.isfinite(value)]
-    kept = [next(index for index, value in enumerate(values) if not math.isfinite(value))]
-    return kept + ([values.index(min(finite)), values.index(max(finite))] if finite else [])
+    finite = list(filter(math.isfinite, values))
+    kept = [values.index(min(finite)), values.index(max(finite))] if finite else []
+    if len(finite) < len(values):
+        kept.append(next(index for index, value in enumerate(values) if not math.isfinite(value)))
+    return kept
 
 
 def base_names(names: Iterable[str]) -> dict[str, list[str]]:

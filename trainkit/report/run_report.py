@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from trainkit.errors import Stopped
-from trainkit.report.charts import chart, chart_grid, curve_charts, kind_of
-from trainkit.report.config_diff import ConfigChange, as_text, write_config_diff
+from trainkit.report.charts import chart, curve_charts, kind_of
+from trainkit.report.config_diff import ConfigChange, write_config_diff
 from trainkit.report.html import (
     SafeHtml,
     Section,
@@ -28,34 +27,28 @@ from trainkit.report.html import (
     size,
     table,
 )
-from trainkit.report.record import METRICS, RunData, files_beside, read_run
+from trainkit.report.record import CONFIG, METRICS, PARTITION, SUMMARY, RunData, read_run
 from trainkit.report.step_breakdown import breakdown, memory_series, profile_part, waiting_chart
-from trainkit.report.timeline_chart import timeline_figure, timeline_figures
+from trainkit.report.timeline_chart import timeline_chart
 from trainkit.run_dir.failure import FailureRecord, clear_failures, record_failure_of_caller
 
 # Errors whose message is enough; the traceback is folded.
-_FOLDED = ("UserError", "NonFiniteLoss", "CheckpointError", "SettingsError", "RankFailure")
+_FOLDED = ("UserError", "NonFiniteLoss", "CheckpointError", "ConfigError", "RankFailure")
 _PYTHON_HEADING = "Traceback (most recent call last)"
+_TRACES = ("*trace*.json*", "timeline_rank_*.json")
+_LINKED = (CONFIG, METRICS, SUMMARY, PARTITION, "rank_*.log", *_TRACES, "learning_rates.html", "predictions.pt")
 REPORT = "report.html"
 COMPARISON = "comparison.html"
+
+logger = logging.getLogger(__name__)
 
 
 def run_report(record: RunData) -> str:
     """Return the HTML of a run's report."""
-    sections = [
-        _learning(record),
-        _speed(record),
-        _timeline(record),
-        _memory(record),
-        _checkpoints(record),
-        _warnings(record),
-        _settings(record),
-        _environment(record),
-        _files(record),
-    ]
-    header = join_html(_title(record), failure_section(record), _tiles(record))
-    title = f"{record.recipe} · {record.folder.absolute().name}"
-    return page(title, header=header, sections=[section for section in sections if section is not None])
+    parts = (_learning, _speed, _timeline, _memory, _checkpoints, _warnings, _settings, _environment, _files)
+    sections = [section for part in parts if (section := part(record)) is not None]
+    header = join_html(_title(record), _failure(record), _tiles(record))
+    return page(f"{record.recipe} · {record.folder.absolute().name}", header=header, sections=sections)
 
 
 # ---- The head
@@ -69,15 +62,13 @@ def _title(record: RunData) -> SafeHtml:
     started = environment.get("started")
     when = f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}" if isinstance(started, int | float) else ""
     layout = [environment.get("strategy"), environment.get("plan"), environment.get("precision")]
+    badge = element("span", record.status, class_=f"badge {record.status}")
+    note = element("span", reason, class_="muted") if reason else None
+    folder = record.folder.absolute()
+    items = [f"{folder.parent.name}/{folder.name}", when, *layout]
     return join_html(
-        element(
-            "div",
-            element("h1", record.recipe),
-            element("span", record.status, class_=f"badge {record.status}"),
-            element("span", reason, class_="muted") if reason else None,
-            class_="title-line",
-        ),
-        element("p", " · ".join(str(part) for part in (record.name, when, *layout) if part), class_="subtitle"),
+        element("div", element("h1", record.recipe), badge, note, class_="title-line"),
+        element("p", " · ".join(str(item) for item in items if item), class_="subtitle"),
     )
 
 
@@ -115,10 +106,11 @@ def _learning(record: RunData) -> Section | None:
     if not charts:
         written = (record.folder / METRICS).is_file()
         hint = "nothing was logged yet" if written else "no metrics.jsonl was written; add the logger jsonl"
-        return Section("learning", "Learning curves", element("p", f"There are no curves: {hint}.", class_="muted"))
+        return Section("learning", "Learning curves", element("p", f"No curves: {hint}.", class_="muted"))
     rows = [[name, number(value)] for name, value in sorted(record.metrics.items()) if kind_of(name) == "learning"]
     final = element("details", element("summary", "last values"), table(["metric", "last"], rows))
-    return Section("learning", "Learning curves", join_html(chart_grid(charts), final if rows else None))
+    grid = element("div", *charts, class_="charts")
+    return Section("learning", "Learning curves", join_html(grid, final if rows else None))
 
 
 def _speed(record: RunData) -> Section | None:
@@ -129,7 +121,8 @@ def _speed(record: RunData) -> Section | None:
         charts.append(waiting)
     if not charts and not any(parts):
         return None
-    return Section("speed", "Where the time goes", join_html(parts[0], chart_grid(charts), parts[1]))
+    grid = element("div", *charts, class_="charts")
+    return Section("speed", "Where the time goes", join_html(parts[0], grid, parts[1]))
 
 
 def _timeline(record: RunData) -> Section | None:
@@ -139,8 +132,7 @@ def _timeline(record: RunData) -> Section | None:
     partition = None
     if record.partition:
         partition = element("details", element("summary", "partition of the task"), element("pre", record.partition))
-    content = join_html(timeline_figure(timeline), timeline_figures(timeline), partition)
-    return Section("timeline", f"One step under {timeline.strategy}", content)
+    return Section("timeline", f"One step under {timeline.strategy}", join_html(timeline_chart(timeline), partition))
 
 
 def _memory(record: RunData) -> Section | None:
@@ -148,7 +140,7 @@ def _memory(record: RunData) -> Section | None:
     measured = memory_series(record.step_times)
     if measured:
         charts.insert(0, chart("memory (MiB)", measured))
-    return Section("memory", "Memory", chart_grid(charts)) if charts else None
+    return Section("memory", "Memory", element("div", *charts, class_="charts")) if charts else None
 
 
 def _checkpoints(record: RunData) -> Section | None:
@@ -177,19 +169,12 @@ def _checkpoints(record: RunData) -> Section | None:
 def _warnings(record: RunData) -> Section | None:
     if not record.warnings:
         return None
-    items = [
-        element("li", str(item.get("text", "")), " ", element("span", _source(item), class_="muted"))
-        for item in record.warnings
-    ]
-    return Section(
-        "warnings",
-        f"Warnings ({len(items)})",
-        element("div", element("ul", *items, class_="warnings"), class_="table-frame"),
-    )
-
-
-def _source(item: Mapping[str, object]) -> str:
-    return f"rank {item.get('process', 0)}, {str(item.get('where', '')).rpartition('/')[2]}"
+    items = []
+    for item in record.warnings:
+        source = f"rank {item.get('process', 0)}, {str(item.get('where', '')).rpartition('/')[2]}"
+        items.append(element("li", str(item.get("text", "")), " ", element("span", source, class_="muted")))
+    content = element("div", element("ul", *items, class_="warnings"), class_="table-frame")
+    return Section("warnings", f"Warnings ({len(items)})", content)
 
 
 def _settings(record: RunData) -> Section | None:
@@ -198,34 +183,16 @@ def _settings(record: RunData) -> Section | None:
         return Section("settings", "Settings", element("p", text, class_="muted"))
     changes = record.config_diff
     if changes is None:
-        summary = element("p", "There is no recipe to compare with.", class_="muted")
+        summary = element("p", "No recipe to compare with.", class_="muted")
     elif not changes:
         summary = element("p", f"As the recipe {record.recipe} says.")
     else:
-        summary = join_html(
-            element("p", f"Against the recipe {record.recipe}:"), changes_table(changes, ("recipe", "this run"))
-        )
-    whole = element("pre", "\n".join(_yaml_lines(record.config)))
+        rows = [[element("code", text or "-") for text in (it.key, it.before, it.after)] for it in changes]
+        differences = table(["key", "recipe", "this run"], rows)
+        summary = join_html(element("p", f"Against the recipe {record.recipe}:"), differences)
+    whole = element("pre", (record.folder / CONFIG).read_text(encoding="utf-8", errors="replace"))
     details = element("details", element("summary", "all settings"), whole)
     return Section("settings", "Settings", join_html(summary, details))
-
-
-def changes_table(changes: Iterable[ConfigChange], names: tuple[str, str]) -> SafeHtml:
-    """Return a row for each key that differs."""
-    rows = [
-        [element("code", change.key), element("code", change.before or "-"), element("code", change.after or "-")]
-        for change in changes
-    ]
-    return table(["key", *names], rows)
-
-
-def _yaml_lines(tree: Mapping[str, object], indent: int = 0) -> Iterable[str]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield f"{' ' * indent}{key}:"
-            yield from _yaml_lines(value, indent + 2)
-        else:
-            yield f"{' ' * indent}{key}: {as_text(value)}"
 
 
 def _environment(record: RunData) -> Section | None:
@@ -234,40 +201,34 @@ def _environment(record: RunData) -> Section | None:
         return None
     git = known.get("git")
     commit = f"{git['commit'][:12]}{', with uncommitted changes' if git.get('dirty') else ''}" if git else ""
-    versions = known.get("versions")
+    versions = ", ".join(f"{name} {version}" for name, version in (known.get("versions") or {}).items())
+    plan = known.get("plan") or "pre-batched dataset"
     items: list[tuple[str, SafeHtml | str | None]] = [
         ("command", element("code", known["command"]) if known.get("command") else None),
         ("task", f"{known.get('task')}, {number(known.get('parameters', 0))} parameters"),
-        ("layout", _layout(known)),
+        ("layout", f"{known.get('strategy')}, {known.get('processes')} process(es): {plan}"),
         ("device", str(known.get("device", ""))),
         ("precision", str(known.get("precision", ""))),
         ("seed", str(known.get("seed", ""))),
         ("resumed from", str(known.get("resumed_from") or "")),
         ("git", commit),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items()) if versions else ""),
+        ("versions", versions),
         ("system", f"{known.get('system')}, {known.get('cpus')} CPUs, {known.get('threads')} thread(s) a process"),
     ]
     return Section("environment", "Environment", element("div", pairs(items), class_="card"))
 
 
-def _layout(known: Mapping[str, Any]) -> str:
-    return (
-        f"{known.get('strategy')}, {known.get('processes')} process(es): {known.get('plan') or 'pre-batched dataset'}"
-    )
-
-
 def _files(record: RunData) -> Section | None:
-    names = files_beside(record.folder)
+    names = sorted({path.name for pattern in _LINKED for path in record.folder.glob(pattern)})
     if not names:
         return None
-    links = [element("a", name, href=quote(name)) for name in names]
-    listed = [join_html(link, "  ") for link in links]
+    listed = [join_html(element("a", name, href=quote(name)), "  ") for name in names]
     note = element("p", "Chrome traces (.json) open in ui.perfetto.dev or chrome://tracing.", class_="muted")
     traces = any("trace" in name or name.startswith("timeline_rank") for name in names)
     return Section("files", "Files", element("div", element("p", *listed), note if traces else None, class_="card"))
 
 
-def failure_section(record: RunData) -> SafeHtml | None:
+def _failure(record: RunData) -> SafeHtml | None:
     """Return the failure section: the first failure, and those of all ranks; `None` if the run did not fail."""
     cause = record.cause
     if record.status != "failed":
@@ -275,22 +236,26 @@ def failure_section(record: RunData) -> SafeHtml | None:
     if cause is None:
         reason = str(record.summary.get("exit_reason", "an error that was not recorded"))
         return element("div", element("h2", "The run failed"), element("p", reason, class_="message"), class_="failure")
-    heading = f"The run failed: {cause.error}"
-    parts: list[SafeHtml | None] = [
-        element("h2", heading),
-        element("p", cause.message, class_="message"),
-        pairs([("where", _where(cause)), ("when", f"{datetime.fromtimestamp(cause.when):%Y-%m-%d %H:%M:%S}")]),
+    when = f"{datetime.fromtimestamp(cause.when):%Y-%m-%d %H:%M:%S}"
+    traceback = element("pre", cause.traceback.strip()) if cause.traceback else None
+    folded = cause.error in _FOLDED
+    if traceback is not None and (folded or _PYTHON_HEADING in cause.traceback):
+        traceback = element("details", element("summary", "traceback"), traceback, open=not folded)
+    logs = [
+        element("details", element("summary", f"last lines of {name}"), element("pre", tail))
+        for name, tail in record.logs.items()
     ]
-    if cause.traceback:
-        shown = element("pre", cause.traceback.strip())
-        folded = cause.error in _FOLDED
-        parts.append(
-            element("details", element("summary", "traceback"), shown, open=not folded)
-            if folded or _PYTHON_HEADING in cause.traceback
-            else shown
-        )
-    parts += [_others(record, cause), _logs(record)]
-    return element("div", *parts, class_="failure", id="failure")
+    return element(
+        "div",
+        element("h2", f"The run failed: {cause.error}"),
+        element("p", cause.message, class_="message"),
+        pairs([("where", _where(cause)), ("when", when)]),
+        traceback,
+        _others(record, cause),
+        join_html(element("h3", "Last events"), *logs) if logs else None,
+        class_="failure",
+        id="failure",
+    )
 
 
 def _where(cause: FailureRecord) -> str:
@@ -306,46 +271,24 @@ def _others(record: RunData, cause: FailureRecord) -> SafeHtml | None:
     ranks = [item for item in record.failures if item.process is not None]
     if not [item for item in ranks if item is not cause]:
         return None
-    first = ranks[0].when
-    rows = [
-        [
-            f"rank {item.process}",
-            f"+{item.when - first:.2f} s",
-            str(item.step),
-            item.phase,
-            f"{item.error}: {item.message.splitlines()[0] if item.message else ''}",
-        ]
-        for item in ranks
-    ]
+    rows = []
+    for item in ranks:
+        first_line = item.message.splitlines()[0] if item.message else ""
+        late = f"+{item.when - ranks[0].when:.2f} s"
+        rows.append([f"rank {item.process}", late, str(item.step), item.phase, f"{item.error}: {first_line}"])
     return join_html(element("h3", "All ranks"), table(["", "failed", "steps", "in", "with"], rows))
-
-
-def _logs(record: RunData) -> SafeHtml | None:
-    if not record.logs:
-        return None
-    parts = [
-        element("details", element("summary", f"last lines of {name}"), element("pre", tail))
-        for name, tail in record.logs.items()
-    ]
-    return join_html(element("h3", "Last events"), *parts)
-
-
-logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def reported(
-    folder: Path | None, *, is_main: Callable[[], bool], config_diff: Callable[[], Sequence[ConfigChange] | None]
+    folder: Path, *, is_main: Callable[[], bool], config_diff: Callable[[], Sequence[ConfigChange] | None]
 ) -> Iterator[None]:
-    """Write the report of the run in `folder` when the block ends, with or without an error; not if it is `None`.
+    """Write the report of the run in `folder` when the block ends, with or without an error.
 
     For the process that starts the ranks, or each rank under torchrun: `is_main`, called at the end, returns True if it
     writes. `config_diff` returns the differences of the config to its recipe, `None` if unknown. An error in
     writing is only logged.
     """
-    if folder is None:
-        yield
-        return
     clear_failures(folder)
     try:
         yield

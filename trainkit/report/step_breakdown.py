@@ -6,7 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainkit.report.charts import Series, chart
-from trainkit.report.html import SafeHtml, element, join_html, number, seconds, share, size, table
+from trainkit.report.html import (
+    Content,
+    SafeHtml,
+    element,
+    figures,
+    join_html,
+    number,
+    seconds,
+    share,
+    short,
+    size,
+    table,
+)
 from trainkit.report.record import Curve
 
 
@@ -34,7 +46,13 @@ _MIB = 1024 * 1024
 
 def breakdown(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
     """Return a bar and a table of the parts of a step; `None` if nothing was measured."""
-    steps, totals = totals_of(step_times)
+    counted = step_times[_SKIPPED:] or step_times
+    steps = sum(int(line["steps"]) for line in counted)
+    totals = {
+        part: sum(float(line["seconds"].get(part, 0.0)) for line in counted)
+        for part in PARTS
+        if any(part in line["seconds"] for line in counted)
+    }
     whole = sum(totals.values())
     if not steps or whole <= 0:
         return None
@@ -49,27 +67,12 @@ def breakdown(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
         )
         for part, portion in shares.items()
     ]
-    rows = [
-        [
-            join_html(element("i", class_=f"swatch {PARTS[part].bar}"), PARTS[part].label),
-            seconds(value / steps),
-            share(shares[part]),
-        ]
-        for part, value in totals.items()
-    ]
+    rows: list[list[Content]] = []
+    for part, value in totals.items():
+        name = join_html(element("i", class_=f"swatch {PARTS[part].bar}"), PARTS[part].label)
+        rows.append([name, seconds(value / steps), share(shares[part])])
     rows.append([SafeHtml("<b>a step</b>"), seconds(whole / steps), ""])
     return join_html(element("div", *bar, class_="stack"), table(["part of a step", "time", "share"], rows))
-
-
-def totals_of(step_times: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:
-    """Return the number of steps and the seconds of each part over them, without the first log interval."""
-    counted = step_times[_SKIPPED:] or step_times
-    totals = {
-        part: sum(float(line["seconds"].get(part, 0.0)) for line in counted)
-        for part in PARTS
-        if any(part in line["seconds"] for line in counted)
-    }
-    return sum(int(line["steps"]) for line in counted), totals
 
 
 def waiting_chart(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
@@ -101,17 +104,12 @@ def profile_part(profile: Mapping[str, Any]) -> SafeHtml | None:
     """Return the results of the profiler: FLOPs, MFU, overlap, and the slowest operations."""
     if not profile:
         return None
-    figures = [
+    values = [
         ("FLOPs of a step", _flops(profile.get("flops_per_step")), "operations, counted once"),
-        ("achieved", _flops(profile.get("flops_per_second"), per_second=True), "over all devices"),
+        ("achieved", _flops(profile.get("flops_per_second"), "FLOP/s"), "over all devices"),
         ("MFU", share(profile["mfu"]) if profile.get("mfu") is not None else "", str(profile.get("peak_note", ""))),
         ("communication", *_overlap(profile.get("overlap") or {})),
         ("peak of operations' memory", size(profile["peak_bytes"]) if profile.get("peak_bytes") else "", ""),
-    ]
-    items = [
-        element("div", element("dt", name), element("dd", value, element("span", note, class_="muted")))
-        for name, value, note in figures
-        if value
     ]
     first, last = profile.get("first_step"), profile.get("last_step")
     rows = [
@@ -125,7 +123,7 @@ def profile_part(profile: Mapping[str, Any]) -> SafeHtml | None:
             element("h3", f"Operations of steps {first} to {last}, by {clock} own time"),
             table(["operation", "calls", "own time", "share"], rows),
         )
-    return join_html(element("dl", *items, class_="figures") if items else None, operations)
+    return join_html(figures(values), operations)
 
 
 def _overlap(overlap: Mapping[str, Any]) -> tuple[str, str]:
@@ -136,11 +134,9 @@ def _overlap(overlap: Mapping[str, Any]) -> tuple[str, str]:
     return f"{share(hidden)} hidden", line
 
 
-def _flops(value: Any, *, per_second: bool = False) -> str:
+def _flops(value: Any, unit: str = "FLOP") -> str:
     if not isinstance(value, int | float) or value <= 0:
         return ""
-    unit = "FLOP/s" if per_second else "FLOP"
-    for power, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if value >= power:
-            return f"{value / power:.3g} {letter}{unit}"
-    return f"{number(value)} {unit}"
+    text = short(float(f"{value:.3g}"))
+    digits = text.rstrip("kMGTP")
+    return f"{digits} {text.removeprefix(digits)}{unit}"

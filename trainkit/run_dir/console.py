@@ -1,15 +1,23 @@
-"""Tables and messages on standard output, with colours on a terminal."""
+"""Tables and messages on standard output, with colours on a terminal, and log records on standard error.
+
+Control characters in texts of others (names of metrics, messages of exceptions) are shown as escapes: a terminal would
+obey them.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
 _ANY_WIDTH = 10_000  # columns: lines are not wrapped
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # not newline and tab
 
 
 @dataclass
@@ -23,6 +31,23 @@ class Table:
     """Rows that stand out on a terminal."""
 
 
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters, but for newlines and tabs, as escapes."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def log_to_stderr() -> None:
+    """Write the log records of this process to standard error, unless a handler is set."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
 def on_terminal() -> bool:
     """Return True if standard output is a terminal that a live display can be drawn on."""
     return bool(sys.stdout) and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
@@ -30,17 +55,14 @@ def on_terminal() -> bool:
 
 def say(text: str) -> None:
     """Write one or several lines."""
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        pass  # the reader is gone (`| head`), which must not end the run
+    with suppress(BrokenPipeError):  # the reader is gone (`| head`), which must not end the run
+        print(printable(text), flush=True)
 
 
 def show(table: Table) -> None:
     """Write a table, with colours on a terminal."""
     if on_terminal():
-        terminal().print(table.title, style="bold", markup=False)
+        terminal().print(printable(table.title), style="bold", markup=False)
         terminal().print(_drawn(table))
     else:
         say(plain(table))
@@ -59,7 +81,7 @@ def plain(table: Table) -> str:
 
     text = StringIO()
     Console(file=text, width=_ANY_WIDTH, color_system=None, highlight=False).print(_drawn(table))
-    return "\n".join([table.title, *(line.rstrip() for line in text.getvalue().splitlines())])
+    return "\n".join([printable(table.title), *(line.rstrip() for line in text.getvalue().splitlines())])
 
 
 def number(value: float) -> str:
@@ -82,8 +104,9 @@ def _drawn(table: Table) -> Any:
 
     drawing = RichTable(box=None, padding=(0, 0, 0, 2))
     for index, column in enumerate(table.columns):
-        drawing.add_column(column, justify="right" if index else "left", overflow="fold")
+        drawing.add_column(printable(column), justify="right" if index else "left", overflow="fold")
     for index, row in enumerate(table.rows):
         # Text: brackets in a name are not markup.
-        drawing.add_row(*map(Text, row), style="bold green" if index in table.highlighted else None)
+        texts = [Text(printable(cell)) for cell in row]
+        drawing.add_row(*texts, style="bold green" if index in table.highlighted else None)
     return drawing

@@ -13,11 +13,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
+
+from trainkit.run_dir.console import printable
 
 if TYPE_CHECKING:
     from trainkit.loops.run import Run
@@ -48,20 +50,15 @@ logger = logging.getLogger(__name__)
 class FailureRecord:
     """One process's view of the end of a run."""
 
-    error: str
-    """The error's class."""
+    error: str  # its class
     message: str
     traceback: str
-    when: float
-    """Seconds since 1970."""
-    process: int | None = None
-    """Index of the process; `None`: the caller of all of them."""
-    step: int | None = None
-    """Complete steps."""
+    when: float  # seconds since 1970
+    process: int | None = None  # None: the caller of all of them
+    step: int | None = None  # complete steps
     epoch: int | None = None
     phase: str = ""
-    evaluation: str = ""
-    """The evaluation in progress."""
+    evaluation: str = ""  # the evaluation in progress
 
 
 def record_failure(run: Run, error: BaseException) -> None:
@@ -69,23 +66,20 @@ def record_failure(run: Run, error: BaseException) -> None:
     if run.run_dir is None:
         return
     progress, process = run.evaluation, run.strategy.comm.process
-    record = FailureRecord(
-        type(error).__name__,
-        str(error),
-        _text_of(error),
-        time.time(),
-        process,
-        run.state.step,
-        run.state.epoch,
-        phase_of(error),
-        "" if progress is None else f"{progress.stage}, batch {progress.batch}",
+    _write(
+        run.run_dir / f"failure_rank_{process}.json",
+        error,
+        process=process,
+        step=run.state.step,
+        epoch=run.state.epoch,
+        phase=phase_in(frame for frame, _ in traceback.walk_tb(error.__traceback__)),
+        evaluation="" if progress is None else f"{progress.stage}, batch {progress.batch}",
     )
-    _write(run.run_dir / f"failure_rank_{process}.json", record)
 
 
 def record_failure_of_caller(folder: Path, error: BaseException) -> None:
     """Write the failure that the caller of all ranks got; never raises."""
-    _write(folder / CALLERS, FailureRecord(type(error).__name__, str(error), _text_of(error), time.time()))
+    _write(folder / CALLERS, error)
 
 
 def clear_failures(folder: Path) -> None:
@@ -100,18 +94,13 @@ def read_failures(folder: Path) -> list[FailureRecord]:
     for path in (folder / CALLERS, *sorted(folder.glob("failure_rank_*.json"))):
         try:
             records.append(FailureRecord(**json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             continue
     return sorted(records, key=lambda record: record.when)
 
 
-def phase_of(error: BaseException) -> str:
-    """Return the phase of the run in which the error was raised: the innermost one that a user has a name for."""
-    return phase_in(_frames(error))
-
-
 def phase_in(frames: Iterable[FrameType]) -> str:
-    """Return the phase of a call stack, the outermost frame first; empty if it is unknown."""
+    """Return the innermost phase of a call stack, the outermost frame first; empty if it is unknown."""
     for frame in reversed(list(frames)):
         name, owner = frame.f_code.co_name, frame.f_locals.get("self")
         # By name: strategies import this file, and it must not import callbacks, tasks or data.
@@ -140,16 +129,11 @@ def warnings_kept(folder: Path | None, *, process: int) -> Iterator[None]:
     ours = logging.getLogger("trainkit")
     show = warnings.showwarning
 
-    def show_and_keep(  # noqa: PLR0917 # as `warnings` calls it
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
+    def show_and_keep(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any, **named: Any
     ) -> None:
         handler.keep(f"{category.__name__}: {message}", where=f"{filename}:{lineno}")
-        show(message, category, filename, lineno, file, line)
+        show(message, category, filename, lineno, *more, **named)
 
     ours.addHandler(handler)
     warnings.showwarning = show_and_keep
@@ -161,30 +145,18 @@ def warnings_kept(folder: Path | None, *, process: int) -> Iterator[None]:
             warnings.showwarning = show
 
 
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-
-
-def _text_of(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
-
-
-def _write(path: Path, record: FailureRecord) -> None:
+def _write(path: Path, error: BaseException, **position: Any) -> None:
+    message, text = (_encodable(part) for part in (str(error), "".join(traceback.format_exception(error))))
+    record = FailureRecord(type(error).__name__, message, text, time.time(), **position)
     try:
-        path.write_text(json.dumps(_plain(asdict(record)), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
     except OSError as problem:
         logger.warning("the failure could not be written to %s: %s", path, problem)
 
 
-def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with strings that can be encoded: a message may hold halves of a character."""
-    return {
-        key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-        for key, value in record.items()
-    }
+def _encodable(text: str) -> str:
+    """Return the text without halves of characters, which a message may hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 class _Handler(logging.Handler):
@@ -202,7 +174,9 @@ class _Handler(logging.Handler):
         except Exception:
             self.handleError(record)
         if not logging.getLogger().handlers and logging.lastResort is not None:
-            logging.lastResort.handle(record)  # logging does so only if there are no handlers at all
+            # logging does so only if there are no handlers at all
+            shown = {**vars(record), "msg": printable(record.getMessage()), "args": None}
+            logging.lastResort.handle(logging.makeLogRecord(shown))
 
     def keep(self, text: str, *, where: str, level: str = "WARNING") -> None:
         """Write a warning that was not written before; a disk error does not end the run."""
@@ -214,10 +188,7 @@ class _Handler(logging.Handler):
             "process": self._process,
             "level": level,
             "where": where,
-            "text": text.encode("utf-8", "replace").decode(),
+            "text": _encodable(text),
         }
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError:
-            pass
+        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from trainkit.loops.run import Run
 
 FILENAME = "environment.json"
+_MAX_CONFIG_BYTES = 1 << 17
+_MAX_CONFIG_VALUES = 5_000
+_MAX_CONFIG_DIGITS = 4_000
+_MAX_CONFIG_DEPTH = 50
 _GIT_SECONDS = 2.0
 _PACKAGES = ("numpy", "transformers", "lightning", "torchmetrics", "datasets")
 
@@ -72,6 +76,50 @@ def write_config(folder: Path, config: str) -> None:
     if path.exists() and path.read_text() != config:
         path.rename(folder / f"config_until_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}.yaml")
     write_text(path, config)
+
+
+def read_config(path: Path) -> str:
+    """Return the text of a run's config; raises OSError, or an error of `check_config`."""
+    with path.open("rb") as file:
+        text = file.read(_MAX_CONFIG_BYTES + 1).decode("utf-8", "replace")
+    check_config(text, path)
+    return text
+
+
+def check_config(text: str, path: Path) -> None:
+    """Raise UserError if YAML from `path` could take much time or memory to load, and YAMLError if it is invalid."""
+    import yaml  # here, as a run from Python has no config
+
+    reason = f"more than {_MAX_CONFIG_BYTES:,} bytes" if len(text) > _MAX_CONFIG_BYTES else ""
+    count, opened, sizes = 0, list[tuple[str | None, int]](), dict[str | None, int]()
+    for event in () if reason else yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            opened.append((event.anchor, count))
+            count += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            sizes[anchor] = count - before
+        elif isinstance(event, yaml.AliasEvent):  # to a value that contains it, too
+            count += sizes.get(event.anchor, _MAX_CONFIG_VALUES)
+        elif isinstance(event, yaml.ScalarEvent):
+            sizes[event.anchor] = 1
+            count += 1
+        if tag := getattr(event, "tag", None):
+            reason = f"a tag ({tag})"
+        elif isinstance(event, yaml.ScalarEvent) and _is_long_number(event.value):
+            reason = f"a number of more than {_MAX_CONFIG_DIGITS:,} digits"
+        elif len(opened) > _MAX_CONFIG_DEPTH:
+            reason = f"more than {_MAX_CONFIG_DEPTH} levels"
+        elif count > _MAX_CONFIG_VALUES:
+            reason = f"more than {_MAX_CONFIG_VALUES:,} values, with aliases expanded"
+        if reason:
+            break
+    if reason:
+        raise UserError(f"{path} cannot be read as a config: it has {reason}.")
+
+
+def _is_long_number(text: str) -> bool:
+    return len(text) > _MAX_CONFIG_DIGITS and text[0] in "+-0123456789"
 
 
 def clear_summary(folder: Path) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -51,10 +51,11 @@ class LockOwner:
 
         The workers of a process that died may keep its lock for some seconds.
         """
-        own = LockOwner.this_process()
-        if self.host == own.host:
-            return self.pid != own.pid and ((own.job != "" and self.job == own.job) or not _is_alive(self.pid))
-        return own.job != "" and self.job == own.job
+        this = LockOwner.this_process()
+        same_job = this.job != "" and self.job == this.job
+        if self.host != this.host:
+            return same_job
+        return self.pid != this.pid and (same_job or not _is_alive(self.pid))
 
 
 @contextmanager
@@ -90,8 +91,11 @@ def lock_run_dir(folder: Path, *, timeout: float = _WAIT_SECONDS) -> Iterator[No
             )
         path = folder / OWNER
         path.write_text(json.dumps(asdict(LockOwner.this_process())), encoding="utf-8")
-        stack.callback(path.unlink, missing_ok=True)
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the folder may have been removed
+                path.unlink()
 
 
 def check_not_locked(folder: Path) -> None:
@@ -111,7 +115,7 @@ def check_not_locked(folder: Path) -> None:
 def _read(folder: Path) -> LockOwner | None:
     try:
         return LockOwner(**json.loads((folder / OWNER).read_bytes()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

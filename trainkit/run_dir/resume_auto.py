@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.checkpoint.store import CHECKPOINTS, CheckpointEntry, CheckpointError, CheckpointStore
+from trainkit.checkpoint.store import CHECKPOINTS, CheckpointEntry, CheckpointStore
 from trainkit.duration import Duration
+from trainkit.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +38,15 @@ def find_run_to_resume(
     A run can be resumed if one of its checkpoints is complete. It is unfinished if it was stopped, failed or was
     killed, or reached another `max_duration` than the present one.
     """
-    if run_dir is not None:
-        entry = latest_complete(run_dir)
-        if entry is None:
-            return AutoResume(None, f"starting a new run in {run_dir}, which has no complete checkpoint.")
-        return _resuming(run_dir, entry)
-    for folder in _newest_first(parent / name):
-        entry = None if _is_finished(folder, max_duration) else latest_complete(folder)
+    folders = [run_dir] if run_dir is not None else _newest_first(parent / name)
+    for folder in folders:
+        if run_dir is None and _is_finished(folder, max_duration):
+            continue
+        entry = latest_complete(folder)
         if entry is not None:
-            return _resuming(folder, entry)
+            return AutoResume(folder, f"continuing {folder} from step {entry.step}.")
+    if run_dir is not None:
+        return AutoResume(None, f"starting a new run in {run_dir}, which has no complete checkpoint.")
     return AutoResume(None, f"starting a new run, as no run in {parent / name} can be resumed.")
 
 
@@ -60,10 +61,6 @@ def latest_complete(run_dir: Path) -> CheckpointEntry | None:
             store.verify(entry)
             return entry
     return None
-
-
-def _resuming(run_dir: Path, entry: CheckpointEntry) -> AutoResume:
-    return AutoResume(run_dir, f"continuing {run_dir} from step {entry.step}.")
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -84,7 +81,7 @@ def _is_finished(run_dir: Path, max_duration: Sequence[Duration]) -> bool:
     try:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         status, reason = str(summary["status"]), str(summary["exit_reason"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False  # killed before it wrote a summary
     reached = reason.removeprefix("reached max_duration=")
     return status == "finished" and (reached == reason or reached in map(str, max_duration))

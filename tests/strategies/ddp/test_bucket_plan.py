@@ -74,3 +74,8 @@ def test_every_parameter_is_in_exactly_one_bucket_and_offsets_leave_no_gap(specs
 def test_only_the_last_parameter_of_a_bucket_passes_the_cap(specs, cap):
     for bucket in plan_buckets(specs, cap_bytes=cap, first_cap_bytes=cap).buckets:
         assert sum(specs[i].numel for i in bucket.parameters[:-1]) * 4 < cap or bucket.sparse
+
+
+def test_each_bucket_has_its_own_cap_and_the_last_cap_is_that_of_all_others():
+    specs = [GradientSpec(1, 4, "float32") for _ in range(9)]
+    assert plan_buckets(specs, cap_bytes=1, caps_bytes=[4, 12, 8]).draw() == "[8] [7 6 5] [4 3] [2 1] [0]"

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as StockDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils.checkpoint import checkpoint
 from trainkit.strategies.ddp import DistributedDataParallel
 from trainkit.strategies.ddp.comm_hooks import fp16_hook
@@ -291,14 +293,14 @@ def zeroed_gradients_are_reduced_in_place(views: bool) -> float:
     return distance(wrapped, one_process_gradient(reference, lambda m, x: m(x).square().mean()))
 
 
-def a_backward_in_no_sync_is_not_reduced_though_its_forward_came_before(views: bool) -> float:
+def a_backward_in_no_sync_is_reduced_since_its_forward_came_before(views: bool) -> float:
     wrapped, reference = wrapped_pair(gradient_as_bucket_view=views)
     for step in range(2):
         wrapped.zero_grad()
         loss = wrapped(batch(dist.get_rank())).square().mean()
         with wrapped.no_sync():
             loss.backward()
-        assert wrapped.reducer.step == step
+        assert wrapped.reducer.step == 2 * step + 1
         wrapped(batch(dist.get_rank())).abs().mean().backward()
     return distance(wrapped, one_process_gradient(reference, lambda m, x: m(x).square().mean() + m(x).abs().mean()))
 
@@ -370,7 +372,7 @@ FACTS = [
     a_gradient_penalty,
     gradients_left_in_place_are_added_to,
     zeroed_gradients_are_reduced_in_place,
-    a_backward_in_no_sync_is_not_reduced_though_its_forward_came_before,
+    a_backward_in_no_sync_is_reduced_since_its_forward_came_before,
     gradients_of_inputs_alone_are_not_reduced,
     an_exception_ends_no_sync,
     an_exception_in_backward_before_any_reduction_is_forgotten,
@@ -386,6 +388,64 @@ def test_gradients_are_those_of_one_process_also_where_stock_ddp_diverges(num_ra
     for rank in run_ranks(all_facts, num_ranks):
         for name, error in rank.items():
             assert error < 1e-6, name
+
+
+# ---- Backwards that count
+
+
+def weights_with_backwards_of_the_module(arguments: dict[str, Any]) -> float:
+    """Return the difference to stock DDP where rank 0 alone runs backwards of the module itself, as Grad-CAM does."""
+    torch.manual_seed(0)
+    start = Mlp()
+    trained = []
+    for wrap in (DistributedDataParallel, StockDDP):
+        model = copy.deepcopy(start)
+        wrapped = wrap(model, **arguments)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for step in range(4):
+            for zeroed in (True, False):  # and the gradients of the module's own backward are averaged too
+                if dist.get_rank() == 0:
+                    wrapped.module(batch(50 + step)).abs().sum().backward()
+                if zeroed:
+                    optimizer.zero_grad()
+                wrapped(batch(10 * step + dist.get_rank())).square().mean().backward()
+                optimizer.step()
+        assert distance_between_ranks(model) == 0.0
+        trained.append(model)
+    pairs = zip(*(model.parameters() for model in trained), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
+def test_a_backward_of_the_module_itself_on_one_rank_is_not_reduced(arguments):
+    assert run_ranks(weights_with_backwards_of_the_module, 2, arguments) == [0.0, 0.0]
+
+
+def gradients_by_place(views: bool) -> dict[str, float]:
+    """Return the difference to stock DDP with forward and backward inside and outside of `no_sync`."""
+    found = {}
+    for forward_inside in (False, True):
+        for backward_inside in (False, True):
+            torch.manual_seed(0)
+            gradients = []
+            start = Mlp()
+            for wrap in (DistributedDataParallel, StockDDP):
+                wrapped = wrap(copy.deepcopy(start), gradient_as_bucket_view=views)
+                for _ in range(3):
+                    with wrapped.no_sync() if forward_inside else nullcontext():
+                        loss = wrapped(batch(dist.get_rank())).square().mean()
+                    with wrapped.no_sync() if backward_inside else nullcontext():
+                        loss.backward()
+                gradients.append([p.grad.clone() for p in wrapped.parameters()])
+            pairs = zip(*gradients, strict=True)
+            found[f"{forward_inside} {backward_inside}"] = max((a - b).abs().max().item() for a, b in pairs)
+    return found
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_the_place_of_the_forward_decides_if_gradients_are_reduced_as_in_stock_ddp(views):
+    for rank in run_ranks(gradients_by_place, 2, views):
+        assert set(rank.values()) == {0.0}, rank
 
 
 # ---- The interface
@@ -409,6 +469,190 @@ def upstream_hooks() -> dict[str, float]:
 def test_pytorchs_own_communication_hooks_give_the_same_weights():
     for rank in run_ranks(upstream_hooks, 2):
         assert rank == {"allreduce_hook": 0.0, "fp16_compress_hook": 0.0}
+
+
+def states_of_both() -> list[list[str]]:
+    found = []
+    for wrap in (DistributedDataParallel, StockDDP):
+        torch.manual_seed(0)
+        wrapped = wrap(Mlp())
+        assert isinstance(wrapped, StockDDP)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+        wrapped(batch(0)).sum().backward()
+        optimizer.step()
+        state = get_model_state_dict(wrapped)
+        found.append([*state, *get_optimizer_state_dict(wrapped, optimizer)["state"]])
+        plain = Mlp()
+        plain.load_state_dict(state)
+        set_model_state_dict(wrapped, Mlp().state_dict())
+    return found
+
+
+def test_distributed_checkpoints_have_the_keys_of_stock_ddp_and_of_the_module():
+    ((ours, stock),) = run_ranks(states_of_both, 1)
+    assert ours == stock
+    assert "0.weight" in ours and not any(name.startswith("module.") for name in ours)
+
+
+def attributes_of_both() -> None:
+    ours, stock = DistributedDataParallel(Mlp()), StockDDP(Mlp())
+    for name in (
+        "device",
+        "device_type",
+        "device_ids",
+        "require_backward_grad_sync",
+        "require_forward_param_sync",
+        "mixed_precision",
+        "bucket_bytes_cap",
+        "bucket_bytes_cap_list",
+        "broadcast_buffers",
+        "join_device",
+        "join_process_group",
+    ):
+        assert getattr(ours, name) == getattr(stock, name), name
+    for wrapped in (ours, stock):
+        wrapped(batch(0))
+        assert wrapped.require_forward_param_sync
+        with wrapped.no_sync():
+            assert not wrapped.require_backward_grad_sync
+            wrapped(batch(0))
+        assert wrapped.require_backward_grad_sync and not wrapped.require_forward_param_sync
+    sized = DistributedDataParallel(Mlp(), bucket_cap_mb_list=[0.0001, 0.001])
+    for step in range(2):
+        sized(batch(step)).sum().backward()
+    assert sized.bucket_bytes_cap_list == [104, 1048]
+    sizes = [int(size) for size in sized._get_ddp_logging_data()["bucket_sizes"].split(", ")]
+    assert len(sizes) == 3 and sizes[0] < 1048 <= sizes[1], sizes
+    with pytest.raises(ValueError, match="bucket_cap_mb_list must be above 0"):
+        DistributedDataParallel(Mlp(), bucket_cap_mb_list=[1, 0])
+    alone = DistributedDataParallel(Mlp(), process_group=dist.new_group([0]))
+    with pytest.raises(RuntimeError, match="default process group"):
+        copy.deepcopy(alone)
+
+
+def test_attributes_are_those_of_stock_ddp():
+    run_ranks(attributes_of_both, 1)
+
+
+def with_buffer_hook(location: _BufferCommHookLocation, futures: bool) -> tuple[list[float], list[float]]:
+    """Return the buffer after each of three steps in which the hook sums it over ranks, of ours and of stock."""
+
+    def hook(state: object, buffers: dict[str, Tensor]) -> list[Any] | None:
+        works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers.values()]
+        if futures:
+            return [work.get_future() for work in works]
+        for work in works:
+            work.wait()
+        return None
+
+    found = []
+    for wrap in (DistributedDataParallel, StockDDP):
+        model = nn.Linear(8, 4)
+        model.register_buffer("count", torch.zeros(()))
+        wrapped = wrap(model)
+        wrapped._register_buffer_comm_hook(None, hook, location)
+        seen = []
+        for index in range(3):
+            model.count.fill_(10.0**index * (1 + dist.get_rank()))
+            wrapped(batch(index)).sum().backward()
+            seen.append(model.count.item())
+        found.append(seen)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("location", _BufferCommHookLocation)
+@pytest.mark.parametrize("futures", [False, True])
+def test_a_buffer_hook_replaces_the_broadcast_as_in_stock_ddp(location, futures):
+    for ours, stock in run_ranks(with_buffer_hook, 2, location, futures):
+        assert ours == stock == [3.0, 30.0, 300.0]
+
+
+def with_builtin_hooks() -> dict[str, float]:
+    found = {}
+    for name in ("ALLREDUCE", "FP16_COMPRESS"):
+        kind = getattr(dist.BuiltinCommHookType, name)
+        torch.manual_seed(0)
+        ours = Mlp()
+        stock = copy.deepcopy(ours)
+        for wrapped in (DistributedDataParallel(ours), StockDDP(stock)):
+            wrapped._register_builtin_comm_hook(kind)
+            assert wrapped._get_ddp_logging_data()["comm_hook"] == str(kind)
+            train(wrapped, case=CASES["mlp"], rank=dist.get_rank(), steps=5)
+        pairs = zip(ours.parameters(), stock.parameters(), strict=True)
+        found[name] = max((a - b).abs().max().item() for a, b in pairs)
+    return found
+
+
+def test_built_in_hooks_give_the_weights_of_stock_ddp():
+    for rank in run_ranks(with_builtin_hooks, 2):
+        assert rank == {"ALLREDUCE": 0.0, "FP16_COMPRESS": 0.0}
+
+
+def logging_data_of_both() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return what both log after each of 13 steps, the later ones sampled every second time."""
+    wrapped = [wrap(Mlp(), bucket_cap_mb=0.001) for wrap in (DistributedDataParallel, StockDDP)]
+    found = []
+    for one in wrapped:
+        one._set_ddp_runtime_logging_sample_rate(2)
+    for step in range(13):
+        for one in wrapped:
+            one.zero_grad()
+            one(batch(step)).square().mean().backward()
+        found.append((wrapped[0]._get_ddp_logging_data(), wrapped[1]._get_ddp_logging_data()))
+    return found
+
+
+def test_logging_data_has_settings_buckets_and_times_of_sampled_steps():
+    for rank in run_ranks(logging_data_of_both, 2):
+        assert [ours["iteration"] for ours, _ in rank] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 12]
+        ours, stock = rank[-1]
+        same = ("world_size", "rank", "module_name", "backend_name", "dtypes", "num_parameter_tensors", "device_ids")
+        for name in (*same, "total_parameter_size_bytes", "bucket_cap_bytes", "output_device", "broadcast_buffers"):
+            assert ours[name] == stock[name], name
+        for name in ("has_rebuilt_buckets", "rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices"):
+            assert ours[name] == stock[name], name
+        assert ours["prev_iteration_grad_ready_order_indices"] == stock["prev_iteration_grad_ready_order_indices"]
+        times = ("forward_compute_time", "backward_compute_time", "backward_comm_time")
+        for name in (*times, "backward_compute_comm_overlap_time"):
+            assert name in stock and f"avg_{name}" in stock
+            assert (ours[name] > 0 and ours[f"avg_{name}"] > 0) or name.endswith("overlap_time")
+        assert ours["backward_compute_comm_overlap_time"] <= ours["backward_comm_time"]
+        arrivals = list(ours["gradient_arrival_times"].values())
+        assert arrivals == sorted(arrivals) and arrivals[0] > 0
+        assert len(arrivals) == 6
+
+
+class TurnsAround(nn.Module):
+    """Uses its two layers in one order in the first step, and in the other one in all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        layers = (self.first, self.second) if self.steps == 1 else (self.second, self.first)
+        return layers[1](layers[0](x))
+
+
+def buckets_of_a_model_that_turns_around() -> tuple[str, str, list[str]]:
+    wrapped = DistributedDataParallel(TurnsAround(), bucket_cap_mb=0.0002)
+    for step in range(3):
+        wrapped(batch(step)).sum().backward()
+    data = wrapped._get_ddp_logging_data()
+    return (
+        data["rebuilt_per_bucket_param_indices"],
+        data["ideal_bucket_param_indices"],
+        wrapped.timeline.ideal_buckets(),
+    )
+
+
+def test_the_ideal_buckets_follow_the_arrival_of_gradients():
+    for real, ideal, names in run_ranks(buckets_of_a_model_that_turns_around, 2):
+        assert {frozenset(bucket.split()) for bucket in real.split(", ")} == {frozenset("23"), frozenset("01")}
+        assert real.split(", ")[0] in ("2 3", "3 2") and ideal.split(", ")[0] in ("0 1", "1 0")
+        assert {name.split(".")[0] for name in names[0]} == {"first"}
 
 
 def joined(divide_by_initial: bool) -> tuple[float, float]:
@@ -640,11 +884,22 @@ def test_mistakes_are_named_in_the_same_backward_on_every_rank():
 
 
 def refusals() -> list[str]:
+    from torch.distributed.optim import _apply_optimizer_in_backward  # its import warns
+
     found = []
-    for name in ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce", "bucket_cap_mb_list"):
+    for name in ("mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"):
         with pytest.raises(ValueError, match=f"{name} is not supported here; .*, or use PyTorch's own class") as raised:
             DistributedDataParallel(Mlp(), **{name: [1]})
         found.append(str(raised.value))
+    wrapped = DistributedDataParallel(Mlp())
+    for name in ("_update_process_group", "_set_sparse_metadata"):
+        with pytest.raises(ValueError, match=f"{name} is not supported here; .*, or use PyTorch's own class"):
+            getattr(wrapped, name)(None)
+    model = Mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"_apply_optimizer_in_backward is not supported here: .*optimizer.step\(\)"):
+        wrapped(batch(0))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Failures of a rank: the error of the healthy ranks, and how soon they raise it."""
+"""Failures of a rank: the error of the healthy ranks, which do not wait for the timeout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,21 +19,23 @@ from trainkit.cli import main as cli
 from trainkit.distributed.failure_store import FailureStore, RankError
 from trainkit.testing import RankFailure, rank_outcomes, run_ranks
 
+HANG_SECONDS = 4.0
+LIMITS = {"timeout": 60.0, "patience": 60.0}  # below the reducers' own
 TRANSPORTS = pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 
 
-def fail_in_step_2(transport: str, fault: str) -> tuple[str, float]:
+def fail_in_step_2(transport: str, fault: str, folder: Path) -> tuple[str, float]:
     """Train with a failure of rank 1 in step 2. Return the error of the others, and the seconds until it was raised."""
     model = nn.Linear(8, 8)
-    settings = ReducerSettings(transport=transport, timeout_seconds=2.0 if fault == "hang" else 60.0)
+    settings = ReducerSettings(transport=transport, timeout_seconds=HANG_SECONDS if fault == "hang" else 600.0)
     reducer = Reducer(list(model.named_parameters()), group=dist.group.WORLD, settings=settings)
     rank = dist.get_rank()
+    dist.barrier()  # a rank that is started late has not failed
     start = time.monotonic()
     try:
         for step in range(4):
             if rank == 1 and step == 2:
-                start = time.monotonic()
-                _fail(reducer, fault)
+                _fail(reducer, fault, folder)
             with reducer.session():
                 loss = model(torch.ones(2, 8)).sum()
                 start = time.monotonic()
@@ -43,23 +46,28 @@ def fail_in_step_2(transport: str, fault: str) -> tuple[str, float]:
         seconds = time.monotonic() - start
         with pytest.raises(RuntimeError, match="cannot be reduced any more: "):
             reducer.start()
+        (folder / f"{rank}_has_ended").touch()
         return str(error), seconds
     except ValueError:
-        time.sleep(2.5)  # alive, but it takes no part
-        os._exit(0)
+        _take_no_part(folder)
     return "no error", time.monotonic() - start
 
 
-def _fail(reducer: Reducer, fault: str) -> None:
+def _take_no_part(folder: Path) -> None:
+    """Stay alive until the others have ended."""
+    while len(list(folder.iterdir())) < dist.get_world_size() - 1:
+        time.sleep(0.02)
+    os._exit(0)
+
+
+def _fail(reducer: Reducer, fault: str, folder: Path) -> None:
     if fault == "raise":
         reducer.publish_failure("ValueError: bad batch in shard 17")
-        time.sleep(2.5)  # alive, but it takes no part
-        os._exit(0)
+        _take_no_part(folder)
     elif fault == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "hang":
-        time.sleep(4.5)
-        os._exit(0)
+        _take_no_part(folder)
     elif fault == "slow":
         time.sleep(1.5)
 
@@ -68,66 +76,60 @@ def _fail(reducer: Reducer, fault: str) -> None:
     ("transport", "fault", "waits"),
     [("process_group", "raise", "2"), ("shared_memory", "raise", "2"), ("shared_memory", "leave", "[23]")],
 )
-def test_the_root_cause_reaches_ranks_that_wait(transport, fault, waits):
+def test_the_root_cause_reaches_ranks_that_wait(transport, fault, waits, tmp_path):
     # A session that fails after its bucket has been started: the others wait for its shard of that bucket, or, if that
     # is summed already, in the next step.
-    outcomes = rank_outcomes(fail_in_step_2, 2, transport, fault, timeout=10)
-    message, seconds = outcomes[0].value
+    outcomes = rank_outcomes(fail_in_step_2, 2, transport, fault, tmp_path, **LIMITS)
+    message, _ = outcomes[0].value
     assert "rank 1 failed in step 2: ValueError: bad batch in shard 17" in message
     assert re.search(rf"backward of step {waits}, bucket 0 of 1", message)
-    assert seconds < 30.0
 
 
 @TRANSPORTS
-def test_a_killed_rank_is_noticed(transport):
-    outcomes = rank_outcomes(fail_in_step_2, 2, transport, "die", timeout=10)
+def test_a_killed_rank_is_noticed(transport, tmp_path):
+    outcomes = rank_outcomes(fail_in_step_2, 2, transport, "die", tmp_path, **LIMITS)
     assert outcomes[1].failure == "the process was killed by SIGKILL"
-    message, seconds = outcomes[0].value
+    message, _ = outcomes[0].value
     assert "gone" in message
-    assert seconds < 30.0
 
 
 @pytest.mark.slow
 @TRANSPORTS
-def test_a_timeout_reports_the_position_of_each_rank(transport):
-    outcomes = rank_outcomes(fail_in_step_2, 3, transport, "hang", timeout=12)
+def test_a_timeout_reports_the_position_of_each_rank(transport, tmp_path):
+    outcomes = rank_outcomes(fail_in_step_2, 3, transport, "hang", tmp_path, **LIMITS)
     for rank in (0, 2):
         message, seconds = outcomes[rank].value
         assert (
-            "timed out after 2 s in backward of step 2, bucket 0 of 1" in message or "stopped while waiting" in message
+            "timed out after 4 s in backward of step 2, bucket 0 of 1" in message or "stopped while waiting" in message
         )
-        assert seconds > 1.5
+        assert seconds > HANG_SECONDS - 0.5
     messages = outcomes[0].value[0] + outcomes[2].value[0]
     assert "rank 1: has not come" in messages
 
 
 @TRANSPORTS
-def test_a_slow_rank_is_waited_for(transport):
-    assert [message for message, _ in run_ranks(fail_in_step_2, 2, transport, "slow")] == ["no error"] * 2
+def test_a_slow_rank_is_waited_for(transport, tmp_path):
+    assert [message for message, _ in run_ranks(fail_in_step_2, 2, transport, "slow", tmp_path)] == ["no error"] * 2
 
 
 def raise_on_rank_1() -> None:
     if dist.get_rank() == 1:
         raise ArithmeticError("of rank 1")
-    time.sleep(20)
+    time.sleep(600)  # longer than a test may take
 
 
 def test_run_ranks_raises_the_first_failure_with_its_traceback():
-    start = time.monotonic()
     with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 failed.*raise_on_rank_1.*ArithmeticError: of rank 1"):
-        run_ranks(raise_on_rank_1, 2)
-    assert time.monotonic() - start < 10
+        run_ranks(raise_on_rank_1, 2, timeout=600)
 
 
 def sleep_for_long() -> None:
-    time.sleep(60)
+    time.sleep(600)  # longer than a test may take
 
 
 def test_run_ranks_ends_at_its_timeout():
-    start = time.monotonic()
     with pytest.raises(RankFailure, match="had not ended"):
         run_ranks(sleep_for_long, 2, timeout=1.5)
-    assert time.monotonic() - start < 10
 
 
 def test_the_command_line_shows_a_failure_of_another_rank_without_a_traceback(monkeypatch, capsys):

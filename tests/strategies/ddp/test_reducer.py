@@ -73,7 +73,7 @@ def a_second_session_adds_to_the_first() -> None:
     for branch in (0, 1):
         with reducer.session():
             model(batch(dist.get_rank()), branch).sum().backward()
-    with reducer.session(sync=False):
+    with reducer.no_sync():
         model(batch(dist.get_rank()), 2).sum().backward()
     with reducer.session():
         model(batch(dist.get_rank()), 0).sum().backward()
@@ -84,9 +84,24 @@ def a_second_session_adds_to_the_first() -> None:
     reducer.close()
 
 
+def a_backward_outside_a_session_stays_on_its_rank() -> None:
+    model, reference, reducer = make()
+    for _ in range(3):
+        if dist.get_rank() == 0:
+            model(batch(7), 1).sum().backward()
+        model.zero_grad()
+        with reducer.session():
+            model(batch(dist.get_rank()), 0).sum().backward()
+    assert reducer.step == 3
+    for rank in range(dist.get_world_size()):
+        reference(batch(rank), 0).sum().backward()
+    assert gap(model, reference) < 1e-5
+    reducer.close()
+
+
 def the_first_reduction_takes_along_what_was_only_added_up() -> None:
     model, reference, reducer = make()
-    with reducer.session(sync=False):
+    with reducer.no_sync():
         model(batch(dist.get_rank()), 2).sum().backward()
     with reducer.session():
         model(batch(dist.get_rank()), 0).sum().backward()
@@ -242,22 +257,18 @@ def buckets_are_gone_on_with_while_backward_runs(transport: str) -> None:
     assert len(reducer.buckets) == 4
     assert in_backward[:4] == [0] * 4, "the first backward is reduced at its end"
     assert in_backward[-1] >= 2, "before the gradients of the first layer are computed"
-    late, woken = dist.get_rank() == dist.get_world_size() - 1, [0.0]
+    *others, last = range(dist.get_world_size())
+    store = dist.distributed_c10d._get_default_store()
 
-    def come_late(gradient: Tensor) -> None:
-        time.sleep(0.5)
-        woken[0] = time.perf_counter()
+    def wait_for_the_others(gradient: Tensor) -> None:
+        store.wait([f"{transport}: backward of rank {rank} has ended" for rank in others])
 
-    dist.barrier()
     with reducer.session():
         outputs = layers(batch(dist.get_rank()))
-        if late:
-            outputs.register_hook(come_late)
+        if others and dist.get_rank() == last:
+            outputs.register_hook(wait_for_the_others)  # for ever, if their backwards waited for this one
         outputs.sum().backward()
-    last = dist.get_world_size() - 1
-    moments: list[tuple[float, float]] = [(0.0, 0.0)] * (last + 1)
-    dist.all_gather_object(moments, (reducer.backward_ended_at, woken[0]))
-    assert all(ended < moments[last][1] for ended, _ in moments[:last]), "no backward waits for another rank's"
+        store.set(f"{transport}: backward of rank {dist.get_rank()} has ended", "")
     reducer.close()
 
 
@@ -267,7 +278,7 @@ def the_end_of_a_reduction_is_noted_though_nobody_waits_for_it_yet(transport: st
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     settings = ReducerSettings(average=False, bucket_cap_mb=200 / MIB, transport=transport)  # one for each layer
     reducer = Reducer(list(layers.named_parameters()), group=dist.group.WORLD, settings=settings)
-    reducer.after_step = lambda _: None  # somebody wants to know the times
+    reducer.after_step.append(lambda _: None)  # somebody wants to know the times
     moments: list[float] = []
 
     def see_launched_end(gradient: Tensor) -> None:
@@ -319,6 +330,7 @@ def an_exception_before_any_reduction_leaves_no_session() -> None:
 FACTS = [
     sums_are_left_in_views_of_the_buckets,
     a_second_session_adds_to_the_first,
+    a_backward_outside_a_session_stays_on_its_rank,
     the_first_reduction_takes_along_what_was_only_added_up,
     buckets_are_rebuilt_in_rank_0s_order_of_arrival,
     a_rank_without_samples_adds_zeros,

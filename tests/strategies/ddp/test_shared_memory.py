@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import mmap
 import os
+import resource
+import stat
+import subprocess
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +23,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trainkit.strategies.ddp import shared_memory
 from trainkit.strategies.ddp.reductions import open_transport
-from trainkit.strategies.ddp.shared_memory import SharedMemoryTransport, _shards, why_no_shared_memory
+from trainkit.strategies.ddp.shared_memory import (
+    MESSAGE_BYTES,
+    NONCE_BYTES,
+    PeerMemory,
+    SharedMemoryTransport,
+    _shards,
+    why_no_shared_memory,
+)
+from trainkit.strategies.ddp.transport import ProcessGroupTransport
 
 from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore
@@ -30,7 +43,13 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memf
 def transport_of_all_ranks() -> SharedMemoryTransport:
     group = dist.group.WORLD
     failure_store = FailureStore(group, token="test")
-    return SharedMemoryTransport(group, failure_store=failure_store, timeout_seconds=20)
+    return SharedMemoryTransport(group, failure_store=failure_store, timeout_seconds=120)
+
+
+def process_group_transport() -> ProcessGroupTransport:
+    group, device = dist.group.WORLD, torch.device("cpu")
+    failure_store = FailureStore(group, token="test")
+    return ProcessGroupTransport(group, failure_store=failure_store, device=device, timeout_seconds=120)
 
 
 def resident_bytes() -> int:
@@ -40,14 +59,8 @@ def resident_bytes() -> int:
 
 def memory_taken_by_each_bucket() -> list[float]:
     """Return by how much this rank grows when memory is allocated, and when two buckets of 16 MiB are reserved."""
-    taken, group = [], dist.group.WORLD
-    transport = open_transport(
-        "shared_memory",
-        group=group,
-        failure_store=FailureStore(group, token="memory"),
-        device=torch.device("cpu"),
-        timeout_seconds=20,
-    )
+    taken = []
+    transport = open_transport("shared_memory", process_group_transport())
     for action in (
         lambda: transport.allocate([(4 << 20, torch.float32)] * 2),
         lambda: transport.reserve(0),
@@ -120,13 +133,7 @@ def test_sums_of_all_types_are_exact_in_rank_order(num_ranks):
 def leftovers() -> tuple[list[str], list[str], str]:
     before = set(os.listdir("/dev/shm"))
     files = open_files()
-    transport = open_transport(
-        "auto",
-        group=dist.group.WORLD,
-        failure_store=FailureStore(dist.group.WORLD, token="test"),
-        device=torch.device("cpu"),
-        timeout_seconds=20,
-    )
+    transport = open_transport("auto", process_group_transport())
     flats = transport.allocate([(1000, torch.float32)])
     flats[0].fill_(1)
     transport.start(0, where="a test").wait()
@@ -143,13 +150,22 @@ def test_auto_uses_shared_memory_without_a_name_or_an_open_file():
     assert run_ranks(leftovers, 2) == [([], [], "shared_memory")] * 2
 
 
+def mode_of_memory() -> int:
+    region = shared_memory._make_region(4096, True)
+    mode = stat.S_IMODE(os.fstat(region.fd).st_mode)
+    os.close(region.fd)
+    return mode
+
+
+def test_shared_memory_is_open_to_this_user_only():
+    assert mode_of_memory() == 0o600
+
+
 def falls_back(broken_rank: int) -> tuple[str | None, str]:
     if dist.get_rank() == broken_rank:
         shared_memory.os.memfd_create = _no_memory
-    group, cpu = dist.group.WORLD, torch.device("cpu")
-    reason = why_no_shared_memory(group, cpu)
-    failure_store = FailureStore(group, token="test")
-    return reason, open_transport("auto", group=group, failure_store=failure_store, device=cpu, timeout_seconds=20).name
+    reason = why_no_shared_memory(dist.group.WORLD, torch.device("cpu"))
+    return reason, open_transport("auto", process_group_transport()).name
 
 
 def _no_memory(name: str, flags: int) -> int:
@@ -167,8 +183,8 @@ def with_another_region(of_rank_1: dict[str, Any]) -> str | None:
     make = shared_memory._make_region
 
     def pretended(num_bytes: int, preallocate: bool) -> object:
-        region, fd = make(num_bytes, preallocate)
-        return (replace(region, **of_rank_1) if dist.get_rank() == 1 else region), fd
+        region = make(num_bytes, preallocate)
+        return replace(region, **of_rank_1) if dist.get_rank() == 1 else region
 
     shared_memory._make_region = pretended
     return why_no_shared_memory(dist.group.WORLD, torch.device("cpu"))
@@ -190,7 +206,7 @@ def processes_of_a_group_of_its_own() -> list[int]:
     group = dist.new_group(ranks, timeout=timedelta(seconds=20))
     if dist.get_rank() not in ranks:
         return []
-    transport = SharedMemoryTransport(group, failure_store=FailureStore(group, token="test"), timeout_seconds=20)
+    transport = SharedMemoryTransport(group, failure_store=FailureStore(group, token="test"), timeout_seconds=120)
     (flat,) = transport.allocate([(10, torch.float32)])
     flat.fill_(dist.get_rank() + 1)
     transport.start(0, where="a test").wait()
@@ -218,3 +234,22 @@ def test_tests_leave_no_process_behind():
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
     assert all("forkserver" in name or "resource_tracker" in name for name in names), names
+
+
+def test_the_end_of_a_process_is_noticed_through_a_descriptor_above_1023():
+    process = subprocess.Popen(["sleep", "1000"])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limits[0]), limits[1]))
+        peer = PeerMemory(0, process.pid, mmap.mmap(-1, NONCE_BYTES + MESSAGE_BYTES))
+        low, peer.pidfd = peer.pidfd, fcntl.fcntl(peer.pidfd, fcntl.F_DUPFD, 1024)
+        os.close(low)
+        assert not peer.is_gone()
+        process.kill()
+        process.wait()
+        assert peer.is_gone()
+        peer.close()
+    finally:
+        process.kill()
+        process.wait()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -155,6 +155,18 @@ PASSED = (
     "test_ddp_compile_static_graph",
     "test_ddp_grad_div_uneven_inputs",
     "test_ddp_device_mesh_initialization",
+    "test_ddp_comm_hook_logging",
+    "test_ddp_logging_data_cpu",
+    "test_sync_bn_logged",
+    "test_ddp_bucket_cap_mb_list",
+    "test_ddp_buffer_hook_allreduce",
+    "test_ddp_buffer_hook_allreduce_return_future",
+    "test_ddp_broadcast_buffer_via_hook",
+    "test_ddp_build_debug_param_to_name_mapping",
+    "test_ddp_build_debug_param_to_name_mapping_requires_grad",
+    "test_get_data_parallel_params",
+    "test_ddp_sync_module_states",
+    "test_ddp_sink_noclone",
 )
 
 

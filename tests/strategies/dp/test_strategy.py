@@ -248,14 +248,15 @@ def test_shared_modules_lists_methods_and_hooks_are_replicated(trained):
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
-def test_replicas_share_only_memory_with_the_original():
+def test_replicas_share_only_the_memory_of_trained_parameters_with_the_original():
     task = Structured()
     _, replica = replicate(task, [torch.device("cpu")] * 2, phase=nothing)
     originals = {id(tensor) for tensor in [*task.parameters(), *task.modules()]}
     found = [*replica.parameters(), *replica.modules(), *replica.gates, *replica.recurrent._flat_weights]
     assert not any(id(item) in originals for item in found)
     assert replica.measure.__self__ is replica
-    assert [p.data_ptr() for p in replica.parameters()] == [p.data_ptr() for p in task.parameters()]
+    shared = [p.data_ptr() == q.data_ptr() for p, q in zip(replica.parameters(), task.parameters(), strict=True)]
+    assert shared == [p.requires_grad for p in task.parameters()]
     assert replica.first is replica.again
 
 
@@ -310,7 +311,7 @@ def test_replicas_run_in_separate_threads_after_the_first_step(make_trainer):
         def __init__(self):
             super().__init__()
             self.seen = []
-            self.meeting = threading.Barrier(3, timeout=20)
+            self.meeting = threading.Barrier(3, timeout=120)
 
         def training_step(self, batch):
             self.seen.append(threading.get_ident())
@@ -470,3 +471,26 @@ def test_callbacks_see_the_bare_task(make_trainer):
     seen = Names()
     make_trainer(dp(2), callbacks=[seen]).fit(Regression(), Data(train=regression_data(8), batch_size=8))
     assert seen.names == ["network.0.weight", "network.0.bias"]
+
+
+class Teacher(Perceptron):
+    """Updates frozen parameters and a buffer in the step."""
+
+    def build(self) -> None:
+        super().build()
+        self.teacher = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def training_step(self, batch):
+        with torch.no_grad():
+            self.teacher.add_(1.0)
+            self.count.add_(1.0)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_frozen_parameters_and_buffers_are_updated_once_a_step(trained, num_devices):
+    task, steps = trained(dp(num_devices), Teacher(), Data(train=numbers(24), batch_size=12), max_duration="2step")
+    assert len(steps) == 2
+    assert task.teacher.tolist() == [2.0] * 3
+    assert task.count.item() == 2.0

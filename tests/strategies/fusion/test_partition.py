@@ -2,7 +2,9 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.fusion.partition import equal_shards, imbalance, naive_bytes_per_server, split_into_chunks
+from trainkit.strategies.fusion.partition import equal_shards, split_into_chunks
+
+from tests.strategies.fusion.training import imbalance, naive_bytes_per_server
 
 
 @given(numel=st.integers(0, 10_000), chunk=st.integers(1, 500))

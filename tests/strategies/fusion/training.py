@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -63,3 +65,16 @@ class Partly(Perceptron):
 class Wide(Perceptron):
     def build(self):
         self.network = nn.Sequential(nn.Linear(8, 1000), nn.Tanh(), nn.Linear(1000, 1))
+
+
+def naive_bytes_per_server(variables: Sequence[int], world_size: int) -> list[int]:
+    """Return the servers' loads if variables stay whole: the largest first, each to the least loaded server."""
+    loads = [0] * world_size
+    for size in sorted(variables, reverse=True):
+        loads[loads.index(min(loads))] += size
+    return loads
+
+
+def imbalance(loads: Sequence[int]) -> float:
+    """Return the load of the busiest server divided by the mean load."""
+    return max(loads) * len(loads) / sum(loads)

@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from trainkit.strategies.pipeline.planner import plan
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.models import Mlp
-from tests.strategies.pipeline.training import Training, make, step_batches
+from tests.strategies.pipeline.training import Training, make, plan, step_batches
 from trainkit.errors import UserError
 from trainkit.testing import run_ranks
 
@@ -77,7 +76,7 @@ def _slope_and_norm(cuts):
 
 @functools.cache
 def _found(num_stages):
-    return run_ranks(_slope_and_norm, num_stages, CUTS if num_stages > 1 else None, timeout=60)[0]
+    return run_ranks(_slope_and_norm, num_stages, CUTS if num_stages > 1 else None, timeout=120)[0]
 
 
 def test_what_a_checkpoint_runs_again_draws_the_numbers_of_the_first_time():

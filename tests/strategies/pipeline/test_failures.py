@@ -36,7 +36,7 @@ class _Pause(nn.Module):
     def forward(self, inputs):
         self.num_calls += 1
         if dist.get_rank() == 1 and self.num_calls > 3:
-            time.sleep(7)
+            time.sleep(600)  # longer than the test
         return inputs
 
 
@@ -56,7 +56,7 @@ def _train(model, timeout):
 
 
 def test_a_trace_mismatch_is_named_on_every_rank():
-    outcomes = rank_outcomes(_train, 2, _Departs, 60.0, timeout=60)
+    outcomes = rank_outcomes(_train, 2, _Departs, 60.0, timeout=120)
 
     for outcome in outcomes:
         assert "`sin`, but the traced step calls" in outcome.failure
@@ -75,7 +75,7 @@ def _thaw_between_steps():
 
 
 def test_a_sent_tensor_that_needs_a_gradient_but_needed_none_in_the_trace_is_an_error():
-    sender, receiver = rank_outcomes(_thaw_between_steps, 2, timeout=60)
+    sender, receiver = rank_outcomes(_thaw_between_steps, 2, timeout=120)
 
     made = r"forward of micro-batch 0 in stage 0: module 'net.\d+' .*made a tensor that needs a gradient, and made one"
     assert re.search(made, sender.failure)
@@ -84,12 +84,11 @@ def test_a_sent_tensor_that_needs_a_gradient_but_needed_none_in_the_trace_is_an_
 
 
 def test_a_rank_that_does_not_answer_is_named_with_its_stage_and_micro_batch():
-    outcomes = rank_outcomes(_train, 2, _Hangs, 2.5, timeout=60)
+    outcomes = rank_outcomes(_train, 2, _Hangs, 4.0, timeout=120, patience=0.0)
 
     waiting = next(outcome for outcome in outcomes if outcome.rank == 0)
     assert "timed out waiting for the gradients of micro-batch 0 from stage 1" in waiting.failure
     assert re.search(r"rank 1: has not come; it is in step 1, .*test_failures.py:\d+", waiting.failure)
-    assert waiting.seconds < 30
 
 
 class _Breaks(torch.autograd.Function):
@@ -103,7 +102,7 @@ class _Breaks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         if ctx.call == 5:
-            raise ValueError("no way back")
+            raise ValueError("a wrong gradient")
         return gradient, None
 
 
@@ -145,12 +144,12 @@ def _reasons():
 
 
 def test_every_stage_names_the_stage_that_failed_and_the_place():
-    (message, backward_message), (_, own) = run_ranks(_reasons, 2, timeout=60)
+    (message, backward_message), (_, own) = run_ranks(_reasons, 2, timeout=120)
 
     assert "stage 1 of replica 0 stopped in step 0: ValueError: a callback's mistake" in message
     place = "backward of micro-batch 1 in stage 1"
-    assert f"stage 1 of replica 0 stopped in step 1, {place}: ValueError: no way back" in backward_message
-    assert "ValueError: no way back" in own
+    assert f"stage 1 of replica 0 stopped in step 1, {place}: ValueError: a wrong gradient" in backward_message
+    assert "ValueError: a wrong gradient" in own
     if sys.version_info >= (3, 11):
         assert place in own
 

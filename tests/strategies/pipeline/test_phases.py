@@ -136,7 +136,7 @@ def _step(*leaf_modules, constraints=()):
     nodes.append(Node(len(nodes), RETURN, False, "", "the end", inputs=(len(nodes) - 1,)))
     values = [Value((4,), torch.float32, False) for _ in leaf_modules]
     sizes = {f"{name}.weight": 4 for name in "abcde"}
-    return TracedGraph(nodes, values, list(constraints), sizes, frozenset(sizes))
+    return TracedGraph(nodes, values, list(constraints), sizes)
 
 
 def _stages(steps, cuts):

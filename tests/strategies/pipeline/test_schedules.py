@@ -5,16 +5,13 @@ from trainkit.strategies.pipeline.schedules import (
     BACKWARD,
     FORWARD,
     Schedule,
-    bubble,
-    draw,
-    forward_only,
     gpipe,
     idle_share,
     interleaved_one_f_one_b,
     one_f_one_b,
-    prerequisites,
-    simulate,
 )
+
+from tests.strategies.pipeline.simulation import draw, prerequisites, simulate
 
 
 def _actions(schedule, num_ranks, num_micro_batches, **settings):
@@ -125,14 +122,13 @@ def test_several_stages_a_rank_hold_a_bounded_number_of_micro_batches(num_ranks,
 def test_the_idle_share_of_balanced_stages_is_the_formula(schedule, num_ranks, num_micro_batches):
     spans = simulate(_actions(schedule, num_ranks, num_micro_batches), _costs(num_ranks), num_ranks)
 
-    assert idle_share(spans) == pytest.approx(bubble(num_ranks, num_micro_batches))
+    assert idle_share(spans) == pytest.approx(Schedule("1f1b", num_ranks).bubble(num_micro_batches))
 
 
 def test_two_stages_a_rank_are_idle_for_half_as_long():
     one = simulate(_actions(one_f_one_b, 4, 8), _costs(4, backward=1.0), 4)
     two = simulate(_actions(interleaved_one_f_one_b, 4, 8), _costs(8, backward=1.0), 8)
 
-    assert idle_share(two) == pytest.approx(bubble(4, 8, stages_per_rank=2))
     assert Schedule("interleaved_1f1b", 4, 2).bubble(8) == pytest.approx(idle_share(two))
     assert idle_share(two) < idle_share(one)
 
@@ -142,7 +138,3 @@ def test_a_schedule_that_deadlocks_is_an_error():
 
     with pytest.raises(ValueError, match="deadlocks at 0B0, 1B0"):
         simulate([first[::-1], second[::-1]], _costs(2), 2)
-
-
-def test_evaluation_takes_each_micro_batch_through_all_stages_of_the_rank():
-    assert [str(action) for action in forward_only([0, 2], 2)] == ["0F0", "2F0", "0F1", "2F1"]

@@ -1,4 +1,4 @@
-"""Tasks that are larger than one memory: recorded without computing, and made only where they are needed."""
+"""Tasks larger than one memory: traced without computing, and created only on the stages that need them."""
 
 import functools
 
@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from trainkit.strategies.pipeline.planner import plan
 from trainkit.strategies.pipeline.stage import materialize
 from trainkit.strategies.pipeline.staged_model import cost_source
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.models import OWN, EncoderDecoder, Mlp, ResNet
-from tests.strategies.pipeline.training import Training, largest_difference, step_batches
+from tests.strategies.pipeline.training import Training, largest_difference, plan, step_batches
 from trainkit.errors import UserError
 from trainkit.testing import run_ranks
 
@@ -70,22 +69,22 @@ def test_a_fake_trace_equals_an_eager_trace(name):
 
 
 @pytest.mark.parametrize(
-    ("record", "model", "device", "costs"),
+    ("trace_mode", "model", "device", "costs"),
     [
         ("auto", Mlp, "cpu", "measured"),
         ("auto", Mlp, "cuda", "estimated"),  # the host's times say nothing about it
-        ("real", Mlp, "cpu", "measured"),
+        ("eager", Mlp, "cpu", "measured"),
         ("fake", Mlp, "cpu", "fake"),
         ("auto", functools.partial(_on_meta, Mlp), "cpu", "fake"),
     ],
 )
-def test_a_step_is_timed_only_where_it_is_run_on_the_device_that_trains(record, model, device, costs):
-    assert cost_source(record, model(), torch.device(device)) == costs
+def test_a_step_is_timed_only_where_it_is_run_on_the_device_that_trains(trace_mode, model, device, costs):
+    assert cost_source(trace_mode, model(), torch.device(device)) == costs
 
 
 def test_a_task_on_the_meta_device_cannot_be_traced_eagerly():
     with pytest.raises(UserError, match=r"strategy\.trace=eager needs a task with real parameters"):
-        cost_source("real", _on_meta(Mlp), torch.device("cpu"))
+        cost_source("eager", _on_meta(Mlp), torch.device("cpu"))
 
 
 def test_a_task_of_a_terabyte_is_planned():
@@ -188,7 +187,7 @@ def _train(model, num_steps):
 
 @functools.cache
 def _trained(model):
-    return run_ranks(_train, 2, model, 3, timeout=60)
+    return run_ranks(_train, 2, model, 3, timeout=120)
 
 
 def test_a_task_on_the_meta_device_trains_to_the_weights_of_one_process():

@@ -3,11 +3,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainkit.strategies.pipeline.graph import signature
-from trainkit.strategies.pipeline.planner import plan
 from trainkit.strategies.pipeline.stage import stage_graphs
 from trainkit.strategies.pipeline.stage_executor import StageExecutor, TraceMismatchError
 
 from tests.strategies.pipeline.models import OWN, Gpt, Mlp, UNet
+from tests.strategies.pipeline.training import plan
 
 
 class _Chain:
@@ -28,11 +28,11 @@ class _Chain:
             if only is None or stage_graph.index == only:
                 received = {transfer.value: self.values[transfer.value] for transfer in stage_graph.receives}
                 with self.executor.interceptor.installed():
-                    result = self.executor.run(
+                    returned, values = self.executor.run(
                         stage_graph, self.task.training_step, batch, received=received, shapes=self.shapes, seed=0
                     )
-                self.values.update(result.values)
-        return result.returned
+                self.values.update(values)
+        return returned
 
 
 def _batch(model):
@@ -126,7 +126,7 @@ THREE = torch.tensor(3)
 
 
 @pytest.mark.parametrize(
-    ("recorded", "found", "message"),
+    ("traced", "found", "message"),
     [
         ((3,), (3.0,), r"module 'finds' .* has 3\.0 in its result where one of type int was"),
         ((3,), (3, "long"), "has 3 values in its result in place of 2"),
@@ -135,9 +135,9 @@ THREE = torch.tensor(3)
         ((THREE,), (THREE, THREE), "has 3 tensors in its result, and the traced step has 2 there"),
     ],
 )
-def test_a_module_whose_result_has_another_structure_than_traced_is_an_error(recorded, found, message):
+def test_a_module_whose_result_has_another_structure_than_traced_is_an_error(traced, found, message):
     task = _Findings()
-    task.finds.found = recorded
+    task.finds.found = traced
     chain = _Chain(task, torch.ones(2, 3), 2, split_points=["second"])
     assert chain.run(torch.ones(2, 3)) == task.training_step(torch.ones(2, 3))
     task.finds.found = found

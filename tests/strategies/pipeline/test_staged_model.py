@@ -141,14 +141,14 @@ def test_ranks_that_were_there_before_have_the_whole_trained_task_afterwards():
     assert abs(found["again"]) < 1e-12  # evaluated by the same trainer, in stages again
 
 
-def test_no_sample_of_a_stream_is_lost_by_looking_at_the_first_ones():
+def test_no_sample_of_a_stream_is_lost_by_tracing_the_first_ones():
     assert _found()["left"] == 0
 
 
 def test_an_evaluation_before_training_uses_the_stages_of_training():
     first, second = _found()["evaluated"]
 
-    assert first["side"] == 1  # when the step was recorded
+    assert first["side"] == 1  # when the step was traced
     assert second == {"side": first["net"] - 1}
 
 

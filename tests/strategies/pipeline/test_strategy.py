@@ -11,6 +11,7 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp, ResNet
+from tests.strategies.pipeline.simulation import short
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
 from trainkit.errors import UserError
 from trainkit.testing import RankFailure, run_ranks
@@ -235,7 +236,7 @@ def _new_shapes():
 def _timeline():
     training = _pipeline(Mlp, split_points=["net.7"]).run(step_batches(Mlp, sizes=SIZES, num_steps=1))
     spans = training.strategy.runtime.timeline()
-    return {"timeline": [[str(span.action) for span in stage] for stage in spans]}
+    return {"timeline": [[short(span.action) for span in stage] for stage in spans]}
 
 
 def _replicas():
@@ -430,12 +431,12 @@ def _train(model, cuts):
 
 def test_a_step_that_differs_from_the_trace_fails_with_the_place_and_the_remedy():
     with pytest.raises(RankFailure, match=r"micro-batch 2 in stage .*called `sin`.*.*Move the branch"):
-        run_ranks(_train, 2, _Departs, ["net.8"], timeout=60)
+        run_ranks(_train, 2, _Departs, ["net.8"], timeout=120)
 
 
 def test_a_shape_that_depends_on_values_is_an_error_between_stages():
     with pytest.raises(RankFailure, match="its shape depends on the values"):
-        run_ranks(_train, 2, _Selects, ["net.9"], timeout=60)
+        run_ranks(_train, 2, _Selects, ["net.9"], timeout=120)
 
 
 class _Compiled(Mlp):
@@ -446,7 +447,7 @@ class _Compiled(Mlp):
 
 def test_a_task_compiled_as_one_piece_is_an_error_with_the_remedy():
     with pytest.raises(RankFailure, match=r"compiled as one piece.*trainer.compile=false"):
-        run_ranks(_train, 2, _Compiled, None, timeout=60)
+        run_ranks(_train, 2, _Compiled, None, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
+from trainkit.strategies.pipeline.planner import TraceInput, TrainingStep, plan_steps
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
@@ -14,6 +15,12 @@ from trainkit.loops.phases import PhaseControl
 from trainkit.optim.optimizer import GradientClipping, configure_optimizers
 from trainkit.optim.precision import Precision
 from trainkit.task import has_phases
+
+
+def plan(task, step, batch, *, num_stages, costs="measured", **settings):
+    """Return the graph and the partition of a task with one step."""
+    planned = plan_steps([TraceInput(task, TrainingStep(step), batch, costs)], num_stages=num_stages, **settings)
+    return planned.whole, planned.partition
 
 
 def step_batches(model, *, sizes, num_steps, replica=0, num_replicas=1, dtype=torch.float64, seed=5):

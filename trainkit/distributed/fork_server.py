@@ -1,0 +1,41 @@
+"""Fork server: a process that has imported torch and trainkit, from which ranks are forked.
+
+Without torch, so that the command line can start the server before this process imports torch itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "trainkit.loops.worker")
+"""Modules that the server imports; torch._dynamo is what an optimizer's first step imports."""
+
+
+def start_fork_server(preload: Sequence[str] = ()) -> Any:
+    """Start the server unless it runs, and return the multiprocessing context that uses it.
+
+    Does not wait for the server's imports: the modules in PRELOADED and in `preload`. Where processes cannot be
+    forked, the context starts fresh ones.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is None:
+        server.set_forkserver_preload([*PRELOADED, *preload])
+        server.ensure_running()
+        atexit.register(lambda: _kill(server._forkserver_pid))
+    return multiprocessing.get_context("forkserver")
+
+
+def _kill(pid: int) -> None:
+    # By itself it ends after its imports, and holds the pipe of this program's output until then.
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
