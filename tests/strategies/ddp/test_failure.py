@@ -34,6 +34,8 @@ def fail_in_step_2(transport: str, fault: str, folder: Path) -> tuple[str, float
     start = time.monotonic()
     try:
         for step in range(4):
+            if step == 2:
+                dist.barrier()  # the others have left step 1
             if rank == 1 and step == 2:
                 _fail(reducer, fault, folder)
             with reducer.session():
