@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import torch
 
@@ -12,7 +11,8 @@ from trainkit.callback import Callback
 from trainkit.loops.run import Run
 
 MIB = 2**20
-_STATM = Path("/proc/self/statm")
+_STATM = "/proc/self/statm"
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
 
 class DeviceStats(Callback):
@@ -56,6 +56,7 @@ class DeviceStats(Callback):
 def resident_bytes() -> int | None:
     """Return the resident memory of this process; `None` on systems without /proc."""
     try:
-        return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        with open(_STATM, "rb", buffering=0) as file:
+            return int(file.read(64).split()[1]) * _PAGE_SIZE
     except OSError:
         return None

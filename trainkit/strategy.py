@@ -415,11 +415,6 @@ def metric_modules(strategy: Strategy, task: TaskModule) -> list[nn.Module]:
     return strategy.metric_modules(task) if isinstance(strategy, SupportsReplicas) else metrics_in(task)
 
 
-def waited_seconds(strategy: Strategy) -> float | None:
-    """Return the seconds of steps in which this process only waited for others; `None` if unknown."""
-    return strategy.waited_seconds if isinstance(strategy, SupportsOverlapProfile) else None
-
-
 def check_phases_run(task: TaskModule, strategy: Strategy) -> None:
     """Raise UserError for a task with phases on a strategy that cannot train them."""
     if not isinstance(strategy, SupportsPhases):

@@ -70,6 +70,7 @@ class Trainer:
         deterministic: Use deterministic algorithms only.
         detect_anomaly: Enable `torch.autograd.set_detect_anomaly` (slow).
         fused_optimizer: Use fused optimizer kernels where torch has them.
+        keep_freed_memory: On the CPU, let glibc keep the memory that a step frees for the next step.
         no_weight_decay: Parameters without weight decay: `bias`, `norm`, `embedding`, or name patterns.
         freeze: Name patterns of parameters or modules that are not trained; their batch norms keep their statistics.
         activation_checkpointing: Name patterns of modules whose activations are recomputed in backward.
@@ -114,6 +115,7 @@ class Trainer:
         deterministic: bool = False,
         detect_anomaly: bool = False,
         fused_optimizer: bool = True,
+        keep_freed_memory: bool = True,
         no_weight_decay: Sequence[str] = (),
         freeze: Sequence[str] = (),
         activation_checkpointing: Sequence[str] = (),
@@ -157,6 +159,7 @@ class Trainer:
             deterministic=deterministic,
             detect_anomaly=detect_anomaly,
             fused_optimizer=fused_optimizer,
+            keep_freed_memory=keep_freed_memory,
             no_weight_decay=no_weight_decay,
             on_nonfinite=on_nonfinite,
             max_rollbacks=max_rollbacks,

@@ -11,7 +11,7 @@ from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 
 from tests.tasks import FakeRank, Regression, regression_data
-from trainkit import Data, Trainer, UserError
+from trainkit import Callback, Data, Trainer, UserError
 from trainkit.cli.main import main
 from trainkit.data.loader import open_loader
 from trainkit.distributed.collectives import Collectives
@@ -173,6 +173,35 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(make_trainer, monkeypatch)
     assert seconds["backward"] == seconds["optimizer"] == 0
     assert result.metrics["time/data"] == pytest.approx(seconds["data"] / 4 * 1e3, rel=1e-3)
     assert lines[-1]["memory"]["host"] > 10**7
+
+
+def test_one_step_in_sixteen_is_measured_and_stands_for_the_others(make_trainer, monkeypatch):
+    class Task(_SlowTask):
+        reads = 0
+
+        def training_step(self, batch):
+            self.reads = 0
+            return super().training_step(batch)
+
+    task = Task()
+    task.clock = clock = _Clock()
+    measured = []
+
+    def read():
+        task.reads += 1
+        return clock.now
+
+    class Steps(Callback):
+        def on_step_end(self, run):
+            if task.reads:
+                measured.append(run.state.step)
+
+    monkeypatch.setattr("trainkit.loops.step_timer._clock", read)
+    trainer = make_trainer(max_duration="100step", log_every="50step", callbacks=[SpeedMonitor(), Steps()])
+    trainer.fit(task, Data(train=regression_data(400), batch_size=4))
+    assert measured == [*range(1, 17), 32, 48, 51, 67, 83, 99]
+    lines = [json.loads(line) for line in (trainer.run_dir / "step_times.jsonl").read_text().splitlines()]
+    assert [line["seconds"]["forward"] for line in lines] == [pytest.approx(50 * 0.02)] * 2
 
 
 def test_the_timer_is_removed_from_forwards_after_a_fit(make_trainer):

@@ -169,31 +169,22 @@ class Parameter:
 class Signature:
     """The parameters of a class or function that can be passed by name."""
 
+    target: Any
+    """The class or function itself."""
     parameters: dict[str, Parameter]
     accepts_any: bool = False
     """True if it has `**kwargs`."""
     summary: str = ""
     """The docstring's first paragraph, on one line."""
 
-    def value_errors(self, arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return (name, message) for each argument of a wrong type."""
-        found = []
-        for name, value in arguments.items():
-            if name in self.parameters:
-                message = self.parameters[name].type.error(value)
-                found += [] if message is None else [(name, message)]
-        return found
-
-    def unknown(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return the names of arguments that are not parameters."""
-        names = [name for name in arguments if name not in self.parameters and name not in _HYDRA_KEYS]
-        return [] if self.accepts_any else names
-
-    def missing(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return the required parameters without an argument."""
-        if arguments.get("_partial_") or arguments.get("_args_"):
-            return []
-        return [name for name, parameter in self.parameters.items() if parameter.required and name not in arguments]
+    def compare(self, arguments: Mapping[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:
+        """Return the names of unknown and of missing arguments, and the message for each of a wrong type."""
+        parameters, is_partial = self.parameters, arguments.get("_partial_") or arguments.get("_args_")
+        unknown = [name for name in arguments if name not in parameters and name not in _HYDRA_KEYS]
+        missing = [name for name, parameter in parameters.items() if parameter.required and name not in arguments]
+        errors = {name: parameters[name].type.error(value) for name, value in arguments.items() if name in parameters}
+        wrong = {name: message for name, message in errors.items() if message is not None}
+        return [] if self.accepts_any else unknown, [] if is_partial else missing, wrong
 
 
 def import_paths(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -212,11 +203,11 @@ def signature_of(target: str) -> Signature:
     summary, docs = _documentation(found)
     constructor = found.__init__ if inspect.isclass(found) else found
     if getattr(constructor, "__qualname__", "") == "Module.__init__":  # torch's: takes anything, then refuses it
-        return Signature({}, summary=summary)
+        return Signature(found, {}, summary=summary)
     try:
         signature = inspect.signature(found)
     except (ValueError, TypeError):  # a builtin without one
-        return Signature({}, accepts_any=True, summary=summary)
+        return Signature(found, {}, accepts_any=True, summary=summary)
     module = inspect.getmodule(found)
     namespace = {**(vars(module) if module else {}), **getattr(inspect.unwrap(constructor), "__globals__", {})}
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -226,7 +217,7 @@ def signature_of(target: str) -> Signature:
         if parameter.kind in by_name
     }
     accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    return Signature(parameters, accepts_any, summary)
+    return Signature(found, parameters, accepts_any, summary)
 
 
 def as_typed(value: Any) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, TypeGuard
 
-from trainkit.cli.signatures import MISSING, Signature, TargetError, ValueType, imported, signature_of
+from trainkit.cli.signatures import MISSING, Signature, TargetError, ValueType, signature_of
 from trainkit.data.batch import split_error
 from trainkit.errors import UserError
 
@@ -300,10 +300,10 @@ class _Check:
             target = str(node["_target_"])
             try:
                 signature = signature_of(target)
-                misplaced = self._misplaced(target, kinds, is_partial=bool(node.get("_partial_")))
             except TargetError as error:
                 yield Problem(f"{path}._target_", str(error))
             else:
+                misplaced = self._misplaced(target, signature.target, kinds, is_partial=bool(node.get("_partial_")))
                 if misplaced:
                     yield Problem(f"{path}._target_", misplaced)
                 yield from self._arguments(path, node, signature, of=target.rpartition(".")[2])
@@ -316,8 +316,7 @@ class _Check:
         elif node == MISSING:
             yield Problem(path, f"has no value; type {path}=VALUE")
 
-    def _misplaced(self, target: str, kinds: tuple[type, ...] | None, *, is_partial: bool) -> str | None:
-        found = imported(target)
+    def _misplaced(self, target: str, found: Any, kinds: tuple[type, ...] | None, *, is_partial: bool) -> str | None:
         if isinstance(found, type) and kinds is not None and not is_partial and not issubclass(found, kinds):
             names = [kind.__name__ for kind in kinds if kind is not type(None)]
             return f"{target} is not a subclass of {' or '.join(names)}."
@@ -327,16 +326,16 @@ class _Check:
         return None if is_own and kinds is not None else f"{target} is not trusted here. Type --trust to trust it."
 
     def _arguments(self, path: str, node: Mapping[str, Any], signature: Signature, *, of: str) -> Iterator[Problem]:
-        unknown = signature.unknown(node)
+        unknown, missing, wrong = signature.compare(node)
         for name in unknown:
             yield unknown_key(f"{path}.{name}", signature.parameters, all_keys=self._all_keys)
         for name, value in node.items():
             if name not in unknown:
                 parameter = signature.parameters.get(name)
                 yield from self._walk(f"{path}.{name}", value, parameter.classes if parameter else None)
-        for name, message in signature.value_errors(node):
+        for name, message in wrong.items():
             yield Problem(f"{path}.{name}", renamed_value(f"{path}.{name}", node[name]) or message)
-        for name in signature.missing(node):
+        for name in missing:
             yield Problem(f"{path}.{name}", f"is missing; {of} needs it. Type {path}.{name}=VALUE")
 
 

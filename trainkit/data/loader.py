@@ -94,6 +94,8 @@ class BatchLoader(ABC):
         self, stage_data: StageData, strategy: ShardsData, *, seed: int, limit: int | None, repeat_first: bool
     ) -> None:
         self.stage_data = stage_data
+        self.num_items = stage_data.num_items
+        """Samples (or pre-batched items) of the dataset, of an epoch with a sampler; `None` if unknown."""
         self.limit = limit
         self.seed = seed
         self.rank, self.world_size = strategy.comm.rank, strategy.comm.world_size
@@ -138,7 +140,7 @@ class BatchLoader(ABC):
             sampler = self.stage_data.sampler
             order = fingerprint(self.order) if sampler is None else f"that of a {type(sampler).__name__}"
         return {
-            "the length": self.stage_data.num_items,
+            "the length": self.num_items,
             "the length of an epoch": self.epoch_length,
             "the batch_size": self.stage_data.batch_size,
             "the order": order,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
 
 from trainkit.data.loader import BatchLoader
 from trainkit.errors import CheckpointError, NonFiniteLoss
 from trainkit.loops.fit_config import NonfinitePolicy
 from trainkit.loops.run import Run
 from trainkit.metrics.accumulate import WeightedMeans
-from trainkit.optim.nonfinite import is_finite_state, nonfinite_state, untrained_nonfinite_state
+from trainkit.tree import tensors_in
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.store import CheckpointEntry
@@ -277,3 +280,35 @@ class RollbackPoint:
 def list_samples(samples: Sequence[int]) -> str:
     """Return the first samples, separated by commas."""
     return ", ".join(map(str, samples[:SAMPLES_SHOWN])) + ", ..." * (len(samples) > SAMPLES_SHOWN)
+
+
+def nonfinite_state(task: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers that are not finite; waits for the device once if all are."""
+    named = [*task.named_parameters(), *task.named_buffers()]
+    candidates = [(name, tensor.detach()) for name, tensor in named if _may_be_nan(tensor)]
+    # A sum is finite only if all its terms are; it takes a fortieth of the time of checking each element.
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for _, tensor in candidates:
+        by_device.setdefault(tensor.device, []).append(torch.isfinite(tensor.sum()))
+    if all(bool(torch.stack(finite).all()) for finite in by_device.values()):
+        return []
+    return [name for name, tensor in candidates if not _is_finite(tensor)]
+
+
+def untrained_nonfinite_state(task: nn.Module) -> list[str]:
+    """Return the names of buffers and frozen parameters that are not finite, such as a mask of minus infinity."""
+    trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
+    return [name for name in nonfinite_state(task) if name not in trained]
+
+
+def is_finite_state(state: dict[str, Any], *, except_for: Collection[str] = ()) -> bool:
+    """Return True if every tensor of a state dict is finite, except those named in `except_for`."""
+    return all(_is_finite(value) for name, value in state.items() if name not in except_for)
+
+
+def _is_finite(value: Any) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors_in(value) if _may_be_nan(tensor))
+
+
+def _may_be_nan(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta

@@ -108,8 +108,8 @@ class Run:
     """Returns True if the weights may be saved; collective."""
     folder_lock: ExitStack | None = None
     """The lock on the folder, on the main rank."""
-    check_folder: Callable[[], None] = lambda: None
-    """Makes the folder again on the main rank if it was removed; called before files are written."""
+    remake_folder: Callable[[], None] | None = None
+    """Makes the folder again if it was removed; `None` on ranks that do not write to it."""
 
     def __post_init__(self) -> None:
         if self.loggers:
@@ -156,6 +156,11 @@ class Run:
         received = self.strategy.comm.all_gather_object(self.signals.received)
         self.stopped_by = next((number for number in received if number is not None), None)
         return self.stopped_by is not None
+
+    def check_folder(self) -> None:
+        """Make the folder again if it was removed; called before files are written."""
+        if self.remake_folder is not None and self.run_dir is not None and not (self.run_dir / "config.yaml").exists():
+            self.remake_folder()
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write metrics under their full names (`validation/loss`); they must be the same on every rank."""
@@ -333,7 +338,7 @@ class Checkpointer:
         run.precision.load_state_dict(payload["scaler"])
         run.state.load_state_dict(payload["state"])
         run.loader.load_state_dict(payload["loader"])
-        saved_items, items = payload.get("num_items"), run.loader.stage_data.num_items
+        saved_items, items = payload.get("num_items"), run.loader.num_items
         if run.is_main and saved_items not in (None, items):
             logger.warning(
                 "the training data has %s samples, but had %s when %s was saved: the remaining steps of epoch %d may "
@@ -392,7 +397,7 @@ class Checkpointer:
             "rng": strategy.comm.all_gather_object(rng_state()),
             "layout": self._layout(),
             "batch_size": None if run.plan is None else run.plan.batch_size,
-            "num_items": run.loader.stage_data.num_items,
+            "num_items": run.loader.num_items,
             "means": {} if run.means is None else run.means.state_dict(strategy.comm),
             "callbacks": {name: callback.state_dict() for name, callback in _named(run.callbacks)},
             "config": run.config,
@@ -414,7 +419,7 @@ class Checkpointer:
         return strategy.shards(run.task, run.phase_optimizers) if isinstance(strategy, SupportsShardedState) else None
 
     def _layout(self) -> str:
-        return f"{type(self._run.strategy).__name__} {self._run.plan}"
+        return f"{type(self._run.strategy).__name__} {self._run.plan!r}"
 
     def _save_on_main(
         self, store: CheckpointStore, payload: dict[str, Any], *, background: bool, then: OnSaved | None, labels: Labels

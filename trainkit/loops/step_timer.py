@@ -3,8 +3,8 @@
     next batch     forward    backward    waiting for ranks    optimizer    log, callbacks
     [data|copy]   [forward]  [        backward            ]   [optimizer]  [    rest     ]
 
-On the CPU a clock measures everything. Work on a CUDA device continues after a call has returned: there events are
-recorded in some of the steps, and read at log points, which wait for the device anyway.
+On the CPU a clock measures. Work on a CUDA device continues after a call has returned: there events are recorded, and
+read at log points, which wait for the device anyway.
 """
 
 from __future__ import annotations
@@ -26,26 +26,41 @@ from trainkit.data.loader import BatchLoader
 from trainkit.loops.phases import PhaseStep
 from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.precision import Precision
-from trainkit.strategy import Strategy, waited_seconds
+from trainkit.strategy import Strategy
 
 PARTS = ("data", "copy", "forward", "backward", "communication", "optimizer", "rest")
-_EVERY = 10  # steps, of which one is measured on a CUDA device
+_EVERY = 16
+"""Steps of which one is measured."""
+_WARM_UP = 16
+"""First steps of a run, which are all measured: they differ from later ones."""
 _clock = time.perf_counter
 
 
 class StepTimer:
-    """Adds up the seconds of each part of the steps on this rank."""
+    """Adds up the seconds of each part of the steps on this rank, by measuring one step in sixteen.
+
+    steps        0 1 2 ... 15   16 ... 30   31   32 ... 46   47   log   48
+    measured     x x x      x                x                x          x
+    stands for   1 1 1      1    ........   16    .......    16          1
+
+    The first step after a log point is measured too, so that every interval has one. Reads of data are all timed.
+    """
 
     def __init__(self, strategy: Strategy, precision: Precision, loader: BatchLoader) -> None:
         self.steps = 0
+        """Steps since the last `take`."""
         self._strategy = strategy
         self._loader = loader
         self._received = 0.0
-        self._waited_before, self._data_before = waited_seconds(strategy), loader.seconds_waited
+        self._waited_before, self._data_before = self._waited_seconds(), loader.seconds_waited
         self._device = device = _DeviceTimer() if strategy.device.type == "cuda" else None
         self._forward, self._both = _PartTimer("forward", device), _PartTimer("both", device)
         self._optimizer = _PartTimer("optimizer", device)
-        self._thread: int | None = None  # that is in a step
+        self._measures = True
+        self._weight = 1  # steps that the present one stands for if it is measured
+        self._measured_weight = 0  # steps that the measured ones stand for, since the last `take`
+        self._warm_up = _WARM_UP
+        self._thread: int | None = None  # that is in a measured step
         self._in_step = False  # since its first forward, and until it is counted
         self._release = precision.surround(self._forward_of_step)
 
@@ -56,7 +71,10 @@ class StepTimer:
     # ---- Called by the loop
 
     def timed_batches(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
-        """Yield the batches, counting the time until they are on the device."""
+        """Return the batches, counting the time until they are on a device that is not the CPU."""
+        return batches if self._strategy.device.type == "cpu" else self._counting(batches)
+
+    def _counting(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         while True:
             began = _clock()
             batch = next(batches, None)
@@ -76,8 +94,10 @@ class StepTimer:
     def _forward_backward(
         self, forward_backward: Callable[[StepBatch], list[StepOutput]], batch: StepBatch
     ) -> list[StepOutput]:
+        if not self._measures:
+            return forward_backward(batch)
         if self._device is not None and not self._in_step:
-            self._device.begin_step()
+            self._device.begin_step(self._weight)
         self._in_step = True
         self._thread = get_ident()
         try:
@@ -87,40 +107,57 @@ class StepTimer:
             self._thread = None
 
     def _update(self, update: Callable[[], Tensor | None]) -> Tensor | None:
+        if not self._measures:
+            return update()
         with self._optimizer:
             return update()
 
     def end_step(self) -> None:
         """Count a step whose phases are complete."""
         self.steps += 1
-        self._in_step = False
+        if self._measures:
+            for part in (self._forward, self._both, self._optimizer):
+                part.end_step(self._weight)
+            self._measured_weight += self._weight
+            self._weight, self._warm_up, self._in_step = 0, max(self._warm_up - 1, 0), False
+        self._weight += 1
+        self._measures = self._weight >= _EVERY or self._warm_up > 0
 
     def _forward_of_step(self) -> AbstractContextManager[Any] | None:
         # Replicas on other threads run at the same time: their forwards do not add up to a step.
-        return self._forward if self._thread == get_ident() else None
+        return self._forward if self._thread is not None and self._thread == get_ident() else None
 
     # ---- What was measured
 
+    def _waited_seconds(self) -> float | None:
+        """Return the seconds of steps in which this process only waited for others; `None` if unknown."""
+        seconds: float | None = getattr(self._strategy, "waited_seconds", None)
+        return seconds
+
     def take(self, seconds: float) -> dict[str, float]:
         """Return the seconds of each part of the steps that took `seconds`, and reset; only at a log point."""
-        waited = waited_seconds(self._strategy)
+        waited = self._waited_seconds()
         # A new reducer starts from zero.
         communication = None if waited is None else max(waited - (self._waited_before or 0.0), 0.0)
         data = self._loader.seconds_waited - self._data_before
+        received = max(self._received, data)
         parts = {"data": data}
         if self._strategy.device.type != "cpu":
-            parts["copy"] = max(self._received - data, 0.0)
+            parts["copy"] = received - data
         if self._device is None:
-            parts["forward"] = self._forward.seconds
-            parts["backward"] = max(self._both.seconds - self._forward.seconds - (communication or 0.0), 0.0)
+            scale = self.steps / self._measured_weight if self._measured_weight else 0.0
+            forward, both, optimizer = (part.take() * scale for part in (self._forward, self._both, self._optimizer))
+            parts["forward"] = forward
+            parts["backward"] = max(both - forward - (communication or 0.0), 0.0)
             if communication is not None:
                 parts["communication"] = communication
-            parts["optimizer"] = self._optimizer.seconds
-            parts["rest"] = max(seconds - self._received - self._both.seconds - self._optimizer.seconds, 0.0)
+            parts["optimizer"] = optimizer
+            parts["rest"] = max(seconds - received - both - optimizer, 0.0)
         else:
             parts.update(self._on_device(seconds, parts, communication))
-        self._received = self._forward.seconds = self._both.seconds = self._optimizer.seconds = 0.0
-        self._waited_before, self._data_before, self.steps = waited, self._loader.seconds_waited, 0
+        self._received, self._waited_before, self._data_before = 0.0, waited, self._loader.seconds_waited
+        self.steps = self._measured_weight = 0
+        self._measures = True
         return parts
 
     def _on_device(self, seconds: float, parts: dict[str, float], communication: float | None) -> dict[str, float]:
@@ -142,10 +179,10 @@ class StepTimer:
 
 
 class _PartTimer:
-    """Adds the seconds of a block to those of a part, and marks the block on the device."""
+    """Adds the seconds of a block to those of a part of the step, and marks the block on the device."""
 
     def __init__(self, name: str, device: _DeviceTimer | None) -> None:
-        self.seconds = 0.0
+        self._of_step = self._seconds = 0.0
         self._name, self._device = name, device
 
     def __enter__(self) -> None:
@@ -154,44 +191,48 @@ class _PartTimer:
         self._began = _clock()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds += _clock() - self._began
+        self._of_step += _clock() - self._began
         if self._device is not None:
             self._device.mark(self._name)
 
+    def end_step(self, weight: int) -> None:
+        """Count the step's seconds for `weight` steps."""
+        self._seconds += self._of_step * weight
+        self._of_step = 0.0
+
+    def take(self) -> float:
+        """Return the seconds of the counted steps, and reset them."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
 
 class _DeviceTimer:
-    """Records CUDA events in some of the steps; the time before an event counts for the name of the event."""
+    """Records CUDA events in the measured steps; the time before an event counts for the name of the event."""
 
     def __init__(self) -> None:
-        self._step = -1
-        self._marks: list[list[tuple[str, torch.cuda.Event]]] = []
+        self._steps: list[tuple[int, list[tuple[str, torch.cuda.Event]]]] = []  # weight, marks
         self._free: list[torch.cuda.Event] = []
-        self._records = False
 
-    def begin_step(self) -> None:
-        """Begin a step; one in `_EVERY` is recorded."""
-        self._step += 1
-        self._records = self._step % _EVERY == 0
-        if self._records:
-            self._marks.append([])
-            self.mark("begin")
+    def begin_step(self, weight: int) -> None:
+        """Begin a measured step, which stands for `weight` steps."""
+        self._steps.append((weight, []))
+        self.mark("begin")
 
     def mark(self, name: str) -> None:
-        """Record an event; costs nothing in the other steps."""
-        if not self._records:
-            return
+        """Record an event."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
-        self._marks[-1].append((name, event))
+        self._steps[-1][1].append((name, event))
 
     def take(self, steps: int) -> dict[str, float]:
-        """Return the seconds of `steps` steps, extrapolated from the recorded ones; waits for nothing."""
+        """Return the seconds of `steps` steps, extrapolated from the measured ones; waits for nothing."""
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        done = [marks for marks in self._marks if marks[-1][1].query()]
-        for marks in done:
+        done = [(weight, marks) for weight, marks in self._steps if marks[-1][1].query()]
+        for weight, marks in done:
             for (_, before), (name, event) in pairwise(marks):
                 part = "backward" if name in ("both", "between") else name
-                totals[part] += before.elapsed_time(event) / 1e3
+                totals[part] += weight * before.elapsed_time(event) / 1e3
             self._free += [event for _, event in marks]
-        self._marks = [marks for marks in self._marks if marks not in done]
-        return {name: total * steps / len(done) for name, total in totals.items()} if done else {}
+        self._steps = [step for step in self._steps if step not in done]
+        measured = sum(weight for weight, _ in done)
+        return {name: total * steps / measured for name, total in totals.items()} if done else {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from trainkit.loops.evaluation_loop import EvaluationLoop
 
 logger = logging.getLogger(__name__)
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+MALLOC_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
 
 @dataclass
@@ -113,6 +118,8 @@ def run_on_rank(
     with StopSignals(strategy.stop_signals) as signals, _torch_flags(config), ExitStack() as stack:
         try:
             strategy.setup(config.precision)
+            if config.keep_freed_memory and strategy.device.type == "cpu":
+                keep_freed_memory()
             seed_everything(config.seed + strategy.comm.rank)
             if config.transforms is not None:
                 num_processes, device = strategy.comm.num_processes, strategy.device
@@ -280,13 +287,11 @@ def _open_loggers(run: Run) -> None:
         destination.open(run.run_dir, step=run.state.step)
         if run.config:
             destination.write_config(run.config)
-    run.check_folder = partial(_restore_folder, run, run.run_dir)
+    run.remake_folder = partial(_remake_folder, run, run.run_dir)
 
 
-def _restore_folder(run: Run, folder: Path) -> None:
-    """Make the folder again, with its config, lock and loggers, if it was removed; a disk error is a warning."""
-    if (folder / "config.yaml").exists():
-        return
+def _remake_folder(run: Run, folder: Path) -> None:
+    """Make the folder again, with its config, lock and loggers; a disk error is a warning."""
     try:
         make_run_dir(folder)
         if run.folder_lock is not None:
@@ -334,6 +339,25 @@ def _write_summary(run: Run, result: FitResult, *, status: str) -> None:
         if status != "failed":
             raise UserError(message) from error
         logger.warning(message)  # the error of the run is the one to raise
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory in this process; do nothing with another C library, or if its settings were chosen.
+
+    Otherwise glibc returns the memory of a step's gradients to the system, and the next step takes it again page by
+    page. Allocations above 32 MiB, the most that glibc allows here, are still returned.
+    """
+    chosen = [name for name in MALLOC_SETTINGS if name in os.environ]
+    try:
+        library = os.confstr("CS_GNU_LIBC_VERSION")
+    except (ValueError, OSError):  # not glibc
+        return
+    if chosen:
+        logger.debug("freed memory is handled as %s says", ", ".join(chosen))
+        return
+    allocator = ctypes.CDLL(None)
+    if allocator.mallopt(_M_MMAP_THRESHOLD, 2**25) and allocator.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1):
+        logger.debug("%s keeps freed memory in this process (trainer.keep_freed_memory)", library)
 
 
 @contextmanager

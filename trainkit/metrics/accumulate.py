@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -93,24 +94,22 @@ class WeightedMeans:
         """Sum up the outputs that are kept one by one."""
         outputs, steps = self._outputs, self._steps
         self._outputs, self._steps = [], []
-        columns: dict[str, tuple[list[Tensor | float], list[Tensor | float]]] = {"loss": ([], [])}  # values, weights
-        steps_of_losses = [step for step, output in zip(steps, outputs, strict=True) if output.loss is not None]
         for output in outputs:
             if output.objects:
                 self._objects.add(output)
-            for name, value in (("loss", output.loss), *output.metrics.items()):
-                if value is not None:
-                    values, weights = columns.setdefault(name, ([], []))
-                    values.append(value)
-                    weights.append(output.weight)
-        for name, (values, weights) in columns.items():
-            if not values:  # no output has a loss
+        of_losses = [(output.loss, output.weight) for output in outputs if output.loss is not None]
+        columns: dict[str, list[tuple[Tensor | float, Tensor | float]]] = {"loss": of_losses}  # values with weights
+        for name in dict.fromkeys(chain.from_iterable(output.metrics for output in outputs)):
+            columns[name] = [(output.metrics[name], output.weight) for output in outputs if name in output.metrics]
+        for name, pairs in columns.items():
+            if not pairs:  # no output has a loss
                 continue
-            stacked, weight = _stack(values, self._device), _stack(weights, self._device)  # (outputs,) each
+            stacked, weight = (_stack(column, self._device) for column in zip(*pairs, strict=True))  # (outputs,) each
             total = torch.stack([stacked @ weight, weight.sum()])
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             if name == "loss":
-                self._losses.append((stacked, steps_of_losses))
+                of_loss = [step for step, output in zip(steps, outputs, strict=True) if output.loss is not None]
+                self._losses.append((stacked, of_loss))
 
 
 class MetricAccumulator:
@@ -181,9 +180,12 @@ def _number(name: str, value: Any) -> float:
 def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Return numbers or scalar tensors as one tensor on the device, in double precision where there is one."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if not tensors:
+    kinds = set(map(type, values))
+    if kinds == {Tensor}:
+        with suppress(RuntimeError):  # of different shapes, or on different devices
+            stacked = torch.stack(values)  # type: ignore[arg-type] # all are tensors
+            if stacked.dim() == 1 and stacked.device == device:
+                return stacked.to(dtype)
+    elif not any(issubclass(kind, Tensor) for kind in kinds):
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-    if len(tensors) < len(values) or any(tensor.dim() or tensor.device != device for tensor in tensors):
-        tensors = [torch.as_tensor(value).to(device, dtype).reshape(()) for value in values]
-    return torch.stack(tensors).to(dtype)
+    return torch.stack([torch.as_tensor(value).to(device, dtype).reshape(()) for value in values])

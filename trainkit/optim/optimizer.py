@@ -17,9 +17,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from trainkit.errors import UserError, check_monitored, raising_module
 from trainkit.model.transforms import matches
 from trainkit.optim.lr_schedule import LRSchedule
-from trainkit.optim.nonfinite import SpikeDetector
 from trainkit.optim.phase import Phase, check_phases
 from trainkit.optim.precision import Precision
+from trainkit.optim.spike_detector import SpikeDetector
 from trainkit.task import TaskModule, has_phases
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
