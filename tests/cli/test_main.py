@@ -1,5 +1,6 @@
 """The command line as a whole: exit codes, messages and help."""
 
+import gc
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainkit import Trainer
 from trainkit.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -320,3 +322,12 @@ def test_escapes_in_names_and_messages_are_shown_and_never_reach_the_terminal_ra
         plain: ("v\\x1b]52;c;aGk=\\x07", "raised\\x1b]52;c;aGk=\\x07", "refused\\x1b]0;title\\x07"),
     }.items():
         assert [part for part in parts if part not in text] == []
+
+
+def test_garbage_is_collected_again_before_a_run_begins(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Trainer, "fit", lambda *_, **__: seen.append(gc.isenabled()))
+    assert main(["fit", "recipe=digits", "size=tiny", f"run_dir={tmp_path / 'run'}"]) == 0
+    assert main(["fit", "recipe=unknown"]) == 2
+    assert seen == [True]
+    assert gc.isenabled()

@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 an exception in the user's code or in trainkit (with a 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -120,6 +121,8 @@ class Arguments:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` and return its exit code."""
+    collects = gc.isenabled()
+    gc.disable()  # imports leave nothing to collect, and take a fifth less time; `assemble` enables it again
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
@@ -136,6 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         print_traceback()
         return 1
+    finally:
+        if collects:
+            gc.enable()
 
 
 def print_traceback() -> None:

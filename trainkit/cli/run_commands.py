@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import sys
@@ -341,6 +342,8 @@ def assemble(settings: Settings, *, run_dir: Path | None, loggers: bool = True) 
         components.problems += _too_many_stages(task, tree["strategy"])
     if components.problems:
         raise ConfigError(with_origins(components.problems, settings.find_origins())) from components.cause
+    gc.freeze()  # what exists now, mostly modules, is never searched for garbage
+    gc.enable()  # `main` has disabled it
     return RunComponents(trainer, task, data)
 
 
