@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -58,12 +58,12 @@ class TinyMLP(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def hand_written(loader: Iterable[list[Tensor]]) -> Train:
+def hand_written(loader: Iterable[list[Tensor]], *, fused: bool = False) -> Train:
     """Return the loop that one writes by hand."""
 
     def train() -> None:
         model = TinyMLP().net
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused or None)
         for inputs, targets in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs), targets)
@@ -179,6 +179,11 @@ def map_style(steps: int, rounds: int, *, batch_size: int) -> list[dict[str, Any
     contenders = {
         "hand-written loop": hand_written(loader),
         "trainkit, everything on": trainkit(lambda: Data(train=dataset, batch_size=batch_size)),
+        "trainkit, no callbacks, no loggers": trainkit(
+            lambda: Data(train=dataset, batch_size=batch_size), callbacks=[], loggers=[]
+        ),
+        "hand-written loop, rows of a batch gathered at once": hand_written(_Gathered(dataset, batch_size)),
+        "the same with a fused optimizer": hand_written(_Gathered(dataset, batch_size), fused=True),
     }
     return measure(contenders, steps=steps, rounds=rounds)
 
@@ -272,6 +277,17 @@ def _with_clock(method: Callable[..., None], seconds: list[float]) -> Callable[.
         seconds.append(clock() - began - of_the_clock)
 
     return timed
+
+
+class _Gathered:
+    """Shuffled batches of a TensorDataset, each gathered by one call for each tensor: the least that reading costs."""
+
+    def __init__(self, dataset: TensorDataset, batch_size: int) -> None:
+        self._tensors, self._batch_size = dataset.tensors, batch_size
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for indices in torch.randperm(len(self._tensors[0])).split(self._batch_size):
+            yield [tensor[indices] for tensor in self._tensors]
 
 
 class _Batches(Dataset[list[Tensor]]):
