@@ -76,6 +76,19 @@ def test_a_stop_before_the_first_checkpoint_says_why_nothing_is_saved():
     assert "; the last checkpoint is run/checkpoints/step_00000002.pt. To continue: " in hint(at_epochs, "run")
 
 
+def test_the_command_to_continue_trusts_code_that_only_the_command_line_named():
+    assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=2step"]) == 0
+
+    def hint(**callbacks):
+        return resume_hint(Stopped("SIGTERM", 143), Path("run"), {"callbacks": callbacks, "trainer": {}})
+
+    assert hint(mine={"_target_": "trainkit.callbacks.checkpoint.Checkpoint"}).endswith("trainkit resume run")
+    assert hint(mine={"_target_": "mine.Own"}).endswith("trainkit resume run --trust")
+    Path("conf/callbacks").mkdir(parents=True)
+    Path("conf/callbacks/own.yaml").write_text("own:\n  _target_: mine.Own\n")
+    assert hint(mine={"_target_": "mine.Own"}).endswith("trainkit resume run")
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
@@ -143,3 +156,5 @@ def test_a_second_interrupt_ends_the_run_with_one_line_about_what_is_saved(at, h
     printed = capsys.readouterr().err
     assert hint in printed
     assert len(printed.splitlines()) == 1
+    command = printed.partition("To continue: trainkit ")[2]
+    assert not command or main([*command.split(), "trainer.max_duration=6step"]) == 0
