@@ -332,36 +332,45 @@ def an_exception_ends_no_sync(views: bool) -> float:
     return distance(wrapped, one_process_gradient(reference, lambda m, x: m(x).square().mean()))
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
+class FailsInTheMiddle(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.failing = model, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.model:
+            x = Fails.apply(layer(x)) if self.failing and layer is self.model[1] else layer(x)
+        return x
+
+
 def an_exception_in_backward_before_any_reduction_is_forgotten(views: bool) -> float:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            raise ArithmeticError("in backward")
-
-    class Middle(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model, self.failing = model, False
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.model:
-                x = Fails.apply(layer(x)) if self.failing and layer is self.model[1] else layer(x)
-            return x
-
     torch.manual_seed(0)
     reference = Mlp()
-    wrapped = DistributedDataParallel(Middle(copy.deepcopy(reference)), gradient_as_bucket_view=views)
-    for _ in range(2):  # before the buckets are made, and after
+    wrapped = DistributedDataParallel(FailsInTheMiddle(copy.deepcopy(reference)), gradient_as_bucket_view=views)
+    for step in range(2):  # before the buckets are made, and after
         wrapped.module.failing = True
         with pytest.raises(ArithmeticError):
             wrapped(batch(dist.get_rank())).square().mean().backward()
+        with pytest.raises(RuntimeError, match="no backward completed"):
+            wrapped._check_reducer_finalized()
+        assert not wrapped.reducer.is_open
         wrapped.module.failing = False
+        if dist.get_rank() == 0:  # alone: a backward of the module itself is not reduced
+            wrapped.module(batch(0)).sum().backward()
+        assert wrapped.reducer.step == step
         wrapped.zero_grad()
         wrapped(batch(dist.get_rank())).square().mean().backward()
+        wrapped._check_reducer_finalized()
     return distance(wrapped, one_process_gradient(reference, lambda m, x: m(x).square().mean()))
 
 
