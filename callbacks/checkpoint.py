@@ -10,7 +10,15 @@ from typing import Literal
 from trainkit.callback import Callback
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor
 from trainkit.duration import Duration, Interval
-from trainkit.errors import CheckpointError, DamagedCheckpoint, NonFiniteLoss, UserError, check_monitored, nearest
+from trainkit.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    NonFiniteLoss,
+    UserError,
+    check_monitored,
+    check_types,
+    nearest,
+)
 from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.state import TrainState
@@ -67,6 +75,7 @@ class Checkpoint(Callback):
         max_retries: int = 10,
         retry_every: str | Duration = "1min",
     ) -> None:
+        check_types(Checkpoint.__init__, locals(), of="checkpoint")
         if mode not in ("min", "max"):
             raise UserError(f"checkpoint.mode={mode!r} is unknown.{nearest(mode, ('min', 'max'))} Choose min or max.")
         limits = ("save_top_k", save_top_k, 1), ("save_last_k", save_last_k, 1), ("max_retries", max_retries, 0)

@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 from trainkit.callback import Callback
-from trainkit.errors import UserError, check_monitored, nearest
+from trainkit.errors import UserError, check_monitored, check_types, nearest
 from trainkit.loops.run import Run
 
 from .checkpoint import warn_of_mode
@@ -33,6 +33,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         threshold: float | None = None,
     ) -> None:
+        check_types(EarlyStopping.__init__, locals(), of="early_stopping")
         if mode not in ("min", "max"):
             raise UserError(
                 f"early_stopping.mode={mode!r} is unknown.{nearest(mode, ('min', 'max'))} Choose min or max."

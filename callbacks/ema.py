@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainkit.callback import Callback
 from trainkit.checkpoint.serialization import storage_key
 from trainkit.duration import Duration
-from trainkit.errors import UserError
+from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 from trainkit.strategy import local_state
 
@@ -184,9 +184,10 @@ class EMA(WeightAveraging):
         warm_up: bool = True,
         load_average_at_end: bool = True,
     ) -> None:
+        check_types(EMA.__init__, locals(), of="ema")
         if not 0 < decay < 1:
             raise UserError(f"ema.decay must lie between 0 and 1, got {decay}; 0.999 remembers about 1000 steps.")
-        if isinstance(every, bool) or every < 1:
+        if every < 1:
             raise UserError(f"ema.every must be at least 1 step, got {every}.")
         super().__init__(load_average_at_end=load_average_at_end)
         self.decay = decay

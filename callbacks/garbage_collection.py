@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 from trainkit.callback import Callback
-from trainkit.errors import UserError
+from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 
 
@@ -22,7 +22,8 @@ class GarbageCollection(Callback):
     """
 
     def __init__(self, *, every: int = 1000, generation: int = 1) -> None:
-        if isinstance(every, bool) or every < 1:
+        check_types(GarbageCollection.__init__, locals(), of="garbage_collection")
+        if every < 1:
             raise UserError(f"garbage_collection.every must be at least 1 step, got {every}.")
         if generation not in (0, 1, 2):
             raise UserError(f"garbage_collection.generation must be 0, 1 or 2, got {generation}.")

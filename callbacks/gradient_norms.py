@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.errors import UserError
+from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import Strategy
@@ -34,8 +34,9 @@ class GradientNorms(Callback):
     """
 
     def __init__(self, *, every: int = 50, depth: int = 1) -> None:
+        check_types(GradientNorms.__init__, locals(), of="gradient_norms")
         for name, value in (("every", every), ("depth", depth)):
-            if isinstance(value, bool) or value < 1:
+            if value < 1:
                 raise UserError(f"gradient_norms.{name} must be at least 1, got {value}.")
         self.every = every
         self.depth = depth

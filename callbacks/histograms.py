@@ -7,7 +7,7 @@ from functools import partial
 
 from trainkit.callback import Callback
 from trainkit.duration import Duration, Interval
-from trainkit.errors import UserError
+from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import local_state
@@ -28,6 +28,7 @@ class Histograms(Callback):
     """
 
     def __init__(self, *, every: str | Duration = "1epoch", pattern: str = "*") -> None:
+        check_types(Histograms.__init__, locals(), of="histograms")
         self.every = Duration.parse(every, where="histograms.every")
         self.pattern = pattern
         self._interval = Interval(self.every)

@@ -17,7 +17,7 @@ import torch
 from trainkit.callback import Callback
 from trainkit.checkpoint.files import write_text
 from trainkit.data.batch import StepBatch
-from trainkit.errors import UserError, nearest
+from trainkit.errors import UserError, check_types, nearest
 from trainkit.loops.fit_loop import make_phase_step
 from trainkit.loops.phases import PhaseControl
 from trainkit.loops.run import Run
@@ -69,9 +69,10 @@ class LearningRateFinder(Callback):
         on_finish: Literal["stop", "apply", "continue"] = "stop",
         phase: str | None = None,
     ) -> None:
+        check_types(LearningRateFinder.__init__, locals(), of="learning_rate_finder")
         if not 0 < min_lr < max_lr:
             raise UserError(f"learning_rate_finder: 0 < min_lr < max_lr must hold, got {min_lr} and {max_lr}.")
-        if isinstance(num_steps, bool) or num_steps < 10:
+        if num_steps < 10:
             raise UserError(f"learning_rate_finder.num_steps must be at least 10, got {num_steps}.")
         if on_finish not in _ON_FINISH:
             raise UserError(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.files import write_text
+from trainkit.errors import check_types
 from trainkit.loops.run import Run
 from trainkit.report.html import size
 from trainkit.run_dir.console import Table, plain, show
@@ -29,6 +30,7 @@ class MemoryReport(Callback):
     """
 
     def __init__(self, *, record_history: bool = False) -> None:
+        check_types(MemoryReport.__init__, locals(), of="memory_report")
         self.record_history = record_history
         self._is_recording = False
         self._has_shown = False

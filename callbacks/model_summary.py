@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.callback import Callback
-from trainkit.errors import UserError
+from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 from trainkit.model.flops import StepCost, cost_of_step, steps_of
 from trainkit.optim.lr_schedule import linear_scaling
@@ -34,6 +34,7 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, *, max_rows: int = 20, depth: int = 1, costs: bool = False) -> None:
+        check_types(ModelSummary.__init__, locals(), of="model_summary")
         for name, value in (("max_rows", max_rows), ("depth", depth)):
             if value < 1:
                 raise UserError(f"model_summary.{name} must be at least 1, got {value}.")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainkit.callback import Callback
-from trainkit.errors import UserError
+from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 from trainkit.model.flops import FlopCount
 from trainkit.profiling import NO_COMMUNICATION
@@ -81,6 +81,7 @@ class Profiler(Callback):
         with_stack: bool = False,
         peak_tflops: float | None = None,
     ) -> None:
+        check_types(Profiler.__init__, locals(), of="profiler")
         if not 3 <= start_step <= end_step:
             raise UserError(
                 f"profiler.start_step={start_step} and end_step={end_step}: 3 <= start_step <= end_step must hold; "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor
-from trainkit.errors import CheckpointError, UserError
+from trainkit.errors import CheckpointError, UserError, check_types
 from trainkit.loops.run import Run
 from trainkit.run_dir.console import Table, clock, number, on_terminal, printable, say, show, terminal
 
@@ -39,6 +39,7 @@ class ProgressBar(Callback):
     """
 
     def __init__(self, *, refresh_per_second: float = 4.0) -> None:
+        check_types(ProgressBar.__init__, locals(), of="progress_bar")
         if not 0 < refresh_per_second <= 60:
             raise UserError(
                 f"progress_bar.refresh_per_second must be above 0 and at most 60, got {refresh_per_second}."

@@ -12,7 +12,7 @@ from trainkit.callback import Callback
 from trainkit.checkpoint.files import write_text
 from trainkit.data.batch import MicroBatch
 from trainkit.data.readers import make_reader
-from trainkit.errors import UserError
+from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 from trainkit.rng import preserve_rng
 from trainkit.tree import map_tensors
@@ -31,7 +31,8 @@ class SampleWriter(Callback):
     """
 
     def __init__(self, *, num_samples: int = 8) -> None:
-        if isinstance(num_samples, bool) or num_samples < 1:
+        check_types(SampleWriter.__init__, locals(), of="sample_writer")
+        if num_samples < 1:
             raise UserError(f"sample_writer.num_samples must be at least 1, got {num_samples}.")
         self.num_samples = num_samples
 

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from trainkit.callback import Callback
+from trainkit.errors import check_types
 from trainkit.loops.run import Run
 from trainkit.loops.step_timer import StepTimer
 from trainkit.run_dir.console import clock, say
@@ -40,6 +41,7 @@ class SpeedMonitor(Callback):
     """
 
     def __init__(self, *, step_times: bool = True, log_step_times: bool = False, log_hours: bool = False) -> None:
+        check_types(SpeedMonitor.__init__, locals(), of="speed_monitor")
         self.step_times = step_times or log_step_times
         self.log_step_times = log_step_times
         self.log_hours = log_hours

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainkit.duration import Duration, Interval
-from trainkit.errors import UserError
+from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 
 from .ema import WeightAveraging
@@ -29,6 +29,7 @@ class SWA(WeightAveraging):
         every: str | Duration = "1epoch",
         load_average_at_end: bool = True,
     ) -> None:
+        check_types(SWA.__init__, locals(), of="swa")
         if isinstance(start, (int, float)) and not 0 <= start < 1:
             raise UserError(f"swa.start must be a fraction of the run, from 0 to below 1, or a duration; got {start}.")
         super().__init__(load_average_at_end=load_average_at_end)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from numbers import Integral, Real
+from pathlib import Path
 from traceback import walk_tb
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
+
+TYPES: Mapping[Any, str] = {bool: "True or False", str: "text", Path: "a Path", NoneType: "None"}
+"""Types of settings, with the description in messages."""
+_NUMBERS: Mapping[Any, str] = {int: "a whole number", float: "a number"}
+_ACCEPTED: Mapping[Any, type] = {int: Integral, float: Real}  # numpy's too
 
 
 class UserError(ValueError):
@@ -37,6 +46,32 @@ def raising_module(error: BaseException) -> str:
     """Return the name of the module whose code raised `error`; empty without a traceback."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+
+
+def check_types(
+    constructor: Callable[..., None],
+    arguments: Mapping[str, Any],
+    *,
+    of: str = "",
+    checked: Mapping[Any, str] = {**TYPES, **_NUMBERS},
+) -> None:
+    """Raise UserError for an argument that is not of the type that it is annotated with.
+
+    Args:
+        constructor: An `__init__` with annotations.
+        arguments: Its arguments by name; others are ignored.
+        of: The name before that of an argument in messages.
+        checked: The types that are checked, with their description; arguments of any other type are not.
+
+    """
+    for name, hint in get_type_hints(constructor).items():
+        allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if name not in arguments or not set(allowed) <= checked.keys():
+            continue
+        value, kinds = arguments[name], tuple(_ACCEPTED.get(kind, kind) for kind in allowed)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in allowed):
+            expected = " or ".join(checked[kind] for kind in allowed)
+            raise UserError(f"{of}{'.' if of else ''}{name} must be {expected}, got {value!r}.")
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:

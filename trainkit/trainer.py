@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -18,7 +17,7 @@ from trainkit import registry
 from trainkit.callback import Callback
 from trainkit.data.data import Data
 from trainkit.duration import Duration
-from trainkit.errors import Stopped, UserError
+from trainkit.errors import TYPES, Stopped, UserError, check_types
 from trainkit.logger import Logger
 from trainkit.loops.fit_config import FitConfig, NonfinitePolicy
 from trainkit.loops.worker import FitResult, evaluate_on_rank, fit_on_rank
@@ -40,13 +39,6 @@ AUTO = "auto"
 DEFAULT_CALLBACKS = ("model_summary", "learning_rate_monitor", "speed_monitor", "checkpoint", "progress_bar")
 DEFAULT_LOGGERS = ("tensorboard", "jsonl")
 _STEPS = {"train": "training_step", "validation": "validation_step", "test": "test_step", "predict": "predict_step"}
-_TYPES: dict[Any, str] = {
-    bool: "True or False",
-    str: "text",
-    Path: "a Path",
-    Strategy: "a trainkit.Strategy",
-    NoneType: "None",
-}
 
 
 class Trainer:
@@ -141,7 +133,8 @@ class Trainer:
         config: str = "",
     ) -> None:
         chosen_precision = Precision(precision, tf32=tf32)  # first: its error lists the names
-        _check_types(locals())
+        # Numbers, lists and durations are checked with what is said about them below.
+        check_types(Trainer.__init__, locals(), checked={**TYPES, Strategy: "a trainkit.Strategy"})
         self.strategy = registry.make("strategy", strategy) if isinstance(strategy, str) else strategy
         if run_dir == "":
             raise UserError("run_dir is empty; write run_dir='runs/mine', or leave it out for a new folder in runs/.")
@@ -324,16 +317,6 @@ def _check_step(task: TaskModule, name: str) -> None:
         parameters.bind(None)
     except TypeError:
         raise UserError(f"{kind.__name__}.{name}{parameters} must take a batch alone: {name}(self, batch).") from None
-
-
-def _check_types(arguments: Mapping[str, Any]) -> None:
-    """Raise UserError for a Trainer's argument of a wrong type; numbers, lists and durations are checked later."""
-    for name, hint in get_type_hints(Trainer.__init__).items():
-        value, allowed = arguments.get(name), get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        if not set(allowed) <= _TYPES.keys():
-            continue
-        if not isinstance(value, allowed):
-            raise UserError(f"{name} must be {' or '.join(_TYPES[kind] for kind in allowed)}, got {value!r}.")
 
 
 def _make_all(kind: type[Any], name: str, items: Any) -> list[Any]:

@@ -194,8 +194,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if torch.is_grad_enabled():
             if not self._lazy_init_ran:
                 self._lazy_init()
-            if reducer.is_open and torch._C._current_graph_task_id() == -1:
-                reducer.abort()  # the last backward ended by an exception
             if self._join_config.enable:
                 self._notify_joined_ranks()
         if syncs and not torch.compiler.is_compiling():  # which would trace the clock, and again for each step
@@ -416,7 +414,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _check_reducer_finalized(self) -> None:
         """Raise RuntimeError if the last backward did not complete."""
-        if self.reducer.is_open:
+        if self.reducer.is_open or self.reducer.was_aborted:
             raise RuntimeError("Expected to have finished reduction in the prior iteration: no backward completed.")
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> NoReturn:

@@ -18,8 +18,10 @@ in which order gradients arrive and how often each hook fires; then all ranks ta
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -85,6 +87,7 @@ class Reducer:
         self.began_at = self.backward_ended_at = self.ended_at = 0.0  # seconds of time.perf_counter
         self.arrived_at: list[float] = []  # time.perf_counter of each gradient in a step that is recorded; 0.0: none
         self.is_open = False  # True while a backward is expected or under way
+        self.was_aborted = False  # the last backward that a hook started ended by an exception
         self._has_begun = False  # open, and the first gradient has arrived
         self._fast = False  # open, buckets exist, and nothing but the buckets waits for gradients
         self._queue = LaunchQueue(self._launch)
@@ -131,13 +134,16 @@ class Reducer:
             return
         self.start()
         self.mark_unused(unused)
-        Variable._execution_engine.queue_callback(self._finish_on_hook)
+        finish = partial(self._finish_on_hook)
+        # Autograd drops the callback when the backward is over, without a call if an exception ended it.
+        weakref.finalize(finish, self._abort_unfinished).atexit = False
+        Variable._execution_engine.queue_callback(finish)
 
     def start(self) -> None:
         """Prepare for a backward that is reduced."""
         if self.failure is not None:
             raise RuntimeError(f"gradients cannot be reduced any more: {self.failure}")
-        self.is_open, self._has_begun, self._num_completed = True, False, 0
+        self.is_open, self.was_aborted, self._has_begun, self._num_completed = True, False, False, 0
         self.arrived_at = [0.0] * len(self.entries) if self.after_step else []
         self.began_at = time.perf_counter()
         self._queue.reset(self.buckets)
@@ -308,6 +314,12 @@ class Reducer:
         if self._has_begun:
             self.finish()
         else:
+            self.abort()
+
+    def _abort_unfinished(self) -> None:
+        """Discard the backward under way if `_finish_on_hook` has not ended it."""
+        if self.is_open:
+            self.was_aborted, self.expects_backward = True, False
             self.abort()
 
     # ---- Buckets

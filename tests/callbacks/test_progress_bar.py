@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import termios
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,59 +16,8 @@ from pathlib import Path
 import pyte
 import pytest
 
-PROGRAM = """
-import fcntl, logging, sys, termios, time
-
-logging.basicConfig(level=logging.INFO, format="logged: %(message)s")
-if sys.stdout.isatty():
-    fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # so that Ctrl-C typed into the terminal is a signal
-import torch
-from torch.utils.data import TensorDataset
-from trainkit import Data, TaskModule, Trainer, UserError
-from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.errors import Stopped
-
-class Slow(TaskModule):
-    def __init__(self, raise_at=None):
-        super().__init__()
-        self.net, self.raise_at, self.steps = torch.nn.Linear(4, 1), raise_at, 0
-
-    def training_step(self, batch):
-        time.sleep(0.01)
-        self.steps += 1
-        if self.steps == 15:
-            print("printed by the task")
-        if self.steps in (16, 40):
-            logging.warning("a warning of step %d", self.steps)
-        if self.steps == self.raise_at:
-            raise RuntimeError("a bug in the task")
-        return {"loss": (self.net(batch[0]) - batch[1]).square().mean(), "accuracy": torch.tensor(0.75)}
-
-    def validation_step(self, batch):
-        time.sleep(0.05)
-        return {"loss": (self.net(batch[0]) - batch[1]).square().mean()}
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-torch.manual_seed(0)
-x = torch.randn(120, 4)
-dataset = TensorDataset(x, x.sum(1, keepdim=True))
-data = Data(train=dataset, validation=TensorDataset(x[:40], x[:40].sum(1, keepdim=True)), batch_size=4)
-trainer = Trainer(
-    max_duration="2epoch", evaluate_every="20step", log_every="5step", run_dir=sys.argv[1], loggers=[],
-    callbacks=["model_summary", "speed_monitor", Checkpoint(monitor="validation/loss", every=None), "progress_bar"],
-)
-mode = sys.argv[2]
-try:
-    if mode == "validate":
-        trainer.validate(Slow(), data)
-    else:
-        trainer.fit(Slow(raise_at=25 if mode == "raise" else None), data)
-except Stopped as stopped:
-    sys.exit(stopped.exit_code)
-"""
-
+from tests.callbacks import progress_program
+from tests.program import Program
 
 SETTLED_SECONDS = 0.03  # without output; the display is drawn ten times a second
 
@@ -89,6 +39,11 @@ class Shown:
         return [screen for screen in self.screens if all(text in "\n".join(screen) for text in texts)]
 
 
+def strictly(*arguments: str) -> None:
+    warnings.simplefilter("error")
+    progress_program.main(*arguments)
+
+
 def run_in_terminal(
     folder: Path, mode: str, *, columns: int = 90, rows: int = 45, type_when: tuple[str, bytes] | None = None
 ) -> Shown:
@@ -97,14 +52,8 @@ def run_in_terminal(
     stream = pyte.ByteStream(screen)
     near, far = pty.openpty()
     fcntl.ioctl(far, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROGRAM, str(folder / "run"), mode],
-        stdin=far,
-        stdout=far,
-        stderr=far,
-        start_new_session=True,
-        env={**_without_a_size(os.environ), "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**_without_a_size(os.environ), "TERM": "xterm-256color"}
+    program = Program(strictly, str(folder / "run"), mode, streams=(far, far, far), environment=environment)
     os.close(far)
     shown = Shown()
     try:
@@ -117,11 +66,10 @@ def run_in_terminal(
                 os.write(near, type_when[1])
                 type_when = None
         shown.screens.append([line.rstrip() for line in screen.display])
-        shown.exit_code = process.wait(timeout=120)
+        shown.exit_code = program.wait()
     finally:
-        process.kill()
-        process.wait()
-        os.close(near)
+        with program:  # ends it
+            os.close(near)
     shown.cursor_hidden = screen.cursor.hidden
     return shown
 
@@ -246,7 +194,7 @@ def piped_run(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedP
     """A run with its output through pipes, with the variables set that force colours."""
     folder = tmp_path_factory.mktemp("piped")
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, str(folder), "fit"],
+        [sys.executable, "-W", "error", progress_program.__file__, str(folder), "fit"],
         capture_output=True,
         check=True,
         timeout=120,

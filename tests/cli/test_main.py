@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.program import Program
 from trainkit import Trainer
 from trainkit.cli.main import COMMANDS, main
 
@@ -290,18 +291,20 @@ class Refused(DigitsMLP):
 def _output_in_terminal(*argv):
     """Return the output of a command in a pseudo-terminal, and its exit code."""
     near, far = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "trainkit", *argv]
-    process = subprocess.Popen(command, stdin=far, stdout=far, stderr=far, env=environment, start_new_session=True)
-    os.close(far)
-    output = b""
-    try:
-        while read := os.read(near, 65536):
-            output += read
-    except OSError:  # the program has closed its end
-        pass
-    os.close(near)
-    return re.sub(r"\x1b\[[0-9;]*m", "", output.decode()), process.wait(timeout=60)  # without colours
+    with Program(_command, argv, streams=(far, far, far), environment={**os.environ, "TERM": "xterm"}) as program:
+        os.close(far)
+        output = b""
+        try:
+            while read := os.read(near, 65536):
+                output += read
+        except OSError:  # the program has closed its end
+            pass
+        os.close(near)
+        return re.sub(r"\x1b\[[0-9;]*m", "", output.decode()), program.wait()  # without colours
+
+
+def _command(argv):
+    sys.exit(main(argv))
 
 
 def test_escapes_in_names_and_messages_are_shown_and_never_reach_the_terminal_raw(capsys):

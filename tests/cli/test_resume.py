@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.program import Program
 from trainkit.checkpoint.store import load_from
 from trainkit.cli.main import main
 from trainkit.cli.run_commands import resume_hint
@@ -76,35 +76,44 @@ def test_a_stop_before_the_first_checkpoint_says_why_nothing_is_saved():
     assert "; the last checkpoint is run/checkpoints/step_00000002.pt. To continue: " in hint(at_epochs, "run")
 
 
+def test_the_command_to_continue_trusts_code_that_only_the_command_line_named():
+    assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=2step"]) == 0
+
+    def hint(**callbacks):
+        return resume_hint(Stopped("SIGTERM", 143), Path("run"), {"callbacks": callbacks, "trainer": {}})
+
+    assert hint(mine={"_target_": "trainkit.callbacks.checkpoint.Checkpoint"}).endswith("trainkit resume run")
+    assert hint(mine={"_target_": "mine.Own"}).endswith("trainkit resume run --trust")
+    Path("conf/callbacks").mkdir(parents=True)
+    Path("conf/callbacks/own.yaml").write_text("own:\n  _target_: mine.Own\n")
+    assert hint(mine={"_target_": "mine.Own"}).endswith("trainkit resume run")
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
 def test_a_signal_ends_the_run_resumably_and_says_how(number, code, tmp_path):
     argv = ["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=1e6step", "trainer.evaluate_every=null"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainkit", *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        limit = time.monotonic() + 120
-        while not list(Path("run").glob("checkpoints/*.pt")):
-            assert time.monotonic() < limit and process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(number)
-        _, said = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == code, said
+    with Path("said.txt").open("w+") as file:
+        with Program(_command, argv, streams=(0, file.fileno(), file.fileno())) as program:
+            limit = time.monotonic() + 120
+            while not list(Path("run").glob("checkpoints/*.pt")):
+                assert time.monotonic() < limit and program.exit_code is None
+                time.sleep(0.05)
+            os.kill(program.pid, number)
+            ended = program.wait()
+        said = Path("said.txt").read_text()
+    assert ended == code, said
     assert "Traceback" not in said
     assert f"stopped by {number.name}; the state is saved in run/checkpoints/step_" in said
     assert "To continue: trainkit resume run" in said
     step = load_from("run").entry.step
     assert main(["resume", "run", f"trainer.max_duration={step + 1}step"]) == 0
     assert load_from("run").entry.step == step + 1
+
+
+def _command(argv):
+    sys.exit(main(argv))
 
 
 INTERRUPTED_TASK = """\
@@ -143,3 +152,5 @@ def test_a_second_interrupt_ends_the_run_with_one_line_about_what_is_saved(at, h
     printed = capsys.readouterr().err
     assert hint in printed
     assert len(printed.splitlines()) == 1
+    command = printed.partition("To continue: trainkit ")[2]
+    assert not command or main([*command.split(), "trainer.max_duration=6step"]) == 0

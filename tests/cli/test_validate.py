@@ -409,7 +409,9 @@ def test_an_exception_of_a_constructor_about_a_value_is_a_message_and_with_debug
 def test_a_learning_rate_that_the_optimizer_refuses_is_a_message(typed, strategy, capsys):
     assert main(["fit", "recipe=digits_mlp", "size=tiny", typed, *strategy, *QUIET]) == 2
     printed = capsys.readouterr().err
-    assert f"DigitsMLP.configure_optimizers: Invalid learning rate: {typed[8:]}. Set a valid value." in printed
+    assert (
+        f"DigitsMLP.configure_optimizers: Invalid learning rate: {typed[8:]}. Set a valid value of task.lr." in printed
+    )
     assert "Traceback" not in printed
 
 

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 
+from tests.program import Program
 from tests.tasks import Recorder, Regression, SaveAtEnd, assert_same_bits, regression_data
-from trainkit import Callback, Data
+from trainkit import Callback, Data, Trainer
 from trainkit.errors import Stopped
 from trainkit.signals import StopSignals
 
@@ -127,38 +126,28 @@ def test_outside_the_main_thread_training_works_and_no_handler_is_set(make_train
     assert signal.getsignal(signal.SIGINT) is before
 
 
+class Talk(SaveAtEnd):
+    def on_step_end(self, run):
+        if run.state.step == 5:
+            print("ready")
+
+
+def talk(run_dir):
+    trainer = Trainer(run_dir=run_dir, callbacks=[Talk()], loggers=[], max_duration="1h", evaluate_every=None)
+    trainer.fit(Regression(), DATA)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_program_that_gets_a_signal_saves_and_ends_with_the_exit_code(tmp_path, number, code):
-    program = f"""
-import sys, torch
-from trainkit import Callback, Data, TaskModule, Trainer
-from torch.utils.data import TensorDataset
-
-class Task(TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-    def training_step(self, batch):
-        return self.layer(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-class Talk(Callback):
-    def on_step_end(self, run):
-        if run.state.step == 5:
-            print("ready", flush=True)
-    def on_fit_end(self, run):
-        run.checkpointer.save(reason="end")
-
-Trainer(run_dir={str(tmp_path / "run")!r}, callbacks=[Talk()], loggers=[], max_duration="1h").fit(
-    Task(), Data(train=TensorDataset(torch.randn(16, 2)), batch_size=4)
-)
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == code
-    assert errors == b""
+    receiver, sender = os.pipe()
+    errors = tmp_path / "errors.txt"
+    with errors.open("w") as file, Program(talk, tmp_path / "run", streams=(0, sender, file.fileno())) as program:
+        os.close(sender)
+        assert os.read(receiver, 100) == b"ready\n"
+        os.kill(program.pid, number)
+        ended = program.wait()
+    os.close(receiver)
+    assert ended == code
+    assert errors.read_text() == ""
     assert len(list((tmp_path / "run" / "checkpoints").glob("*.pt"))) == 1

@@ -28,8 +28,8 @@ def test_a_rank_takes_every_wth_sample_of_each_global_batch():
 
 
 @given(
-    num_samples=st.integers(1, 60),
-    batch_size=st.integers(1, 20),
+    num_samples=st.integers(1, 30),
+    batch_size=st.integers(1, 12),
     world_size=st.integers(1, 6),
     epoch=st.integers(0, 3),
     seed=st.integers(0, 100),

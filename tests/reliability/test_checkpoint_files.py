@@ -24,7 +24,7 @@ from trainkit.checkpoint.async_writer import AsyncWriter
 from trainkit.checkpoint.store import CheckpointStore, load_from
 from trainkit.errors import CheckpointError, DamagedCheckpoint
 
-KILLS = int(os.environ.get("TRAINKIT_KILLS", "30"))
+KILLS = int(os.environ.get("TRAINKIT_KILLS", "16"))
 EVERY_BYTES = int(os.environ.get("TRAINKIT_BYTES", "23"))
 SIZE = 300_000
 

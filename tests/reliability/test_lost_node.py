@@ -3,25 +3,27 @@
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
-from contextlib import suppress
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore
+from torch.distributed import run as torchrun
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from tests.program import Program
 from trainkit import Callback, Data, Strategy, TaskModule, Trainer
 from trainkit.checkpoint.store import load_from
 
 LOST_AT = 7
+RENDEZVOUS, NOBODY = "torch.rendezvous.lost", b"Y2FuaW1hZGFt"  # torch's key of the machines that are there
 ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -68,43 +70,32 @@ def train(run_dir: Path, strategy: Strategy, *callbacks: Callback) -> None:
     trainer.fit(Regression(), data, resume="auto")
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
-
-
-def agent(machine: str, port: int, run_dir: Path, log: Path) -> "subprocess.Popen[bytes]":
-    """Start what is typed on each machine; `kept` is the one where the ranks meet."""
-    settings = f"last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5,is_host={int(machine == 'kept')}"
+def agent(machine: str, port: int, run_dir: Path, log: Path) -> Program:
+    """Start what is typed on each machine."""
+    # Who comes first decides how long the second is waited for: for both machines to start, but not for the lost one.
+    last_call = 1 if machine == "kept" else 120
+    settings = f"last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=5,is_host=0"
     environment = {key: value for key, value in os.environ.items() if key not in ELASTIC}
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=lost", "--local-addr=127.0.0.1"),
-        *(f"--rdzv-conf={settings}", __file__, str(run_dir)),
+        *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=lost"),
+        *(f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", f"--rdzv-conf={settings}"),
+        *(__file__, str(run_dir)),
     ]
     with log.open("wb") as file:
-        return subprocess.Popen(
-            command,
-            env={**environment, "OMP_NUM_THREADS": "1", "MACHINE": machine},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that its ranks can be ended with it
-        )
+        streams = (0, file.fileno(), file.fileno())
+        return Program(torchrun.main, command, streams=streams, environment={**environment, "MACHINE": machine})
 
 
-def exit_codes(folder: Path, *machines: str) -> dict[str, int]:
+def exit_codes(folder: Path) -> dict[str, int]:
     """Run an agent for each machine, and return how they ended; no process is left."""
-    port = free_port()
-    agents = {name: agent(name, port, folder / "run", folder / f"{name}.log") for name in machines}
-    try:
-        return {name: process.wait(120) for name, process in agents.items()}
-    finally:
-        for process in agents.values():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
+    with agent("lost", store.port, folder / "run", folder / "lost.log") as lost:
+        deadline = time.monotonic() + 120
+        while not store.check([RENDEZVOUS]) or store.get(RENDEZVOUS) == NOBODY:
+            assert time.monotonic() < deadline and lost.exit_code is None, (folder / "lost.log").read_text()
+            time.sleep(0.05)
+        with agent("kept", store.port, folder / "run", folder / "kept.log") as kept:
+            return {"lost": lost.wait(), "kept": kept.wait()}
 
 
 def starts(folder: Path) -> list[dict[str, int]]:
@@ -120,7 +111,7 @@ def assert_trained_as_one_process(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_on_two_machines_that_loses_one_continues_to_the_weights_of_an_uninterrupted_run(tmp_path):
-    codes = exit_codes(tmp_path, "lost", "kept")
+    codes = exit_codes(tmp_path)
     assert codes == {"lost": -signal.SIGKILL, "kept": 0}, (tmp_path / "kept.log").read_text()
     assert starts(tmp_path) == [{"step": 0, "ranks": 2, "batch": 8}, {"step": 6, "ranks": 1, "batch": 8}]
     assert_trained_as_one_process(tmp_path)

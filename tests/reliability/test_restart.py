@@ -1,20 +1,19 @@
 """Under torchrun a killed rank leads to a restart that continues to the weights of an uninterrupted run."""
 
 import os
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import run as torchrun
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 
+from tests.program import Program
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.checkpoint.store import load_from
 from trainkit.testing import run_ranks
@@ -42,15 +41,12 @@ class NoteStart(Callback):
                 file.write(f"{run.state.step} ")
 
 
-class KillAt(Callback):
-    """Kills one rank, in its first life."""
-
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
+class KillInTurn(Callback):
+    """Kills rank 0 after step 4, and after the restart rank 1 after step 7."""
 
     def on_step_end(self, run: Any) -> None:
-        first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-        if first_life and run.strategy.comm.rank == self.rank and run.state.step == self.step:
+        restarts, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], run.strategy.comm.rank
+        if (restarts, rank, run.state.step) in (("0", 0, 4), ("1", 1, 7)):
             os.kill(os.getpid(), 9)
 
 
@@ -68,25 +64,16 @@ def train(run_dir: Path, *callbacks: Callback) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_restart_after_a_killed_rank_ends_with_the_weights_of_an_uninterrupted_run(tmp_path, rank):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+def test_restarts_after_killed_ranks_end_with_the_weights_of_an_uninterrupted_run(tmp_path):
+    command = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", __file__, str(tmp_path / "run")]
     environment = {key: value for key, value in os.environ.items() if key not in ELASTIC}
-    process = subprocess.Popen(
-        [*command, __file__, str(tmp_path / "run"), str(rank)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,  # so that its ranks can be ended with it
-    )
-    try:
-        _, errors = process.communicate(timeout=120)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, errors
-    assert (tmp_path / "run" / "starts.txt").read_text() == "0 6 "
+    log = tmp_path / "log.txt"
+    with log.open("w") as file:
+        streams = (0, file.fileno(), file.fileno())
+        with Program(torchrun.main, command, streams=streams, environment=environment) as program:
+            code = program.wait()
+    assert code == 0, log.read_text()
+    assert (tmp_path / "run" / "starts.txt").read_text() == "0 3 6 "
     run_ranks(train, 2, tmp_path / "whole")
     whole, restarted = (load_from(tmp_path / name).payload for name in ("whole", "run"))
     assert restarted["state"]["step"] == whole["state"]["step"] == 12
@@ -94,4 +81,4 @@ def test_a_restart_after_a_killed_rank_ends_with_the_weights_of_an_uninterrupted
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), KillAt(int(sys.argv[2]), 7))
+    train(Path(sys.argv[1]), KillInTurn())

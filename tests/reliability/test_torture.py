@@ -29,7 +29,7 @@ from trainkit.checkpoint.store import CheckpointStore, load_from
 from trainkit.loggers.jsonl import JsonlLogger
 
 KILLS = int(os.environ.get("TRAINKIT_KILLS", "12"))
-STEPS = 60
+STEPS = 36
 MOST_LIVES = 40  # of one run; a run that is not finished by then makes no progress
 
 
@@ -231,14 +231,20 @@ def assert_same(actual: Any, expected: Any, place: str = "") -> None:
         assert actual == expected, place
 
 
+def next_kill(number: int, draw: random.Random, seconds: float) -> tuple[int, float]:
+    """Return when to kill: every fourth time as soon as a save begins, or soon after, or at any time of the run."""
+    if number % 2:
+        return 0, draw.uniform(0, seconds / 2)
+    return draw.randint(1, 6), 0.0 if number % 4 == 0 else draw.uniform(0, 0.03)
+
+
 def live_and_die(trainers: Trainers, run_dir: Path, draw: random.Random, seconds: float, *, most: int) -> list[Any]:
     """Train one run to its end through at most so many kills; return the outcome of each life that was ended."""
     background, least, ended = draw.random() < 0.5, 0, []
     for _ in range(MOST_LIVES):
         kill: tuple[int, float] | None = None
         if len(ended) < most:
-            aimed = draw.random() < 0.5
-            kill = (draw.randint(1, 6), draw.uniform(0, 0.03)) if aimed else (0, draw.uniform(0, seconds / 2))
+            kill = next_kill(KILLS - most + len(ended), draw, seconds)
         outcome = trainers.live(run_dir, background=background, kill=kill)
         if outcome["started"] is not None:
             assert outcome["started"] >= least, "more was lost than the work since the last complete checkpoint"

@@ -5,51 +5,46 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.program import Program
 from tests.tasks import Regression, SaveAtEnd, regression_data
 from trainkit import Data, UserError
 from trainkit.run_dir.failure import read_failures
 from trainkit.run_dir.lock import LOCK, OWNER, check_not_locked, lock_run_dir
 from trainkit.run_dir.resume_auto import _is_finished
 
-HOLDER = """
-import os, sys, time
-from pathlib import Path
-from trainkit.run_dir.lock import lock_run_dir
 
-with lock_run_dir(Path(sys.argv[1])):
-    if os.fork() == 0:  # as a DataLoader's worker, it has the lock's descriptor too
-        time.sleep(600)
-        os._exit(0)
-    print(os.getpid(), flush=True)
-    sys.stdin.readline()
-"""
+def hold(folder: Path) -> None:
+    """Lock the folder until a line comes."""
+    with lock_run_dir(folder):
+        if os.fork() == 0:  # as a DataLoader's worker, it has the lock's descriptor too
+            time.sleep(600)
+            os._exit(0)
+        print("locked")
+        sys.stdin.readline()
 
 
 @contextmanager
-def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that locks the folder; it ends after a line on its standard input, or is killed."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that its child can be ended with it
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == f"{process.pid}\n"
-        yield process
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+def holder(folder: Path) -> Iterator[tuple[Program, int]]:
+    """Another process that locks the folder, and a pipe: after a line it ends."""
+    (standard_input, end), (ready, standard_output) = os.pipe(), os.pipe()
+    with Program(hold, folder, streams=(standard_input, standard_output, 2)) as program:
+        for descriptor in (standard_input, standard_output):
+            os.close(descriptor)
+        try:
+            assert os.read(ready, 100) == b"locked\n"
+            yield program, end
+        finally:
+            for descriptor in (ready, end):
+                os.close(descriptor)
 
 
 @pytest.mark.parametrize("resume", ["auto", None])
@@ -57,7 +52,7 @@ def test_a_second_fit_in_the_folder_of_a_live_process_names_it_and_changes_nothi
     trainer = make_trainer(run_dir=tmp_path, callbacks=[SaveAtEnd()])
     data = Data(train=regression_data(8), batch_size=4)
     with (
-        holder(tmp_path) as other,
+        holder(tmp_path) as (other, _),
         pytest.raises(UserError, match=rf"in use: process {other.pid} on .*kill {other.pid}"),
     ):
         trainer.fit(Regression(), data, resume=resume)
@@ -67,7 +62,7 @@ def test_a_second_fit_in_the_folder_of_a_live_process_names_it_and_changes_nothi
 
 
 def test_the_lock_of_a_killed_process_is_released_although_its_workers_live_on(tmp_path):
-    with holder(tmp_path) as other:
+    with holder(tmp_path) as (other, _):
         with pytest.raises(UserError, match="in use"), lock_run_dir(tmp_path):
             pass
         os.kill(other.pid, signal.SIGKILL)
@@ -80,18 +75,16 @@ def test_the_lock_of_a_killed_process_is_released_although_its_workers_live_on(t
 
 
 def test_a_process_that_ends_releases_the_lock_although_its_workers_live_on(tmp_path):
-    with holder(tmp_path) as other:
-        assert other.stdin is not None
-        other.stdin.write("\n")
-        other.stdin.flush()
-        other.wait(120)
+    with holder(tmp_path) as (other, end):
+        os.write(end, b"\n")
+        assert other.wait() == 0
         with lock_run_dir(tmp_path, timeout=0):
             pass
 
 
 def test_an_earlier_part_of_the_same_job_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    with holder(tmp_path) as other:
+    with holder(tmp_path) as (other, _):
         check_not_locked(tmp_path)
         with pytest.raises(UserError, match="in use"), lock_run_dir(tmp_path, timeout=0.3):
             pass
@@ -99,7 +92,7 @@ def test_an_earlier_part_of_the_same_job_is_waited_for(tmp_path, monkeypatch):
 
         def end() -> None:
             has_waited.set()
-            other.kill()
+            os.kill(other.pid, signal.SIGKILL)
 
         threading.Timer(0.5, end).start()
         with lock_run_dir(tmp_path, timeout=120):

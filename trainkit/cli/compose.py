@@ -125,6 +125,32 @@ def compose_config(
         yield ConfigComposer(loader, saved, config_dirs)
 
 
+def resume_command(run_dir: str | Path, tree: Mapping[str, Any]) -> str:
+    """Return the command that resumes a run of the config `tree`, with `--trust` if it names code that needs it."""
+    needs_trust = _foreign_code(tree, _own_code([_OWN_CONFIGS]))
+    return f"trainkit resume {run_dir}{' --trust' if needs_trust else ''}"
+
+
+def _own_code(folders: Iterable[str | Path], typed: Iterable[tuple[str, Any]] = ()) -> set[str]:
+    """Return the import paths that plugins, the configs in `folders` and the `typed` values of keys name."""
+    own = {path for key, value in typed for _, path in import_paths(value, key)}
+    own |= {path for _, _, settings in plugin_settings() for _, path in import_paths(settings)}
+    for file in (file for folder in folders for file in Path(folder).rglob("*.yaml")):
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            own |= {path for _, path in import_paths(yaml.safe_load(file.read_text(encoding="utf-8")))}
+    # Functions of Hydra import what their arguments name.
+    return {path for path in own if not path.startswith("hydra.")}
+
+
+def _foreign_code(tree: Mapping[str, Any], own: Collection[str]) -> dict[str, str]:
+    """Return the import paths in a config, by key, that are neither trainkit's nor among the user's `own`."""
+    return {
+        key: path
+        for key, path in import_paths(tree)
+        if path not in own and not (key.endswith("._target_") and path.startswith("trainkit."))
+    }
+
+
 def read_saved(path: str | Path, *, trusted: bool = False) -> SavedConfig:
     """Return the config of a run folder, or in a `config.yaml`; raises UserError if it cannot be read."""
     from trainkit.run_dir.folder import read_config  # here, as it imports torch
@@ -214,18 +240,8 @@ class ConfigComposer:
         source = self._saved.path
         is_in_run = source.name == CONFIG_FILE and Path.cwd().is_relative_to(source.parent.resolve())
         folders = [*self._config_dirs, *([] if is_in_run else [_OWN_CONFIGS])]
-        own = {path for key, value in overrides.values for _, path in import_paths(value, key)}
-        own |= {path for _, _, settings in plugin_settings() for _, path in import_paths(settings)}
-        for file in (file for folder in folders for file in Path(folder).rglob("*.yaml")):
-            with suppress(OSError, ValueError, yaml.YAMLError):
-                own |= {path for _, path in import_paths(yaml.safe_load(file.read_text(encoding="utf-8")))}
-        # Functions of Hydra import what their arguments name.
-        own = {path for path in own if not path.startswith("hydra.")}
-        foreign = {
-            key: path
-            for key, path in import_paths(tree)
-            if path not in own and not (key.endswith("._target_") and path.startswith("trainkit."))
-        }
+        own = _own_code(folders, overrides.values)
+        foreign = _foreign_code(tree, own)
         if not foreign:
             return own
         named = "\n".join(f"  {key}: {path}" for key, path in foreign.items())

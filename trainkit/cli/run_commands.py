@@ -30,6 +30,7 @@ from trainkit.cli.compose import (
     Settings,
     compose_config,
     read_saved,
+    resume_command,
     with_origins,
 )
 from trainkit.cli.main import Arguments
@@ -115,16 +116,17 @@ def resume_hint(stopped: Stopped, run_dir: Path, tree: Mapping[str, Any]) -> str
         hint = "" if saves_at_end else ", and save_at_end=false saves nothing at a signal"
         return f"{by} before the first checkpoint was saved{hint}: there is nothing to resume."
     where = f"the state is saved in {checkpoint}" if saves_at_end else f"the last checkpoint is {checkpoint}"
-    return f"{by}; {where}. To continue: trainkit resume {run_dir}"
+    return f"{by}; {where}. To continue: {resume_command(run_dir, tree)}"
 
 
-def interrupt_hint(run_dir: Path) -> str:
+def interrupt_hint(run_dir: Path, tree: Mapping[str, Any]) -> str:
     """Return the message about a run that a second SIGINT ended: what is not saved, and how to go on."""
     try:
         checkpoint = resolve(run_dir)
     except UserError:
         return "interrupted; nothing was saved. To start again, type the same command."
-    return f"interrupted; later steps than those in {checkpoint} are not saved. To continue: trainkit resume {run_dir}"
+    command = resume_command(run_dir, tree)
+    return f"interrupted; later steps than those in {checkpoint} are not saved. To continue: {command}"
 
 
 def new_run_dir(settings: Settings) -> Path:
@@ -190,7 +192,7 @@ def _train(
         _print_on_main(run, resume_hint(stopped, run_dir, settings.tree), to=sys.stderr)
         return stopped.exit_code
     except KeyboardInterrupt:
-        _print_on_main(run, interrupt_hint(run_dir), to=sys.stderr)
+        _print_on_main(run, interrupt_hint(run_dir, settings.tree), to=sys.stderr)
         return EXIT_CODES["SIGINT"]
     return 0
 

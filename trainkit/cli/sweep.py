@@ -203,7 +203,7 @@ def _run_job(config: DictConfig) -> JobOutcome:
         outcome.error = f"stopped by {stopped.signal_name}"
         raise SystemExit(stopped.exit_code) from None  # ends the sweep, not only this job
     except KeyboardInterrupt:
-        print(interrupt_hint(run_dir), file=sys.stderr)
+        print(interrupt_hint(run_dir, config), file=sys.stderr)
         outcome.exit_code, outcome.exit_reason, outcome.error = EXIT_CODES["SIGINT"], "SIGINT", "interrupted"
         raise SystemExit(outcome.exit_code) from None
     except UserError as error:

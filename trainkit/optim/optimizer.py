@@ -266,7 +266,11 @@ def _configured(task: TaskModule, method: str, total_steps: int | None) -> Any:
             raise UserError(f"{of} has no parameters; pass self.parameters().") from None
         if isinstance(error, UserError) or not raising_module(error).startswith("torch.optim"):
             raise
-        raise UserError(f"{type(task).__name__}.{method}: {error}. Set a valid value.") from error
+        refused = str(error).rpartition(": ")[2]
+        parameters = inspect.signature(type(task)).parameters
+        keys = [f"task.{name}" for name in parameters if str(vars(task).get(name)) == refused]
+        of = f" of {' or '.join(keys)}" if keys else ""
+        raise UserError(f"{type(task).__name__}.{method}: {error}. Set a valid value{of}.") from error
 
 
 def _prepared(
