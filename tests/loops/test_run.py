@@ -49,7 +49,7 @@ def test_a_checkpoint_has_everything_that_a_resume_needs(make_trainer):
     assert payload["config"] == "lr: 0.1\n"
     assert payload["task_class"].endswith("Regression")
     assert len(payload["rng"]) == 1
-    assert "global batch 4 = 1 rank x 1 micro-batch x 4 samples" in payload["layout"]
+    assert payload["layout"].endswith("BatchPlan(batch_size=4, world_size=1, micro_batches=1, micro_batch_size=4)")
 
 
 def test_a_callback_adds_to_a_checkpoint(make_trainer):
