@@ -104,13 +104,15 @@ class Node:
     """The module whose code makes the call."""
     location: str
     """`file:line` of that code."""
+    is_opaque: bool = False
+    """True for a leaf module, an autograd Function and the like: calls inside of it are not nodes."""
     inputs: tuple[int, ...] = ()
     num_given: int = 0
-    """Number of inputs, the first ones, that are arguments of the call; a leaf module uses the others without that."""
+    """Number of inputs, the first ones, that are arguments of the call; an opaque call uses the others without that."""
     result: Any = None
     """The result's structure, with a `ValueRef` for each tensor."""
     has_plain: bool = False
-    """True for a module whose result has more than tensors: numbers, or constants that must stay the same."""
+    """True for an opaque call whose result has more than tensors: numbers, or constants that must stay the same."""
     outputs: tuple[NodeOutput, ...] = ()
     written: tuple[int, ...] = ()
     """Inputs that the call writes in place."""
@@ -122,7 +124,7 @@ class Node:
     """True if the call returns a number or a truth value from its inputs' elements."""
     is_random: bool = False
     draws_in_python: bool = False
-    """True for a module that draws from the generators of Python or numpy."""
+    """True for an opaque call that draws from the generators of Python or numpy."""
     checkpoint: int | None = None
     """Index of the activation checkpoint around the call, which makes it again in backward."""
     key: int = 0

@@ -281,6 +281,9 @@ def _first_node(graph: TracedGraph, name: str) -> int:
     full = name if name in matches else matches[0] if len(matches) == 1 else None
     if full is None:
         found = "more than one module" if matches else "no module that the step calls"
+        for node in graph.nodes:
+            if node.is_opaque and any(parameter.startswith(f"{name}.") for parameter in node.parameters):
+                found = f"called inside {node}: that is one node, and a stage begins before or after it"
         raise UserError(f"strategy.split_points names '{name}', which is {found}.{nearest(name, names)}")
     return min(node.index for node in graph.nodes if full in _ancestry(node))
 

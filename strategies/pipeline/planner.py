@@ -228,12 +228,6 @@ def _trace_expanding(
             expanded |= opaque
         elif reading:
             kept_whole |= reading
-        elif traced.reentrant:
-            node = next((node for node in traced.reentrant if node.is_leaf_module), traced.reentrant[0])
-            raise UserError(
-                f"{node} is called inside torch.utils.checkpoint with use_reentrant=True, which hides its gradients "
-                "from the other stages. Pass use_reentrant=False, or call the checkpoint inside one module's forward."
-            )
         else:
             return traced.graph
 

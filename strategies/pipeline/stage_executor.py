@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
+import torch._functorch.apis as function_transforms
 from torch import Tensor, nn
+from torch._functorch import eager_transforms
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from trainkit.errors import UserError
@@ -166,10 +171,14 @@ def _checkpoint_starts(nodes: list[Node]) -> list[bool]:
 
 
 class ModuleInterceptor:
-    """Interceptor of chosen modules: while installed, their class passes each call to the current handler.
+    """Interceptor of chosen modules and of opaque calls: while installed, each is passed to the current handler.
 
-    Hooks, parameters, names and `isinstance` stay as they are; without a handler the modules behave as usual. The
-    class is swapped because a hook cannot prevent a call, and `__call__` is looked up on the class.
+    Hooks, parameters, names and `isinstance` of modules stay as they are; without a handler, and in other threads, all
+    behave as usual. The class is swapped because a hook cannot prevent a call, and `__call__` is looked up on the class.
+
+    Opaque calls are those that function modes do not see, and those with tensors inside that cannot be sent: autograd
+    Functions, function transforms such as `torch.vmap`, and functions of `torch.jit.script`. They are replaced where
+    torch itself looks them up, because users keep `Function.apply` and `torch.vmap(f)` in names of their own.
     """
 
     def __init__(self, task: nn.Module, names: Iterable[str]):
@@ -177,27 +186,55 @@ class ModuleInterceptor:
         self._names = {id(module): name for name, module in self._modules.items()}
         self._classes: dict[type, type] = {}
         self._handler: TracingMode | None = None
+        self._thread = 0  # that of the handler
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install the intercepting classes in the block."""
+        """Install the intercepting classes and calls in the block."""
         originals = [(module, type(module)) for module in self._modules.values()]
-        try:
-            for module, original in originals:
-                object.__setattr__(module, "__class__", self._intercepting(original))
-            yield
-        finally:
-            for module, original in originals:
-                object.__setattr__(module, "__class__", original)
+        with ExitStack() as stack:
+            for owner, name, replacement in self._opaque_calls():
+                stack.enter_context(_replaced(owner, name, replacement))
+            try:
+                for module, original in originals:
+                    object.__setattr__(module, "__class__", self._intercepting(original))
+                yield
+            finally:
+                for module, original in originals:
+                    object.__setattr__(module, "__class__", original)
 
     @contextmanager
     def handled_by(self, handler: TracingMode | None) -> Iterator[None]:
         """Pass calls to `handler` in the block; with `None` the modules run as usual."""
         outer, self._handler = self._handler, handler
+        self._thread = get_ident()
         try:
             yield
         finally:
             self._handler = outer
+
+    def _current_handler(self) -> TracingMode | None:
+        return self._handler if get_ident() == self._thread else None
+
+    def _opaque_calls(self) -> Iterator[tuple[Any, str, Any]]:
+        """Yield for each kind of opaque call its owner, its name there, and what replaces it."""
+
+        def intercepted(name: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+            handler = self._current_handler()
+            return call(*args, **kwargs) if handler is None else handler.opaque_call(name, call, args, kwargs)
+
+        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            call = super(_SingleLevelFunction, function).apply
+            return intercepted(f"{function.__name__}.apply", call, *args, **kwargs)
+
+        def call_script(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return intercepted(function.name, partial(run_script, function), *args, **kwargs)
+
+        run_script = torch._C.ScriptFunction.__call__
+        yield _SingleLevelFunction, "apply", classmethod(apply)
+        yield torch._C.ScriptFunction, "__call__", call_script
+        for owner, name in _TRANSFORMS:
+            yield owner, name, partial(intercepted, name.removesuffix("_impl"), getattr(owner, name))
 
     def _intercepting(self, original: type) -> type:
         if original not in self._classes:
@@ -205,7 +242,7 @@ class ModuleInterceptor:
             original_call = original.__call__
 
             def intercepted_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                handler = self._handler
+                handler = self._current_handler()
                 name = names.get(id(module))  # none for a slice of a Sequential, which inherits the class
                 if handler is None or name is None:
                     return original_call(module, *args, **kwargs)
@@ -219,6 +256,28 @@ class ModuleInterceptor:
             }
             self._classes[original] = type(original)(original.__name__, (original,), namespace)
         return self._classes[original]
+
+
+_TRANSFORMS = (
+    (function_transforms, "vmap_impl"),
+    (eager_transforms, "grad_impl"),
+    (eager_transforms, "grad_and_value_impl"),
+)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Replace an attribute of a module or class of torch in the block."""
+    inherited = name not in vars(owner)
+    original = vars(owner).get(name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 class TracingMode(TorchFunctionMode):
@@ -239,6 +298,10 @@ class TracingMode(TorchFunctionMode):
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the module `name`; `call` is the module without the interceptor."""
         raise NotImplementedError
+
+    def opaque_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of an opaque call, which is one node with all calls inside of it."""
+        return self.module_call(name, call, args, kwargs)
 
 
 def _function_name(function: Any) -> str:
@@ -284,6 +347,7 @@ class _StageInterpreter(TracingMode):
 
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute or skip a leaf module."""
+        self._stop_behind_the_stage()
         node = self._expect(name)
         if not self.executes[node.index]:
             return self._end(node, self._skip(node))
@@ -310,7 +374,9 @@ class _StageInterpreter(TracingMode):
                 result = call(*args, **kwargs)
                 if not tensors(result):
                     return result  # such as `torch.is_grad_enabled()`: not a node
+            self._stop_behind_the_stage()
             raise self._mismatch(f"called `{name}`")
+        self._stop_behind_the_stage()
         node = self._expect(name)
         if not self.executes[node.index]:
             return self._end(node, self._skip(node))
@@ -328,11 +394,17 @@ class _StageInterpreter(TracingMode):
         self.position += 1
         return node
 
-    def _end(self, node: Node, result: Any) -> Any:
-        following = node.index + 1
-        if following == self._stage_graph.stop and not self._stage_graph.is_last:
+    def _stop_behind_the_stage(self) -> None:
+        """End the step at the call that follows the stage's last node.
+
+        Not at once behind the node: code of torch and of the user around it must complete, such as hooks, checkpoints
+        and contexts.
+        """
+        if self.position == self._stage_graph.stop and not self._stage_graph.is_last:
             raise _StageFinished
-        self._seed_checkpoint(following)
+
+    def _end(self, node: Node, result: Any) -> Any:
+        self._seed_checkpoint(node.index + 1)
         return result
 
     def _seed_checkpoint(self, start: int) -> None:

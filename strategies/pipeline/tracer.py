@@ -93,8 +93,6 @@ class TraceResult:
     """Leaf modules whose result contains objects that cannot be sent to a later stage."""
     reading_modules: set[str]
     """Expanded modules whose own code reads elements of values that only one stage has."""
-    reentrant: list[Node]
-    """Calls inside a checkpoint with `use_reentrant=True`, which hides their gradients from the other stages."""
     made: list[weakref.ref[Tensor]]
     """Tensors that the step made; an attribute may pass one to the step of another phase."""
 
@@ -146,7 +144,6 @@ class Tracer(TracingMode):
         self._occurrences: dict[str, int] = {}
         self._node: Node | None = None
         self._checkpoints: dict[FrameType, int] = {}  # kept, so that no other frame has the same identity
-        self._reentrant: list[Node] = []
         self._path: list[str] = [""]
         self._module_calls: dict[str, ModuleCall] = {"": ModuleCall(num_calls=1)}
         self._opaque_leaf_modules: set[str] = set()
@@ -171,6 +168,12 @@ class Tracer(TracingMode):
             self._path.pop()
             self._add_since(before, statistics.cost)
 
+    def opaque_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an opaque call as one node."""
+        if self._node is not None:
+            return call(*args, **kwargs)
+        return self._record(name, call, args, kwargs, is_opaque=True)
+
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function: as a node outside of leaf modules; inside one, to record the tensors it uses."""
         if self._node is not None:
@@ -185,25 +188,33 @@ class Tracer(TracingMode):
                 f"the step calls `backward` itself (at {caller_location()}), but a pipeline runs backward from "
                 "stage to stage. Return the loss from training_step, and trainkit runs backward."
             )
-        return self._record(name, call, args, kwargs, is_leaf_module=False)
+        return self._record(name, call, args, kwargs)
 
     def _record(
-        self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_leaf_module: bool
+        self,
+        name: str,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_leaf_module: bool = False,
+        is_opaque: bool = False,
     ) -> Any:
         given = tensors((args, kwargs))
-        node = Node(len(self._nodes), name, is_leaf_module, self._path[-2 if is_leaf_module else -1], caller_location())
+        path, is_opaque = self._path[-2 if is_leaf_module else -1], is_opaque or is_leaf_module
+        node = Node(len(self._nodes), name, is_leaf_module, path, caller_location(), is_opaque)
         parameters, buffers = self._leaf_tensors[name] if is_leaf_module else ([], [])
         self._locate_in_checkpoint(node)
         node.parameters = tuple(self._parameters[key] for key in parameters)
         node.buffers = tuple(self._buffers[id(buffer)] for buffer in buffers if id(buffer) in self._buffers)
-        watched = [*given, *buffers]
+        watched = [*given, *(self._task.buffers() if is_opaque and not is_leaf_module else buffers)]
         versions = [_version(tensor) for tensor in watched]
-        state, python_state = self._random_state(), python_rng_state() if is_leaf_module else ()
+        state, python_state = self._random_state(), python_rng_state() if is_opaque else ()
         before = replace(self.counter.total)
         for tensor in given:
             self._use(node, tensor)
         node.num_given = len(node.inputs)
-        if is_leaf_module:
+        if is_opaque:
             self._node = node
         try:
             result = call(*args, **kwargs)
@@ -212,31 +223,28 @@ class Tracer(TracingMode):
         if name == "__iter__":
             result = list(result)
         made = tensors(result)
-        if not (given or made or is_leaf_module):
+        if not (given or made or is_opaque):
             return result  # such as `torch.is_grad_enabled()`: not a node
         self._add_since(before, node.cost)
         node.is_random = state != self._random_state()
-        node.draws_in_python = is_leaf_module and python_state != python_rng_state()
+        node.draws_in_python = is_opaque and python_state != python_rng_state()
         written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
         self._complete(node, result, written)
         node.reads = (
-            not made and not written and not is_leaf_module and name not in SIDE_EFFECTS and not name.endswith("=")
+            not made and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
         )
         return iter(result) if name == "__iter__" else result
 
     def _locate_in_checkpoint(self, node: Node) -> None:
         """Set the outermost of torch's activation checkpoints around the present call."""
-        frames: list[FrameType] = []  # innermost first
+        outermost: FrameType | None = None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if frame.f_code.co_filename == _CHECKPOINT:
-                frames.append(frame)
+            if frame.f_code.co_filename == _CHECKPOINT and frame.f_code.co_name == "checkpoint":
+                outermost = frame
             frame = frame.f_back
-        calls = [frame for frame in frames if frame.f_code.co_name == "checkpoint"]
-        if calls:
-            node.checkpoint = self._checkpoints.setdefault(calls[-1], len(self._checkpoints))
-        if any(frame.f_code.co_name == "forward" for frame in frames):
-            self._reentrant.append(node)
+        if outermost is not None:
+            node.checkpoint = self._checkpoints.setdefault(outermost, len(self._checkpoints))
 
     def _random_state(self) -> bytes | int:
         """Return a state that differs after a call that drew random numbers."""
@@ -278,7 +286,7 @@ class Tracer(TracingMode):
             alias_set = self._views.get(id(_base(tensor)), [])
             if len(alias_set) > 1:
                 self._written_alias_sets.append((list(alias_set), node.index))
-        node.has_plain = node.is_leaf_module and not all(
+        node.has_plain = node.is_opaque and not all(
             isinstance(leaf, (ValueRef, ParameterRef)) for leaf in tree_leaves(node.result)
         )
         node.outputs = tuple(NodeOutput(value, requires_grad) for value, requires_grad in outputs.items())
@@ -292,7 +300,7 @@ class Tracer(TracingMode):
 
     def _traced_leaf(self, node: Node, leaf: Any, outputs: dict[int, bool]) -> Any:
         if not isinstance(leaf, Tensor):
-            if node.is_leaf_module and is_number(leaf):
+            if node.is_opaque and is_number(leaf):
                 number = ScalarValue(type(leaf), self._num_codes, len(encoded(leaf)))
                 self._num_codes += number.count
                 return number
@@ -300,6 +308,11 @@ class Tracer(TracingMode):
                 return leaf
             if node.is_leaf_module:
                 self._opaque_leaf_modules.add(node.name)
+            elif node.is_opaque:
+                raise UserError(
+                    f"{node} returns a {type(leaf).__name__}, which cannot be sent to the other stages. Return tensors "
+                    "and numbers from it, or call it inside one module's forward."
+                )
             return Constant()
         name = self._parameters.get(id(leaf)) or self._buffers.get(id(leaf))
         if name is not None:
@@ -361,9 +374,9 @@ class Tracer(TracingMode):
             numbers,
         )
         reading = [n for n in self._nodes if not n.is_batch_only and (n.reads or n.name in _SHAPED_BY_VALUES)]
-        reading_modules = {node.path for node in (*reading, *self._reentrant) if node.path}
+        reading_modules = {node.path for node in reading if node.path}
         made = [weakref.ref(tensor) for tensor, value in zip(self._kept, self._values, strict=False) if not value.local]
-        return TraceResult(graph, self._module_calls, self._opaque_leaf_modules, reading_modules, self._reentrant, made)
+        return TraceResult(graph, self._module_calls, self._opaque_leaf_modules, reading_modules, made)
 
     def _mark_replaced_buffers(self) -> None:
         """Mark buffers to which the step assigned new tensors as written by the nodes that made these."""

@@ -15,7 +15,7 @@ from tests.strategies.pipeline.training import Training, make, plan, step_batche
 from trainkit.errors import UserError
 from trainkit.testing import run_ranks
 
-CUTS = ["net.7"]
+CUTS = ("net.7",)
 
 
 class _Checkpointed(Mlp):
@@ -45,11 +45,11 @@ class _Reentrant(_Checkpointed):
     reentrant = True
 
 
-def _slope_and_norm(cuts):
+def _slope_and_norm(model, cuts):
     """Return the loss, its slope along the gradient, and the gradient's norm, which equals the slope if masks do."""
     strategy = PipelineStrategy(stages=dist.get_world_size(), device="cpu", split_points=cuts)
-    training = Training(make(_Checkpointed), strategy)
-    (step_batch,) = step_batches(_Checkpointed, sizes=[3, 4, 2], num_steps=1)
+    training = Training(make(model), strategy)
+    (step_batch,) = step_batches(model, sizes=[3, 4, 2], num_steps=1)
     parameters = [p for p in training.task.parameters() if p.requires_grad]
 
     def loss(length=0.0):
@@ -75,12 +75,13 @@ def _slope_and_norm(cuts):
 
 
 @functools.cache
-def _found(num_stages):
-    return run_ranks(_slope_and_norm, num_stages, CUTS if num_stages > 1 else None, timeout=120)[0]
+def _found(num_stages, model=_Checkpointed, cuts=CUTS):
+    return run_ranks(_slope_and_norm, num_stages, model, cuts if num_stages > 1 else None, timeout=120)[0]
 
 
-def test_what_a_checkpoint_runs_again_draws_the_numbers_of_the_first_time():
-    _, slope, norm = _found(2)
+@pytest.mark.parametrize(("model", "cuts"), [(_Checkpointed, CUTS), (_Reentrant, ("net.13",))])
+def test_what_a_checkpoint_runs_again_draws_the_numbers_of_the_first_time(model, cuts):
+    _, slope, norm = _found(2, model, cuts)
 
     assert slope == pytest.approx(norm, rel=1e-6)
 
@@ -103,6 +104,11 @@ def test_no_stage_begins_inside_a_checkpoint():
         _plan(_Checkpointed(), split_points=["net.8"])
 
 
-def test_a_reentrant_checkpoint_in_the_step_itself_is_an_error_with_the_remedy():
-    with pytest.raises(UserError, match=r"module 'net.1'.*use_reentrant=True.*Pass use_reentrant=False"):
-        _plan(_Reentrant(), split_points=CUTS)
+def test_a_reentrant_checkpoint_in_the_step_itself_is_one_node():
+    graph, _ = _plan(_Reentrant(), split_points=["net.13"])
+
+    checkpoints = [node for node in graph.nodes if node.name == "CheckpointFunction.apply"]
+    assert len(checkpoints) == 3
+    assert checkpoints[0].parameters == ("net.1.weight", "net.1.bias")
+    with pytest.raises(UserError, match=r"'net.7', which is called inside `CheckpointFunction.apply`.*one node"):
+        _plan(_Reentrant(), split_points=["net.7"])
