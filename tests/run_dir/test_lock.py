@@ -25,9 +25,12 @@ from trainkit.run_dir.resume_auto import _is_finished
 def hold(folder: Path) -> None:
     """Lock the folder until a line comes."""
     with lock_run_dir(folder):
-        if os.fork() == 0:  # as a DataLoader's worker, it has the lock's descriptor too
+        forked, worker = os.pipe()
+        if os.fork() == 0:  # as a DataLoader's worker, it is born with the lock's descriptor
+            os.write(worker, b"!")
             time.sleep(600)
             os._exit(0)
+        os.read(forked, 1)
         print("locked")
         sys.stdin.readline()
 
