@@ -67,6 +67,13 @@ def test_persistent_workers_survive_epochs_and_read_the_same_samples() -> None:
         assert torch.equal(one[:, [0, 2]], other[:, [0, 2]])
 
 
+def test_workers_draw_other_random_numbers_in_each_epoch() -> None:
+    first, second = read(Data(train=Noisy(), batch_size=2, shuffle=False, num_workers=1), (0, 0), (1, 0))
+
+    assert torch.equal(first[:, 0], second[:, 0])
+    assert (first[:, 2] != second[:, 2]).all()
+
+
 def test_an_abandoned_epoch_does_not_change_the_next() -> None:
     """As at the end of a run by steps, or after an example was read."""
     settings: dict[str, Any] = {"train": Noisy(), "batch_size": 2, "num_workers": 2}
