@@ -128,6 +128,24 @@ def test_a_replaced_buffer_is_that_of_rank_0(tmp_path):
     assert min(length for _, length in second) > 2, "a buffer of another shape is left alone"
 
 
+def weights_after_training(folder: str) -> dict[str, list[list[list[float]]]]:
+    found: dict[str, list[list[list[float]]]] = {}
+    for name, make in STRATEGIES.items():
+        for case, shift in (("same", 0), ("shifted", dist.get_rank())):
+            task = Tracking()
+            with torch.no_grad():
+                task.net.weight.add_(shift)
+            fit(make(device="cpu"), task, f"{folder}/{name}/{case}")
+            found.setdefault(name, []).append(task.net.weight.tolist())
+    return found
+
+
+def test_training_starts_from_the_weights_of_rank_0(tmp_path):
+    for of_rank in run_ranks(weights_after_training, 2, str(tmp_path)):
+        for same, shifted in of_rank.values():
+            assert shifted == same
+
+
 class Images(TaskModule):
     def __init__(self) -> None:
         super().__init__()
