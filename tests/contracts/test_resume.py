@@ -462,6 +462,24 @@ def test_on_another_layout_the_remaining_samples_come_once_each_in_the_same_orde
         assert_close(resumed, whole)
 
 
+def test_on_another_layout_random_numbers_are_those_of_a_new_seed(make_trainer):
+    class Draws(Callback):
+        def __init__(self):
+            self.drawn = []
+
+        def on_step_end(self, run):
+            self.drawn.append(torch.rand(()).item())
+
+    whole, resumed = Draws(), Draws()
+    make_trainer(callbacks=[whole]).fit(Regression(), plain_data())
+    trainer = make_trainer(callbacks=[Draws(), StopAt(2)])
+    trainer.fit(Regression(), plain_data())
+    accumulating = SingleStrategy(device="cpu", accumulate=2)
+    make_trainer(accumulating, callbacks=[resumed]).fit(Regression(), plain_data(), resume=trainer.run_dir)
+    assert len(resumed.drawn) == STEPS_PER_EPOCH - 2
+    assert set(whole.drawn).isdisjoint(resumed.drawn)
+
+
 @pytest.mark.parametrize("num_samples", [18, 17])
 def test_a_resume_warns_if_the_length_of_the_data_has_changed(make_trainer, caplog, num_samples):
     trainer = make_trainer(callbacks=[StopAt(6)], max_duration="2epoch")

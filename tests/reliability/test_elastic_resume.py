@@ -216,25 +216,35 @@ def test_one_process_continues_with_the_samples_that_three_ranks_left(folder, wh
     assert_continues_like(whole, *train(strategy, saved_copy(folder, name), resume=True))
 
 
-def on_two_ranks(copies: dict[str, Path]) -> dict[str, tuple[Weights, Reads]]:
-    """Return the weights and reads of each strategy of two ranks over the rest."""
+def on_two_ranks(copies: dict[str, Path]) -> dict[str, tuple[Weights, Reads, float]]:
+    """Return the weights and reads of each strategy of two ranks over the rest, and a random number after it."""
     strategies = {
         "ddp": lambda: DDPStrategy(device="cpu"),
         "fusion": lambda: FusionStrategy(device="cpu"),
         "sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True),
         "pipeline": lambda: PipelineStrategy(device="cpu", stages=2, stages_per_rank=1, schedule="gpipe", accumulate=2),
     }
-    return {name: train(strategies[name](), copy, resume=True) for name, copy in copies.items()}
+    return {name: (*train(strategies[name](), copy, resume=True), random.random()) for name, copy in copies.items()}
 
 
-@pytest.mark.usefixtures("three_ranks")
-def test_two_ranks_continue_with_the_samples_that_three_ranks_left(folder, whole):
-    copies = {name: saved_copy(folder, f"two_{name}") for name in ("ddp", "fusion", "sharded", "pipeline")}
-    first, second = run_ranks(on_two_ranks, 2, copies)
-    for name in copies:
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path, three_ranks: Any) -> Any:
+    names = ("ddp", "fusion", "sharded", "pipeline")
+    return run_ranks(on_two_ranks, 2, {name: saved_copy(folder, f"two_{name}") for name in names})
+
+
+def test_two_ranks_continue_with_the_samples_that_three_ranks_left(two_ranks, whole):
+    first, second = two_ranks
+    for name in first:
         assert_continues_like(whole, first[name][0], first[name][1] + second[name][1])
         if name != "pipeline":  # whose ranks hold a part of the task each
             assert_same_bits(first[name][0], second[name][0])
+
+
+@pytest.mark.parametrize("name", ["ddp", "fusion"])
+def test_on_another_number_of_ranks_each_draws_its_own_random_numbers(two_ranks, name):
+    first, second = two_ranks
+    assert first[name][2] != second[name][2]
 
 
 @pytest.mark.usefixtures("three_ranks")
