@@ -8,6 +8,7 @@ import pytest
 import torch
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import MemoryLogger, Recorder, Regression, StopAt, regression_data
 from trainkit import Callback, Data, Trainer, UserError
@@ -50,6 +51,20 @@ def test_a_checkpoint_has_everything_that_a_resume_needs(make_trainer):
     assert payload["task_class"].endswith("Regression")
     assert len(payload["rng"]) == 1
     assert payload["layout"].endswith("BatchPlan(batch_size=4, world_size=1, micro_batches=1, micro_batch_size=4)")
+
+
+def test_a_resumed_run_repeats_the_decisions_of_its_strategy(make_trainer):
+    class Deciding(SingleStrategy):
+        def strategy_state(self):
+            return {"partition": [1, 2]}
+
+        def load_strategy_state(self, saved):
+            self.repeated = dict(saved)
+
+    trainer, again = make_trainer(Deciding(device="cpu"), callbacks=[StopAt(2)]), Deciding(device="cpu")
+    trainer.fit(Regression(), DATA)
+    make_trainer(again).fit(Regression(), DATA, resume=trainer.run_dir)
+    assert again.repeated == {"partition": [1, 2]}
 
 
 def test_a_callback_adds_to_a_checkpoint(make_trainer):
