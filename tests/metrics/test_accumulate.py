@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from trainkit.distributed.collectives import Collectives
 from trainkit.metrics.accumulate import _FOLD_AT, WeightedMeans
@@ -102,6 +103,17 @@ def test_folding_changes_nothing(count):
     assert means.reduce(Collectives())["loss"] == pytest.approx(expected, rel=1e-12)
 
 
+def test_adding_an_output_computes_nothing():
+    class NothingComputed(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            raise AssertionError(f"{function} was called")
+
+    means, outputs = WeightedMeans(CPU), [output(2.0)]
+    with NothingComputed():
+        means.add(outputs)
+    assert means.reduce(Collectives()) == {"loss": 2.0}
+
+
 def test_reducing_resets_the_means():
     means = means_of([output(math.nan)])
     means.reduce(Collectives())
@@ -134,6 +146,14 @@ def test_a_metric_that_is_not_finite_does_not_count_as_a_loss():
 def test_a_weight_of_zero_does_not_count_and_a_sum_of_zero_gives_nan():
     assert means_of([output(1.0, 0), output(3.0, 2)]).reduce(Collectives()) == {"loss": 3.0}
     assert math.isnan(means_of([output(1.0, 0)]).reduce(Collectives())["loss"])
+
+
+def test_the_sums_of_a_checkpoint_count_on_one_rank_only():
+    saved = means_of([output(2.0, 3)]).state_dict(Collectives())
+    for rank, expected in enumerate((saved, {})):
+        means = WeightedMeans(CPU)
+        means.load_state_dict(saved, Collectives(rank=rank, world_size=2))
+        assert means.state_dict(Collectives()) == expected
 
 
 def test_nothing_added_gives_nothing():
