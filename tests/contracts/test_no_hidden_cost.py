@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import trainkit.strategies
 from torch import Tensor
 from trainkit.strategies.single import SingleStrategy
@@ -14,10 +15,12 @@ import trainkit
 from tests.tasks import Recorder, Regression, WeightedRegression, regression_data, weighted_data
 from trainkit import Callback, Data
 from trainkit.callback import HOOKS
-from trainkit.distributed.collectives import Collectives
+from trainkit.distributed.collectives import Collectives, ProcessGroupCollectives
 from trainkit.loops.fit_loop import FitLoop
 from trainkit.metrics.accumulate import WeightedMeans
+from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.optimizer import _if_on_host
+from trainkit.testing import run_ranks
 
 WAITING = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "cpu", "nonzero", "is_nonzero")
 TRAINKIT = [str(Path(path)) for path in (*trainkit.__path__, *trainkit.strategies.__path__)]
@@ -172,6 +175,34 @@ def test_metrics_are_reduced_once_for_each_log_interval_and_evaluation_and_once_
     trainer.fit(Regression(), Data(train=regression_data(40), validation=regression_data(12), batch_size=4))
     assert strategy.comm.reductions == 4 + 1 + 2  # log intervals, the rest at the end, evaluations
     assert strategy.comm.gathers == 0
+
+
+class CountCollectives(ProcessGroupCollectives):
+    count = 0
+
+    def reduce_in_place(self, tensor, op="sum", *, where):
+        self.count += 1
+        return super().reduce_in_place(tensor, op, where=where)
+
+    def all_gather_object(self, value):
+        self.count += 1
+        return super().all_gather_object(value)
+
+
+def collectives_of_three_logs():
+    device, counts = torch.device("cpu"), []
+    comm = CountCollectives(dist.group.WORLD, device=device, timeout_seconds=60.0, step=lambda: 0)
+    for _ in range(3):
+        means = WeightedMeans(device)
+        means.add([StepOutput(torch.tensor(1.0), 1, {f"of_rank_{comm.rank}": 2.0})])
+        before = comm.count
+        assert means.reduce(comm) == {"loss": 1.0, "of_rank_0": 2.0, "of_rank_1": 2.0}
+        counts.append(comm.count - before)
+    return counts
+
+
+def test_ranks_that_know_the_names_of_all_metrics_reduce_them_in_one_collective():
+    assert run_ranks(collectives_of_three_logs, 2) == [[3, 1, 1]] * 2
 
 
 def test_the_outputs_kept_between_log_points_are_bounded(make_trainer, monkeypatch):
