@@ -108,6 +108,19 @@ def test_the_first_failure_of_any_rank_is_raised_and_not_its_consequences():
     assert "rank 1: KeyError: 'first'" in str(raised.value.__cause__)
 
 
+def fail_or_hang(rank: int) -> None:
+    if rank == 0:
+        raise ValueError("of rank 0")
+    threading.Event().wait()
+
+
+def test_a_failure_ends_ranks_that_hang():
+    failed, hung = run_processes([partial(fail_or_hang, 0), partial(fail_or_hang, 1)], patience=0.0)
+    assert "ValueError: of rank 0" in failed.failure
+    assert "had not ended when the others were stopped" in hung.failure
+    assert hung.is_consequence
+
+
 def seen_by_rank(name: str) -> tuple[str | None, str]:
     print("printed by a rank")
     os.system("echo printed by a program of a rank")
