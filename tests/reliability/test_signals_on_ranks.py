@@ -131,7 +131,9 @@ def slurm_job(folder: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
-def fit(folder: Path, task: TaskModule, *callbacks: Callback, **settings: Any) -> tuple[int, str, int]:
+def fit(
+    folder: Path, task: TaskModule, *callbacks: Callback, evaluate_every: str = "3step", **settings: Any
+) -> tuple[int, str, int]:
     """Train until a signal ends it; return the exit code, its name and the step that the rank ended at."""
     last = SendAt(-1, 0, 0)
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
@@ -139,7 +141,7 @@ def fit(folder: Path, task: TaskModule, *callbacks: Callback, **settings: Any) -
     trainer = Trainer(
         DDPStrategy(device="cpu"),
         max_duration=f"{NUM_STEPS}step",
-        evaluate_every="3step",
+        evaluate_every=evaluate_every,
         callbacks=[*callbacks, *([] if saves else [Checkpoint(every=None, save_last_k=None, save_at_end=False)]), last],
         loggers=[],
         num_sanity_batches=0,
@@ -164,7 +166,8 @@ def evaluate(stage: str, task: TaskModule) -> tuple[int, str]:
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    seen["step"] = fit(folder / "step", Regression(), SendAt(1, signal.SIGTERM, 4))
+    rarely = f"{NUM_STEPS}step"  # an evaluation would stop the other rank too
+    seen["step"] = fit(folder / "step", Regression(), SendAt(1, signal.SIGTERM, 4), evaluate_every=rarely)
     seen["evaluation"] = fit(folder / "evaluation", Regression(receiver=1, number=signal.SIGTERM, evaluation=2))
     seen["interrupt"] = fit(folder / "interrupt", Regression(receiver=0, number=signal.SIGINT, evaluation=1))
     for stage in ("predict", "test"):
