@@ -714,6 +714,18 @@ def test_a_trainer_can_be_used_again(make_trainer):
     assert_same_bits(first, second)
 
 
+def test_a_strategy_that_cannot_run_here_is_refused_before_it_is_launched(make_trainer):
+    class Missing(SingleStrategy):
+        def validate(self):
+            raise UserError("no such device")
+
+        def launch(self, run):
+            raise AssertionError("launched")
+
+    with pytest.raises(UserError, match="no such device"):
+        make_trainer(Missing(device="cpu")).fit(Regression(), Data(train=regression_data(8), batch_size=4))
+
+
 def test_a_run_leaves_no_process_and_no_folder_behind(make_trainer, tmp_path):
     before = set(os.listdir(tmp_path))
     trainer = make_trainer()
