@@ -83,6 +83,6 @@ def test_ranks_with_different_clocks_stop_and_log_together_without_a_check_in_ev
     assert first[:2] == second[:2]
     steps, logged, during, reason, stopped = first
     assert stopped == second[-1] and 300 <= stopped <= 300 + 2 * MAX_STOP_INTERVAL  # with a check every few steps only
-    assert len(logged) == 3 and 300 <= steps < 400
+    assert len(logged) >= 3 and 300 <= steps < 400
     assert reason == "reached max_duration=1.5second"
     assert sum(during.values()) < steps / 4  # the few log points
