@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from trainkit import Trainer
+from trainkit.distributed.fork_server import start_fork_server
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # the tests need no network; set before the first import of huggingface_hub
 
@@ -26,6 +27,12 @@ MakeTrainer = Callable[..., Trainer]
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:  # one of many tests will need it, and would wait for its imports
+        start_fork_server(preload=["pytest", "trainkit.testing"])
 
 
 @pytest.fixture(autouse=True)

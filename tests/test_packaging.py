@@ -126,7 +126,8 @@ def test_the_wheel_works_from_another_folder_and_at_the_root(wheel, sources, tmp
     where = _run(python, "-c", "import trainkit.strategies.single as s; print(s.__file__)", cwd=tmp_path)
     assert str(tmp_path / "environment") in where
     assert "trainkit fit recipe=digits" in _run(python, "-m", "trainkit", "recipes", cwd=sources)
-    _run(python, "-m", "trainkit", "fit", *TINY, f"run_dir={tmp_path / 'run'}", cwd=sources)
+    quiet = ["callbacks=[]", "logger=[]", "trainer.report=false"]
+    _run(python, "-m", "trainkit", "fit", *TINY, *quiet, f"run_dir={tmp_path / 'run'}", cwd=sources)
 
 
 def test_python_dash_m_works_at_the_root_after_an_editable_install(sources, tmp_path):

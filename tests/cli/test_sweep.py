@@ -1,13 +1,14 @@
 """`-m`: one run for each combination of values."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.program import Program
 from trainkit.cli.main import main
 
 TINY = ["recipe=digits_mlp", "data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=2step"]
@@ -131,8 +132,12 @@ def test_a_job_of_ranks_starts_when_those_of_the_job_before_are_gone(tmp_path):
 @pytest.mark.slow
 def test_joblib_runs_jobs_of_ranks_side_by_side_and_one_may_fail(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    argv = [*TINY, *QUIET, "task.width=8,0", "strategy=ddp", "strategy.devices=2"]
-    ran = _trainkit("fit", "-m", *argv, "run_dir=sweep", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    argv = [*TINY, *QUIET, "task.width=8,0", "strategy=ddp", "strategy.devices=2", "run_dir=sweep"]
+    # In an interpreter of its own: joblib starts its workers from the main module.
+    command = [sys.executable, "-m", "trainkit", "fit", "-m", *argv, "hydra/launcher=joblib"]
+    ran = subprocess.run(
+        [*command, "hydra.launcher.n_jobs=2"], capture_output=True, text=True, check=False, timeout=120
+    )
     assert ran.returncode == 2, ran.stderr
     jobs = _jobs(tmp_path / "sweep")
     assert [job["exit_code"] for job in jobs] == [0, 2]
@@ -157,12 +162,14 @@ def test_optuna_goes_on_after_a_failed_job_of_ranks(tmp_path):
     assert "<- best" in ran.stdout and "failed: task.width" in ran.stdout
 
 
+def _command(argv):
+    sys.exit(main(argv))
+
+
 def _trainkit(*argv):
-    return subprocess.run(
-        [sys.executable, "-m", "trainkit", *argv],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    out, errors = Path("out.txt"), Path("errors.txt")
+    with out.open("w") as first, errors.open("w") as second:
+        streams = (0, first.fileno(), second.fileno())
+        with Program(_command, argv, streams=streams) as program:
+            code = program.wait()
+    return SimpleNamespace(returncode=code, stdout=out.read_text(), stderr=errors.read_text())

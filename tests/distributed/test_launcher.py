@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 
+from tests.program import Program
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.distributed.failure_store import RankError
@@ -44,6 +44,15 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def ended(function: Callable[[], None]) -> tuple[int, str]:
+    """Return the exit code of a program, and what came from its standard error until nobody could write to it."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as errors, Program(function, streams=(0, 1, writer)) as program:
+        os.close(writer)
+        text = errors.read()
+        return program.wait(), text
+
+
 def stopped_while_starting():
     """Launch ranks, and send this process SIGTERM once the first of them is there."""
 
@@ -57,9 +66,8 @@ def stopped_while_starting():
 
 
 def test_a_signal_during_the_launch_ends_it_without_waiting():
-    code = "from tests.distributed.test_launcher import stopped_while_starting; stopped_while_starting()"
-    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 143, ended.stderr
+    code, errors = ended(stopped_while_starting)
+    assert code == 143, errors
 
 
 class Broken(Dataset[Any]):
@@ -80,10 +88,9 @@ def launch_with_a_broken_worker() -> None:
 
 
 def test_a_failure_in_a_data_worker_leaves_no_process_and_its_traceback_is_the_last_output():
-    code = "from tests.distributed.test_launcher import launch_with_a_broken_worker as launch; launch()"
-    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1
-    assert ended.stderr.rstrip().endswith("ValueError: a broken sample")
+    code, errors = ended(launch_with_a_broken_worker)
+    assert code == 1
+    assert errors.rstrip().endswith("ValueError: a broken sample")
 
 
 def start_method() -> str:
@@ -190,36 +197,22 @@ def test_a_value_larger_than_a_pipe_holds_comes_back():
     assert outcome.value == bytes(1_000_000)
 
 
-KILLED = """
-import os, sys, time
-from functools import partial
-from tests.distributed.test_launcher import write_pid
-from trainkit.distributed.launcher import run_processes
-
-if __name__ == "__main__":
-    run_processes([partial(write_pid, sys.argv[1])] * 2, patience=0.0)
-"""
-
-
 def write_pid(folder: str) -> None:
     (Path(folder) / f"{os.getpid()}").touch()
     time.sleep(600)
 
 
+def run_two(folder: str) -> None:
+    run_processes([partial(write_pid, folder)] * 2, patience=0.0)
+
+
 def test_no_rank_outlives_a_caller_that_is_killed(tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
-    caller = subprocess.Popen(
-        [sys.executable, str(script), str(pids)], env={**os.environ, "PYTHONPATH": str(Path.cwd())}
-    )
-    try:
+    with Program(run_two, str(pids)) as caller:
         wait_until(lambda: len(list(pids.iterdir())) == 2)
-    finally:
-        caller.kill()
-        caller.wait()
-    wait_until(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()))
+        os.kill(caller.pid, signal.SIGKILL)
+        wait_until(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()))
 
 
 class Hanging(TaskModule):

@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rich.live import Live
 from rich.text import Text
 from trainkit.strategies.ddp import DDPStrategy
 
+from tests.program import Program
 from trainkit.distributed.rank_log import LogPage, keep_log
 from trainkit.optim.precision import Precision
 from trainkit.testing import run_ranks
@@ -108,23 +108,24 @@ def test_a_live_display_keeps_the_lines_printed_above_it(tmp_path):
     assert (tmp_path / "log").read_text().split() == [*(w for i in range(30) for w in ("step", str(i))), "the", "end"]
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from trainkit.distributed.rank_log import keep_log
-page = keep_log(Path(sys.argv[1]), rank=int(sys.argv[2]))
-print("printed")
-print("an error", file=sys.stderr)
-sys.stdout.flush()
-page.write("a traceback\\n")
-"""
+def print_and_log(folder: Path, rank: int) -> None:
+    page = keep_log(folder, rank=rank)
+    print("printed")
+    print("an error", file=sys.stderr)
+    sys.stdout.flush()
+    page.write("a traceback\n")
 
 
 @pytest.mark.parametrize(("rank", "shown"), [(0, ("printed\n", "an error\n")), (2, ("", ""))])
 def test_rank_0_prints_and_logs_and_the_others_only_log(tmp_path, rank, shown):
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert (done.stdout, done.stderr) == shown
+    out, errors = tmp_path / "out.txt", tmp_path / "errors.txt"
+    with (
+        out.open("w") as first,
+        errors.open("w") as second,
+        Program(print_and_log, tmp_path / "run", rank, streams=(0, first.fileno(), second.fileno())) as program,
+    ):
+        assert program.wait() == 0
+    assert (out.read_text(), errors.read_text()) == shown
     log = (tmp_path / "run" / f"rank_{rank}.log").read_text().splitlines()
     assert sorted(log) == ["a traceback", "an error", "printed"]
 

@@ -105,7 +105,7 @@ def test_two_tasks_of_submitit_on_this_machine_train_together(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     payload = load_from(tmp_path / "sweep" / "0").payload
     assert payload["state"]["step"] == 2
-    assert "= 2 ranks x" in payload["layout"]
+    assert "world_size=2" in payload["layout"]
 
 
 @pytest.mark.slow
@@ -130,4 +130,4 @@ def test_a_job_for_slurm_requests_its_resources_and_its_tasks_train_together(tmp
     assert wanted <= asked
     payload = load_from(tmp_path / "sweep" / "0").payload
     assert payload["state"]["step"] == 2
-    assert "= 2 ranks x" in payload["layout"]
+    assert "world_size=2" in payload["layout"]

@@ -4,12 +4,11 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.program import Program
 from trainkit.loggers.guarded import SafeLogger
 from trainkit.loggers.jsonl import JsonlLogger
 
@@ -67,17 +66,16 @@ def test_numbers_that_are_not_finite_come_back_as_they_were(tmp_path: Path) -> N
     assert [float(line[name]) for name in "bcd"] == [math.inf, -math.inf, 0.1]
 
 
-def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
-    program = (
-        "import os, pathlib, signal\n"
-        "from trainkit.loggers.jsonl import JsonlLogger\n"
-        f"logger = JsonlLogger(); logger.open(pathlib.Path({str(tmp_path)!r}), step=0)\n"
-        "logger.write({'train/loss': 0.5}, step=7)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=120, env=dict(os.environ))
+def write_and_be_killed(folder: Path) -> None:
+    logger = JsonlLogger()
+    logger.open(folder, step=0)
+    logger.write({"train/loss": 0.5}, step=7)
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    assert killed.returncode == -signal.SIGKILL
+
+def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
+    with Program(write_and_be_killed, tmp_path) as program:
+        assert program.wait() == -signal.SIGKILL
     assert [line["step"] for line in lines(tmp_path)] == [7]
 
 

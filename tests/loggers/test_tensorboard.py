@@ -4,8 +4,6 @@ import math
 import os
 import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.program import Program
 from tests.tasks import Regression, regression_data
 from trainkit.loggers.guarded import SafeLogger
 from trainkit.loggers.media import histogram_of
@@ -91,17 +90,16 @@ def test_numbers_that_are_not_finite_come_back_as_they_were(tmp_path: Path, read
     assert values[1:] == [math.inf, -math.inf, 0.5]
 
 
-def test_a_killed_process_loses_nothing(tmp_path: Path, read: Read) -> None:
-    program = (
-        "import os, pathlib, signal\n"
-        "from trainkit.loggers.tensorboard import EventFile, TensorBoardLogger\n"
-        f"logger = TensorBoardLogger(); logger.open(pathlib.Path({str(tmp_path)!r}), step=0)\n"
-        "logger.write({'train/loss': 0.5}, step=7)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", program], check=False, timeout=120, env=dict(os.environ))
+def write_and_be_killed(folder: Path) -> None:
+    logger = TensorBoardLogger()
+    logger.open(folder, step=0)
+    logger.write({"train/loss": 0.5}, step=7)
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    assert killed.returncode == -signal.SIGKILL
+
+def test_a_killed_process_loses_nothing(tmp_path: Path, read: Read) -> None:
+    with Program(write_and_be_killed, tmp_path) as program:
+        assert program.wait() == -signal.SIGKILL
     assert curve(read(tmp_path), "train/loss") == [(7, 0.5)]
 
 

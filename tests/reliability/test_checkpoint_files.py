@@ -1,7 +1,6 @@
 """Checkpoints under SIGKILL, flipped bytes, full and read-only disks.
 
 TRAINKIT_KILLS=200 makes the random kills as many; TRAINKIT_BYTES=1 tries every byte and every length.
-Run as a program, this file is the process that forks the savers to be killed: it imports torch once for all of them.
 """
 
 import itertools
@@ -15,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
 
+from tests.program import Program
 from trainkit.checkpoint.async_writer import AsyncWriter
 from trainkit.checkpoint.store import CheckpointStore, load_from
 from trainkit.errors import CheckpointError, DamagedCheckpoint
@@ -41,28 +41,26 @@ def is_whole(payload: dict[str, Any]) -> bool:
 class Savers:
     """Processes that save into a folder until they are killed, forked from one that is ready for it."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
+    def __init__(self, program: Program, orders: TextIO, answers: TextIO) -> None:
+        self._program, self._orders, self._answers = program, orders, answers
 
     def run(self, mode: str, folder: Path, first: int, kill_at: float) -> int:
         """Save from step `first` on until the kill; return the last step whose save returned, -1 if none."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(mode, folder, first, kill_at, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        assert answer, f"the forking process ended with {self._process.wait()}"
+        print(mode, folder, first, kill_at, file=self._orders, flush=True)
+        answer = self._answers.readline()
+        assert answer, f"the forking process ended with {self._program.wait()}"
         return int(answer)
 
 
 @pytest.fixture(scope="module")
 def savers() -> Iterator[Savers]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        yield Savers(process)
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(120) == 0
+    (standard_input, orders), (answers, standard_output) = os.pipe(), os.pipe()
+    with Program(serve, streams=(standard_input, standard_output, 2)) as program:
+        for descriptor in (standard_input, standard_output):
+            os.close(descriptor)
+        with os.fdopen(orders, "w") as to, os.fdopen(answers) as back:
+            yield Savers(program, to, back)
+        assert program.wait() == 0
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -356,6 +354,3 @@ MODES: dict[str, Callable[[Path, int, float, int], None]] = {
     "at-replace": replace_once,
     "at-prune": prune_once,
 }
-
-if __name__ == "__main__":
-    serve()

@@ -79,7 +79,7 @@ def agent(machine: str, port: int, run_dir: Path, log: Path) -> Program:
     command = [
         *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=lost"),
         *(f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", f"--rdzv-conf={settings}"),
-        *(__file__, str(run_dir)),
+        *("-m", __name__, str(run_dir)),
     ]
     with log.open("wb") as file:
         streams = (0, file.fileno(), file.fileno())

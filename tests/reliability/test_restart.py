@@ -65,7 +65,8 @@ def train(run_dir: Path, *callbacks: Callback) -> None:
 
 @pytest.mark.slow
 def test_restarts_after_killed_ranks_end_with_the_weights_of_an_uninterrupted_run(tmp_path):
-    command = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", __file__, str(tmp_path / "run")]
+    run = str(tmp_path / "run")
+    command = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", __name__, run]
     environment = {key: value for key, value in os.environ.items() if key not in ELASTIC}
     log = tmp_path / "log.txt"
     with log.open("w") as file:

@@ -1,7 +1,6 @@
 """A training process is killed again and again, half of the time while it saves, and ends with the weights of one run.
 
-TRAINKIT_KILLS=200 kills as often (`make torture`). Run as a program, this file is the process that forks the
-trainers to be killed: it imports torch once for all of them.
+TRAINKIT_KILLS=200 kills as often (`make torture`).
 """
 
 import json
@@ -9,13 +8,12 @@ import os
 import random
 import select
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from torch.utils.data import Dataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.single import SingleStrategy
 
+from tests.program import Program
 from trainkit import Callback, Data, LRSchedule, TaskModule, Trainer
 from trainkit.checkpoint.store import CheckpointStore, load_from
 from trainkit.loggers.jsonl import JsonlLogger
@@ -115,8 +114,6 @@ def train(run_dir: Path, report: Callable[[str], None], *, background: bool) -> 
 
 
 def forever() -> None:
-    torch.set_num_threads(1)
-
     for line in sys.stdin:
         order = json.loads(line)
         print(json.dumps(one_life(Path(order["run_dir"]), order["background"], order["kill"])), flush=True)
@@ -171,23 +168,18 @@ def watch(pid: int, receiver: int, kill: tuple[int, float] | None) -> dict[str, 
     }
 
 
-if __name__ == "__main__":
-    forever()
-
-
 # ---- The tests
 
 
 class Trainers:
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
+    def __init__(self, program: Program, orders: TextIO, answers: TextIO) -> None:
+        self._program, self._orders, self._answers = program, orders, answers
 
     def live(self, run_dir: Path, *, background: bool, kill: tuple[int, float] | None = None) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
         order = {"run_dir": str(run_dir), "background": background, "kill": kill}
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        assert answer, f"the forking process ended with {self._process.wait()}"
+        print(json.dumps(order), file=self._orders, flush=True)
+        answer = self._answers.readline()
+        assert answer, f"the forking process ended with {self._program.wait()}"
         outcome: dict[str, Any] = json.loads(answer)
         assert outcome["error"] is None, outcome["error"]
         assert outcome["exit"] in (0, -signal.SIGKILL)
@@ -196,11 +188,12 @@ class Trainers:
 
 @pytest.fixture(scope="module")
 def trainers() -> Iterator[Trainers]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        yield Trainers(process)
+    (standard_input, orders), (answers, standard_output) = os.pipe(), os.pipe()
+    with Program(forever, streams=(standard_input, standard_output, 2)) as program:
+        for descriptor in (standard_input, standard_output):
+            os.close(descriptor)
+        with os.fdopen(orders, "w") as to, os.fdopen(answers) as back:
+            yield Trainers(program, to, back)
 
 
 @pytest.fixture(scope="module")

@@ -441,11 +441,11 @@ def training(tmp_path):
     try:
         files = [tmp_path / f"rank_{rank}.pid" for rank in range(2)]
         deadline = time.monotonic() + 120
-        while not all(file.exists() and file.read_text() for file in files):
+        while not all(pids := [file.read_text() if file.exists() else "" for file in files]):  # empty: being written
             assert caller.poll() is None, caller.stderr.read()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        yield caller, [int(file.read_text()) for file in files]
+        yield caller, [int(pid) for pid in pids]
     finally:
         caller.kill()
         caller.wait()
