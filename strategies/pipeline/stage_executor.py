@@ -95,6 +95,8 @@ class StageExecutor:
         self.checkpoint_starts = _checkpoint_starts(graph.nodes)
         """For each node: true if a checkpoint begins with it that draws random numbers."""
         self.tensors = named_state(task)
+        written = {name for node in graph.nodes for name in node.written_buffers} & set(self.tensors)
+        self._written = [self.tensors[name] for name in sorted(written) if not _is_statistic(task, name)]
         self._temporarily_hooked = [task.get_submodule(name) for name in graph.temporary_hooks]
         self._metrics = metrics_in(task)
         self._placeholders: dict[tuple[int, tuple[int, ...]], Tensor] = {}
@@ -120,7 +122,8 @@ class StageExecutor:
         interpreter = _StageInterpreter(self, stage_graph, received, shapes, seed)
         seed_python(seed)
         checked = _checked_metrics(self._metrics, interpreter) if stage_graph.is_last else nullcontext()
-        with self.interceptor.handled_by(interpreter), checked, interpreter:
+        saved = _saved_before_writes(self._written) if self._written else nullcontext()
+        with saved, self.interceptor.handled_by(interpreter), checked, interpreter:
             try:
                 with same_hooks(self._temporarily_hooked):  # which the step cannot remove where it ends early
                     returned = step(batch)
@@ -173,11 +176,28 @@ def _checkpoint_starts(nodes: list[Node]) -> list[bool]:
     return starts
 
 
+def _is_statistic(task: nn.Module, name: str) -> bool:
+    """Return True for a buffer of batch normalization, of whose value in training no gradient depends."""
+    return isinstance(task.get_submodule(name.rpartition(".")[0]), nn.modules.batchnorm._NormBase)
+
+
+def _saved_before_writes(written: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which backward keeps copies of these tensors: the next micro-batch writes to them before."""
+    memories = {tensor.untyped_storage()._cdata for tensor in written}
+
+    def save(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata in memories:
+            return tensor.detach().clone()
+        return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved)
+
+
 class ModuleInterceptor:
     """Interceptor of chosen modules and of opaque calls: while installed, each is passed to the current handler.
 
     Hooks, parameters, names and `isinstance` of modules stay as they are; without a handler, and in other threads, all
-    behave as usual. The class is swapped because a hook cannot prevent a call, and `__call__` is looked up on the class.
+    is as usual. The class is swapped because a hook cannot prevent a call, and `__call__` is looked up on the class.
 
     Opaque calls are those that function modes do not see, and those with tensors inside that cannot be sent: autograd
     Functions, function transforms such as `torch.vmap`, and functions of `torch.jit.script`. They are replaced where

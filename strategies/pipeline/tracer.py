@@ -79,9 +79,9 @@ def trace(
                 tracer = Tracer(task, own, leaf_modules, fake=fake, earlier=earlier, calls_hooks=calls_hooks)
                 tracers.append(tracer)
                 counted = torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, lambda saved: saved)
-                with interceptor.installed(), interceptor.handled_by(tracer), tracer.counter:
-                    with counted if counts_saved else nullcontext(), tracer:
-                        result = step(own)
+                saved = counted if counts_saved else nullcontext()
+                with interceptor.installed(), interceptor.handled_by(tracer), tracer.counter, saved, tracer:
+                    result = step(own)
                 if tracer is tracers[0]:
                     found = tracer.finish(result)
             if is_repeated:
@@ -307,9 +307,7 @@ class Tracer(TracingMode):
         node.draws_in_python = is_opaque and python_state != python_rng_state()
         written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
         self._complete(node, result, written)
-        node.reads = (
-            not made and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
-        )
+        node.reads = not made and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
         return iter(result) if name == "__iter__" else result
 
     def _after_operation(self, func: Any, given: Any, result: Any) -> None:
