@@ -128,13 +128,14 @@ def _function(found: types.FunctionType) -> Saved:
 
 
 def _generator(found: Any) -> Saved:
-    if isinstance(found, torch.Generator):
-        return [functools.partial(found.set_state, found.get_state())], []
+    restore: Callable[..., Any]
     if isinstance(found, random.Random):
-        return [functools.partial(found.setstate, found.getstate())], []
-    if isinstance(found, numpy.random.RandomState):
-        return [functools.partial(found.set_state, found.get_state())], []
-    return [functools.partial(setattr, found.bit_generator, "state", found.bit_generator.state)], []
+        restore = functools.partial(found.setstate, found.getstate())
+    elif isinstance(found, numpy.random.Generator):
+        restore = functools.partial(setattr, found.bit_generator, "state", found.bit_generator.state)
+    else:
+        restore = functools.partial(found.set_state, found.get_state())
+    return [restore], []
 
 
 def _array(found: Any) -> Saved:

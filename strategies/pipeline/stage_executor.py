@@ -247,9 +247,9 @@ class ModuleInterceptor:
             handler = self._current_handler()
             return call(*args, **kwargs) if handler is None else handler.opaque_call(name, call, args, kwargs)
 
-        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-            call = super(_SingleLevelFunction, function).apply
-            return intercepted(f"{function.__name__}.apply", call, *args, **kwargs)
+        def apply(function: type[_SingleLevelFunction], *args: Any, **kwargs: Any) -> Any:
+            outer: Any = super(_SingleLevelFunction, function)
+            return intercepted(f"{function.__name__}.apply", outer.apply, *args, **kwargs)
 
         def call_script(function: Any, *args: Any, **kwargs: Any) -> Any:
             return intercepted(function.name, partial(run_script, function), *args, **kwargs)
@@ -293,7 +293,8 @@ def _compiling(enabled: bool) -> AbstractContextManager[Any]:
     """Return a context in which functions of torch.compile run as compiled or not: their calls can be nodes then."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
-    return torch.compiler.set_stance("default" if enabled else "force_eager")
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("default" if enabled else "force_eager")
+    return context
 
 
 @contextmanager

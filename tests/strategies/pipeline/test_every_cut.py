@@ -201,6 +201,7 @@ def test_a_call_with_its_own_backward_has_the_gradients_of_one_process_at_every_
     _assert_equal_at_every_cut(_Task(FUNCTIONS[name]), at_least=4)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile itself reads
 @pytest.mark.parametrize("name", OPAQUE)
 def test_a_call_that_hides_others_has_the_gradients_of_one_process_at_every_cut(name):
     torch.manual_seed(0)
