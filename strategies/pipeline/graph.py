@@ -176,6 +176,10 @@ class TracedGraph:
     """The value with all numbers that modules return; `None` if they return tensors only."""
     measured: bool = False
     """True if seconds were measured, not estimated from FLOPs and bytes."""
+    hooks_capture: bool = False
+    """True if the step uses what forward hooks of leaf modules keep, so that every stage needs them to be called."""
+    temporary_hooks: frozenset[str] = frozenset()
+    """Modules on which the step registers hooks and removes them again."""
 
     @property
     def parameter_users(self) -> dict[str, list[int]]:
@@ -203,11 +207,16 @@ class FlopCounter(TorchDispatchMode):
         TorchDispatchMode.__init__(self)  # mypy takes `super().__init__` for an untyped call of ours
         self.total = NodeCost()
         self.num_draws = 0
+        self.after_operation: Callable[[Any, Any, Any], None] | None = None
+        """Called with every operation, its arguments and its result."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # or function modes would see operations below torch's functions
+            result = func(*args, **(kwargs or {}))
+        if self.after_operation is not None:
+            self.after_operation(func, (args, kwargs), result)
         packet = func._overloadpacket
         if packet in flop_registry:
             self.total.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)

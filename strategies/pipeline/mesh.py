@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from trainkit.errors import UserError
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_OF_GLOO = re.compile(r":?\s*\[[^]]*gloo[^]]*\].*")
+"""What gloo says of a lost connection: its source file and line."""
 
 
 class PipelineMesh:
@@ -160,8 +164,10 @@ class PipelineErrors:
         if isinstance(error, RuntimeError):
             first_line = str(error).partition("\n")[0]
             if (cause := self._store.root_cause()) is not None:
-                raise RankError(f"{first_line}\nbecause {cause}") from None
+                waited = _OF_GLOO.sub("", first_line) or "a message from another rank did not arrive"
+                raise RankError(f"{cause}\n{self._name} was stopped by that: {waited}") from None
             if is_lost(error) and "imed out" in str(error):
+                first_line = _OF_GLOO.sub("", first_line)
                 self._store.publish(f"{self._name}, in step {self._step()}: {first_line}")
                 raise RankError(f"{first_line}\nposition of each rank:\n{self._store.who_waits()}") from None
         self._published = error

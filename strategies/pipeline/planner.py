@@ -56,6 +56,8 @@ class TraceInput:
     training_step: TrainingStep
     batch: Any
     costs: Costs
+    has_phases: bool = False
+    """True if the task has other training steps, too."""
 
     def begin(self) -> Step:
         """Switch to the phase of the step, and return the step."""
@@ -67,7 +69,15 @@ class TraceInput:
         """Trace one run; raises UserError if the fake trace needs elements of a tensor."""
         step, fake = self.begin(), self.costs == "fake"
         try:
-            return trace(self.task, step, self.batch, leaf_modules=leaf_modules, fake=fake, earlier=earlier)
+            return trace(
+                self.task,
+                step,
+                self.batch,
+                leaf_modules=leaf_modules,
+                fake=fake,
+                earlier=earlier,
+                keeps_attributes=self.has_phases,
+            )
         except NEEDS_ELEMENTS as error:
             if not fake:
                 raise
@@ -82,7 +92,7 @@ class TraceInput:
         step = self.begin()
         if self.costs == "measured":
             try:
-                measure(graph, self.task, step, self.batch)
+                measure(graph, self.task, step, self.batch, keeps_attributes=self.has_phases)
                 return
             except NotRepeatable as error:
                 logger.info("costs are estimated, not measured: %s", error)
@@ -221,13 +231,24 @@ def _trace_expanding(
             trace_input.task, survey, limit=limit, expanded=expanded, kept_whole=kept_whole
         )
         traced = trace_input.trace(leaf_modules)
-        opaque = traced.opaque_leaf_modules - expanded - kept_whole
+        opaque = (traced.opaque_leaf_modules | traced.carrying_modules) - expanded - kept_whole
         opaque = {name for name in opaque if _can_be_expanded(trace_input.task, survey, name)}
         reading = traced.reading_modules - expanded - kept_whole - opaque
+        changing = {node.path for node in traced.changed_calls or ()} - {""} - expanded - kept_whole
         if opaque:
             expanded |= opaque
+        elif changing:
+            kept_whole |= changing
         elif reading:
             kept_whole |= reading
+        elif traced.changed_calls is not None:
+            before, now = traced.changed_calls
+            raise UserError(
+                f"the step calls {before} when it runs for the first time, and {now} in its place when it runs again, "
+                "because of a cache that the first run fills, a counter or a random branch. A pipeline needs the same "
+                "calls in every step. Fill the cache in the task's constructor, move the branch into one module's "
+                "forward, which may run any code, or train with strategy=ddp."
+            )
         else:
             return traced.graph
 
@@ -258,7 +279,8 @@ def _choose_leaf_modules(
 def _can_be_expanded(task: nn.Module, survey: TraceResult, name: str) -> bool:
     module = task.get_submodule(name)
     is_compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-    return bool(survey.module_calls[name].callees) and not is_compiled
+    has_backward_hooks = module._backward_hooks or module._backward_pre_hooks  # which need its inputs and its result
+    return bool(survey.module_calls[name].callees) and not (is_compiled or has_backward_hooks)
 
 
 def _ancestors(name: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import nullcontext
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from .graph import Call, Node, Step, TracedGraph, estimated_seconds, tensors
+from .snapshot import preserve_task
 from .stage_executor import ModuleInterceptor, TracingMode
 from .tracer import copy_batch, preserve_state
 
@@ -17,7 +19,7 @@ BACKWARD_PER_FORWARD = 2.0
 NUM_RUNS = 3
 
 
-def measure(graph: TracedGraph, task: nn.Module, step: Step, batch: Any) -> None:
+def measure(graph: TracedGraph, task: nn.Module, step: Step, batch: Any, *, keeps_attributes: bool = False) -> None:
     """Set the seconds of every node: the least of `NUM_RUNS` runs, equal calls pooled; the task is restored.
 
     Raises `NotRepeatable` for a step that does not make the same calls again.
@@ -26,7 +28,8 @@ def measure(graph: TracedGraph, task: nn.Module, step: Step, batch: Any) -> None
     for _ in range(NUM_RUNS):
         stopwatch = _Stopwatch(graph, interceptor)
         own = copy_batch(batch)
-        with preserve_state(task), interceptor.installed(), interceptor.handled_by(stopwatch), stopwatch:
+        preserved = nullcontext() if keeps_attributes else preserve_task(task)
+        with preserved, preserve_state(task), interceptor.installed(), interceptor.handled_by(stopwatch), stopwatch:
             step(own)
     _pool(graph)
     _set_backward(graph)

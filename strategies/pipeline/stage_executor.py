@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -94,6 +95,9 @@ class StageExecutor:
         self.checkpoint_starts = _checkpoint_starts(graph.nodes)
         """For each node: true if a checkpoint begins with it that draws random numbers."""
         self.tensors = named_state(task)
+        written = {name for node in graph.nodes for name in node.written_buffers} & set(self.tensors)
+        self._written = [self.tensors[name] for name in sorted(written) if not _is_statistic(task, name)]
+        self._temporarily_hooked = [task.get_submodule(name) for name in graph.temporary_hooks]
         self._metrics = metrics_in(task)
         self._placeholders: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
@@ -118,9 +122,11 @@ class StageExecutor:
         interpreter = _StageInterpreter(self, stage_graph, received, shapes, seed)
         seed_python(seed)
         checked = _checked_metrics(self._metrics, interpreter) if stage_graph.is_last else nullcontext()
-        with self.interceptor.handled_by(interpreter), checked, interpreter:
+        saved = _saved_before_writes(self._written) if self._written else nullcontext()
+        with saved, self.interceptor.handled_by(interpreter), checked, interpreter:
             try:
-                returned = step(batch)
+                with same_hooks(self._temporarily_hooked):  # which the step cannot remove where it ends early
+                    returned = step(batch)
             except _StageFinished:
                 returned = None
             else:
@@ -170,11 +176,28 @@ def _checkpoint_starts(nodes: list[Node]) -> list[bool]:
     return starts
 
 
+def _is_statistic(task: nn.Module, name: str) -> bool:
+    """Return True for a buffer of batch normalization, of whose value in training no gradient depends."""
+    return isinstance(task.get_submodule(name.rpartition(".")[0]), nn.modules.batchnorm._NormBase)
+
+
+def _saved_before_writes(written: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which backward keeps copies of these tensors: the next micro-batch writes to them before."""
+    memories = {tensor.untyped_storage()._cdata for tensor in written}
+
+    def save(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata in memories:
+            return tensor.detach().clone()
+        return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved)
+
+
 class ModuleInterceptor:
     """Interceptor of chosen modules and of opaque calls: while installed, each is passed to the current handler.
 
     Hooks, parameters, names and `isinstance` of modules stay as they are; without a handler, and in other threads, all
-    behave as usual. The class is swapped because a hook cannot prevent a call, and `__call__` is looked up on the class.
+    is as usual. The class is swapped because a hook cannot prevent a call, and `__call__` is looked up on the class.
 
     Opaque calls are those that function modes do not see, and those with tensors inside that cannot be sent: autograd
     Functions, function transforms such as `torch.vmap`, and functions of `torch.jit.script`. They are replaced where
@@ -182,8 +205,8 @@ class ModuleInterceptor:
     """
 
     def __init__(self, task: nn.Module, names: Iterable[str]):
-        self._modules = {name: task.get_submodule(name) for name in names}
-        self._names = {id(module): name for name, module in self._modules.items()}
+        self.modules = {name: task.get_submodule(name) for name in names}
+        self._names = {id(module): name for name, module in self.modules.items()}
         self._classes: dict[type, type] = {}
         self._handler: TracingMode | None = None
         self._thread = 0  # that of the handler
@@ -191,7 +214,7 @@ class ModuleInterceptor:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Install the intercepting classes and calls in the block."""
-        originals = [(module, type(module)) for module in self._modules.values()]
+        originals = [(module, type(module)) for module in self.modules.values()]
         with ExitStack() as stack:
             for owner, name, replacement in self._opaque_calls():
                 stack.enter_context(_replaced(owner, name, replacement))
@@ -205,11 +228,12 @@ class ModuleInterceptor:
 
     @contextmanager
     def handled_by(self, handler: TracingMode | None) -> Iterator[None]:
-        """Pass calls to `handler` in the block; with `None` the modules run as usual."""
+        """Pass calls to `handler` in the block, and run compiled functions eagerly; with `None` all run as usual."""
         outer, self._handler = self._handler, handler
         self._thread = get_ident()
         try:
-            yield
+            with _compiling(handler is None):
+                yield
         finally:
             self._handler = outer
 
@@ -223,9 +247,9 @@ class ModuleInterceptor:
             handler = self._current_handler()
             return call(*args, **kwargs) if handler is None else handler.opaque_call(name, call, args, kwargs)
 
-        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-            call = super(_SingleLevelFunction, function).apply
-            return intercepted(f"{function.__name__}.apply", call, *args, **kwargs)
+        def apply(function: type[_SingleLevelFunction], *args: Any, **kwargs: Any) -> Any:
+            outer: Any = super(_SingleLevelFunction, function)
+            return intercepted(f"{function.__name__}.apply", outer.apply, *args, **kwargs)
 
         def call_script(function: Any, *args: Any, **kwargs: Any) -> Any:
             return intercepted(function.name, partial(run_script, function), *args, **kwargs)
@@ -265,6 +289,14 @@ _TRANSFORMS = (
 )
 
 
+def _compiling(enabled: bool) -> AbstractContextManager[Any]:
+    """Return a context in which functions of torch.compile run as compiled or not: their calls can be nodes then."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("default" if enabled else "force_eager")
+    return context
+
+
 @contextmanager
 def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Replace an attribute of a module or class of torch in the block."""
@@ -278,6 +310,33 @@ def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@contextmanager
+def same_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the forward hooks of the modules at the end of the block."""
+    tables = [getattr(module, name) for module in modules for name in _HOOKS]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
+
+
+@contextmanager
+def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Remove the forward hooks of the modules in the block."""
+    modules = list(modules)
+    with same_hooks(modules):
+        for module in modules:
+            for name in _HOOKS:
+                getattr(module, name).clear()
+        yield
 
 
 class TracingMode(TorchFunctionMode):
@@ -350,7 +409,10 @@ class _StageInterpreter(TracingMode):
         self._stop_behind_the_stage()
         node = self._expect(name)
         if not self.executes[node.index]:
-            return self._end(node, self._skip(node))
+            result = self._skip(node)
+            if node.is_leaf_module and self._executor.graph.hooks_capture:
+                self._call_hooks(self._executor.interceptor.modules[name], args, kwargs, result)
+            return self._end(node, result)
         with self._executor.interceptor.handled_by(None):
             if _get_current_function_mode() is not self:  # a mode of the user is above this one: it cannot be left
                 self._inside = True
@@ -364,6 +426,20 @@ class _StageInterpreter(TracingMode):
             finally:
                 self.__enter__()
         return self._end(node, result)
+
+    def _call_hooks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Call the forward hooks of a skipped module, which keep its result or placeholders for the step."""
+        outer, self._inside = self._inside, True
+        try:
+            with self._executor.interceptor.handled_by(None):
+                for key, hook in list(module._forward_pre_hooks.items()):
+                    with_kwargs = (kwargs,) if key in module._forward_pre_hooks_with_kwargs else ()
+                    hook(module, args, *with_kwargs)
+                for key, hook in list(module._forward_hooks.items()):
+                    with_kwargs = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
+                    hook(module, args, *with_kwargs, result)
+        finally:
+            self._inside = outer
 
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute or skip a torch function between leaf modules."""

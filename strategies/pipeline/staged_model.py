@@ -21,6 +21,7 @@ from .partition import SharedParameters
 from .plan_report import PlanReport
 from .planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps, restore_plan, saved_partition
 from .schedules import Schedule
+from .snapshot import preserve_task
 from .stage import Placement, has_meta, place_parameters, stage_bounds, stage_graphs
 from .stage_executor import StageExecutor
 from .tracer import trace
@@ -167,7 +168,11 @@ class StagedModel:
     ) -> PartitionPlan:
         """Return the partition of the task by its steps, with nothing placed; not collective."""
         costs = cost_source(self.trace_mode, task, device)
-        trace_inputs = [TraceInput(task, step, batch, costs) for step in steps.values()]
+        trace_inputs = [TraceInput(task, step, batch, costs, len(steps) > 1) for step in steps.values()]
+        with preserve_task(task):  # once more for a task with phases, whose steps use what others leave
+            return self._plan(trace_inputs)
+
+    def _plan(self, trace_inputs: Sequence[TraceInput]) -> PartitionPlan:
         if self._restored is not None and self._restored["settings"] == self._settings:
             restored = restore_plan(trace_inputs, self._restored)
             if restored is not None:

@@ -43,7 +43,8 @@ from .graph import (
     num_bytes,
     tensors,
 )
-from .stage_executor import ModuleInterceptor, TracingMode
+from .snapshot import preserve_task
+from .stage_executor import ModuleInterceptor, TracingMode, without_hooks
 
 SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 """Calls without a tensor as result that are made once, in the stage they belong to."""
@@ -57,21 +58,55 @@ def trace(
     leaf_modules: frozenset[str],
     fake: bool = False,
     earlier: Sequence[weakref.ref[Tensor]] = (),
+    keeps_attributes: bool = False,
 ) -> TraceResult:
     """Trace one run of `step` on a copy of `batch`; the task and all generators are restored.
+
+    With `keeps_attributes` only buffers and generators are, as the step of the next phase may use what this one left.
 
     Calls of the modules named in `leaf_modules` are one node each, and so is every torch call outside of them. With
     `fake` nothing is computed and no memory is used: parameters may be on the meta device. `earlier` are tensors
     of the steps of other phases; using one is an error.
     """
     interceptor = ModuleInterceptor(task, [name for name, _ in task.named_modules() if name])
-    with preserve_state(task), fake_tensors(task) if fake else nullcontext():
-        batch = copy_batch(batch)
-        tracer = Tracer(task, batch, leaf_modules, fake=fake, earlier=earlier)
-        counted = torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, lambda saved: saved)
-        with interceptor.installed(), interceptor.handled_by(tracer), tracer.counter, counted, tracer:
-            result = step(batch)
-        return tracer.finish(result)
+
+    def run(*, counts_saved: bool = True, calls_hooks: bool = True, is_repeated: bool = False) -> TraceResult:
+        preserved = nullcontext() if keeps_attributes else preserve_task(task)
+        with preserved, preserve_state(task), fake_tensors(task) if fake else nullcontext():
+            tracers = []
+            for _ in range(1 + is_repeated):
+                own = copy_batch(batch)
+                tracer = Tracer(task, own, leaf_modules, fake=fake, earlier=earlier, calls_hooks=calls_hooks)
+                tracers.append(tracer)
+                counted = torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, lambda saved: saved)
+                saved = counted if counts_saved else nullcontext()
+                with interceptor.installed(), interceptor.handled_by(tracer), tracer.counter, saved, tracer:
+                    result = step(own)
+                if tracer is tracers[0]:
+                    found = tracer.finish(result)
+            if is_repeated:
+                tracers[1].compare(tracers[0], found)
+            return found
+
+    is_survey = not leaf_modules
+    try:
+        found = run(is_repeated=not is_survey)
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        # Transforms of torch.func do not work in hooks on saved tensors.
+        found = run(is_repeated=not is_survey, counts_saved=False)
+    if found.has_hooks:  # a stage that skips a module calls its hooks only if the step would fail without
+        try:
+            without = run(counts_saved=False, calls_hooks=False).graph
+            found.graph.hooks_capture = _inputs(without) != _inputs(found.graph)
+        except Exception:
+            found.graph.hooks_capture = True
+    return found
+
+
+def _inputs(graph: TracedGraph) -> list[tuple[str, tuple[int, ...]]]:
+    return [(node.name, node.inputs) for node in graph.nodes]
 
 
 @dataclass(slots=True)
@@ -91,10 +126,27 @@ class TraceResult:
     module_calls: dict[str, ModuleCall]
     opaque_leaf_modules: set[str]
     """Leaf modules whose result contains objects that cannot be sent to a later stage."""
+    carrying_modules: set[str]
+    """Leaf modules inside of which a tensor is made that later nodes use without being given it, as by a hook."""
     reading_modules: set[str]
     """Expanded modules whose own code reads elements of values that only one stage has."""
+    has_hooks: bool
+    """True if leaf modules have forward hooks."""
     made: list[weakref.ref[Tensor]]
     """Tensors that the step made; an attribute may pass one to the step of another phase."""
+    changed_calls: tuple[Node, Node] | None = None
+    """The first call that the step makes when it is run for the first time, and the other one of the second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _HiddenResult:
+    """A tensor made by an operation that function modes do not see, and what it was made from."""
+
+    tensor: Tensor
+    operation: str
+    location: str
+    values: tuple[int, ...]
+    parameters: tuple[str, ...]
 
 
 T = TypeVar("T")
@@ -118,8 +170,14 @@ class Tracer(TracingMode):
         *,
         fake: bool,
         earlier: Sequence[weakref.ref[Tensor]],
+        calls_hooks: bool,
     ):
         super().__init__()
+        self._calls_hooks = calls_hooks
+        self._hooked: set[str] = set()  # leaf modules with forward hooks
+        self._hooks_before = {name: _hooks(module) for name, module in task.named_modules()}
+        self._new_hooks: dict[str, set[int]] = {}
+        self._carrying_modules: set[str] = set()
         self._earlier = {id(tensor): tensor for made in earlier if (tensor := made()) is not None}
         self._fake = fake
         self.counter = FlopCounter()
@@ -143,6 +201,12 @@ class Tracer(TracingMode):
         self._constraints: list[CutConstraint] = []
         self._occurrences: dict[str, int] = {}
         self._node: Node | None = None
+        self._in_call = False  # of torch, which the trace has seen
+        self._unknown: dict[int, tuple[Tensor, Node]] = {}  # tensors that were there before, and others
+        self._left_behind: list[weakref.ref[Tensor]] = []
+        self._hidden: dict[int, _HiddenResult] = {}
+        self._hidden_uses: list[tuple[Node, _HiddenResult]] = []
+        self.counter.after_operation = self._after_operation
         self._checkpoints: dict[FrameType, int] = {}  # kept, so that no other frame has the same identity
         self._path: list[str] = [""]
         self._module_calls: dict[str, ModuleCall] = {"": ModuleCall(num_calls=1)}
@@ -160,9 +224,16 @@ class Tracer(TracingMode):
         statistics.num_calls += 1
         before = replace(self.counter.total)
         self._path.append(name)
+        module = self._task.get_submodule(name)
+        if hooks := _hooks(module):
+            self._new_hooks.setdefault(name, set()).update(hooks - self._hooks_before[name])
         try:
             if self._node is None and name in self._leaf_modules:
-                return self._record(name, call, args, kwargs, is_leaf_module=True)
+                if not hooks:
+                    return self._record(name, call, args, kwargs, is_leaf_module=True)
+                self._hooked.add(name)
+                with nullcontext() if self._calls_hooks else without_hooks([module]):
+                    return self._record(name, call, args, kwargs, is_leaf_module=True)
             return call(*args, **kwargs)
         finally:
             self._path.pop()
@@ -183,6 +254,11 @@ class Tracer(TracingMode):
             for tensor in tensors(result):
                 self._made_inside[id(tensor)] = (weakref.ref(tensor), self._node.index)
             return result
+        if torch._C._are_functorch_transforms_active():
+            raise UserError(
+                f"the step calls `{name}` (at {caller_location()}) inside a transform of torch.func other than vmap, "
+                "grad and grad_and_value, which cannot be partitioned. Call the transform inside one module's forward."
+            )
         if name == "backward":
             raise UserError(
                 f"the step calls `backward` itself (at {caller_location()}), but a pipeline runs backward from "
@@ -216,10 +292,11 @@ class Tracer(TracingMode):
         node.num_given = len(node.inputs)
         if is_opaque:
             self._node = node
+        self._in_call = True
         try:
             result = call(*args, **kwargs)
         finally:
-            self._node = None
+            self._node, self._in_call = None, False
         if name == "__iter__":
             result = list(result)
         made = tensors(result)
@@ -230,10 +307,34 @@ class Tracer(TracingMode):
         node.draws_in_python = is_opaque and python_state != python_rng_state()
         written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
         self._complete(node, result, written)
-        node.reads = (
-            not made and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
-        )
+        node.reads = not made and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
         return iter(result) if name == "__iter__" else result
+
+    def _after_operation(self, func: Any, given: Any, result: Any) -> None:
+        """Keep what an operation has made of values of the step, if it is in no call that the trace has seen."""
+        if self._in_call:
+            return
+        with torch._C.DisableTorchFunction():
+            made, used = tensors(result), tensors(given)
+            before = [self._hidden[id(tensor)] for tensor in used if id(tensor) in self._hidden]
+            values = [self._value_of[id(tensor)] for tensor in used if id(tensor) in self._value_of]
+            parameters = [self._parameters[id(tensor)] for tensor in used if id(tensor) in self._parameters]
+            values += [value for hidden in before for value in hidden.values]
+            parameters += [name for hidden in before for name in hidden.parameters]
+            for tensor in made:
+                self._hidden[id(tensor)] = _HiddenResult(
+                    tensor, str(func), caller_location(), tuple(values), tuple(parameters)
+                )
+
+    def _check_hidden_uses(self) -> None:
+        """Raise UserError for a node that uses a result of hidden operations which not every stage can compute."""
+        for node, hidden in self._hidden_uses:
+            if hidden.parameters or any(not self._values[value].local for value in hidden.values):
+                raise UserError(
+                    f"{node} uses what {hidden.operation} made at {hidden.location}, which is called by code that a "
+                    "trace cannot see, such as a C++ extension: other stages would compute it from placeholders. Call "
+                    "that code inside one module's forward, or in a torch.autograd.Function."
+                )
 
     def _locate_in_checkpoint(self, node: Node) -> None:
         """Set the outermost of torch's activation checkpoints around the present call."""
@@ -263,9 +364,14 @@ class Tracer(TracingMode):
             node.buffers = _with(node.buffers, self._buffers[key])
         elif key in self._value_of:
             node.inputs = _with(node.inputs, self._value_of[key])
+        elif key in self._hidden:
+            for value in self._hidden[key].values:
+                node.inputs = _with(node.inputs, value)
+            self._hidden_uses.append((node, self._hidden[key]))
         elif key in self._made_inside:
             reference, first = self._made_inside[key]
             if reference() is tensor and first != node.index:
+                self._carrying_modules.add(self._nodes[first].name)
                 reason = f"{node} uses a tensor made inside {self._nodes[first]}"
                 self._constraints.append(CutConstraint(first, node.index, reason, CARRIED))
         elif key in self._earlier:
@@ -273,6 +379,8 @@ class Tracer(TracingMode):
                 f"{node} uses a tensor that the step of another phase has left behind. It exists in one stage, for "
                 "one micro-batch. Compute it again in this step, or type strategy=ddp."
             )
+        elif self._node is None:
+            self._unknown.setdefault(key, (tensor, node))
 
     def _complete(self, node: Node, result: Any, written: list[Tensor]) -> None:
         outputs: dict[int, bool] = {}
@@ -358,6 +466,7 @@ class Tracer(TracingMode):
         self._checkpoints.clear()
         self._mark_replaced_buffers()
         mark_batch_only_nodes(self._nodes, self._values)
+        self._check_hidden_uses()
         numbers = None
         if any(node.sends_numbers for node in self._nodes):
             numbers = len(self._values)
@@ -372,11 +481,48 @@ class Tracer(TracingMode):
             self._constraints,
             {name: num_bytes(parameter) for name, parameter in self._task.named_parameters()},
             numbers,
+            temporary_hooks=frozenset(
+                name for name, hooks in self._new_hooks.items() if hooks - _hooks(self._task.get_submodule(name))
+            ),
         )
         reading = [n for n in self._nodes if not n.is_batch_only and (n.reads or n.name in _SHAPED_BY_VALUES)]
         reading_modules = {node.path for node in reading if node.path}
         made = [weakref.ref(tensor) for tensor, value in zip(self._kept, self._values, strict=False) if not value.local]
-        return TraceResult(graph, self._module_calls, self._opaque_leaf_modules, reading_modules, made)
+        hidden = [result.tensor for result in self._hidden.values()]
+        self._left_behind = [weakref.ref(tensor) for tensor in (*self._kept, *hidden)]
+        self._left_behind += [reference for reference, _ in self._made_inside.values()]
+        self._kept.clear()
+        self._hidden.clear()
+        self._hidden_uses.clear()
+        return TraceResult(
+            graph,
+            self._module_calls,
+            self._opaque_leaf_modules,
+            self._carrying_modules & self._leaf_modules,
+            reading_modules,
+            bool(self._hooked),
+            made,
+        )
+
+    def compare(self, first: Tracer, found: TraceResult) -> None:
+        """Add to `found`, the result of the `first` run, what this second one does otherwise.
+
+        Raises UserError for a tensor that was not there before and that no call has made.
+        """
+        made = [reference() for reference in first._left_behind]
+        known = {*first._unknown, *(id(tensor) for tensor in made if tensor is not None)}
+        for key, (_, node) in self._unknown.items():
+            if key not in known:
+                raise UserError(
+                    f"{node} uses a tensor that none of the calls which a trace sees has made, such as one that "
+                    "another thread computes. In other stages it would be computed from placeholders. Compute it in "
+                    "the step's own thread, or inside one module's forward."
+                )
+        end = Node(len(self._nodes), RETURN, False, "", "the end of the step")
+        for before, now in zip(first._nodes, [*self._nodes, end], strict=False):
+            if before.name != now.name:
+                found.changed_calls = before, now
+                return
 
     def _mark_replaced_buffers(self) -> None:
         """Mark buffers to which the step assigned new tensors as written by the nodes that made these."""
@@ -386,6 +532,11 @@ class Tracer(TracingMode):
                 for node in self._nodes:
                     if any(output.value == value for output in node.outputs):
                         node.written_buffers += (name,)
+
+
+def _hooks(module: nn.Module) -> set[int]:
+    """Return the ids of a module's forward hooks."""
+    return {*module._forward_pre_hooks, *module._forward_hooks}
 
 
 def _with(items: tuple[T, ...], item: T) -> tuple[T, ...]:

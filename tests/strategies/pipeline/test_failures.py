@@ -146,7 +146,8 @@ def _reasons():
 def test_every_stage_names_the_stage_that_failed_and_the_place():
     (message, backward_message), (_, own) = run_ranks(_reasons, 2, timeout=120)
 
-    assert "stage 1 of replica 0 stopped in step 0: ValueError: a callback's mistake" in message
+    assert "RankError: stage 1 of replica 0 stopped in step 0: ValueError: a callback's mistake" in message
+    assert "gloo" not in message + backward_message
     place = "backward of micro-batch 1 in stage 1"
     assert f"stage 1 of replica 0 stopped in step 1, {place}: ValueError: a wrong gradient" in backward_message
     assert "ValueError: a wrong gradient" in own

@@ -175,30 +175,62 @@ def test_a_step_that_returns_before_its_last_call_is_an_error():
         chain.run(torch.ones(2, 3), only=1)
 
 
-class _Hooked(nn.Module):
-    """Keeps a leaf module's result by a hook, and goes on from there."""
+class _Keeping(nn.Linear):
+    """Keeps its result in an attribute."""
+
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class _Carries(nn.Module):
+    """Goes on from what a leaf module keeps."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.kept = {}
-        self.first.register_forward_hook(lambda module, args, output: self.kept.update(first=output))
+        self.first, self.second = _Keeping(3, 3), nn.Linear(3, 3)
 
     def training_step(self, batch):
         self.first(batch)
-        return self.second(self.kept["first"]).sum()
+        return self.second(self.first.kept).sum()
 
 
-def test_a_tensor_that_a_hook_carries_to_another_stage_is_an_error():
-    chain = _Chain(_Hooked(), torch.ones(2, 3), 2, split_points=["second"])
+def test_a_tensor_that_an_attribute_carries_to_another_stage_is_an_error():
+    chain = _Chain(_Carries(), torch.ones(2, 3), 2, split_points=["second"])
 
     chain.run(torch.ones(2, 3), only=0)
-    chain.task.kept["first"] = torch.zeros(2, 3)  # of another micro-batch
+    chain.task.first.kept = torch.zeros(2, 3)  # of another micro-batch
 
     with pytest.raises(
         TraceMismatchError, match=r"module 'second'.*another tensor than the one that module 'first'.*Return"
     ):
         chain.run(torch.ones(2, 3), only=1)
+
+
+class _Hooked(nn.Module):
+    """Keeps the results of two modules by hooks of its constructor, and goes on from there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        self.kept = []
+        for module in (self.first, self.second[0]):
+            module.register_forward_hook(lambda module, args, output: self.kept.append(output))
+
+    def training_step(self, batch):
+        self.kept.clear()
+        self.second(self.first(batch))
+        return (self.kept[0] * self.kept[1]).sum()
+
+
+def test_what_hooks_keep_of_modules_is_kept_in_every_stage():
+    task = _Hooked()
+    expected = task.training_step(torch.full((2, 3), 2.0))
+
+    chain = _Chain(task, torch.ones(2, 3), 2, split_points=["second"])
+
+    assert chain.executor.graph.hooks_capture
+    assert torch.equal(chain.run(torch.full((2, 3), 2.0)), expected)
 
 
 class _Asks(nn.Module):
