@@ -97,8 +97,8 @@ class WeightedMeans:
         for output in outputs:
             if output.objects:
                 self._objects.add(output)
-        of_losses = [(output.loss, output.weight) for output in outputs if output.loss is not None]
-        columns: dict[str, list[tuple[Tensor | float, Tensor | float]]] = {"loss": of_losses}  # values with weights
+        columns: dict[str, list[tuple[Tensor | float, Tensor | float]]] = {}  # values with their weights
+        columns["loss"] = [(output.loss, output.weight) for output in outputs if output.loss is not None]
         for name in dict.fromkeys(chain.from_iterable(output.metrics for output in outputs)):
             columns[name] = [(output.metrics[name], output.weight) for output in outputs if name in output.metrics]
         for name, pairs in columns.items():
