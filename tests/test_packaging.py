@@ -22,7 +22,7 @@ FOLDERS = {
 }
 TINY = ["recipe=digits_mlp", "data.num_train=32", "data.batch_size=16", "trainer.max_duration=2step"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -566,7 +566,6 @@ def test_resuming_with_another_optimizer_or_schedule_is_rejected(make_trainer, s
         make_trainer(max_duration="2epoch").fit(task, plain_data(), resume=stopped_run)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("settings", [{"limit_train_batches": 1}, {"limit_train_batches": 3}])
 def test_resuming_beyond_the_end_of_a_shorter_epoch_ends(make_trainer, stopped_run, settings):
     trainer = make_trainer(max_duration="9epoch", **settings)

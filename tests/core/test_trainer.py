@@ -699,7 +699,6 @@ def test_wrong_data_ends_a_run_before_anything_is_written_or_changed(make_traine
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("num_samples", [0, 3])
 def test_a_stream_too_short_for_one_batch_is_an_error(make_trainer, num_samples):
     stream = Data(train=RegressionStream(num_samples), batch_size=4, drop_last=True)

@@ -251,7 +251,7 @@ def live_and_die(trainers: Trainers, run_dir: Path, draw: random.Random, seconds
     raise AssertionError(f"not finished after {MOST_LIVES} lives")
 
 
-@pytest.mark.timeout(120 + 6 * KILLS)
+@pytest.mark.timeout(600 + 20 * KILLS)
 def test_a_run_killed_at_any_instants_ends_with_the_weights_of_one_that_was_not(
     trainers: Trainers, whole: tuple[Path, float], tmp_path: Path
 ) -> None:
