@@ -208,6 +208,7 @@ class Tracer(TracingMode):
         self._hidden_uses: list[tuple[Node, _HiddenResult]] = []
         self.counter.after_operation = self._after_operation
         self._checkpoints: dict[FrameType, int] = {}  # kept, so that no other frame has the same identity
+        self._calls_compiled = False
         self._path: list[str] = [""]
         self._module_calls: dict[str, ModuleCall] = {"": ModuleCall(num_calls=1)}
         self._opaque_leaf_modules: set[str] = set()
@@ -337,12 +338,13 @@ class Tracer(TracingMode):
                 )
 
     def _locate_in_checkpoint(self, node: Node) -> None:
-        """Set the outermost of torch's activation checkpoints around the present call."""
+        """Set the outermost of torch's activation checkpoints around the present call; note compiled functions."""
         outermost: FrameType | None = None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == _CHECKPOINT and frame.f_code.co_name == "checkpoint":
                 outermost = frame
+            self._calls_compiled |= frame.f_code.co_filename == _COMPILED and frame.f_code.co_name == "compile_wrapper"
             frame = frame.f_back
         if outermost is not None:
             node.checkpoint = self._checkpoints.setdefault(outermost, len(self._checkpoints))
@@ -481,6 +483,7 @@ class Tracer(TracingMode):
             self._constraints,
             {name: num_bytes(parameter) for name, parameter in self._task.named_parameters()},
             numbers,
+            calls_compiled=self._calls_compiled,
             temporary_hooks=frozenset(
                 name for name, hooks in self._new_hooks.items() if hooks - _hooks(self._task.get_submodule(name))
             ),
@@ -704,6 +707,7 @@ def copy_batch(batch: Any) -> Any:
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
+_COMPILED = str(Path(_TORCH) / "_dynamo" / "eval_frame.py")
 
 
 def caller_location() -> str:
