@@ -286,6 +286,7 @@ class Tracer(TracingMode):
         node.buffers = tuple(self._buffers[id(buffer)] for buffer in buffers if id(buffer) in self._buffers)
         watched = [*given, *(self._task.buffers() if is_opaque and not is_leaf_module else buffers)]
         versions = [_version(tensor) for tensor in watched]
+        needed = [tensor.requires_grad for tensor in given]
         state, python_state = self._random_state(), python_rng_state() if is_opaque else ()
         before = replace(self.counter.total)
         for tensor in given:
@@ -307,7 +308,8 @@ class Tracer(TracingMode):
         node.is_random = state != self._random_state()
         node.draws_in_python = is_opaque and python_state != python_rng_state()
         written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
-        self._complete(node, result, written)
+        changed = [tensor for tensor, before in zip(given, needed, strict=True) if tensor.requires_grad != before]
+        self._complete(node, result, written, changed)
         node.reads = not made and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
         return iter(result) if name == "__iter__" else result
 
@@ -384,9 +386,13 @@ class Tracer(TracingMode):
         elif self._node is None:
             self._unknown.setdefault(key, (tensor, node))
 
-    def _complete(self, node: Node, result: Any, written: list[Tensor]) -> None:
+    def _complete(self, node: Node, result: Any, written: list[Tensor], changed: Sequence[Tensor] = ()) -> None:
+        """Add a node with what it made, what it has `written`, and tensors whose `requires_grad` has `changed`."""
         outputs: dict[int, bool] = {}
         node.result = tree_map(lambda leaf: self._traced_leaf(node, leaf, outputs), result)
+        for tensor in changed:
+            if id(tensor) in self._value_of:
+                outputs[self._value_of[id(tensor)]] = tensor.requires_grad
         for tensor in written:
             if id(tensor) in self._buffers:
                 node.written_buffers += (self._buffers[id(tensor)],)
@@ -686,7 +692,8 @@ def _fake(tensor: Tensor) -> Tensor:
 @contextmanager
 def preserve_state(task: nn.Module) -> Iterator[None]:
     """Restore the task's buffers and the random generators at the end of the block."""
-    tables = [(module._buffers, dict(module._buffers)) for module in task.modules()]
+    # A scripted module has no dictionary of buffers, and cannot replace them.
+    tables = [(each._buffers, dict(each._buffers)) for each in task.modules() if isinstance(each._buffers, dict)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers() if not buffer.is_meta]
     try:
         with preserve_rng():

@@ -58,7 +58,10 @@ class _Reversed(Mlp):
     def __init__(self):
         super().__init__()
         self.kept = []
-        self.net[0].register_forward_hook(lambda module, args, output: self.kept.append(output))
+        self.net[0].register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.kept.append(output)
 
     def training_step(self, batch):
         self.kept.clear()

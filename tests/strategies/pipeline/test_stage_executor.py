@@ -233,6 +233,23 @@ def test_what_hooks_keep_of_modules_is_kept_in_every_stage():
     assert torch.equal(chain.run(torch.full((2, 3), 2.0)), expected)
 
 
+class _HookedBackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        self.last = nn.Linear(16, 16)
+        self.net.register_full_backward_hook(lambda module, inputs, outputs: None)
+
+    def training_step(self, batch):
+        return self.last(self.net(batch)).sum()
+
+
+def test_a_module_with_a_backward_hook_is_a_leaf_module():
+    chain = _Chain(_HookedBackward(), torch.ones(2, 16), 2)
+
+    assert chain.executor.graph.leaf_modules == {"net", "last"}
+
+
 class _Asks(nn.Module):
     """Reads a value of the first stage at its very end."""
 
