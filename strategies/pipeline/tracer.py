@@ -371,6 +371,8 @@ class Tracer(TracingMode):
         elif key in self._hidden:
             for value in self._hidden[key].values:
                 node.inputs = _with(node.inputs, value)
+            for name in self._hidden[key].parameters:
+                node.parameters = _with(node.parameters, name)
             self._hidden_uses.append((node, self._hidden[key]))
         elif key in self._made_inside:
             reference, first = self._made_inside[key]
@@ -474,7 +476,8 @@ class Tracer(TracingMode):
         self._checkpoints.clear()
         self._mark_replaced_buffers()
         mark_batch_only_nodes(self._nodes, self._values)
-        self._check_hidden_uses()
+        if self._leaf_modules:  # in a survey also those of scripted modules
+            self._check_hidden_uses()
         numbers = None
         if any(node.sends_numbers for node in self._nodes):
             numbers = len(self._values)

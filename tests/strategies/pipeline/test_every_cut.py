@@ -232,24 +232,6 @@ def test_checkpointed_parts_of_a_sequential_have_the_gradients_of_one_process_at
     _assert_equal_at_every_cut(_Sequential(), at_least=4)
 
 
-class _Scripted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.first = torch.jit.script(nn.Linear(4, 4))
-        self.second = nn.Linear(4, 4)
-
-    def training_step(self, batch):
-        return self.second(self.first(batch).sin()).square().mean()
-
-
-def test_scripted_modules_have_the_gradients_of_one_process_at_every_cut():
-    torch.manual_seed(0)
-
-    _assert_equal_at_every_cut(_Scripted(), at_least=3)
-
-
 class _Centered(nn.Module):
     """Subtracts a running mean that it updates in place, and multiplies by it, which saves it for backward."""
 

@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -248,6 +250,18 @@ def test_a_module_with_a_backward_hook_is_a_leaf_module():
     chain = _Chain(_HookedBackward(), torch.ones(2, 16), 2)
 
     assert chain.executor.graph.leaf_modules == {"net", "last"}
+
+
+def test_a_scripted_module_is_a_leaf_module():
+    task = _Branches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        task.first = torch.jit.script(task.first)
+    expected = task.training_step(torch.full((2, 3), 2.0))
+
+    chain = _Chain(task, torch.ones(2, 3), 2, split_points=["second"])
+
+    assert torch.equal(chain.run(torch.full((2, 3), 2.0)), expected)
 
 
 class _Asks(nn.Module):
