@@ -176,6 +176,8 @@ class TracedGraph:
     """The value with all numbers that modules return; `None` if they return tensors only."""
     measured: bool = False
     """True if seconds were measured, not estimated from FLOPs and bytes."""
+    calls_compiled: bool = False
+    """True if the step itself calls functions of torch.compile."""
     hooks_capture: bool = False
     """True if the step uses what forward hooks of leaf modules keep, so that every stage needs them to be called."""
     temporary_hooks: frozenset[str] = frozenset()

@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_OF_GLOO = re.compile(r":?\s*\[[^]]*gloo[^]]*\].*")
-"""What gloo says of a lost connection: its source file and line."""
+_OF_GLOO = re.compile(r":?\s*\[[^]]*gloo/[^]]*\].*")
+"""What gloo says of a lost connection, with its own source file and line."""
 
 
 class PipelineMesh:
@@ -162,14 +162,14 @@ class PipelineErrors:
         if error is self._published or isinstance(error, RankError):
             return
         if isinstance(error, RuntimeError):
-            first_line = str(error).partition("\n")[0]
+            first_line = _OF_GLOO.sub("", str(error).partition("\n")[0]) or "the connection to another rank is lost"
             if (cause := self._store.root_cause()) is not None:
-                waited = _OF_GLOO.sub("", first_line) or "a message from another rank did not arrive"
-                raise RankError(f"{cause}\n{self._name} was stopped by that: {waited}") from None
-            if is_lost(error) and "imed out" in str(error):
-                first_line = _OF_GLOO.sub("", first_line)
+                raise RankError(f"{cause}\n{self._name} stopped then: {first_line}") from None
+            if is_lost(error):
                 self._store.publish(f"{self._name}, in step {self._step()}: {first_line}")
-                raise RankError(f"{first_line}\nposition of each rank:\n{self._store.who_waits()}") from None
+                is_late = "imed out" in str(error)
+                positions = f"\nposition of each rank:\n{self._store.who_waits()}" if is_late else ""
+                raise RankError(first_line + positions) from None
         self._published = error
         self.publish(f"{type(error).__name__}: {error}", where=where)
         if where and sys.version_info >= (3, 11):

@@ -231,8 +231,9 @@ class ModuleInterceptor:
         """Pass calls to `handler` in the block, and run compiled functions eagerly; with `None` all run as usual."""
         outer, self._handler = self._handler, handler
         self._thread = get_ident()
+        mode = handler or outer
         try:
-            with _compiling(handler is None):
+            with _compiling(handler is None) if mode and mode.meets_compiled else nullcontext():
                 yield
         finally:
             self._handler = outer
@@ -342,6 +343,9 @@ def without_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
 class TracingMode(TorchFunctionMode):
     """Passes every torch call that is not about metadata to `torch_call`; handles intercepted modules."""
 
+    meets_compiled = True
+    """True if the step may call functions of torch.compile; to switch these takes time at every module."""
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -392,6 +396,7 @@ class _StageInterpreter(TracingMode):
         self.numbers: list[int] = []
         """The numbers that leaf modules have returned in this stage and earlier ones; 0 where none has come yet."""
         graph = executor.graph
+        self.meets_compiled = graph.calls_compiled
         if graph.numbers is not None:
             known = received.get(graph.numbers)
             self.numbers = [0] * graph.values[graph.numbers].shape[0] if known is None else known.tolist()
@@ -517,7 +522,7 @@ class _StageInterpreter(TracingMode):
             if id(self.values[value]) not in identities:
                 maker = next((n for n in self._nodes if any(out.value == value for out in n.outputs)), "the batch")
                 raise TraceMismatchError(
-                    f"{node} was given another tensor than the one that {maker} made. A hook or an attribute carries "
+                    f"{node} was given another tensor than the one that {maker} made. An attribute carries "
                     "it past the step, and that does not happen in this stage. Return the tensor from the module's "
                     "forward, and use what the call returns."
                 )

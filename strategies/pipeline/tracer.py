@@ -208,6 +208,7 @@ class Tracer(TracingMode):
         self._hidden_uses: list[tuple[Node, _HiddenResult]] = []
         self.counter.after_operation = self._after_operation
         self._checkpoints: dict[FrameType, int] = {}  # kept, so that no other frame has the same identity
+        self._calls_compiled = False
         self._path: list[str] = [""]
         self._module_calls: dict[str, ModuleCall] = {"": ModuleCall(num_calls=1)}
         self._opaque_leaf_modules: set[str] = set()
@@ -285,6 +286,7 @@ class Tracer(TracingMode):
         node.buffers = tuple(self._buffers[id(buffer)] for buffer in buffers if id(buffer) in self._buffers)
         watched = [*given, *(self._task.buffers() if is_opaque and not is_leaf_module else buffers)]
         versions = [_version(tensor) for tensor in watched]
+        needed = [tensor.requires_grad for tensor in given]
         state, python_state = self._random_state(), python_rng_state() if is_opaque else ()
         before = replace(self.counter.total)
         for tensor in given:
@@ -306,7 +308,8 @@ class Tracer(TracingMode):
         node.is_random = state != self._random_state()
         node.draws_in_python = is_opaque and python_state != python_rng_state()
         written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
-        self._complete(node, result, written)
+        changed = [tensor for tensor, before in zip(given, needed, strict=True) if tensor.requires_grad != before]
+        self._complete(node, result, written, changed)
         node.reads = not made and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
         return iter(result) if name == "__iter__" else result
 
@@ -337,12 +340,13 @@ class Tracer(TracingMode):
                 )
 
     def _locate_in_checkpoint(self, node: Node) -> None:
-        """Set the outermost of torch's activation checkpoints around the present call."""
+        """Set the outermost of torch's activation checkpoints around the present call; note compiled functions."""
         outermost: FrameType | None = None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename == _CHECKPOINT and frame.f_code.co_name == "checkpoint":
                 outermost = frame
+            self._calls_compiled |= frame.f_code.co_filename == _COMPILED and frame.f_code.co_name == "compile_wrapper"
             frame = frame.f_back
         if outermost is not None:
             node.checkpoint = self._checkpoints.setdefault(outermost, len(self._checkpoints))
@@ -367,6 +371,8 @@ class Tracer(TracingMode):
         elif key in self._hidden:
             for value in self._hidden[key].values:
                 node.inputs = _with(node.inputs, value)
+            for name in self._hidden[key].parameters:
+                node.parameters = _with(node.parameters, name)
             self._hidden_uses.append((node, self._hidden[key]))
         elif key in self._made_inside:
             reference, first = self._made_inside[key]
@@ -382,9 +388,13 @@ class Tracer(TracingMode):
         elif self._node is None:
             self._unknown.setdefault(key, (tensor, node))
 
-    def _complete(self, node: Node, result: Any, written: list[Tensor]) -> None:
+    def _complete(self, node: Node, result: Any, written: list[Tensor], changed: Sequence[Tensor] = ()) -> None:
+        """Add a node with what it made, what it has `written`, and tensors whose `requires_grad` has `changed`."""
         outputs: dict[int, bool] = {}
         node.result = tree_map(lambda leaf: self._traced_leaf(node, leaf, outputs), result)
+        for tensor in changed:
+            if id(tensor) in self._value_of:
+                outputs[self._value_of[id(tensor)]] = tensor.requires_grad
         for tensor in written:
             if id(tensor) in self._buffers:
                 node.written_buffers += (self._buffers[id(tensor)],)
@@ -466,7 +476,8 @@ class Tracer(TracingMode):
         self._checkpoints.clear()
         self._mark_replaced_buffers()
         mark_batch_only_nodes(self._nodes, self._values)
-        self._check_hidden_uses()
+        if self._leaf_modules:  # in a survey also those of scripted modules
+            self._check_hidden_uses()
         numbers = None
         if any(node.sends_numbers for node in self._nodes):
             numbers = len(self._values)
@@ -481,6 +492,7 @@ class Tracer(TracingMode):
             self._constraints,
             {name: num_bytes(parameter) for name, parameter in self._task.named_parameters()},
             numbers,
+            calls_compiled=self._calls_compiled,
             temporary_hooks=frozenset(
                 name for name, hooks in self._new_hooks.items() if hooks - _hooks(self._task.get_submodule(name))
             ),
@@ -683,7 +695,8 @@ def _fake(tensor: Tensor) -> Tensor:
 @contextmanager
 def preserve_state(task: nn.Module) -> Iterator[None]:
     """Restore the task's buffers and the random generators at the end of the block."""
-    tables = [(module._buffers, dict(module._buffers)) for module in task.modules()]
+    # A scripted module has no dictionary of buffers, and cannot replace them.
+    tables = [(each._buffers, dict(each._buffers)) for each in task.modules() if isinstance(each._buffers, dict)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers() if not buffer.is_meta]
     try:
         with preserve_rng():
@@ -704,6 +717,7 @@ def copy_batch(batch: Any) -> Any:
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
+_COMPILED = str(Path(_TORCH) / "_dynamo" / "eval_frame.py")
 
 
 def caller_location() -> str:

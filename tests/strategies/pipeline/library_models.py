@@ -150,6 +150,47 @@ class T5(_Library):
         }
 
 
+class Llava(_Library):
+    """Takes the hidden states of its vision tower from forward hooks."""
+
+    @staticmethod
+    def build():
+        vision = transformers.CLIPVisionConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            image_size=8,
+            patch_size=4,
+            projection_dim=32,
+        )
+        text = transformers.LlamaConfig(
+            num_hidden_layers=2,
+            hidden_size=32,
+            intermediate_size=48,
+            num_attention_heads=2,
+            vocab_size=50,
+            max_position_embeddings=16,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=1,
+        )
+        config = transformers.LlavaConfig(
+            vision_config=vision, text_config=text, image_token_index=49, vision_feature_layer=-2, image_seq_length=4
+        )
+        return transformers.LlavaForConditionalGeneration(config)
+
+    @staticmethod
+    def batch(size, generator):
+        tokens = torch.randint(2, 48, (size, 10), generator=generator)
+        tokens[:, 1:5] = 49  # the image
+        return {
+            "input_ids": tokens,
+            "labels": tokens.masked_fill(tokens == 49, -100),
+            "pixel_values": torch.randn(size, 3, 8, 8, generator=generator),
+        }
+
+
 class Mixtral(_Library):
     @staticmethod
     def build():
@@ -189,4 +230,4 @@ class LibraryResNet(_Library):
         }
 
 
-LIBRARY = {model.__name__: model for model in (Gpt2, Bert, Llama, Vit, T5, Mixtral, LibraryResNet)}
+LIBRARY = {model.__name__: model for model in (Gpt2, Bert, Llama, Vit, T5, Llava, Mixtral, LibraryResNet)}

@@ -42,11 +42,39 @@ class _Weightless(Mlp):
         return {**super().training_step(batch), "weight": 0.0}
 
 
+class _Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -0.5 * gradient
+
+
+class _Reversed(Mlp):
+    """Reverses gradients right before the split point, and uses what a hook keeps of a part of the first stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+        self.net[0].register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.kept.append(output)
+
+    def training_step(self, batch):
+        self.kept.clear()
+        hidden = _Reverse.apply(self.net[:7](batch[0]))
+        return F.cross_entropy(self.net[7:](hidden), batch[1]) + self.kept[0].square().mean()
+
+
 def test_every_kind_of_task_in_two_stages_has_the_weights_of_one_process():
     cases = [_case(model) for model in OWN.values()]
     cases += [_case(_Weightless, sizes=[4], num_steps=2)]
     cases += [_case(_Weightless, sizes=[4, 4], num_steps=2, name="weights of 0 that are added up")]
     cases += [_case(Mlp, split_points=["net.8"], name="a stage that begins with a write into what it was sent")]
+    cases += [_case(_Reversed, num_steps=3, split_points=["net.7"]), _case(_Reversed, num_steps=3, name="anywhere")]
     cases += [_case(Mlp, split_points=["net.2", "net.8", "net.14"], name="the same on one rank", **VIRTUAL)]
     _assert_equal(2, cases, tolerance=DOUBLE)
 
@@ -210,8 +238,10 @@ def test_models_of_the_transformers_package_need_no_change(num_ranks):
     pytest.importorskip("transformers", reason="needs transformers: pip install 'trainkit-torch[transformers]'")
     from tests.strategies.pipeline.library_models import LIBRARY
 
-    exact = {name: model for name, model in LIBRARY.items() if name != "Mixtral"}
+    exact = {name: model for name, model in LIBRARY.items() if name not in ("Mixtral", "Llava")}
     cases = [_case(model, schedule=BOTH[index % 2]) for index, model in enumerate(exact.values())]
+    # Llava makes a tensor of each image: every micro-batch needs as many.
+    cases.append(_case(LIBRARY["Llava"], sizes=[4, 4], num_steps=3))
     # A pass of each model under the other schedule, on two ranks or on four.
     others = {2: ("Gpt2", "Bert", "T5"), 4: ("Llama", "Vit", "LibraryResNet")}[num_ranks]
     cases += [

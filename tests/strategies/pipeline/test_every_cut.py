@@ -151,6 +151,13 @@ def _per_sample(task, hidden):
     return hidden * gradients["weight"].square().sum((1, 2)).tanh()[:, None]
 
 
+def _slope(task, hidden):
+    """Ask for the gradient of a tensor that the step itself makes a leaf."""
+    moved = torch.zeros_like(hidden).requires_grad_()
+    (slope,) = torch.autograd.grad(task.second(hidden.detach() + moved).square().sum(), moved)
+    return hidden + 0.1 * slope + 2 * hidden.sin().detach().requires_grad_()
+
+
 def _seen_by_numpy(task, hidden):
     return hidden * torch.from_numpy(hidden.detach().numpy() * 2.0) * torch.Tensor([2.0]).double()
 
@@ -178,6 +185,7 @@ OPAQUE = {
     "torch.compile": lambda task, hidden: _compiled(hidden),
     "hooks that capture": _captured,
     "a hook that changes a result": _doubled,
+    "requires_grad_": _slope,
     "from_numpy": _seen_by_numpy,
 }
 

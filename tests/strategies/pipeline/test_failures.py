@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from trainkit.strategies.pipeline.mesh import PipelineErrors
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.training import Training, make, step_batches
+from trainkit.distributed.failure_store import RankError
 from trainkit.distributed.launcher import RankFailure
 from trainkit.testing import rank_outcomes, run_ranks
 
@@ -153,6 +155,38 @@ def test_every_stage_names_the_stage_that_failed_and_the_place():
     assert "ValueError: a wrong gradient" in own
     if sys.version_info >= (3, 11):
         assert place in own
+
+
+class _Store:
+    """A failure store without other ranks."""
+
+    def __init__(self, cause=None):
+        self.cause, self.published = cause, []
+
+    def root_cause(self):
+        return self.cause
+
+    def publish(self, message):
+        self.published.append(message)
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        (None, "the connection to another rank is lost"),
+        ("stage 1 stopped: ValueError: no", "stage 1 stopped: ValueError: no\nstage 0 stopped then: the connection"),
+    ],
+)
+def test_the_cause_of_a_lost_connection_comes_first_and_without_the_words_of_gloo(cause, message):
+    store = _Store(cause)
+    errors = PipelineErrors(store, name="stage 0", step=lambda: 3)
+    lost = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2222"
+
+    with pytest.raises(RankError) as caught:
+        errors.explain(RuntimeError(lost))
+
+    assert str(caught.value).startswith(message)
+    assert "gloo" not in str(caught.value) + str(store.published)
 
 
 def _die_on_the_last_rank():

@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -230,6 +232,35 @@ def test_what_hooks_keep_of_modules_is_kept_in_every_stage():
     chain = _Chain(task, torch.ones(2, 3), 2, split_points=["second"])
 
     assert chain.executor.graph.hooks_capture
+    assert torch.equal(chain.run(torch.full((2, 3), 2.0)), expected)
+
+
+class _HookedBackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        self.last = nn.Linear(16, 16)
+        self.net.register_full_backward_hook(lambda module, inputs, outputs: None)
+
+    def training_step(self, batch):
+        return self.last(self.net(batch)).sum()
+
+
+def test_a_module_with_a_backward_hook_is_a_leaf_module():
+    chain = _Chain(_HookedBackward(), torch.ones(2, 16), 2)
+
+    assert chain.executor.graph.leaf_modules == {"net", "last"}
+
+
+def test_a_scripted_module_is_a_leaf_module():
+    task = _Branches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        task.first = torch.jit.script(task.first)
+    expected = task.training_step(torch.full((2, 3), 2.0))
+
+    chain = _Chain(task, torch.ones(2, 3), 2, split_points=["second"])
+
     assert torch.equal(chain.run(torch.full((2, 3), 2.0)), expected)
 
 
