@@ -118,7 +118,11 @@ class Node:
     """Inputs that the call writes in place."""
     parameters: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    """The buffers that it uses, and the attributes that hold the tensors it uses or that are read there."""
     written_buffers: tuple[str, ...] = ()
+    """The buffers, parameters and attributes that it writes, or that are assigned before it."""
+    saved: tuple[str, ...] = ()
+    """The parameters, buffers and attributes that autograd saves for its backward."""
     is_batch_only: bool = False
     reads: bool = False
     """True if the call returns a number or a truth value from its inputs' elements."""
@@ -182,6 +186,10 @@ class TracedGraph:
     """True if the step uses what forward hooks of leaf modules keep, so that every stage needs them to be called."""
     temporary_hooks: frozenset[str] = frozenset()
     """Modules on which the step registers hooks and removes them again."""
+    replaced: frozenset[str] = frozenset()
+    """Attributes that the step changes, and buffers that it replaces by other tensors."""
+    reset: frozenset[str] = frozenset()
+    """Attributes that the step writes and leaves as they were."""
 
     @property
     def parameter_users(self) -> dict[str, list[int]]:
@@ -191,6 +199,11 @@ class TracedGraph:
             for name in node.parameters:
                 users[name].append(node.index)
         return users
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The parameters, buffers and attributes that the step writes."""
+        return frozenset(name for node in self.nodes for name in node.written_buffers)
 
     @property
     def leaf_modules(self) -> frozenset[str]:
@@ -211,10 +224,15 @@ class FlopCounter(TorchDispatchMode):
         self.num_draws = 0
         self.after_operation: Callable[[Any, Any, Any], None] | None = None
         """Called with every operation, its arguments and its result."""
+        self.before_write: Callable[[Tensor], object] | None = None
+        """Called with every tensor that is about to be written in place."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.before_write is not None:
+            for tensor in _written(func, args, kwargs or {}):
+                self.before_write(tensor)
         with torch._C.DisableTorchFunction():  # or function modes would see operations below torch's functions
             result = func(*args, **(kwargs or {}))
         if self.after_operation is not None:
@@ -228,6 +246,22 @@ class FlopCounter(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs or {}):
             self.num_draws += 1
         return result
+
+
+_STATISTICS = ("running_mean", "running_var")
+"""Arguments that batch normalization writes in training, of which its schemas say nothing."""
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    arguments = [argument.name for argument in func._schema.arguments]
+    if not func._schema.is_mutable and not set(_STATISTICS).issubset(arguments):
+        return
+    given = dict(zip(arguments, args, strict=False)) | kwargs
+    is_training = any(given.get(name) is True for name in ("train", "training"))
+    for argument in func._schema.arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written or (is_training and argument.name in _STATISTICS):
+            yield from tensors(given.get(argument.name))
 
 
 def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

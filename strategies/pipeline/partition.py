@@ -256,7 +256,9 @@ def manual_partition(
     for place in places:
         for constraint in graph.constraints:
             if constraint.forbids(place):
-                raise UserError(f"a stage cannot begin at {graph.nodes[place]}: {constraint.reason}.")
+                raise UserError(
+                    f"a stage cannot begin at {graph.nodes[place]}: {constraint.reason}.{constraint.advice}"
+                )
     kept = {} if shared_parameters == "replicated" else sharing_constraints(graph)
     for name, constraint in kept.items():
         for place in places:

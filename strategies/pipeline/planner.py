@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -47,6 +46,12 @@ class TrainingStep:
     share: float = 1.0
     """Calls per step of the task."""
 
+    def run(self, batch: Any) -> Any:
+        """Switch to the phase of the step and run it."""
+        if self.begin is not None:
+            self.begin()
+        return self.step(batch)
+
 
 @dataclass(frozen=True, slots=True)
 class TraceInput:
@@ -56,8 +61,12 @@ class TraceInput:
     training_step: TrainingStep
     batch: Any
     costs: Costs
-    has_phases: bool = False
-    """True if the task has other training steps, too."""
+    preceding: tuple[TrainingStep, ...] = ()
+    """The steps of the phases before this one, which may leave state for it."""
+
+    def _preceding(self) -> list[Step]:
+        runs = [step.run for step in self.preceding]
+        return [*runs, lambda batch: self.begin()] if runs else []
 
     def begin(self) -> Step:
         """Switch to the phase of the step, and return the step."""
@@ -65,18 +74,28 @@ class TraceInput:
             self.training_step.begin()
         return self.training_step.step
 
-    def trace(self, leaf_modules: frozenset[str], earlier: Sequence[weakref.ref[Tensor]] = ()) -> TraceResult:
-        """Trace one run; raises UserError if the fake trace needs elements of a tensor."""
-        step, fake = self.begin(), self.costs == "fake"
+    def trace(
+        self,
+        leaf_modules: frozenset[str],
+        left_behind: frozenset[str] = frozenset(),
+        changed: frozenset[str] = frozenset(),
+    ) -> TraceResult:
+        """Trace one run; raises UserError if the fake trace needs elements of a tensor.
+
+        `changed` are the names of the state that other steps change, and `left_behind` of attributes in which the
+        steps of other phases leave tensors of one stage.
+        """
+        fake = self.costs == "fake"
         try:
             return trace(
                 self.task,
-                step,
+                self.begin(),
                 self.batch,
                 leaf_modules=leaf_modules,
                 fake=fake,
-                earlier=earlier,
-                keeps_attributes=self.has_phases,
+                preceding=self._preceding(),
+                left_behind=left_behind,
+                changed=changed,
             )
         except NEEDS_ELEMENTS as error:
             if not fake:
@@ -89,10 +108,9 @@ class TraceInput:
 
     def set_costs(self, graph: TracedGraph) -> None:
         """Measure or estimate the seconds of the nodes."""
-        step = self.begin()
         if self.costs == "measured":
             try:
-                measure(graph, self.task, step, self.batch, keeps_attributes=self.has_phases)
+                measure(graph, self.task, self.begin(), self.batch, self._preceding())
                 return
             except NotRepeatable as error:
                 logger.info("costs are estimated, not measured: %s", error)
@@ -125,10 +143,11 @@ def plan_steps(
     Stages begin at `split_points`, or where it is best for this `balance`. The steps run a few times on copies of
     their batches; the task is restored.
     """
+    trace_inputs = _in_sequence(trace_inputs)
     surveys: list[TraceResult] = []
     for trace_input in trace_inputs:
-        earlier = [tensor for survey in surveys for tensor in survey.made]
-        survey = trace_input.trace(frozenset(), earlier)
+        left_behind = frozenset().union(*(survey.left_behind for survey in surveys))
+        survey = trace_input.trace(frozenset(), left_behind)
         surveys.append(survey)
         if not survey.graph.parameter_users:
             raise UserError(
@@ -184,11 +203,22 @@ def saved_partition(plan: PartitionPlan, settings: str) -> dict[str, Any]:
 
 def restore_plan(trace_inputs: Sequence[TraceInput], saved: Mapping[str, Any]) -> PartitionPlan | None:
     """Return the plan of a saved partition, or `None` if the steps make other calls now."""
-    steps = [trace_input.trace(frozenset(saved["leaf_modules"])).graph for trace_input in trace_inputs]
+    trace_inputs = _in_sequence(trace_inputs)
+    leaf_modules = frozenset(saved["leaf_modules"])
+    steps = [trace_input.trace(leaf_modules).graph for trace_input in trace_inputs]
+    if len(steps) > 1:
+        changed = frozenset().union(*(step.written for step in steps))
+        steps = [trace_input.trace(leaf_modules, changed=changed).graph for trace_input in trace_inputs]
     merged = _costed(trace_inputs, steps)
     if _digest(merged.graph) != saved["digest"]:
         return None
     return _plan_of(steps, merged, replicate_shared(merged.graph, saved["cuts"]))
+
+
+def _in_sequence(trace_inputs: Sequence[TraceInput]) -> list[TraceInput]:
+    """Return the inputs, each with the steps of those before it."""
+    steps = tuple(trace_input.training_step for trace_input in trace_inputs)
+    return [replace(trace_input, preceding=steps[:index]) for index, trace_input in enumerate(trace_inputs)]
 
 
 def _costed(trace_inputs: Sequence[TraceInput], steps: Sequence[TracedGraph]) -> MergedGraph:
@@ -209,9 +239,11 @@ def _trace_consistently(
     trace_inputs: Sequence[TraceInput], surveys: Sequence[TraceResult], *, limit: float, expanded: frozenset[str]
 ) -> list[TracedGraph]:
     """Return graphs in which a module that is expanded in one is expanded in all, where possible."""
+    several = surveys if len(surveys) > 1 else ()
+    changed: frozenset[str] = frozenset().union(*(survey.graph.written for survey in several))
     while True:
         steps = [
-            _trace_expanding(trace_input, survey, limit=limit, expanded=expanded)
+            _trace_expanding(trace_input, survey, limit=limit, expanded=expanded, changed=changed)
             for trace_input, survey in zip(trace_inputs, surveys, strict=True)
         ]
         leaf_modules = frozenset().union(*(step.leaf_modules for step in steps))
@@ -222,7 +254,7 @@ def _trace_consistently(
 
 
 def _trace_expanding(
-    trace_input: TraceInput, survey: TraceResult, *, limit: float, expanded: frozenset[str]
+    trace_input: TraceInput, survey: TraceResult, *, limit: float, expanded: frozenset[str], changed: frozenset[str]
 ) -> TracedGraph:
     """Return a graph whose leaf modules take at most `limit` of the step where they can be expanded."""
     kept_whole: frozenset[str] = frozenset()
@@ -230,7 +262,7 @@ def _trace_expanding(
         leaf_modules = _choose_leaf_modules(
             trace_input.task, survey, limit=limit, expanded=expanded, kept_whole=kept_whole
         )
-        traced = trace_input.trace(leaf_modules)
+        traced = trace_input.trace(leaf_modules, changed=changed)
         opaque = (traced.opaque_leaf_modules | traced.carrying_modules) - expanded - kept_whole
         opaque = {name for name in opaque if _can_be_expanded(trace_input.task, survey, name)}
         reading = traced.reading_modules - expanded - kept_whole - opaque
@@ -248,6 +280,12 @@ def _trace_expanding(
                 "because of a cache that the first run fills, a counter or a random branch. A pipeline needs the same "
                 "calls in every step. Fill the cache in the task's constructor, move the branch into one module's "
                 "forward, which may run any code, or train with strategy=ddp."
+            )
+        elif traced.unsendable:
+            node = traced.unsendable[0]
+            raise UserError(
+                f"{node} reads elements of '{node.tensor_names[0]}', which one stage alone has, and returns no numbers "
+                "that could be sent to the others. Read it by .item() or .tolist(), or in one module's forward."
             )
         else:
             return traced.graph

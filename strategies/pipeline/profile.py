@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import nullcontext
+from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -19,7 +19,7 @@ BACKWARD_PER_FORWARD = 2.0
 NUM_RUNS = 3
 
 
-def measure(graph: TracedGraph, task: nn.Module, step: Step, batch: Any, *, keeps_attributes: bool = False) -> None:
+def measure(graph: TracedGraph, task: nn.Module, step: Step, batch: Any, preceding: Sequence[Step] = ()) -> None:
     """Set the seconds of every node: the least of `NUM_RUNS` runs, equal calls pooled; the task is restored.
 
     Raises `NotRepeatable` for a step that does not make the same calls again.
@@ -28,9 +28,10 @@ def measure(graph: TracedGraph, task: nn.Module, step: Step, batch: Any, *, keep
     for _ in range(NUM_RUNS):
         stopwatch = _Stopwatch(graph, interceptor)
         own = copy_batch(batch)
-        preserved = nullcontext() if keeps_attributes else preserve_task(task)
-        with preserved, preserve_state(task), interceptor.installed(), interceptor.handled_by(stopwatch), stopwatch:
-            step(own)
+        with preserve_task(task), preserve_state(task, preceding, batch) as before:
+            before.keep_named(graph.written)
+            with interceptor.installed(), interceptor.handled_by(stopwatch), stopwatch:
+                step(own)
     _pool(graph)
     _set_backward(graph)
     graph.measured = True

@@ -102,6 +102,7 @@ class Placement:
     """The ranks of a pipeline that hold each parameter and buffer."""
 
     holders: dict[str, tuple[int, ...]]
+    """By name of a parameter or buffer, or of an attribute that the step changes."""
     used: frozenset[str]
     """Parameters that training uses; the others are on every rank."""
 
@@ -133,7 +134,20 @@ def place_parameters(task: nn.Module, steps: Sequence[tuple[TracedGraph, Partiti
             for name in node.tensor_names:
                 ranks[name].update(everywhere if node.is_batch_only else (rank,))
             used.update(node.parameters)
-    return Placement({name: tuple(sorted(ranks[name])) or everywhere for name in named_state(task)}, frozenset(used))
+    written = frozenset().union(*(graph.written for graph, _ in steps))
+    names = dict.fromkeys([*named_state(task), *sorted(written)])
+    return Placement({name: tuple(sorted(ranks[name])) or everywhere for name in names}, frozenset(used))
+
+
+def owners(steps: Sequence[tuple[TracedGraph, Partition]]) -> dict[str, int]:
+    """Return the stage that writes each attribute or replaced buffer last; the last stage for a cache."""
+    found: dict[str, int] = {}
+    for graph, partition in steps:
+        found.update({name: found.get(name, len(partition.cuts)) for name in graph.replaced})
+        for node in graph.nodes:
+            stages = {name: partition.stage_of(node.index) for name in node.written_buffers}
+            found.update({name: stage for name, stage in stages.items() if name in graph.replaced})
+    return found
 
 
 def keep_local_parameters(task: nn.Module, placement: Placement, *, rank: int, device: torch.device) -> None:
@@ -158,7 +172,8 @@ def stage_bounds(
     for node in graph.nodes:
         if not node.tensor_names or node.is_batch_only:
             continue
-        able = set(range(num_ranks)).intersection(*(placement.holders[name] for name in node.tensor_names))
+        held = [placement.holders[name] for name in node.tensor_names if name in placement.holders]
+        able = set(range(num_ranks)).intersection(*held)
         if not able:
             raise UserError(
                 f"{node} uses parameters of different stages: {', '.join(node.tensor_names)}. Call the same modules as "

@@ -23,6 +23,7 @@ from trainkit.rng import seed_python, seeded_python
 from trainkit.strategy import named_state
 from trainkit.tree import tree_map
 
+from .attributes import StageAttributes, Table, place_of
 from .graph import (
     GRADIENT,
     RETURN,
@@ -61,6 +62,10 @@ METADATA = frozenset((
 """Calls about a tensor, not about its elements: placeholders answer them too."""
 
 
+FREEZING = frozenset(("requires_grad_", "requires_grad="))
+"""Calls that every stage makes for parameters."""
+
+
 class TraceMismatchError(UserError):
     """The step did not make the calls of the traced step."""
 
@@ -73,7 +78,7 @@ class StageExecutor:
     """Executor of the stages of one traced step, whose leaf modules are intercepted.
 
     `stage_graphs` are the stages on all ranks, `traced` is the signature of the traced batch, and `device` that of this
-    rank.
+    rank. `attributes` are those of each stage, if a rank has several.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class StageExecutor:
         *,
         traced: Signature,
         device: torch.device,
+        attributes: StageAttributes | None = None,
     ):
         known: Shapes = [value.shape for value in graph.values]
         self.graph = graph
@@ -94,9 +100,11 @@ class StageExecutor:
         self.device = device
         self.checkpoint_starts = _checkpoint_starts(graph.nodes)
         """For each node: true if a checkpoint begins with it that draws random numbers."""
-        self.tensors = named_state(task)
-        written = {name for node in graph.nodes for name in node.written_buffers} & set(self.tensors)
-        self._written = [self.tensors[name] for name in sorted(written) if not _is_statistic(task, name)]
+        self._places = {name: place_of(task, name) for name in named_state(task)}
+        self._attributes = attributes
+        self._reset = [place_of(task, name) for name in graph.reset]
+        written = [name for name in sorted(graph.written) if _is_saved_before_write(graph, task, name)]
+        self._written = [place_of(task, name) for name in written]
         self._temporarily_hooked = [task.get_submodule(name) for name in graph.temporary_hooks]
         self._metrics = metrics_in(task)
         self._placeholders: dict[tuple[int, tuple[int, ...]], Tensor] = {}
@@ -122,19 +130,34 @@ class StageExecutor:
         interpreter = _StageInterpreter(self, stage_graph, received, shapes, seed)
         seed_python(seed)
         checked = _checked_metrics(self._metrics, interpreter) if stage_graph.is_last else nullcontext()
+        own = self._attributes.of_stage(stage_graph.index) if self._attributes is not None else nullcontext()
         saved = _saved_before_writes(self._written) if self._written else nullcontext()
-        with saved, self.interceptor.handled_by(interpreter), checked, interpreter:
+        with saved, self.interceptor.handled_by(interpreter), checked, own, interpreter:
+            before = [(table, key, table.get(key)) for table, key in self._reset]
             try:
                 with same_hooks(self._temporarily_hooked):  # which the step cannot remove where it ends early
                     returned = step(batch)
             except _StageFinished:
                 returned = None
+                for table, key, value in before:
+                    table[key] = value
+                for parameter, requires_grad in interpreter.requires_grad.items():
+                    parameter.requires_grad_(requires_grad)
             else:
                 interpreter.check_end()
         if self.graph.numbers is not None:
             numbers = torch.tensor(interpreter.numbers, dtype=torch.int64, device=self.device)
             interpreter.values[self.graph.numbers] = numbers
         return returned, interpreter.values
+
+    def writes(self, node: Node) -> bool:
+        """Return True for a node that writes to parameters or buffers, as the hooks of spectral norms do."""
+        return any(name in self._places for name in node.written_buffers)
+
+    def tensor(self, name: str) -> Any:
+        """Return the present tensor of a parameter or buffer, which the step may replace."""
+        table, key = self._places[name]
+        return table[key]
 
     def placeholder(self, value: int, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor with the shape and dtype of a value, but only one element in memory."""
@@ -176,14 +199,20 @@ def _checkpoint_starts(nodes: list[Node]) -> list[bool]:
     return starts
 
 
-def _is_statistic(task: nn.Module, name: str) -> bool:
-    """Return True for a buffer of batch normalization, of whose value in training no gradient depends."""
-    return isinstance(task.get_submodule(name.rpartition(".")[0]), nn.modules.batchnorm._NormBase)
+def _is_saved_before_write(graph: TracedGraph, task: nn.Module, name: str) -> bool:
+    """Return True for state of which backward needs the value that it had in the forward.
+
+    Of the statistics of batch normalization it does not, if they are those that the same call writes.
+    """
+    if any(name in node.saved and name not in node.written_buffers for node in graph.nodes):
+        return True
+    return not isinstance(task.get_submodule(name.rpartition(".")[0]), nn.modules.batchnorm._NormBase)
 
 
-def _saved_before_writes(written: Sequence[Tensor]) -> AbstractContextManager[Any]:
+def _saved_before_writes(written: Sequence[tuple[Table, str]]) -> AbstractContextManager[Any]:
     """Return a context in which backward keeps copies of these tensors: the next micro-batch writes to them before."""
-    memories = {tensor.untyped_storage()._cdata for tensor in written}
+    present = [table.get(key) for table, key in written]
+    memories = {tensor.untyped_storage()._cdata for tensor in present if isinstance(tensor, Tensor)}
 
     def save(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage()._cdata in memories:
@@ -346,11 +375,19 @@ class TracingMode(TorchFunctionMode):
     meets_compiled = True
     """True if the step may call functions of torch.compile; to switch these takes time at every module."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad: dict[nn.Parameter, bool] = {}
+        """The parameters that the step freezes or unfreezes, with what they were before."""
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = _function_name(func)
         if name in METADATA:
+            return func(*args, **(kwargs or {}))
+        if name in FREEZING and isinstance(args[0], nn.Parameter):
+            self.requires_grad.setdefault(args[0], args[0].requires_grad)
             return func(*args, **(kwargs or {}))
         return self.torch_call(name, func, args, kwargs or {})
 
@@ -415,7 +452,7 @@ class _StageInterpreter(TracingMode):
         node = self._expect(name)
         if not self.executes[node.index]:
             result = self._skip(node)
-            if node.is_leaf_module and self._executor.graph.hooks_capture:
+            if node.is_leaf_module and self._executor.graph.hooks_capture and not self._executor.writes(node):
                 self._call_hooks(self._executor.interceptor.modules[name], args, kwargs, result)
             return self._end(node, result)
         with self._executor.interceptor.handled_by(None):
@@ -576,7 +613,7 @@ class _StageInterpreter(TracingMode):
         if isinstance(leaf, ScalarValue):
             return decoded(leaf, self.numbers)
         if isinstance(leaf, ParameterRef):
-            return self._executor.tensors[leaf.name]
+            return self._executor.tensor(leaf.name)
         return None if isinstance(leaf, Constant) else leaf
 
     def _mismatch(self, done: str) -> TraceMismatchError:

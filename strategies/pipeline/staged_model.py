@@ -8,21 +8,21 @@ from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.sync import detach_metrics, metrics_in
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.tree import to_device
 
+from .attributes import FirstStepCheck, StageAttributes
 from .graph import Signature, Step, TracedGraph, signature
 from .mesh import PipelineMesh
 from .partition import SharedParameters
 from .plan_report import PlanReport
 from .planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps, restore_plan, saved_partition
 from .schedules import Schedule
-from .snapshot import preserve_task
-from .stage import Placement, has_meta, place_parameters, stage_bounds, stage_graphs
+from .stage import Placement, has_meta, owners, place_parameters, stage_bounds, stage_graphs
 from .stage_executor import StageExecutor
 from .tracer import trace
 
@@ -62,6 +62,7 @@ class StagedModel:
     def clear(self) -> None:
         """Drop all steps and their partition."""
         self.steps: dict[str, StageExecutor] = {}
+        self._checked: set[str] = set()  # the steps that have run
         self.placement: Placement | None = None
         """The stages of each parameter, once the task has been partitioned."""
         self.plan: PartitionPlan | None = None
@@ -117,11 +118,13 @@ class StagedModel:
         parts = list(zip(self.plan.steps, self.plan.partitions, strict=True))
         num_ranks = self.schedule.num_ranks
         self.placement = place_parameters(task, parts, num_ranks=num_ranks)
+        own_stages = range(mesh.stage, self.schedule.num_stages, num_ranks)
+        attributes = StageAttributes(task, owners(parts), own_stages) if len(own_stages) > 1 else None
         for name, (graph, partition) in zip(steps, parts, strict=True):
             bounds = partition.bounds(len(graph.nodes))
             ranks = [index % num_ranks for index in range(len(bounds))]
             stages = stage_graphs(graph, bounds, ranks)
-            self.steps[name] = StageExecutor(graph, task, stages, traced=traced, device=device)
+            self.steps[name] = StageExecutor(graph, task, stages, traced=traced, device=device, attributes=attributes)
         return self.placement
 
     def add_step(
@@ -133,10 +136,12 @@ class StagedModel:
         """
         assert self.plan is not None and self.placement is not None
         leaf_modules = frozenset().union(*(graph.leaf_modules for graph in self.plan.steps))
+        changed = frozenset().union(*(graph.written for graph in self.plan.steps))
         fake = self.trace_mode == "fake"
 
         def traced() -> tuple[TracedGraph, Signature]:
-            return trace(task, step, batch, leaf_modules=leaf_modules, fake=fake).graph, signature(batch)
+            result = trace(task, step, batch, leaf_modules=leaf_modules, fake=fake, changed=changed)
+            return result.graph, signature(batch)
 
         graph, seen = _on_one_rank(task, traced, mesh, all_replicas=False)
         bounds, ranks = stage_bounds(graph, self.placement, num_ranks=self.schedule.num_ranks)
@@ -156,6 +161,14 @@ class StagedModel:
             )
         return partitioned
 
+    def first_step_check(self, key: str, task: nn.Module, held: Mapping[str, Tensor]) -> FirstStepCheck | None:
+        """Return the check of a step that runs for the first time; `held` is the state of this rank."""
+        if key in self._checked:
+            return None
+        self._checked.add(key)
+        graph = self.steps[key].graph
+        return FirstStepCheck(task, graph.written | graph.replaced | graph.reset, held, metrics_in(task))
+
     def phase_parameters(self, task: nn.Module, phase_optimizer: PhaseOptimizer) -> dict[str, nn.Parameter]:
         """Return by name the parameters that a phase trains and its step uses."""
         trained = {id(parameter) for parameter in phase_optimizer.parameters}
@@ -168,11 +181,7 @@ class StagedModel:
     ) -> PartitionPlan:
         """Return the partition of the task by its steps, with nothing placed; not collective."""
         costs = cost_source(self.trace_mode, task, device)
-        trace_inputs = [TraceInput(task, step, batch, costs, len(steps) > 1) for step in steps.values()]
-        with preserve_task(task):  # once more for a task with phases, whose steps use what others leave
-            return self._plan(trace_inputs)
-
-    def _plan(self, trace_inputs: Sequence[TraceInput]) -> PartitionPlan:
+        trace_inputs = [TraceInput(task, step, batch, costs) for step in steps.values()]
         if self._restored is not None and self._restored["settings"] == self._settings:
             restored = restore_plan(trace_inputs, self._restored)
             if restored is not None:

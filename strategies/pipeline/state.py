@@ -13,7 +13,11 @@ from torch.optim import Optimizer
 from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
 from trainkit.strategy import named_state
 
+from .attributes import Table, pickled, place_of, unpickled
 from .stage import Placement, has_meta, keep_local_parameters, materialize
+
+EXTRA_STATE = "_extra_state"
+"""End of the key of what `get_extra_state` returns in a state dict."""
 
 AllGather = Callable[[Any], list[Any]]
 
@@ -25,6 +29,9 @@ class PipelineState:
         self._placement: Placement | None = None
         self._group: dist.ProcessGroup | None = None
         self._stage = 0
+        # Before the first step, as a step may make two buffers one.
+        self._names: dict[str, str] = {}  # the first name of each key of the state dict
+        self._registered: set[str] = set()  # the parameters and buffers
         # Loaded while parameters are on the meta device, to be applied once they exist.
         self._waiting_task: dict[str, Any] | None = None
         self._waiting_optimizers: list[tuple[Optimizer, dict[str, Any]]] = []
@@ -43,6 +50,7 @@ class PipelineState:
         Parameters on the meta device are created here.
         """
         self._placement, self._group, self._stage = placement, group, group.rank()
+        self._names, self._registered = _canonical_names(task), set(named_state(task))
         if has_meta(task):
             seed = torch.tensor([torch.initial_seed() % 2**62])
             # Replicas train together, but evaluate separately.
@@ -68,18 +76,31 @@ class PipelineState:
         state: dict[str, Any] = task.state_dict()
         if self._placement is None:
             return state
-        names = _canonical_names(task)
+        names = self._names
         for key, own in list(state.items()):
-            source = self._placement.holders[names[key]][0] if key in names else 0
+            source = self._placement.holders[names[key]][0] if key in names else self._source_of_extra_state(key)
             if source == 0:
                 continue
-            if self._stage == source:
+            if not isinstance(own, Tensor):  # extra state of a module
+                box = [own]
+                if self._stage == source:
+                    dist.send_object_list(box, group=self._group, group_dst=0)
+                elif self._stage == 0:
+                    dist.recv_object_list(box, group=self._group, group_src=source)
+                    state[key] = box[0]
+            elif self._stage == source:
                 dist.send(own.cpu().contiguous(), group=self._group, group_dst=0)
             elif self._stage == 0:
                 whole = torch.empty(own.shape, dtype=own.dtype)
                 dist.recv(whole, group=self._group, group_src=source)
                 state[key] = whole
         return state
+
+    def _source_of_extra_state(self, key: str) -> int:
+        """Return the stage that changes the attributes of the module whose extra state is `key`."""
+        assert self._placement is not None
+        prefix = key.removesuffix(EXTRA_STATE)
+        return next((ranks[0] for name, ranks in self._placement.holders.items() if name.startswith(prefix)), 0)
 
     def load_task(self, task: nn.Module, saved: dict[str, Any]) -> None:
         """Load this stage's part of a whole state dict."""
@@ -90,21 +111,41 @@ class PipelineState:
         if self._placement is None:
             self._waiting_task = saved
             return
-        names = _canonical_names(task)
+        names = self._names
         with torch.no_grad():
             for key, tensor in current.items():
                 if key in names and self._is_held(names[key]):
                     tensor.copy_(saved[key])
+                elif key.endswith(EXTRA_STATE):
+                    task.get_submodule(key.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(saved[key])
 
     def make_whole(self, task: nn.Module) -> None:
         """Gather every parameter and buffer, complete in host memory on every stage. Collective over stages."""
         if self._placement is None:
             return
-        for name, tensor in named_state(task).items():
-            held = self._is_held(name)
-            content = tensor.detach().cpu().contiguous() if held else torch.empty(tensor.shape, dtype=tensor.dtype)
-            dist.broadcast(content, group=self._group, group_src=self._placement.holders[name][0])
-            tensor.data = content
+        seen = set()
+        for name, ranks in self._placement.holders.items():
+            table, key = place_of(task, name)
+            if name not in self._registered:
+                self._share_attribute(task, table, key, source=ranks[0])
+                continue
+            tensor = table[key]
+            content = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if self._is_held(name):
+                content = tensor.detach().cpu().contiguous()
+            dist.broadcast(content, group=self._group, group_src=ranks[0])
+            if id(tensor) in seen:  # two buffers that the step made one on this stage
+                table[key] = content
+            else:
+                tensor.data = content
+            seen.add(id(tensor))
+
+    def _share_attribute(self, task: nn.Module, table: Table, key: str, *, source: int) -> None:
+        """Give every stage the attribute of one of them. Collective over stages."""
+        box = [pickled(table.get(key), task) if self._stage == source else None]
+        dist.broadcast_object_list(box, group=self._group, group_src=source)
+        if self._stage != source and box[0] is not None:
+            table[key] = unpickled(box[0], task)
 
     # ---- The optimizer
 
@@ -179,7 +220,10 @@ class PipelineState:
             }
             optimizer_states.append({**whole, "state": _joined(all_gather(own))})
         task_state: dict[str, Any] = task.state_dict()
-        for key, name in _canonical_names(task).items():
+        extra = {key: value for key, value in task_state.items() if key.endswith(EXTRA_STATE)}
+        of_stages = all_gather(extra)
+        task_state.update({key: of_stages[self._source_of_extra_state(key)][key] for key in extra})
+        for key, name in self._names.items():
             task_state[key] = placeholder(f"task.{name}", task_state[key], name)
         return ShardedState(task_state, optimizer_states, list(shards.values()))
 

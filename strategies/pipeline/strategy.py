@@ -27,7 +27,7 @@ from trainkit.optim.precision import Precision
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.strategy import Strategy, loss_weight, named_state
 from trainkit.task import TaskModule, has_phases
-from trainkit.tree import to_device
+from trainkit.tree import map_tensors, to_device
 
 from ..multiprocess import BroadcastBuffers, MultiProcessStrategy, RankSettings
 from .gradients import StageGradients, SyncedScaler
@@ -344,6 +344,8 @@ class PipelineStrategy(MultiProcessStrategy):
         self.precision.scale(torch.zeros((), device=self.device))  # on every stage the scaler must have seen a loss
         gradients = self._gradients[self._phase]
         actions = self.schedule.actions(self.mesh.stage, len(batches))
+        key = step_key(self._phase, self._step_name)
+        check = self.staged_model.first_step_check(key, task, self.local_state(task)) if batches else None
         self.runtime.train(
             executor,
             in_precision(self.precision, getattr(task, self._step_name)),
@@ -352,10 +354,12 @@ class PipelineStrategy(MultiProcessStrategy):
             read_loss=read_loss,
             around=gradients.reduce_around(actions),
         )
+        if check is not None:
+            check.finish()
         if not actions:
             gradients.reduce_zeros()
         ordered = [outputs[index] for index in sorted(outputs)]
-        shared = self.runtime.broadcast_outputs(ordered, executor, step_key(self._phase, self._step_name))
+        shared = self.runtime.broadcast_outputs(ordered, executor, key)
         gradients.sum_shared()
         self._normalize_gradients(shared, batch)
         if self._buffers is not None and self.mesh.replicas > 1:
@@ -430,7 +434,7 @@ class PipelineStrategy(MultiProcessStrategy):
         if self._environment is None:
             self.state.make_whole(task)
             return None
-        weights = {name: tensor.cpu() for name, tensor in self.state_dict(task).items()}
+        weights = map_tensors(dict(self.state_dict(task)), lambda tensor: tensor.cpu())
         return weights if self.comm.is_main else None
 
     def state_dict(self, task: TaskModule) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainkit.errors import UserError
+from trainkit.metrics.sync import metrics_in
 from trainkit.rng import preserve_rng, python_rng_state
 from trainkit.strategy import named_state
 from trainkit.tree import map_tensors, tree_leaves, tree_map
 
+from .attributes import AttributeSnapshot, AttributeWatch
 from .graph import (
     GRADIENT,
     RETURN,
@@ -57,35 +60,48 @@ def trace(
     *,
     leaf_modules: frozenset[str],
     fake: bool = False,
-    earlier: Sequence[weakref.ref[Tensor]] = (),
-    keeps_attributes: bool = False,
+    preceding: Sequence[Step] = (),
+    left_behind: frozenset[str] = frozenset(),
+    changed: frozenset[str] = frozenset(),
 ) -> TraceResult:
     """Trace one run of `step` on a copy of `batch`; the task and all generators are restored.
 
-    With `keeps_attributes` only buffers and generators are, as the step of the next phase may use what this one left.
-
     Calls of the modules named in `leaf_modules` are one node each, and so is every torch call outside of them. With
-    `fake` nothing is computed and no memory is used: parameters may be on the meta device. `earlier` are tensors
-    of the steps of other phases; using one is an error.
+    `fake` nothing is computed and no memory is used: parameters may be on the meta device. `preceding` are the
+    steps of other phases, which run before, and `left_behind` the attributes in which these leave tensors of one stage;
+    using one is an error. `changed` are the names of the state that other steps change.
     """
     interceptor = ModuleInterceptor(task, [name for name, _ in task.named_modules() if name])
 
+    def record(tracer: Tracer, *, counts_saved: bool) -> Any:
+        counted = torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, lambda saved: saved)
+        saved, watched = counted if counts_saved else nullcontext(), tracer.watch.installed()
+        with watched, interceptor.installed(), interceptor.handled_by(tracer), tracer.counter, saved, tracer:
+            return step(tracer.batch)
+
     def run(*, counts_saved: bool = True, calls_hooks: bool = True, is_repeated: bool = False) -> TraceResult:
-        preserved = nullcontext() if keeps_attributes else preserve_task(task)
-        with preserved, preserve_state(task), fake_tensors(task) if fake else nullcontext():
-            tracers = []
-            for _ in range(1 + is_repeated):
-                own = copy_batch(batch)
-                tracer = Tracer(task, own, leaf_modules, fake=fake, earlier=earlier, calls_hooks=calls_hooks)
-                tracers.append(tracer)
-                counted = torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, lambda saved: saved)
-                saved = counted if counts_saved else nullcontext()
-                with interceptor.installed(), interceptor.handled_by(tracer), tracer.counter, saved, tracer:
-                    result = step(own)
-                if tracer is tracers[0]:
-                    found = tracer.finish(result)
-            if is_repeated:
-                tracers[1].compare(tracers[0], found)
+        make = partial(
+            Tracer,
+            task,
+            leaf_modules=leaf_modules,
+            fake=fake,
+            left_behind=left_behind,
+            changed=changed,
+            calls_hooks=calls_hooks,
+        )
+        fakes = fake_tensors(task) if fake else nullcontext()
+        with preserve_task(task), fakes, preserve_state(task, preceding, batch) as before:
+            tracer = make(copy_batch(batch), before=before)
+            result = record(tracer, counts_saved=counts_saved)
+            again: Tracer | None = None
+            if tracer.changes_attributes() or is_repeated:
+                with preserve_state(task) as between:
+                    again = make(copy_batch(batch), before=between)
+                    record(again, counts_saved=counts_saved)
+                    tracer.changed_again, tracer.used_again = again.changed(), again.used()
+            found = tracer.finish(result)
+            if again is not None and is_repeated:
+                again.compare(tracer, found)
             return found
 
     is_survey = not leaf_modules
@@ -132,8 +148,10 @@ class TraceResult:
     """Expanded modules whose own code reads elements of values that only one stage has."""
     has_hooks: bool
     """True if leaf modules have forward hooks."""
-    made: list[weakref.ref[Tensor]]
-    """Tensors that the step made; an attribute may pass one to the step of another phase."""
+    left_behind: frozenset[str]
+    """Attributes in which the step leaves tensors of one stage."""
+    unsendable: list[Node]
+    """Calls that read state of one stage and return what cannot be sent to the others, such as arrays."""
     changed_calls: tuple[Node, Node] | None = None
     """The first call that the step makes when it is run for the first time, and the other one of the second time."""
 
@@ -169,22 +187,37 @@ class Tracer(TracingMode):
         leaf_modules: frozenset[str],
         *,
         fake: bool,
-        earlier: Sequence[weakref.ref[Tensor]],
+        left_behind: frozenset[str],
+        before: PreservedState,
+        changed: frozenset[str],
         calls_hooks: bool,
     ):
         super().__init__()
+        self.batch = batch
+        self._before, self._changed_elsewhere = before, changed
+        self._of_another_phase = {id(tensor) for name, tensor in before.tensors if name in left_behind}
         self._calls_hooks = calls_hooks
         self._hooked: set[str] = set()  # leaf modules with forward hooks
         self._hooks_before = {name: _hooks(module) for name, module in task.named_modules()}
         self._new_hooks: dict[str, set[int]] = {}
-        self._carrying_modules: set[str] = set()
-        self._earlier = {id(tensor): tensor for made in earlier if (tensor := made()) is not None}
         self._fake = fake
         self.counter = FlopCounter()
         self._leaf_modules = leaf_modules
         self._parameters = {id(parameter): name for name, parameter in task.named_parameters()}
         self._buffers = {id(buffer): name for name, buffer in task.named_buffers()}
         self._task = task
+        self.watch = AttributeWatch(task, self._position)
+        self.changed_again, self.used_again = set[str](), set[str]()
+        """Attributes that a second run of the step writes, and whose tensors of before it uses."""
+        self._attribute_of: dict[int, str] = {}
+        for name, tensor in before.tensors:
+            self._attribute_of.setdefault(id(tensor), name)
+        self._writes: dict[int, list[str]] = {}  # by node, the state that it writes
+        self._saved_state: dict[int, dict[str, bool]] = {}  # by node, what autograd saves for its backward
+        self._carried: list[tuple[Tensor, CutConstraint]] = []  # tensors that a leaf module leaves for another call
+        self._cached: set[int] = set()  # tensors that a module keeps for its own calls
+        self._hook_calls, self._unsendable = list[Node](), list[Node]()  # the latter read state, but return no numbers
+        self.counter.before_write = self._before_write
         self._leaf_tensors = {
             name: ([id(parameter) for parameter in module.parameters()], list(module.buffers()))
             for name, module in task.named_modules()
@@ -292,6 +325,10 @@ class Tracer(TracingMode):
         for tensor in given:
             self._use(node, tensor)
         node.num_given = len(node.inputs)
+        if name in SIDE_EFFECTS:
+            self._hook_calls.append(node)
+        elif name == "data=":
+            self._before_write(given[0])
         if is_opaque:
             self._node = node
         self._in_call = True
@@ -311,7 +348,34 @@ class Tracer(TracingMode):
         changed = [tensor for tensor, before in zip(given, needed, strict=True) if tensor.requires_grad != before]
         self._complete(node, result, written, changed)
         node.reads = not made and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
+        if node.reads and (node.parameters or node.buffers):
+            self._send_numbers(node, result)
         return iter(result) if name == "__iter__" else result
+
+    def _send_numbers(self, node: Node, result: Any) -> None:
+        """Let a node send the numbers that it reads from state of the task, which its stage alone may have."""
+        if all(is_number(leaf) for leaf in tree_leaves(result)):
+            node.result = tree_map(self._number, result)
+            node.has_plain, node.reads = True, False
+        elif not isinstance(result, str):
+            self._unsendable.append(node)
+
+    def _number(self, value: Any) -> ScalarValue:
+        number = ScalarValue(type(value), self._num_codes, len(encoded(value)))
+        self._num_codes += number.count
+        return number
+
+    def _position(self) -> tuple[int, str]:
+        """Return the index of the present or next node, and the name of the leaf module that runs."""
+        return (len(self._nodes), "") if self._node is None else (self._node.index, self._node.name)
+
+    def _before_write(self, tensor: Tensor) -> None:
+        """Keep the content of a tensor of the task that the present node is about to write."""
+        with torch._C.DisableTorchFunction():
+            for name in self._before.keep_before_write(tensor):
+                written = self._writes.setdefault(self._position()[0], [])
+                if name not in written:
+                    written.append(name)
 
     def _after_operation(self, func: Any, given: Any, result: Any) -> None:
         """Keep what an operation has made of values of the step, if it is in no call that the trace has seen."""
@@ -368,6 +432,13 @@ class Tracer(TracingMode):
             node.buffers = _with(node.buffers, self._buffers[key])
         elif key in self._value_of:
             node.inputs = _with(node.inputs, self._value_of[key])
+        elif key in self._of_another_phase:
+            raise UserError(
+                f"{node} uses a tensor that the step of another phase has left behind. It exists in one stage, for "
+                "one micro-batch. Compute it again in this step, or type strategy=ddp."
+            )
+        elif key in self._attribute_of:
+            node.buffers = _with(node.buffers, self._attribute_of[key])
         elif key in self._hidden:
             for value in self._hidden[key].values:
                 node.inputs = _with(node.inputs, value)
@@ -377,14 +448,8 @@ class Tracer(TracingMode):
         elif key in self._made_inside:
             reference, first = self._made_inside[key]
             if reference() is tensor and first != node.index:
-                self._carrying_modules.add(self._nodes[first].name)
                 reason = f"{node} uses a tensor made inside {self._nodes[first]}"
-                self._constraints.append(CutConstraint(first, node.index, reason, CARRIED))
-        elif key in self._earlier:
-            raise UserError(
-                f"{node} uses a tensor that the step of another phase has left behind. It exists in one stage, for "
-                "one micro-batch. Compute it again in this step, or type strategy=ddp."
-            )
+                self._carried.append((tensor, CutConstraint(first, node.index, reason, CARRIED)))
         elif self._node is None:
             self._unknown.setdefault(key, (tensor, node))
 
@@ -395,10 +460,10 @@ class Tracer(TracingMode):
         for tensor in changed:
             if id(tensor) in self._value_of:
                 outputs[self._value_of[id(tensor)]] = tensor.requires_grad
+        node.written_buffers += tuple(self._writes.pop(node.index, ()))
+        node.saved = tuple(self._saved_state.pop(node.index, ()))
         for tensor in written:
-            if id(tensor) in self._buffers:
-                node.written_buffers += (self._buffers[id(tensor)],)
-            elif id(tensor) in self._value_of:
+            if id(tensor) in self._value_of:
                 outputs[self._value_of[id(tensor)]] = tensor.requires_grad
                 node.written += (self._value_of[id(tensor)],)
             alias_set = self._views.get(id(_base(tensor)), [])
@@ -419,9 +484,7 @@ class Tracer(TracingMode):
     def _traced_leaf(self, node: Node, leaf: Any, outputs: dict[int, bool]) -> Any:
         if not isinstance(leaf, Tensor):
             if node.is_opaque and is_number(leaf):
-                number = ScalarValue(type(leaf), self._num_codes, len(encoded(leaf)))
-                self._num_codes += number.count
-                return number
+                return self._number(leaf)
             if isinstance(leaf, CONSTANTS):
                 return leaf
             if node.is_leaf_module:
@@ -452,6 +515,8 @@ class Tracer(TracingMode):
     def count_saved(self, tensor: Tensor) -> Tensor:
         """Count a tensor that autograd saves for backward, each storage once, parameters not at all."""
         key = tensor.untyped_storage()._cdata
+        for name, _ in self._before.sharing(tensor):
+            self._saved_state.setdefault(self._position()[0], {})[name] = True
         if key not in self._saved_storages and id(_base(tensor)) not in self._parameters:
             self._saved_storages.add(key)
             self.counter.total.activation_bytes += num_bytes(tensor)
@@ -474,15 +539,21 @@ class Tracer(TracingMode):
             self._use(last, tensor)
         self._complete(last, None, [])
         self._checkpoints.clear()
-        self._mark_replaced_buffers()
-        mark_batch_only_nodes(self._nodes, self._values)
+        self._add_changes()
+        mark_batch_only_nodes(self._nodes, self._values, changed=self._changed_elsewhere)
         if self._leaf_modules:  # in a survey also those of scripted modules
             self._check_hidden_uses()
         numbers = None
         if any(node.sends_numbers for node in self._nodes):
             numbers = len(self._values)
             self._values.append(Value((self._num_codes,), torch.int64, local=False))
-        self._constraints += written_buffer_constraints(self._nodes)
+        carried = [constraint for tensor, constraint in self._carried if id(tensor) not in self._cached]
+        self._constraints += carried
+        known = {(constraint.first, constraint.last) for constraint in self._constraints}
+        changes = written_buffer_constraints(self._nodes, self._kind_of)
+        self._constraints += [each for each in changes if (each.first, each.last) not in known]
+        self._constraints += self._hook_constraints()
+        self._constraints = list(dict.fromkeys(self._constraints))
         self._constraints += alias_constraints(self._nodes, self._written_alias_sets)
         self._constraints += gradient_constraints(self._nodes)
         self._constraints += checkpoint_constraints(self._nodes)
@@ -496,10 +567,13 @@ class Tracer(TracingMode):
             temporary_hooks=frozenset(
                 name for name, hooks in self._new_hooks.items() if hooks - _hooks(self._task.get_submodule(name))
             ),
+            replaced=frozenset(self._changed),
+            reset=self._reset,
         )
         reading = [n for n in self._nodes if not n.is_batch_only and (n.reads or n.name in _SHAPED_BY_VALUES)]
         reading_modules = {node.path for node in reading if node.path}
-        made = [weakref.ref(tensor) for tensor, value in zip(self._kept, self._values, strict=False) if not value.local]
+        unsendable = [node for node in self._unsendable if not node.is_batch_only]
+        left_behind = frozenset(name for name in self.changed_again if self._is_of_one_stage(name))
         hidden = [result.tensor for result in self._hidden.values()]
         self._left_behind = [weakref.ref(tensor) for tensor in (*self._kept, *hidden)]
         self._left_behind += [reference for reference, _ in self._made_inside.values()]
@@ -510,10 +584,11 @@ class Tracer(TracingMode):
             graph,
             self._module_calls,
             self._opaque_leaf_modules,
-            self._carrying_modules & self._leaf_modules,
+            {self._nodes[each.first].name for each in carried} & self._leaf_modules,
             reading_modules,
             bool(self._hooked),
-            made,
+            left_behind,
+            unsendable,
         )
 
     def compare(self, first: Tracer, found: TraceResult) -> None:
@@ -536,14 +611,106 @@ class Tracer(TracingMode):
                 found.changed_calls = before, now
                 return
 
-    def _mark_replaced_buffers(self) -> None:
-        """Mark buffers to which the step assigned new tensors as written by the nodes that made these."""
-        for name, buffer in self._task.named_buffers():
-            if id(buffer) in self._value_of and id(buffer) not in self._buffers:
-                value = self._value_of[id(buffer)]
-                for node in self._nodes:
-                    if any(output.value == value for output in node.outputs):
-                        node.written_buffers += (name,)
+    def changes_attributes(self) -> bool:
+        """Return True if the step changed attributes or replaced buffers; raises UserError for what it must not do."""
+        replaced = self._before.attributes.replaced()
+        if replaced:
+            raise UserError(
+                f"the step registers or replaces '{replaced[0]}', which the other stages and the optimizer do not see. "
+                "Register it in the task's constructor, and write to it in place: under torch.no_grad(), "
+                f"self.{replaced[0]}.copy_(...)."
+            )
+        changed = self._before.attributes.changed()
+        # Now, as a second run changes what is in containers.
+        self._changed = {name: self._before.attributes.tensors_in(value) for name, value in changed.items()}
+        self._of_tensors_alone = {
+            name for name, value in changed.items() if all(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+        }
+        return bool(self._changed)
+
+    def changed(self) -> set[str]:
+        """Return the names of the attributes and buffers that the step wrote, also with what was there before."""
+        written = {name for name, access in self.watch.accesses.items() if access.last_write is not None}
+        return written | set(self._before.attributes.changed())
+
+    def used(self) -> set[str]:
+        """Return the names of the buffers, and of the attributes whose tensors of before the step used."""
+        return {name for node in self._nodes for name in node.buffers}
+
+    def _is_kept_by_hooks(self, name: str) -> bool:
+        """Return True for a container that holds only tensors of this step, which hooks of modules may have kept."""
+        return (
+            bool(self._hooked)
+            and name not in self.used_again
+            and name in self._of_tensors_alone
+            and all(id(tensor) in self._value_of for tensor in self._changed[name])
+        )
+
+    def _add_changes(self) -> None:
+        """Add to the nodes the attributes that the step changes, and the buffers that it replaces, where it does so.
+
+        A stage runs the code between nodes from the beginning of the step to its own last node, so what that code
+        writes to an attribute is the same in all later stages: only the nodes up to the last write share a stage, and
+        none if the attribute is written before it is read. What a leaf module writes is in its stage alone.
+        """
+        buffers = {name for name, _ in self._task.named_buffers(remove_duplicate=False)}
+        states = {*self._changed, *self._changed_elsewhere}
+        for node in self._nodes:
+            states.update(node.written_buffers)
+        for node in self._nodes:  # other attributes are constants
+            node.buffers = tuple(name for name in node.buffers if name in states or name in buffers)
+        for name, left in self._changed.items():
+            access = self.watch.accesses.get(name)
+            if name not in self.changed_again and (access is None or len(access.users) == 1):
+                self._cached.update(id(tensor) for tensor in left)
+                continue  # a cache, which each stage fills
+            if access is None:
+                raise UserError(
+                    f"the step changes the attribute '{name}' in a way that cannot be followed. Assign it by "
+                    f"self.{name.rpartition('.')[2]} = ... in its module, or type strategy=ddp."
+                )
+            # A container has changed inside, or a leaf module has written: other stages do not.
+            is_inside = access.last_write is None or access.writers != {""}
+            last = access.last if access.last_write is None or is_inside else access.last_write
+            is_kept = access.last_write is None and self._is_kept_by_hooks(name)
+            if (access.reads_first or is_inside) and not is_kept:
+                self._nodes[access.first].buffers = _with(self._nodes[access.first].buffers, name)
+            self._nodes[last].written_buffers = _with(self._nodes[last].written_buffers, name)
+            for tensor in left:
+                self._use(self._nodes[last], tensor)
+        written = {name for node in self._nodes for name in node.written_buffers}
+        for name in self._changed_elsewhere - set(self._changed) - written:
+            if (access := self.watch.accesses.get(name)) is not None:
+                for index in (access.first, access.last):
+                    self._nodes[index].buffers = _with(self._nodes[index].buffers, name)
+        self._reset = frozenset(
+            name
+            for name, access in self.watch.accesses.items()
+            if access.last_write is not None and name not in self._changed
+        )
+
+    def _kind_of(self, name: str) -> str:
+        owner, _, key = name.rpartition(".")
+        module = self._task.get_submodule(owner)
+        return "parameter" if key in module._parameters else "buffer" if key in module._buffers else "attribute"
+
+    def _is_of_one_stage(self, name: str) -> bool:
+        """Return True for an attribute in which the step leaves a tensor that depends on the model."""
+        places = [self._value_of.get(id(tensor)) for tensor in self._changed.get(name, ())]
+        is_buffer = self._kind_of(name) == "buffer"
+        return not is_buffer and any(place is not None and not self._values[place].local for place in places)
+
+    def _hook_constraints(self) -> Iterator[CutConstraint]:
+        """Yield constraints around the nodes whose gradients a hook sees, and the node that sets it."""
+        makers = {output.value: node for node in reversed(self._nodes) for output in node.outputs}
+        for node in self._hook_calls:
+            users = [makers[value] for value in node.inputs if value in makers and not self._values[value].local]
+            users += [user for user in self._nodes if set(user.parameters) & set(node.parameters)]
+            indices = [node.index, *(user.index for user in users)]
+            if min(indices) < max(indices):
+                reason = f"{node} sets a hook on the gradient of a tensor of {self._nodes[min(indices)]}"
+                advice = " Set it in the module that makes the tensor, or where that module is called."
+                yield CutConstraint(min(indices), max(indices), reason, advice)
 
 
 def _hooks(module: nn.Module) -> set[int]:
@@ -571,8 +738,14 @@ CHEAP_SECONDS = 1e-4
 _SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
 
 
-def mark_batch_only_nodes(nodes: Sequence[Node], values: Sequence[Value]) -> None:
-    """Mark the nodes and values that depend on the batch and constants alone, except expensive ones."""
+def mark_batch_only_nodes(
+    nodes: Sequence[Node], values: Sequence[Value], *, changed: frozenset[str] = frozenset()
+) -> None:
+    """Mark the nodes and values that depend on the batch and constants alone, except expensive ones.
+
+    State that this step changes, or another one by `changed`, is not constant.
+    """
+    states = changed.union(*(node.written_buffers for node in nodes))
     expensive = max(CHEAP_SHARE * sum(estimated_seconds(node.cost) for node in nodes), CHEAP_SECONDS)
     tainted: set[int] = set()
     while True:
@@ -582,6 +755,7 @@ def mark_batch_only_nodes(nodes: Sequence[Node], values: Sequence[Value]) -> Non
             node.is_batch_only = not (
                 node.parameters
                 or node.written_buffers
+                or states.intersection(node.buffers)
                 or node.name == RETURN
                 or (node.is_random and node.checkpoint is not None)  # draws after others of its stage
                 or {*node.inputs, *made} & tainted
@@ -595,13 +769,14 @@ def mark_batch_only_nodes(nodes: Sequence[Node], values: Sequence[Value]) -> Non
         value.local = index not in tainted
 
 
-def written_buffer_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
-    """Yield a constraint for each buffer that is written in place, around all nodes that use it."""
+def written_buffer_constraints(nodes: Sequence[Node], kind_of: Callable[[str], str]) -> Iterator[CutConstraint]:
+    """Yield a constraint for each parameter, buffer or attribute that is written, around all nodes that use it."""
     for name in dict.fromkeys(name for node in nodes for name in node.written_buffers):
-        users = [node for node in nodes if name in node.buffers + node.written_buffers]
+        users = [node for node in nodes if name in node.tensor_names]
         if users[0] is not users[-1]:
-            reason = f"buffer '{name}' is written in place and used by {users[0]} and {users[-1]}"
-            yield CutConstraint(users[0].index, users[-1].index, reason)
+            reason = f"{kind_of(name)} '{name}' is written and used by {users[0]} and {users[-1]}"
+            advice = " Read and write it in one module's forward, or where they are close to each other."
+            yield CutConstraint(users[0].index, users[-1].index, reason, advice)
 
 
 def alias_constraints(nodes: Sequence[Node], writes: Sequence[tuple[Sequence[int], int]]) -> Iterator[CutConstraint]:
@@ -692,21 +867,77 @@ def _fake(tensor: Tensor) -> Tensor:
     return empty
 
 
+class PreservedState:
+    """State of a task before a step: its attributes, and the content of what the step writes in place."""
+
+    def __init__(self, task: nn.Module) -> None:
+        self.attributes = AttributeSnapshot(task, metrics_in(task))
+        registered = named_state(task)
+        ids = {id(tensor) for tensor in registered.values()}
+        attributes = [(name, tensor) for name, tensor in self.attributes.tensors() if id(tensor) not in ids]
+        self.tensors = [*registered.items(), *attributes]
+        """Parameters, buffers and the tensors in attributes, by name."""
+        self._sharing: dict[int, list[tuple[str, Tensor]]] = {}  # by memory
+        for name, tensor in self.tensors:
+            self._sharing.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def keep_named(self, names: Collection[str]) -> None:
+        """Keep the content of the tensors that the step is known to write."""
+        for name, tensor in self.tensors:
+            if name in names:
+                self.keep(tensor)
+
+    def keep_before_write(self, written: Tensor) -> list[str]:
+        """Keep the tensors that share memory with one that is about to be written, and return their names."""
+        sharing = self.sharing(written)
+        for _, tensor in sharing:
+            self.keep(tensor)
+        return [name for name, _ in sharing]
+
+    def sharing(self, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """Return the tensors that share memory with one, by name."""
+        return self._sharing.get(tensor.untyped_storage()._cdata, [])
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the content of a tensor that is about to be written; another stage's has none."""
+        has_content = not tensor.is_meta and (tensor.numel() == 1 or 0 not in tensor.stride())
+        if id(tensor) not in self._kept and has_content:
+            self._kept[id(tensor)] = tensor, tensor.data, tensor.detach().clone()
+
+    @contextmanager
+    def kept_before_writes(self) -> Iterator[None]:
+        """Keep in the block what is written in place."""
+        counter = FlopCounter()
+        counter.before_write = self.keep_before_write
+        with counter:
+            yield
+
+    def restore(self) -> None:
+        """Restore what was kept."""
+        with torch.no_grad():
+            for tensor, memory, content in self._kept.values():
+                if tensor.untyped_storage()._cdata != memory.untyped_storage()._cdata:
+                    tensor.data = memory
+                memory.copy_(content)
+
+
 @contextmanager
-def preserve_state(task: nn.Module) -> Iterator[None]:
-    """Restore the task's buffers and the random generators at the end of the block."""
-    # A scripted module has no dictionary of buffers, and cannot replace them.
-    tables = [(each._buffers, dict(each._buffers)) for each in task.modules() if isinstance(each._buffers, dict)]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers() if not buffer.is_meta]
+def preserve_state(task: nn.Module, preceding: Sequence[Step] = (), batch: Any = None) -> Iterator[PreservedState]:
+    """Restore generators and the tensors that are written in place at the end; the steps `preceding` run first."""
+    state = PreservedState(task)
     try:
         with preserve_rng():
-            yield
+            if not preceding:
+                yield state
+                return
+            with state.kept_before_writes():
+                for step in preceding:
+                    step(copy_batch(batch))
+            with preserve_state(task) as inner:
+                yield inner
     finally:
-        for table, kept in tables:
-            table.update(kept)
-        with torch.no_grad():
-            for buffer, content in buffers:
-                buffer.copy_(content)
+        state.restore()
 
 
 def copy_batch(batch: Any) -> Any:

@@ -237,8 +237,7 @@ def test_a_tensor_that_one_phase_leaves_for_another_is_an_error():
     task = _Leaves()
     batch = _Leaves.batch(4, torch.Generator())
     trace_inputs = [
-        TraceInput(task, TrainingStep(step), batch, "estimated", has_phases=True)
-        for step in (task.first_step, task.second_step)
+        TraceInput(task, TrainingStep(step), batch, "estimated") for step in (task.first_step, task.second_step)
     ]
 
     with pytest.raises(UserError, match=r"`detach`.*uses a tensor that the step of another phase has left behind"):

@@ -177,12 +177,15 @@ def test_a_step_that_returns_before_its_last_call_is_an_error():
         chain.run(torch.ones(2, 3), only=1)
 
 
+KEPT = {}
+
+
 class _Keeping(nn.Linear):
-    """Keeps its result in an attribute."""
+    """Keeps its result outside of the task."""
 
     def forward(self, x):
-        self.kept = super().forward(x)
-        return self.kept
+        KEPT["first"] = super().forward(x)
+        return KEPT["first"]
 
 
 class _Carries(nn.Module):
@@ -194,14 +197,14 @@ class _Carries(nn.Module):
 
     def training_step(self, batch):
         self.first(batch)
-        return self.second(self.first.kept).sum()
+        return self.second(KEPT["first"]).sum()
 
 
 def test_a_tensor_that_an_attribute_carries_to_another_stage_is_an_error():
     chain = _Chain(_Carries(), torch.ones(2, 3), 2, split_points=["second"])
 
     chain.run(torch.ones(2, 3), only=0)
-    chain.task.first.kept = torch.zeros(2, 3)  # of another micro-batch
+    KEPT["first"] = torch.zeros(2, 3)  # of another micro-batch
 
     with pytest.raises(
         TraceMismatchError, match=r"module 'second'.*another tensor than the one that module 'first'.*Return"
