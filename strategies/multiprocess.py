@@ -39,6 +39,7 @@ from trainkit.optim.precision import Precision
 from trainkit.run_dir.failure import phase_in
 from trainkit.strategy import Strategy, pick_device
 from trainkit.task import TaskModule
+from trainkit.tree import map_tensors
 
 T = TypeVar("T")
 
@@ -233,7 +234,8 @@ class MultiProcessStrategy(Strategy):
         """Return the trained state on rank 0 if the caller is in another process; collective."""
         if self._environment is None or self.comm.rank != 0:
             return None
-        return {name: tensor.cpu() for name, tensor in self.state_dict(task).items()}
+        state: dict[str, Any] = map_tensors(self.state_dict(task), Tensor.cpu)  # extra state may be anything
+        return state
 
     def teardown(self) -> None:
         """Leave the process group if this strategy joined it; may be called twice."""

@@ -128,6 +128,40 @@ def test_a_replaced_buffer_is_that_of_rank_0(tmp_path):
     assert min(length for _, length in second) > 2, "a buffer of another shape is left alone"
 
 
+class Counting(nn.Linear):
+    """Counts its calls in its extra state."""
+
+    calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(inputs)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class CountingTask(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Counting(8, 4)
+
+    def training_step(self, batch: Any) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_callers_task_gets_extra_state_from_ranks_in_other_processes(tmp_path):
+    task = CountingTask()
+    fit(DDPStrategy(device="cpu", devices=2), task, str(tmp_path / "run"))
+    assert task.net.calls == 5
+
+
 def weights_after_training(folder: str) -> dict[str, list[list[list[float]]]]:
     found: dict[str, list[list[list[float]]]] = {}
     for name, make in STRATEGIES.items():
