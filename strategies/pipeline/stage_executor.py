@@ -215,9 +215,10 @@ def _saved_before_writes(written: Sequence[tuple[Table, str]]) -> AbstractContex
     memories = {tensor.untyped_storage()._cdata for tensor in present if isinstance(tensor, Tensor)}
 
     def save(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata in memories:
-            return tensor.detach().clone()
-        return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
+        with torch._C.DisableTorchFunction():  # an autograd Function saves while the calls of the step are followed
+            if tensor.untyped_storage()._cdata in memories:
+                return tensor.detach().clone()
+            return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
 
     return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved)
 
