@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.sync import detach_metrics, metrics_in
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.task import TaskModule
 from trainkit.tree import to_device
 
 from .attributes import FirstStepCheck, StageAttributes
@@ -161,13 +162,15 @@ class StagedModel:
             )
         return partitioned
 
-    def first_step_check(self, key: str, task: nn.Module, held: Mapping[str, Tensor]) -> FirstStepCheck | None:
-        """Return the check of a step that runs for the first time; `held` is the state of this rank."""
+    def first_step_check(
+        self, key: str, task: TaskModule, local_state: Callable[[TaskModule], Mapping[str, Tensor]]
+    ) -> FirstStepCheck | None:
+        """Return the check of a step that runs for the first time; `local_state` returns the state of this rank."""
         if key in self._checked:
             return None
         self._checked.add(key)
         graph = self.steps[key].graph
-        return FirstStepCheck(task, graph.written | graph.replaced | graph.reset, held, metrics_in(task))
+        return FirstStepCheck(task, graph.written | graph.replaced | graph.reset, local_state(task), metrics_in(task))
 
     def phase_parameters(self, task: nn.Module, phase_optimizer: PhaseOptimizer) -> dict[str, nn.Parameter]:
         """Return by name the parameters that a phase trains and its step uses."""

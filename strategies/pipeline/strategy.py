@@ -345,7 +345,7 @@ class PipelineStrategy(MultiProcessStrategy):
         gradients = self._gradients[self._phase]
         actions = self.schedule.actions(self.mesh.stage, len(batches))
         key = step_key(self._phase, self._step_name)
-        check = self.staged_model.first_step_check(key, task, self.local_state(task)) if batches else None
+        check = self.staged_model.first_step_check(key, task, self.local_state) if batches else None
         self.runtime.train(
             executor,
             in_precision(self.precision, getattr(task, self._step_name)),
