@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from trainkit.distributed.collectives import check_same_model
 from trainkit.distributed.failure_store import FailureStore
@@ -98,9 +99,7 @@ class Reducer:
             self.entries, filler=self.filler, queue=self._queue, accumulated_divisor=divisor
         )
         self.failure: str | None = None  # why nothing can be reduced any more
-        self._handles = [
-            entry.parameter.register_post_accumulate_grad_hook(self._make_hook(entry)) for entry in self.entries
-        ]
+        self._handles = self._register_hooks()
 
     # ---- Backward passes
 
@@ -123,6 +122,16 @@ class Reducer:
         """Only accumulate gradients on this rank; the next reduction includes the sum."""
         self._unused.pre_divide_accumulated()
         yield
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """Leave gradients of backwards in this context alone, as if there were no reducer."""
+        for handle in self._handles:
+            handle.remove()
+        try:
+            yield
+        finally:
+            self._handles = self._register_hooks()
 
     def prepare_for_backward(self, _: object = None) -> None:
         """Reduce the next backward, from its first gradient on, also if it does not reach the outputs."""
@@ -237,6 +246,9 @@ class Reducer:
         self.transport.close()
 
     # ---- Arrival of gradients
+
+    def _register_hooks(self) -> list[RemovableHandle]:
+        return [entry.parameter.register_post_accumulate_grad_hook(self._make_hook(entry)) for entry in self.entries]
 
     def _make_hook(self, entry: GradientEntry) -> Callable[[Tensor], None]:
         # One closure for each parameter, without calls on its usual path: it runs for each in every backward.

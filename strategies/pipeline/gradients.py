@@ -70,6 +70,10 @@ class StageGradients:
 
         return around
 
+    def detached(self) -> AbstractContextManager[Any]:
+        """Return a context in which gradients are neither reduced nor kept in buckets."""
+        return nullcontext() if self._reducer is None else self._reducer.detached()
+
     def reduce_zeros(self) -> None:
         """Contribute zeros to the reduction if this replica has no samples. Collective over replicas."""
         if self._reducer is not None:

@@ -40,10 +40,12 @@ from .graph import (
     decoded,
     tensors,
 )
-from .stage import StageGraph
+from .stage import StageGraph, stage_graphs
 
 Shapes = list[tuple[int, ...] | None]
 """Shape of each value of a step; `None` where it is not known yet."""
+Recorder = Callable[[int, Node, Any, Any], None]
+"""Called with the seed of the micro-batch, a node, its arguments and its result."""
 
 # fmt: off
 METADATA = frozenset((
@@ -105,6 +107,9 @@ class StageExecutor:
         self._reset = [place_of(task, name) for name in graph.reset]
         written = [name for name in sorted(graph.written) if _is_saved_before_write(graph, task, name)]
         self._written = [place_of(task, name) for name in written]
+        self._traced = traced
+        self.recorder: Recorder | None = None
+        """Called with each node that was executed while a step is verified."""
         self._temporarily_hooked = [task.get_submodule(name) for name in graph.temporary_hooks]
         self._metrics = metrics_in(task)
         self._placeholders: dict[tuple[int, tuple[int, ...]], Tensor] = {}
@@ -149,6 +154,11 @@ class StageExecutor:
             numbers = torch.tensor(interpreter.numbers, dtype=torch.int64, device=self.device)
             interpreter.values[self.graph.numbers] = numbers
         return returned, interpreter.values
+
+    def as_one_stage(self, task: nn.Module, *, rank: int) -> StageExecutor:
+        """Return the executor of the whole step as one stage, on `rank`."""
+        stages = stage_graphs(self.graph, [(0, len(self.graph.nodes))], [rank])
+        return StageExecutor(self.graph, task, stages, traced=self._traced, device=self.device)
 
     def writes(self, node: Node) -> bool:
         """Return True for a node that writes to parameters or buffers, as the hooks of spectral norms do."""
@@ -549,6 +559,8 @@ class _StageInterpreter(TracingMode):
             result = list(result)
         if node.has_plain:
             self._record_numbers(node, result)
+        if self._executor.recorder is not None:
+            self._executor.recorder(self._seed, node, (args, kwargs), result)
         if node.index in self._stage_graph.made_by:
             self._record_values(node, [result] if isinstance(result, Tensor) else tensors(result))
         return iter(result) if node.name == "__iter__" else result

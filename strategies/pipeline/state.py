@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,22 +80,53 @@ class PipelineState:
         names = self._names
         for key, own in list(state.items()):
             source = self._placement.holders[names[key]][0] if key in names else self._source_of_extra_state(key)
-            if source == 0:
-                continue
-            if not isinstance(own, Tensor):  # extra state of a module
-                box = [own]
-                if self._stage == source:
-                    dist.send_object_list(box, group=self._group, group_dst=0)
-                elif self._stage == 0:
-                    dist.recv_object_list(box, group=self._group, group_src=source)
-                    state[key] = box[0]
-            elif self._stage == source:
-                dist.send(own.cpu().contiguous(), group=self._group, group_dst=0)
-            elif self._stage == 0:
-                whole = torch.empty(own.shape, dtype=own.dtype)
-                dist.recv(whole, group=self._group, group_src=source)
-                state[key] = whole
+            state[key] = self._sent_to_first(own, source=source)
         return state
+
+    def _sent_to_first(self, own: Any, *, source: int) -> Any:
+        """Return on the first stage the tensor or object of stage `source`, and on others the own. Collective."""
+        if source == 0 or self._stage not in (0, source):
+            return own
+        if not isinstance(own, Tensor):
+            box = [own]
+            if self._stage == source:
+                dist.send_object_list(box, group=self._group, group_dst=0)
+            else:
+                dist.recv_object_list(box, group=self._group, group_src=source)
+            return box[0]
+        if self._stage == source:
+            dist.send(own.detach().cpu().contiguous(), group=self._group, group_dst=0)
+            return own
+        whole = torch.empty(own.shape, dtype=own.dtype)
+        dist.recv(whole, group=self._group, group_src=source)
+        return whole
+
+    @contextmanager
+    def whole_on_first(self, task: nn.Module, device: torch.device) -> Iterator[None]:
+        """Give the first stage copies of all parameters and buffers in the block, and changed attributes for good.
+
+        Collective over the stages, where it begins.
+        """
+        assert self._placement is not None
+        before: list[tuple[Tensor, Tensor]] = []
+        for name, ranks in self._placement.holders.items():
+            table, key = place_of(task, name)
+            own: Any = table.get(key)
+            if name in self._registered:
+                found = self._sent_to_first(own, source=ranks[0])
+                if self._stage == 0 and all(tensor is not own for tensor, _ in before):
+                    before.append((own, own.data))
+                    own.data = found.detach().to(device, copy=True)
+                continue
+            sent = pickled(own, task) if self._stage == ranks[0] and key in table else None
+            box = self._sent_to_first(sent, source=ranks[0])
+            if self._stage == 0 and ranks[0] != 0 and box is not None:
+                table[key] = unpickled(box, task)
+        try:
+            yield
+        finally:
+            for tensor, content in before:
+                tensor.data = content
 
     def _source_of_extra_state(self, key: str) -> int:
         """Return the stage that changes the attributes of the module whose extra state is `key`."""
@@ -142,7 +174,7 @@ class PipelineState:
 
     def _share_attribute(self, task: nn.Module, table: Table, key: str, *, source: int) -> None:
         """Give every stage the attribute of one of them. Collective over stages."""
-        box = [pickled(table.get(key), task) if self._stage == source else None]
+        box = [pickled(table[key], task) if self._stage == source and key in table else None]
         dist.broadcast_object_list(box, group=self._group, group_src=source)
         if self._stage != source and box[0] is not None:
             table[key] = unpickled(box[0], task)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -31,16 +32,19 @@ from trainkit.tree import map_tensors, to_device
 
 from ..multiprocess import BroadcastBuffers, MultiProcessStrategy, RankSettings
 from .gradients import StageGradients, SyncedScaler
+from .graph import Step
 from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh
 from .partition import SharedParameters
 from .plan_report import PlanReport, draw_stages, write_plan, write_timeline
 from .planner import TrainingStep
-from .runtime import PipelineRuntime
+from .runtime import PipelineRuntime, ReadLoss
 from .schedules import SCHEDULES, SYNONYMS, Schedule
 from .stage import Placement
 from .stage_executor import StageExecutor, in_precision
 from .staged_model import StagedModel, check_name, step_key
 from .state import PipelineState
+from .tracer import copy_batch
+from .verification import Verification, fits_in_memory
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +81,9 @@ class PipelineStrategy(MultiProcessStrategy):
         accumulate: Micro-batches of a step on each replica; by default two for each stage.
         micro_batch_size: Largest number of samples of a micro-batch, in place of `accumulate`.
         broadcast_buffers: Give all replicas the buffers (batch-norm statistics) of the first one after every step.
+        verify: Number of steps at the beginning of a run that are compared with the same steps in one process, which
+            the first stage runs before: `auto` (one, if the whole task takes a small share of its memory), `off`, or
+            a number. A difference ends the run with the name of the first call that differs.
         record_timeline: Write the actions of all ranks in the last step to the run folder, for the report.
         timeout_seconds: Seconds to wait for another rank.
         backend: Backend between replicas: `auto` (gloo or nccl), or one of torch.distributed; stages use gloo.
@@ -102,6 +109,7 @@ class PipelineStrategy(MultiProcessStrategy):
         accumulate: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
         broadcast_buffers: bool = True,
+        verify: int | Literal["auto", "off"] = "auto",
         record_timeline: bool = False,
         timeout_seconds: float = 1800.0,
         backend: str = "auto",
@@ -116,6 +124,8 @@ class PipelineStrategy(MultiProcessStrategy):
         for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
+        if verify not in ("auto", "off") and (not isinstance(verify, int) or verify < 0):
+            raise UserError(f"verify must be auto, off or a number of steps, got {verify!r}.")
         name = SYNONYMS.get(schedule, check_name("schedule", schedule, [*SCHEDULES, *SYNONYMS]))
         self.schedule = Schedule(name, stages, stages_per_rank if name == "interleaved_1f1b" else 1)
         self.mesh = PipelineMesh(stages=stages, replicas=replicas)
@@ -129,10 +139,12 @@ class PipelineStrategy(MultiProcessStrategy):
         self.state = PipelineState()
         self.plan_report: PlanReport | None = None
         """The stages, once the task is partitioned."""
+        self.verify = verify
         self.record_timeline = record_timeline
         self._gradients: dict[str, StageGradients] = {}  # by phase
         self._phase_optimizers: dict[str, PhaseOptimizer] = {}  # by phase
         self._phase = ""
+        self._to_verify: dict[str, int] = {}  # by step key: the number of steps that are still to be verified
         self._begun: Iterator[StepBatch] | None = None  # training's batches; the first one has been traced
         self._waited_before: float | None = None  # at the start of the overlap profile
 
@@ -229,6 +241,7 @@ class PipelineStrategy(MultiProcessStrategy):
     def _partition(self, task: TaskModule, batch: Any, num_micro_batches: int) -> None:
         """Partition the task by its training steps, and keep the local part on the device. Collective."""
         phase, step_name = self._phase, self._step_name
+        fits = self.comm.broadcast_object(fits_in_memory(task, self.device))
         placement = self._partition_by(task, self._training_steps(task), batch, num_micro_batches, all_replicas=True)
         self._gradients = {
             name: StageGradients(
@@ -242,6 +255,8 @@ class PipelineStrategy(MultiProcessStrategy):
         }
         if self.broadcast_buffers:
             self._buffers = BroadcastBuffers(task, is_shared=lambda name: placement.is_held(name, self.mesh.stage))
+        verify = int(fits) if self.verify == "auto" else 0 if self.verify == "off" else int(self.verify)
+        self._to_verify = dict.fromkeys(self.staged_model.steps, verify)
         if phase:
             self.begin_phase(self._phase_optimizers[phase], step_name=step_name)
 
@@ -330,6 +345,8 @@ class PipelineStrategy(MultiProcessStrategy):
         if self.staged_model.placement is None:
             self._partition(task, batches[0] if batches else None, len(batches))
         executor = self.staged_model.training_step(task, self._phase, self._step_name)
+        key = step_key(self._phase, self._step_name)
+        step = in_precision(self.precision, getattr(task, self._step_name))
         outputs: dict[int, StepOutput] = {}
 
         def read_loss(index: int, returned: Any) -> Tensor:
@@ -344,16 +361,11 @@ class PipelineStrategy(MultiProcessStrategy):
         self.precision.scale(torch.zeros((), device=self.device))  # on every stage the scaler must have seen a loss
         gradients = self._gradients[self._phase]
         actions = self.schedule.actions(self.mesh.stage, len(batches))
-        key = step_key(self._phase, self._step_name)
+        verification = self._verification(task, executor, step, batches, read_loss)
         check = self.staged_model.first_step_check(key, task, self.local_state) if batches else None
-        self.runtime.train(
-            executor,
-            in_precision(self.precision, getattr(task, self._step_name)),
-            batches,
-            actions=actions,
-            read_loss=read_loss,
-            around=gradients.reduce_around(actions),
-        )
+        with nullcontext() if verification is None else verification.recorded():
+            around = gradients.reduce_around(actions)
+            self.runtime.train(executor, step, batches, actions=actions, read_loss=read_loss, around=around)
         if check is not None:
             check.finish()
         if not actions:
@@ -361,10 +373,30 @@ class PipelineStrategy(MultiProcessStrategy):
         ordered = [outputs[index] for index in sorted(outputs)]
         shared = self.runtime.broadcast_outputs(ordered, executor, key)
         gradients.sum_shared()
+        if verification is not None:
+            assert self.staged_model.placement is not None
+            verification.finish(self.staged_model.placement, self.comm, name=self.rank_name(self.comm.process))
         self._normalize_gradients(shared, batch)
         if self._buffers is not None and self.mesh.replicas > 1:
             broadcast(self._buffers.now(), self.comm.group)
         return shared
+
+    def _verification(
+        self, task: TaskModule, executor: StageExecutor, step: Step, batches: Sequence[Any], read_loss: ReadLoss
+    ) -> Verification | None:
+        """Return the comparison of this step with one process, or `None` if it is not to be verified. Collective."""
+        key = step_key(self._phase, self._step_name)
+        if not self._to_verify[key]:
+            return None
+        self._to_verify[key] -= 1
+
+        def run(whole: StageExecutor) -> None:
+            actions, copies = Schedule("1f1b", 1).actions(0, len(batches)), [copy_batch(batch) for batch in batches]
+            self.runtime.train(whole, step, copies, actions=actions, read_loss=read_loss)
+
+        verification = Verification(task, executor, self.mesh, step=self._steps)
+        verification.run_in_one_process(run, self.state, self._gradients[self._phase])
+        return verification
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""

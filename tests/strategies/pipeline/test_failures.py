@@ -112,7 +112,7 @@ class _Breaking(nn.Module):
     num_calls = 0
 
     def forward(self, inputs):
-        self.num_calls += dist.get_rank() == 1
+        self.num_calls += 1
         return _Breaks.apply(inputs, self.num_calls)
 
 
