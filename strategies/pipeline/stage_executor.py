@@ -394,7 +394,7 @@ class TracingMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = _function_name(func)
+        name = function_name(func)
         if name in METADATA:
             return func(*args, **(kwargs or {}))
         if name in FREEZING and isinstance(args[0], nn.Parameter):
@@ -415,7 +415,7 @@ class TracingMode(TorchFunctionMode):
         return self.module_call(name, call, args, kwargs)
 
 
-def _function_name(function: Any) -> str:
+def function_name(function: Any) -> str:
     """Return the short name of a torch function, method or property."""
     name: str = getattr(function, "__name__", "") or type(function).__name__
     if name == "__get__":

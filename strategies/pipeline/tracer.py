@@ -47,7 +47,7 @@ from .graph import (
     tensors,
 )
 from .snapshot import preserve_task
-from .stage_executor import ModuleInterceptor, TracingMode, without_hooks
+from .stage_executor import ModuleInterceptor, TracingMode, function_name, without_hooks
 
 SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 """Calls without a tensor as result that are made once, in the stage they belong to."""
@@ -278,6 +278,19 @@ class Tracer(TracingMode):
         if self._node is not None:
             return call(*args, **kwargs)
         return self._record(name, call, args, kwargs, is_opaque=True)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        reads_graph = self._node is None and result is not None and function_name(func) == "grad_fn"
+        if reads_graph and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            raise UserError(
+                f"the step reads grad_fn of a tensor (at {caller_location()}), which other stages than the one that "
+                "made it do not have. Register hooks on gradients by tensor.register_hook; other uses of the graph "
+                "belong inside one module's forward."
+            )
+        return result
 
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function: as a node outside of leaf modules; inside one, to record the tensors it uses."""

@@ -198,3 +198,19 @@ def test_a_step_that_runs_backward_itself_is_an_error():
 
     with pytest.raises(UserError, match="Return the loss"):
         _trace(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+
+
+def test_a_step_that_reads_the_graph_of_a_tensor_is_an_error():
+    def hooked(task, batch):
+        hidden = task.first(batch)
+        hidden.grad_fn.register_hook(lambda inputs, outputs: None)
+        return task.second(hidden).sum()
+
+    def compared(task, batch):
+        assert batch.grad_fn is None  # of a tensor that no stage has made
+        return task.second(task.first(batch)).sum()
+
+    layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    with pytest.raises(UserError, match=r"the step reads grad_fn of a tensor \(at test_tracer.py:\d+\)"):
+        _trace(_Step(hooked, **layers), torch.ones(2, 4), "first", "second")
+    assert _names(_trace(_Step(compared, **layers), torch.ones(2, 4), "first", "second"))[:2] == ["first", "second"]
