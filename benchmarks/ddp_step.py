@@ -39,6 +39,7 @@ from trainkit.testing import run_ranks
 
 NAMES = (
     "no communication",
+    "one number",  # summed over ranks after each backward: what it costs to wait for each other
     "stock",
     "stock, best",
     "ours, gloo",
@@ -106,6 +107,7 @@ class Contender:
         self.model = model
         self.wrapped: nn.Module = model
         self.reducer: Reducer | None = None
+        self.number = torch.zeros(1) if name == "one number" else None
         if name == "stock":
             self.wrapped = StockDDP(model)
         elif name == BEST:
@@ -132,6 +134,8 @@ class Contender:
         with nullcontext() if self.reducer is None else self.reducer.session():
             loss = self.wrapped(x).square().mean()
             (loss * self.share).backward()
+        if self.number is not None:
+            dist.all_reduce(self.number)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
