@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from tests.strategies.pipeline.training import Training, make, step_batches
 from tests.strategies.pipeline.zoo.tasks import WIDTH, ExtraState
 from trainkit import Data, Trainer
+from trainkit.testing import run_ranks
 
 
 def _fit(run_dir, strategy, num_steps, *, resume=None, sharded=False):
@@ -43,3 +46,20 @@ def test_extra_state_of_a_later_stage_is_saved_and_resumed_by_a_pipeline_and_by_
         assert resumed.counting.calls == 16
         for found, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
             assert torch.allclose(found, expected, rtol=0.0, atol=1e-9)
+
+
+def _loaded_while_training():
+    strategy = PipelineStrategy(stages=2, device="cpu")
+    training = Training(make(ExtraState), strategy)
+    first, second = step_batches(ExtraState, sizes=(4, 4), num_steps=2)
+    training.step(first)
+    box = [strategy.state_dict(training.task)]
+    dist.broadcast_object_list(box, src=0)
+    training.step(second)
+    before = training.task.counting.calls
+    strategy.load_state_dict(training.task, box[0])
+    return before, training.task.counting.calls
+
+
+def test_extra_state_is_loaded_into_a_task_that_is_partitioned():
+    assert run_ranks(_loaded_while_training, num_ranks=2)[1] == (4, 2)
