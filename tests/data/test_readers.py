@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from tests.tasks import NumberStream
+from tests.tasks import NumberStream, Regression
+from trainkit import Data, UserError
 from trainkit.data.readers import (
     Request,
     WorkerIterator,
@@ -89,6 +90,33 @@ def test_a_custom_collate_gets_the_samples_unchanged():
     assert make_reader(dataset, collate)(torch.tensor([3, 1]), 0) == 2
     assert seen == [(3, 30), (1, 10)]
     assert all(isinstance(sample, tuple) for sample in seen)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("samples", "reason"),
+    [
+        ([torch.ones(2), torch.ones(3)], "stack expects each tensor to be equal size"),
+        ([[1, 2], [1]], "of equal size"),
+        ([None, None], "NoneType"),
+    ],
+)
+def test_samples_that_make_no_batch_name_the_remedies(make_trainer, samples, reason, num_workers):
+    data = Data(train=samples, batch_size=2, num_workers=num_workers, shuffle=False)
+
+    with pytest.raises(UserError, match=r"cannot be made a batch: ") as caught:
+        make_trainer(max_duration="1step").fit(Regression(), data)
+
+    for word in (reason, "Data(collate_fn=function)", "trainkit.Packed"):
+        assert word in str(caught.value)
+
+
+def test_an_error_of_a_custom_collate_function_is_raised_as_it_is(make_trainer):
+    def collate_fn(samples):
+        raise RuntimeError("tensors should be of equal size")
+
+    with pytest.raises(RuntimeError, match="^tensors should be of equal size$"):
+        make_trainer(max_duration="1step").fit(Regression(), Data(train=[1, 2], batch_size=2, collate_fn=collate_fn))
 
 
 def test_getitems_is_called_once_for_all_samples():

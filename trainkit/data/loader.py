@@ -26,7 +26,15 @@ from trainkit.data.order import (
     fingerprint,
     sample_seed,
 )
-from trainkit.data.readers import Request, WorkerIterator, WorkerPool, get_sample_of, make_reader, request_seed
+from trainkit.data.readers import (
+    Request,
+    WorkerIterator,
+    WorkerPool,
+    collate,
+    get_sample_of,
+    make_reader,
+    request_seed,
+)
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.rng import preserve_rng
@@ -436,7 +444,7 @@ class IterableBatchLoader(BatchLoader):
     def _micro_batches(self, mine: list[Any]) -> list[MicroBatch]:
         size = self._plan.micro_batch_size
         chunks = [mine[start : start + size] for start in range(0, len(mine), size)]
-        return [MicroBatch(self.stage_data.collate_fn(chunk), len(chunk)) for chunk in chunks]
+        return [MicroBatch(collate(self.stage_data.collate_fn, chunk), len(chunk)) for chunk in chunks]
 
 
 def make_order(stage_data: StageData, *, seed: int) -> Order:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from trainkit.data.order import sample_seed
+from trainkit.errors import UserError
 from trainkit.rng import rng_state, seed_everything, set_rng_state
 
 Collate = Callable[[list[Any]], Any]
@@ -60,12 +61,26 @@ def read_rows(tensors: Sequence[Tensor], subset: Tensor | None, indices: Tensor,
 def read_samples(dataset: Any, collate_fn: Collate, getitems: Any, indices: Tensor, epoch: int) -> Any:
     """Read by the dataset's `__getitems__` if it has one, else sample by sample."""
     wanted = indices.tolist()
-    return collate_fn(getitems(wanted) if getitems else [dataset[index] for index in wanted])
+    return collate(collate_fn, getitems(wanted) if getitems else [dataset[index] for index in wanted])
 
 
 def read_seeded(get_sample: GetSample, collate_fn: Collate, seed: int, indices: Tensor, epoch: int) -> Any:
     """Read by `get_sample`, with seeds that depend only on the run's seed, the epoch and the index."""
-    return collate_fn([get_sample(index, sample_seed(seed, epoch, index)) for index in indices.tolist()])
+    return collate(collate_fn, [get_sample(index, sample_seed(seed, epoch, index)) for index in indices.tolist()])
+
+
+def collate(collate_fn: Collate, samples: list[Any]) -> Any:
+    """Return samples as a batch; raises UserError for samples that the default function cannot stack."""
+    try:
+        return collate_fn(samples)
+    except (RuntimeError, TypeError) as error:
+        if collate_fn is not default_collate or not any(word in str(error) for word in ("equal size", "collate")):
+            raise
+        raise UserError(
+            f"the samples cannot be made a batch: {error}. Pass Data(collate_fn=function), where the function takes a "
+            "list of samples and returns a batch, for example with torch.nn.utils.rnn.pad_sequence; or wrap sequences "
+            "of tokens in trainkit.Packed, which joins them to rows of one length."
+        ) from None
 
 
 class Request(NamedTuple):
