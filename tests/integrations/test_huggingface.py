@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-from datasets import Dataset
 from torch.utils.data import default_collate
 from trainkit.strategies.single import SingleStrategy
 
@@ -29,6 +28,8 @@ def task(**settings):
 
 
 def sentences(num_samples=12):
+    from datasets import Dataset
+
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 32, (num_samples, 8), generator=generator)
     labels = ids.clone()

@@ -1,10 +1,7 @@
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.single import SingleStrategy
@@ -16,63 +13,12 @@ from trainkit.trainer import Trainer
 pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec.*:FutureWarning")
 
 
-def samples(count=24):
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(count, 4, generator=generator)
-    return TensorDataset(x, (x.sum(dim=1) > 0).long())
+@pytest.fixture(scope="module")
+def modules():
+    """LightningModules, imported by the one test process that needs them: the import takes seconds."""
+    from tests.integrations import lightning_modules
 
-
-class Classifier(pl.LightningModule):
-    """As a user of Lightning writes it."""
-
-    def __init__(self, lr=0.1):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = nn.Linear(4, 2)
-        self.train_accuracy, self.val_accuracy = MulticlassAccuracy(2), MulticlassAccuracy(2)
-        self.epochs_seen = []
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = nn.functional.cross_entropy(self(x), y)
-        self.log("train_loss", loss, prog_bar=True, on_step=True)
-        self.log_dict({"train_acc": (self(x).argmax(1) == y).float().mean()})
-        self.train_accuracy.update(self(x), y)
-        return loss
-
-    def on_train_epoch_end(self):
-        self.log("train_epoch_acc", self.train_accuracy)
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        self.log("val_loss", nn.functional.cross_entropy(self(x), y))
-        self.log("val_acc", (self(x).argmax(1) == y).float().mean(), sync_dist=True)
-        self.val_accuracy.update(self(x), y)
-
-    def on_validation_epoch_end(self):
-        self.log("val_epoch_acc", self.val_accuracy.compute(), prog_bar=True)
-        self.val_accuracy.reset()
-
-    def on_train_epoch_start(self):
-        self.epochs_seen.append((self.current_epoch, self.global_step))
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1, 0.5), "interval": "epoch"}}
-
-    def train_dataloader(self):
-        return DataLoader(samples(), batch_size=6)
-
-    def val_dataloader(self):
-        return DataLoader(samples(10), batch_size=4)
-
-
-def module():
-    torch.manual_seed(0)
-    return Classifier()
+    return lightning_modules
 
 
 def fit(task, data, *, tmp_path, strategy=None, epochs=2):
@@ -83,8 +29,10 @@ def fit(task, data, *, tmp_path, strategy=None, epochs=2):
 
 
 @pytest.fixture(scope="module")
-def trained_by_lightning(tmp_path_factory):
-    trained = module()
+def trained_by_lightning(modules, tmp_path_factory):
+    import lightning.pytorch as pl
+
+    trained = modules.classifier()
     trainer = pl.Trainer(
         max_epochs=2,
         accelerator="cpu",
@@ -99,9 +47,11 @@ def trained_by_lightning(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
-def test_an_unmodified_module_has_the_weights_and_metrics_that_lightning_gives_it(trained_by_lightning, tmp_path):
+def test_an_unmodified_module_has_the_weights_and_metrics_that_lightning_gives_it(
+    modules, trained_by_lightning, tmp_path
+):
     expected, metrics = trained_by_lightning
-    task = LightningTask(module())
+    task = LightningTask(modules.classifier())
     result = fit(task, data_of(task.module), tmp_path=tmp_path)
     torch.testing.assert_close(task.module.net.weight, expected.net.weight)
     assert result.metrics["validation/loss"] == pytest.approx(metrics["val_loss"], abs=1e-6)
@@ -111,14 +61,14 @@ def test_an_unmodified_module_has_the_weights_and_metrics_that_lightning_gives_i
     assert result.metrics["validation/epoch_acc"] == pytest.approx(metrics["val_epoch_acc"], abs=1e-6)
 
 
-def test_epoch_hooks_see_the_current_epoch_and_step(tmp_path):
-    task = LightningTask(module())
+def test_epoch_hooks_see_the_current_epoch_and_step(modules, tmp_path):
+    task = LightningTask(modules.classifier())
     fit(task, data_of(task.module), tmp_path=tmp_path)
     assert task.module.epochs_seen == [(0, 0), (1, 4)]
 
 
-def test_a_module_can_read_the_number_of_steps_of_the_run(tmp_path):
-    class Asks(Classifier):
+def test_a_module_can_read_the_number_of_steps_of_the_run(modules, tmp_path):
+    class Asks(modules.Classifier):
         def configure_optimizers(self):
             self.asked = self.trainer.estimated_stepping_batches
             return super().configure_optimizers()
@@ -130,8 +80,8 @@ def test_a_module_can_read_the_number_of_steps_of_the_run(tmp_path):
 @pytest.mark.parametrize(
     "strategy", [DataParallelStrategy(devices=["cpu", "cpu"]), DDPStrategy(devices=2)], ids=["dp", "ddp"]
 )
-def test_a_module_trains_to_the_same_weights_on_several_devices(strategy, tmp_path):
-    alone, together = LightningTask(module()), LightningTask(module())
+def test_a_module_trains_to_the_same_weights_on_several_devices(modules, strategy, tmp_path):
+    alone, together = LightningTask(modules.classifier()), LightningTask(modules.classifier())
     expected = fit(alone, data_of(alone.module), tmp_path=tmp_path / "alone")
     result = fit(together, data_of(together.module), tmp_path=tmp_path / "together", strategy=strategy)
     torch.testing.assert_close(together.module.net.weight, alone.module.net.weight)
@@ -139,8 +89,8 @@ def test_a_module_trains_to_the_same_weights_on_several_devices(strategy, tmp_pa
         assert result.metrics[name] == pytest.approx(expected.metrics[name], abs=1e-6)
 
 
-def test_hooks_that_are_not_called_are_named():
-    class Hooked(Classifier):
+def test_hooks_that_are_not_called_are_named(modules):
+    class Hooked(modules.Classifier):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             pass
 
@@ -148,22 +98,22 @@ def test_hooks_that_are_not_called_are_named():
         LightningTask(Hooked())
 
 
-def test_manual_optimization_is_rejected():
-    manual = module()
+def test_manual_optimization_is_rejected(modules):
+    manual = modules.classifier()
     manual.automatic_optimization = False
     with pytest.raises(UserError, match="configure_phases"):
         LightningTask(manual)
 
 
-def test_an_unknown_trainer_attribute_is_rejected_with_the_known_ones():
-    task = LightningTask(module())
+def test_an_unknown_trainer_attribute_is_rejected_with_the_known_ones(modules):
+    task = LightningTask(modules.classifier())
     with pytest.raises(UserError, match="estimated_stepping_batches"):
         task.module.trainer.strategy.reduce(1)
     assert not hasattr(TrainerProxy(), "datamodule")
 
 
-def test_a_step_without_a_loss_is_rejected():
-    class Silent(Classifier):
+def test_a_step_without_a_loss_is_rejected(modules):
+    class Silent(modules.Classifier):
         def training_step(self, batch, batch_idx):
             return None
 
@@ -221,8 +171,8 @@ def test_several_optimizers_are_rejected_with_the_alternative():
 # ---- What is logged at the end of epochs
 
 
-def test_values_at_the_end_of_an_epoch_are_means_over_its_samples_and_metrics_are_reset(tmp_path):
-    class Collecting(Classifier):
+def test_values_at_the_end_of_an_epoch_are_means_over_its_samples_and_metrics_are_reset(modules, tmp_path):
+    class Collecting(modules.Classifier):
         def on_train_epoch_start(self):
             super().on_train_epoch_start()
             assert self.train_accuracy.update_count == 0
@@ -246,8 +196,8 @@ def test_values_at_the_end_of_an_epoch_are_means_over_its_samples_and_metrics_ar
     assert metrics["validation/object"] == pytest.approx(metrics["validation/epoch_acc"], abs=1e-6)
 
 
-def test_a_value_logged_outside_of_steps_and_epoch_ends_is_named(tmp_path):
-    class Early(Classifier):
+def test_a_value_logged_outside_of_steps_and_epoch_ends_is_named(modules, tmp_path):
+    class Early(modules.Classifier):
         def on_fit_start(self):
             self.log("early", 1.0)
 
@@ -259,55 +209,8 @@ def test_a_value_logged_outside_of_steps_and_epoch_ends_is_named(tmp_path):
 # ---- Data modules
 
 
-class Prepared(pl.LightningDataModule):
-    """Makes each stage's data in `setup`, as Lightning's guide has it."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def prepare_data(self):
-        self.calls.append("prepare")
-
-    def setup(self, stage):
-        self.calls.append(stage)
-        if stage == "fit":
-            self.train = samples()
-        if stage in ("fit", "validate"):
-            self.val = [samples(10), samples(7)]
-        if stage == "test":
-            self.test = samples(5)
-        if stage == "predict":
-            self.predict = samples(3)
-
-    def train_dataloader(self):
-        return DataLoader(self.train, batch_size=6)
-
-    def val_dataloader(self):
-        return [DataLoader(one, batch_size=4) for one in self.val]
-
-    def test_dataloader(self):
-        return DataLoader(self.test, batch_size=4)
-
-    def predict_dataloader(self):
-        return [DataLoader(self.predict, batch_size=4)]
-
-
-class OverSeveralLoaders(Classifier):
-    def validation_step(self, batch, batch_idx, dataloader_idx):
-        self.log("val_loader", float(dataloader_idx))
-        self.log("val_first", float(batch_idx == 0))
-        super().validation_step(batch, batch_idx)
-
-    def test_step(self, batch, batch_idx):
-        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
-
-    def predict_step(self, batch, batch_idx, dataloader_idx=0):
-        return self(batch[0])
-
-
-def test_a_data_module_is_set_up_for_each_stage_when_it_is_read(tmp_path):
-    task, source = LightningTask(OverSeveralLoaders()), Prepared()
+def test_a_data_module_is_set_up_for_each_stage_when_it_is_read(modules, tmp_path):
+    task, source = LightningTask(modules.OverSeveralLoaders()), modules.Prepared()
     data = data_of(source)
     assert source.calls == ["prepare"]
     metrics = fit(task, data, tmp_path=tmp_path, epochs=1).metrics
@@ -322,18 +225,18 @@ def test_a_data_module_is_set_up_for_each_stage_when_it_is_read(tmp_path):
     assert source.calls == ["prepare", "fit", "test", "predict"]
 
 
-def test_a_data_module_that_is_only_validated_is_set_up_for_that_alone(tmp_path):
-    source = Prepared()
+def test_a_data_module_that_is_only_validated_is_set_up_for_that_alone(modules, tmp_path):
+    source = modules.Prepared()
     Trainer("single", run_dir=tmp_path, callbacks=[], loggers=[]).validate(
-        LightningTask(OverSeveralLoaders()), data_of(source)
+        LightningTask(modules.OverSeveralLoaders()), data_of(source)
     )
     assert source.calls == ["prepare", "validate"]
 
 
-def test_several_training_loaders_are_rejected_with_the_alternative(tmp_path):
-    class Several(Prepared):
+def test_several_training_loaders_are_rejected_with_the_alternative(modules, tmp_path):
+    class Several(modules.Prepared):
         def train_dataloader(self):
             return [super().train_dataloader()] * 2
 
     with pytest.raises(UserError, match="Mixture"):
-        fit(LightningTask(module()), data_of(Several()), tmp_path=tmp_path)
+        fit(LightningTask(modules.classifier()), data_of(Several()), tmp_path=tmp_path)

@@ -13,11 +13,10 @@ from trainkit import Data
 from trainkit.loggers.guarded import SafeLogger
 from trainkit.loggers.mlflow import MlflowLogger
 
-pytest.importorskip("mlflow")
-
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # what the logger sets, undone at the end
 

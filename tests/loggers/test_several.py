@@ -10,13 +10,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.loggers import test_mlflow, test_tensorboard
 from tests.loggers.test_wandb import history
 
-pytest.importorskip("wandb")
-pytest.importorskip("mlflow")
 _PROGRAM = """
     from pathlib import Path
     from tests.tasks import Regression, regression_data
@@ -34,6 +31,10 @@ _PROGRAM = """
 @pytest.mark.slow
 def test_all_loggers_at_once_keep_the_same_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a separate process, since W&B starts a service."""
+    pytest.importorskip("wandb")
+    pytest.importorskip("mlflow")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))

@@ -1,5 +1,7 @@
 """Adapters beside a language model: only they are trained, and merged into it they compute the same."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from trainkit.recipes.finetune import FineTune
@@ -8,8 +10,7 @@ from trainkit import Trainer
 from trainkit.data.data import Data
 from trainkit.errors import UserError
 
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(not (find_spec("transformers") and find_spec("peft")), reason="needs peft")
 
 
 class _Rows(torch.utils.data.Dataset):

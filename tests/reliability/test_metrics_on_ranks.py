@@ -1,5 +1,6 @@
 """Metric objects, ours and torchmetrics', give on any number of ranks and under any strategy what one device gives."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,11 +18,7 @@ from trainkit import Data, TaskModule, Trainer
 from trainkit.metrics.metric import Metric
 from trainkit.testing import rank_outcomes, run_ranks
 
-pytest.importorskip("torchmetrics")
-
-from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
-
+pytestmark = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="needs torchmetrics")
 SIZES = (1, 2, 3, 4, 5, 7, 11)
 
 
@@ -45,6 +42,9 @@ class Order(Metric):
 
 class Classifier(TaskModule):
     def __init__(self, *, with_collection: bool = True) -> None:
+        from torchmetrics import MeanMetric, MetricCollection
+        from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
+
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
