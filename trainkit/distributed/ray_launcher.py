@@ -66,7 +66,7 @@ class RayWorker:
         import ray
 
         self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call] # Ray does not annotate it
+        host: str = ray.util.get_node_ip_address()
         return host, self._store.port
 
     def run(self, payload: bytes, environment: RankEnvironment, variables: dict[str, str]) -> Any:
@@ -96,7 +96,7 @@ def launch_on_ray(
     from ray import cloudpickle
 
     try:
-        payload: bytes = cloudpickle.dumps((enter, run))  # type: ignore[no-untyped-call] # as above
+        payload: bytes = cloudpickle.dumps((enter, run))
     except (TypeError, AttributeError, ValueError) as error:
         raise unpicklable(error) from error
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if on_gpus else {})}
@@ -242,7 +242,7 @@ def _room(bundle: dict[str, float]) -> int:
     """Return the number of bundles that fit on the live nodes while nothing else uses them."""
     import ray
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call] # as above
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return sum(int(min(has.get(name, 0.0) // amount for name, amount in bundle.items())) for has in nodes)
 
 
