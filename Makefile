@@ -7,7 +7,10 @@ READY := $(VENV)/.ready
 ARGS ?=
 # Most tests wait for processes, so that more workers than cores are quicker. `make test WORKERS=0`: one after the other.
 WORKERS ?= 3
+INSTALL := PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles what it imports
 
 .PHONY: train test test-slow test-all torture check format bench docs installed clean
 
@@ -39,22 +42,21 @@ bench: $(READY) ## the cost of a step; benchmarks/RESULTS.md says how the other 
 	$(BIN)/python benchmarks/step_overhead.py $(ARGS)
 
 docs: installed ## the user guide, into site/
-	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 installed: $(READY) # a copy whose folders are where their import names say, which type checking and the API page need
 	rm -rf build
-	$(BIN)/pip install --quiet --no-deps --target build/installed .
+	$(INSTALL) --no-deps --target build/installed .
 
 clean:
 	rm -rf $(VENV) build *.egg-info
 
 $(TRAIN_READY): pyproject.toml constraints.txt # what a recipe needs
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -c constraints.txt -e '.[recipes]'
+	$(BIN)/pip install --quiet --upgrade pip 'setuptools>=77'
+	$(INSTALL) -e '.[recipes]'
 	touch $@
 
 $(READY): $(TRAIN_READY) # what the tests need besides
-	PYTHONWARNINGS=ignore $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	touch $@
