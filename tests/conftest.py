@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -24,6 +25,10 @@ hypothesis.settings.load_profile("trainkit")
 MakeTrainer = Callable[..., Trainer]
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what collecting has imported is not searched for garbage in every test and at the end
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
@@ -32,7 +37,8 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # one of many tests will need it, and would wait for its imports
-        start_fork_server(preload=["pytest", "trainkit.testing"])
+        strategies = [f"trainkit.strategies.{name}.strategy" for name in ("ddp", "fusion", "pipeline")]
+        start_fork_server(preload=["pytest", "trainkit.testing", "yaml", *strategies])
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -190,6 +191,11 @@ def test_token_is_another_one_for_each_launch_and_never_printed():
 def test_functions_registered_with_atexit_run_at_the_end_of_a_rank(tmp_path):
     run_processes([partial(register_at_exit, tmp_path / "done")], patience=0.0)
     assert (tmp_path / "done").exists()
+
+
+def test_a_rank_does_not_search_what_was_imported_before_it_for_garbage():
+    (outcome,) = run_processes([gc.get_freeze_count], patience=0.0)
+    assert outcome.value > 0
 
 
 def test_a_value_larger_than_a_pipe_holds_comes_back():

@@ -12,6 +12,7 @@ no thread, lock or CUDA context of the caller, and the command line is not run a
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import math
 import multiprocessing
@@ -333,6 +334,7 @@ def _run_process(
 
     `output` becomes standard output and standard error; data workers are started by the caller's `start_method`.
     """
+    gc.freeze()  # what was imported before the fork is not searched for garbage, so that its memory stays shared
     os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
     threading.Thread(target=_exit_with_caller, daemon=True).start()
     multiprocessing.set_start_method(start_method, force=True)  # not the one that started this rank
