@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainkit.distributed.fork_server import start_fork_server
+from trainkit.distributed.fork_server import FORK_SERVER_BLOCKS, start_fork_server
 
 
 class Program:
@@ -75,6 +75,7 @@ def _run(
     environment: Mapping[str, str],
     start_method: str | None,
 ) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORK_SERVER_BLOCKS)
     os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
+import threading
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module, resources
 from pathlib import Path
@@ -212,8 +215,22 @@ def _run(argv: list[str]) -> int:
         start_fork_server()  # now, so that it imports torch while this process does
     path = _SWEEP if is_sweep else COMMANDS[name].function
     module, _, attribute = path.partition(":")
-    function: Callable[[Arguments], int] = getattr(import_module(f"trainkit.cli.{module}"), attribute)
+    with _ended_by_interrupt():
+        function: Callable[[Arguments], int] = getattr(import_module(f"trainkit.cli.{module}"), attribute)
     return function(arguments)
+
+
+@contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """Let Ctrl-C end this process at once, as SIGTERM does: imports may take a KeyboardInterrupt for their own error."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Parser(ArgumentParser):

@@ -15,6 +15,8 @@ from typing import Any
 
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "trainkit.loops.worker")
 """Modules that the server imports; torch._dynamo is what an optimizer's first step imports."""
+FORK_SERVER_BLOCKS = (signal.SIGINT,)
+"""Signals that the server blocks, so that Ctrl-C does not interrupt its imports; forked processes unblock them."""
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> Any:
@@ -25,12 +27,15 @@ def start_fork_server(preload: Sequence[str] = ()) -> Any:
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None:
         server.set_forkserver_preload([*PRELOADED, *preload])
+        resource_tracker.ensure_running()  # which would unblock the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FORK_SERVER_BLOCKS)
         server.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         atexit.register(lambda: _kill(server._forkserver_pid))
     return multiprocessing.get_context("forkserver")
 

@@ -39,7 +39,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # exported at run time
 
 from trainkit.distributed.failure_store import GONE, RankError
-from trainkit.distributed.fork_server import start_fork_server
+from trainkit.distributed.fork_server import FORK_SERVER_BLOCKS, start_fork_server
 from trainkit.distributed.rank_log import final_message, keep_log
 from trainkit.errors import Stopped, UserError
 from trainkit.run_dir.console import log_to_stderr
@@ -334,6 +334,7 @@ def _run_process(
 
     `output` becomes standard output and standard error; data workers are started by the caller's `start_method`.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORK_SERVER_BLOCKS)
     gc.freeze()  # what was imported before the fork is not searched for garbage, so that its memory stays shared
     os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
     threading.Thread(target=_exit_with_caller, daemon=True).start()
@@ -344,6 +345,7 @@ def _run_process(
     os.environ.update(environment)
     try:
         value = pickle.loads(call)()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt this process's end
         content = pickle.dumps(Outcome(rank, os.getpid(), value, seconds=time.monotonic()))
     except BaseException as error:
         with suppress(BrokenPipeError):  # the caller is gone
