@@ -48,10 +48,19 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def ended(function: Callable[[], None]) -> tuple[int, str]:
     """Return the exit code of a program, and what came from its standard error until nobody could write to it."""
     reader, writer = os.pipe()
-    with os.fdopen(reader) as errors, Program(function, streams=(0, 1, writer)) as program:
+    os.set_blocking(reader, False)
+    text = b""
+    with os.fdopen(reader, "rb", buffering=0) as errors, Program(function, streams=(0, 1, writer)) as program:
         os.close(writer)
-        text = errors.read()
-        return program.wait(), text
+
+        def is_closed() -> bool:
+            nonlocal text
+            while part := errors.read():
+                text += part
+            return part is not None
+
+        wait_until(is_closed)
+        return program.wait(), text.decode()
 
 
 def stopped_while_starting():

@@ -222,7 +222,7 @@ def _run(argv: list[str]) -> int:
 
 @contextmanager
 def _ended_by_interrupt() -> Iterator[None]:
-    """Let Ctrl-C end this process at once, as SIGTERM does: imports may take a KeyboardInterrupt for their own error."""
+    """Let Ctrl-C end this process at once, as SIGTERM does: imports may catch a KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
