@@ -95,9 +95,10 @@ def _few_open_files() -> Iterator[None]:
     [
         (False, [Checkpoint(every="3step", max_retries=0)], r"step_00000003' could not be saved .*Too many open files"),
         (False, [], r"the run's summary could not be written to .*: Too many open files"),
+        (False, [Checkpoint(every=None)], r"manifest\.json cannot be read: Too many open files"),
         (True, [], "the cause"),
     ],
-    ids=["a checkpoint", "the summary", "the error of a run"],
+    ids=["a checkpoint", "the summary", "the manifest", "the error of a run"],
 )
 @pytest.mark.usefixtures("_few_open_files")
 def test_open_files_that_are_used_up_are_named(

@@ -445,6 +445,8 @@ def _read_manifest(folder: Path) -> Manifest:
         return parse_manifest(folder)
     except FileNotFoundError:
         problem = "is missing"
+    except OSError as error:
+        raise CheckpointError(f"{folder / _MANIFEST} cannot be read: {reason(error)}.") from error
     except CheckpointError:
         raise
     except DAMAGED_TEXT:
