@@ -32,6 +32,23 @@ def test_a_report_is_written_again_from_the_run_folder_or_a_path_in_it(two_runs,
     assert "Learning curves" in Page.of(two_runs / "first" / "report.html").text
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("environment.json", {"versions": 3}),
+        ("summary.json", {"status": "finished", "steps": "x", "metrics": {"loss": []}}),
+        ("summary.json", {"seconds": {}}),
+        ("profile.json", {"modules": 3, "steps": "x"}),
+    ],
+)
+def test_a_file_that_no_run_writes_is_one_message_or_not_shown(two_runs, capsys, file, content):
+    (two_runs / "first" / file).write_text(json.dumps(content))
+    codes = [main(["report", "runs/first"]), main(["report", "runs/second", "runs/first"])]
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert said.count("error: a file in runs/") == codes.count(2) and set(codes) <= {0, 2}
+
+
 def test_runs_are_compared(two_runs, capsys):
     assert main(["report", "runs/first", "runs/second"]) == 0
     assert capsys.readouterr().out == "runs/second/comparison.html\n"

@@ -13,8 +13,9 @@ from tests.report.parsed import Page
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
 from trainkit.cli.main import main
+from trainkit.errors import Stopped
 from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
-from trainkit.report.run_report import write_report
+from trainkit.report.run_report import reported, write_report
 from trainkit.run_dir.failure import FailureRecord
 
 
@@ -167,6 +168,12 @@ def test_no_report_is_written_if_disabled(make_trainer):
     trainer = make_trainer(max_duration="1step", report=False)
     trainer.fit(Regression(), Data(train=regression_data(8), batch_size=4))
     assert not (trainer.run_dir / "report.html").exists()
+
+
+def test_a_run_that_is_stopped_before_it_has_written_anything_has_no_report(tmp_path, caplog):
+    with pytest.raises(Stopped), reported(tmp_path, is_main=lambda: True, config_diff=lambda: None):
+        raise Stopped("SIGTERM", 143)
+    assert caplog.messages == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_resume_clears_the_recorded_failure(tmp_path):

@@ -23,22 +23,29 @@ def report(arguments: Arguments) -> int:
     folders = [_existing(text) for text in arguments.overrides]
     if not folders:
         raise UserError(f"report needs a run. Type {_EXAMPLE}")
+    from trainkit.checkpoint.serialization import DAMAGED_TEXT
     from trainkit.report.comparison import comparison_report
     from trainkit.report.record import read_run
     from trainkit.report.run_report import COMPARISON, REPORT, run_report, write_page
     from trainkit.report.sweep_report import SWEEP, sweep_report
 
-    if len(folders) == 1 and (folders[0] / SWEEP).is_file():
-        page, path = sweep_report(folders[0]), folders[0] / REPORT
-    elif len(folders) == 1:
-        run = _run_in(folders[0])
-        page, path = run_report(read_run(run)), run / REPORT
-    else:
-        runs = [_run_in(folder) for folder in folders]
-        for index, run in enumerate(runs):
-            if run.resolve() in [other.resolve() for other in runs[:index]]:
-                raise UserError(f"{run} is given twice; a comparison needs different runs.")
-        page, path = comparison_report([read_run(run) for run in runs]), runs[-1] / COMPARISON
+    try:
+        if len(folders) == 1 and (folders[0] / SWEEP).is_file():
+            page, path = sweep_report(folders[0]), folders[0] / REPORT
+        elif len(folders) == 1:
+            run = _run_in(folders[0])
+            page, path = run_report(read_run(run)), run / REPORT
+        else:
+            runs = [_run_in(folder) for folder in folders]
+            for index, run in enumerate(runs):
+                if run.resolve() in [other.resolve() for other in runs[:index]]:
+                    raise UserError(f"{run} is given twice; a comparison needs different runs.")
+            page, path = comparison_report([read_run(run) for run in runs]), runs[-1] / COMPARISON
+    except UserError:
+        raise
+    except (*DAMAGED_TEXT, IndexError) as error:
+        where = " or ".join(map(str, folders))
+        raise UserError(f"a file in {where} is not what a run writes: {type(error).__name__}: {error}.") from error
     print(write_page(page, path if out is None else Path(out)))
     return 0
 

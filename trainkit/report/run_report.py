@@ -27,7 +27,7 @@ from trainkit.report.html import (
     size,
     table,
 )
-from trainkit.report.record import CONFIG, METRICS, PARTITION, SUMMARY, RunData, read_run
+from trainkit.report.record import CONFIG, METRICS, PARTITION, SUMMARY, RunData, is_run, read_run
 from trainkit.report.step_breakdown import breakdown, memory_series, profile_part, waiting_chart
 from trainkit.report.timeline_chart import timeline_chart
 from trainkit.run_dir.failure import FailureRecord, clear_failures, record_failure_of_caller
@@ -293,9 +293,9 @@ def reported(
     try:
         yield
     except BaseException as error:
-        if folder.is_dir():
-            if not isinstance(error, Stopped):
-                record_failure_of_caller(folder, error)
+        if folder.is_dir() and not isinstance(error, Stopped):
+            record_failure_of_caller(folder, error)
+        if is_run(folder):
             _write_or_warn(folder, config_diff)
         raise
     if is_main() and folder.is_dir():
