@@ -44,6 +44,12 @@ RUN_STATE: dict[str, type | tuple[type, ...]] = {
     "callbacks": dict,
 }
 """The keys of a run's payload that a resumed run reads, and the types of their values."""
+_COUNTERS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("step", "epoch", "position", "samples"), int),
+    "seconds": (int, float),
+    "metrics": dict,
+    "evaluation_due": bool,
+}
 
 _SHARD = re.compile(r"[.]?[A-Za-z0-9_][A-Za-z0-9_.]*")  # the name of its file
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
@@ -173,6 +179,9 @@ def check_header(header: Mapping[str, Any]) -> None:
 def check_payload(payload: Mapping[str, Any], where: str, *, keys: Iterable[str] = RUN_STATE) -> None:
     """Raise CheckpointError unless the payload has the keys of a run's; `where` names the checkpoint."""
     wrong = [key for key in keys if not isinstance(payload.get(key), RUN_STATE[key])]
+    if "state" in keys and "state" not in wrong:
+        counters = payload["state"]
+        wrong += [f"state.{key}" for key, kind in _COUNTERS.items() if not isinstance(counters.get(key), kind)]
     if wrong:
         raise CheckpointError(f"{where} was not saved by a run: it has no valid {', '.join(wrong)}.")
 
