@@ -49,6 +49,16 @@ def test_a_run_continues_with_other_settings_and_another_choice_of_callbacks():
     assert load_from("run").entry.step == 4
 
 
+def test_a_checkpoint_outside_of_its_run_is_continued_in_a_new_folder():
+    assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=2step"]) == 0
+    load_from("run").entry.path.rename("moved.pt")
+    before = sorted(Path().iterdir())
+    assert main(["resume", "moved.pt", "trainer.max_duration=4step"]) == 0
+    assert {path.name for path in set(Path().iterdir()) - set(before)} == {"runs"}
+    [run] = Path("runs/digits_mlp").iterdir()
+    assert load_from(run).entry.step == 4
+
+
 def test_settings_of_a_run_cannot_be_mistyped_either(capsys):
     assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=2step"]) == 0
     capsys.readouterr()

@@ -72,14 +72,15 @@ def fit(arguments: Arguments) -> int:
 
 
 def resume(arguments: Arguments) -> int:
-    """Continue a run in its own folder, with its config and the overrides."""
+    """Continue a run in its own folder, or a checkpoint outside of its run in a new one, with config and overrides."""
     path = checkpoint_path(arguments)
     settings = settings_of_run(arguments, path)
     if arguments.cfg:
         return show_config(settings, arguments)
     resolve(path)
     chosen = settings.tree["run_dir"]
-    return _train(settings, Path(chosen) if chosen else run_folder_of(path), arguments, resume=path)
+    own = choose_run_dir(settings.name) if _is_outside_of_its_run(path) else run_folder_of(path)
+    return _train(settings, Path(chosen) if chosen else own, arguments, resume=path)
 
 
 def validate(arguments: Arguments) -> int:
@@ -234,13 +235,16 @@ def run_folder_of(path: Path) -> Path:
     return folder.parent if folder.name == CHECKPOINTS else folder
 
 
+def _is_outside_of_its_run(path: Path) -> bool:
+    return path.is_file() and not (run_folder_of(path) / CONFIG_FILE).is_file()
+
+
 def settings_of_run(arguments: Arguments, path: Path) -> Settings:
     """Return the config of a run with the overrides."""
-    folder = run_folder_of(path)
-    if path.is_file() and not (folder / CONFIG_FILE).is_file():  # outside of its run; it contains the config
+    if _is_outside_of_its_run(path):  # it contains the config
         saved = SavedConfig(path, str(load_from(path).payload.get("config") or ""), arguments.trust)
     else:
-        saved = read_saved(folder, trusted=arguments.trust)
+        saved = read_saved(run_folder_of(path), trusted=arguments.trust)
     with compose_config(arguments.config_dirs, saved=saved) as composer:
         return composer.settings(arguments.overrides)
 
