@@ -56,7 +56,10 @@ class DeviceStats(Callback):
 def resident_bytes() -> int | None:
     """Return the resident memory of this process; `None` on systems without /proc."""
     try:
-        with open(_STATM, "rb", buffering=0) as file:
-            return int(file.read(64).split()[1]) * _PAGE_SIZE
+        file = os.open(_STATM, os.O_RDONLY)
     except OSError:
         return None
+    try:
+        return int(os.read(file, 64).split()[1]) * _PAGE_SIZE
+    finally:
+        os.close(file)

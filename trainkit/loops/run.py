@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -159,7 +160,9 @@ class Run:
 
     def check_folder(self) -> None:
         """Make the folder again if it was removed; called before files are written."""
-        if self.remake_folder is not None and self.run_dir is not None and not (self.run_dir / "config.yaml").exists():
+        if self.remake_folder is None or self.run_dir is None:
+            return
+        if not os.path.exists(f"{self.run_dir}/config.yaml"):  # in a third of the time of Path
             self.remake_folder()
 
     def log(self, metrics: Mapping[str, float]) -> None:

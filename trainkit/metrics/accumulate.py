@@ -97,14 +97,20 @@ class WeightedMeans:
         for output in outputs:
             if output.objects:
                 self._objects.add(output)
-        columns: dict[str, list[tuple[Tensor | float, Tensor | float]]] = {}  # values with their weights
-        columns["loss"] = [(output.loss, output.weight) for output in outputs if output.loss is not None]
+        if not outputs:
+            return
+        found = {"loss": [output for output in outputs if output.loss is not None]}
         for name in dict.fromkeys(chain.from_iterable(output.metrics for output in outputs)):
-            columns[name] = [(output.metrics[name], output.weight) for output in outputs if name in output.metrics]
-        for name, pairs in columns.items():
-            if not pairs:  # no output has a loss
+            found[name] = [output for output in outputs if name in output.metrics]
+        weights = _stack([output.weight for output in outputs], self._device)  # (outputs,)
+        for name, with_name in found.items():
+            if not with_name:  # no output has a loss
                 continue
-            stacked, weight = (_stack(column, self._device) for column in zip(*pairs, strict=True))  # (outputs,) each
+            values = [output.loss if name == "loss" else output.metrics[name] for output in with_name]
+            stacked = _stack(values, self._device)  # (outputs,)
+            weight = weights
+            if len(with_name) < len(outputs):
+                weight = _stack([output.weight for output in with_name], self._device)
             total = torch.stack([stacked @ weight, weight.sum()])
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             if name == "loss":
