@@ -120,7 +120,7 @@ def test_computed_orders_of_two_epochs_or_seeds_are_unrelated() -> None:
         assert abs(z_of_uniform_cells((first - second) % 64, 64)) < 5
 
 
-@pytest.mark.parametrize("num_samples", [3, 5])
+@pytest.mark.parametrize("num_samples", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_every_permutation_of_a_few_samples_is_equally_likely(num_samples: int) -> None:
     numbers = {found: number for number, found in enumerate(permutations(range(num_samples)))}
     draws = 300 if num_samples == 3 else 1200  # 50 or 10 for each permutation

@@ -78,7 +78,11 @@ def test_a_module_can_read_the_number_of_steps_of_the_run(modules, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "strategy", [DataParallelStrategy(devices=["cpu", "cpu"]), DDPStrategy(devices=2)], ids=["dp", "ddp"]
+    "strategy",
+    [
+        pytest.param(DataParallelStrategy(devices=["cpu", "cpu"]), id="dp"),
+        pytest.param(DDPStrategy(devices=2), id="ddp", marks=pytest.mark.slow),  # each rank imports Lightning
+    ],
 )
 def test_a_module_trains_to_the_same_weights_on_several_devices(modules, strategy, tmp_path):
     alone, together = LightningTask(modules.classifier()), LightningTask(modules.classifier())
