@@ -99,9 +99,12 @@ def concatenate(outputs: Sequence[Any]) -> Any:
     return list(outputs)
 
 
+_LEAVES = (Tensor, torch.Size, str, int, float, type(None))  # most leaves, without the slow checks for nodes
+
+
 def _parts(tree: Any) -> Collection[Any] | None:
     """Return the children of a node; `None` for a leaf, also for a shape."""
-    if isinstance(tree, (Tensor, torch.Size)):
+    if isinstance(tree, _LEAVES):
         return None
     if isinstance(tree, Mapping):
         return tree.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 import zlib
@@ -432,7 +433,7 @@ class Tracer(TracingMode):
         """Return a state that differs after a call that drew random numbers."""
         if self._fake:
             return self.counter.num_draws
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # `numpy` detaches
             return torch.get_rng_state().numpy().tobytes()
 
     # -- Inputs and outputs
@@ -969,7 +970,7 @@ def caller_location() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_HERE, _TORCH)) and Path(name).name != "contextlib.py":
-            return f"{Path(name).name}:{frame.f_lineno}"
+        if not name.startswith((_HERE, _TORCH)) and os.path.basename(name) != "contextlib.py":
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown place"
