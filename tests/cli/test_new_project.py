@@ -33,12 +33,12 @@ def test_a_new_project_is_written_and_composes(capsys, tmp_path, monkeypatch):
     assert main(["new", "two_rings"]) == 0
     assert "trainkit fit --config-dir conf recipe=two_rings" in capsys.readouterr().out
     monkeypatch.chdir("two_rings")
+    for path in Path().rglob("*"):
+        assert path.is_dir() or not any(sign in path.read_text() for sign in ("{{", "}}", "{name}", "{prefix}"))
     monkeypatch.syspath_prepend(tmp_path / "two_rings")
     with compose_config(["conf"]) as composer:
         tree = composer.settings(["recipe=two_rings"]).tree
     assert tree["task"]["_target_"] == "two_rings.task.TwoRingsTask"
-    for path in Path().rglob("*"):
-        assert path.is_dir() or not any(sign in path.read_text() for sign in ("{{", "}}", "{name}", "{prefix}"))
 
 
 @pytest.mark.parametrize(
