@@ -24,6 +24,7 @@ from trainkit.errors import Stopped
 from trainkit.testing import run_ranks
 
 NUM_STEPS = 400
+STEPS_WITH_EVALUATIONS = 30  # every third step has one, which stops all ranks at the latest
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -132,7 +133,12 @@ def slurm_job(folder: Path) -> Iterator[None]:
 
 
 def fit(
-    folder: Path, task: TaskModule, *callbacks: Callback, evaluate_every: str = "3step", **settings: Any
+    folder: Path,
+    task: TaskModule,
+    *callbacks: Callback,
+    num_steps: int = NUM_STEPS,
+    evaluate_every: str = "3step",
+    **settings: Any,
 ) -> tuple[int, str, int]:
     """Train until a signal ends it; return the exit code, its name and the step that the rank ended at."""
     last = SendAt(-1, 0, 0)
@@ -140,7 +146,7 @@ def fit(
     last.on_fit_end = lambda run: setattr(last, "step", run.state.step)  # type: ignore[method-assign]
     trainer = Trainer(
         DDPStrategy(device="cpu"),
-        max_duration=f"{NUM_STEPS}step",
+        max_duration=f"{num_steps}step",
         evaluate_every=evaluate_every,
         callbacks=[*callbacks, *([] if saves else [Checkpoint(every=None, save_last_k=None, save_at_end=False)]), last],
         loggers=[],
@@ -168,21 +174,22 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     rarely = f"{NUM_STEPS}step"  # an evaluation would stop the other rank too
     seen["step"] = fit(folder / "step", Regression(), SendAt(1, signal.SIGTERM, 4), evaluate_every=rarely)
-    seen["evaluation"] = fit(folder / "evaluation", Regression(receiver=1, number=signal.SIGTERM, evaluation=2))
+    receiving = Regression(receiver=1, number=signal.SIGTERM, evaluation=2)
+    seen["evaluation"] = fit(folder / "evaluation", receiving, num_steps=STEPS_WITH_EVALUATIONS)
     seen["interrupt"] = fit(folder / "interrupt", Regression(receiver=0, number=signal.SIGINT, evaluation=1))
     for stage in ("predict", "test"):
         seen[stage] = evaluate(stage, Regression(receiver=1, number=signal.SIGTERM, evaluation=1))
     with slurm_job(folder):
-        preemptible = {"preemption_signal": "SIGUSR1", "requeue": True}
+        preemptible = {"preemption_signal": "SIGUSR1", "requeue": True, "num_steps": STEPS_WITH_EVALUATIONS}
         seen["preempted"] = fit(folder / "preempted", Regression(), SendAt(1, signal.SIGUSR1, 4), **preemptible)
         seen["terminated"] = fit(folder / "terminated", Regression(), SendAt(1, signal.SIGTERM, 4), **preemptible)
     seen["compilation"] = compile_on_ranks(folder / "compilation")
     seen["save"] = fit(folder / "save", Regression(), InSave(1, signal.SIGTERM), Checkpoint(every="5step"))
-    seen["whole"] = fit(folder / "whole", Regression(), SendAt(0, signal.SIGTERM, NUM_STEPS + 1))
+    seen["whole"] = fit(folder / "whole", Regression(), num_steps=STEPS_WITH_EVALUATIONS)
     weights = {}
     for name in ("whole", "evaluation", "preempted"):
         task = Regression()
-        fit(folder / name, task)
+        fit(folder / name, task, num_steps=STEPS_WITH_EVALUATIONS)
         weights[name] = task.network.weight.detach().clone()
     seen["weights"] = weights
     return seen
