@@ -6,7 +6,7 @@ TRAIN_READY := $(VENV)/.train-ready
 READY := $(VENV)/.ready
 ARGS ?=
 # Most tests wait for processes, so that more workers than cores are quicker. `make test WORKERS=0`: one after the other.
-WORKERS ?= 3
+WORKERS ?= 4
 INSTALL := PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
