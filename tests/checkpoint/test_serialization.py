@@ -373,25 +373,61 @@ def test_header_without_a_format_names_the_field(forged: Callable[[], Path]) -> 
         load_from(file)
 
 
-@pytest.mark.parametrize("key", ["task", "optimizer", "state", "loader", "state.step", "state.seconds"])
-def test_run_state_that_is_missing_is_named(make_trainer: Any, tmp_path: Path, key: str) -> None:
-    class Line(TaskModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(1, 1)
+class Line(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
 
-        def training_step(self, batch: Any) -> Any:
-            return self.net(batch[0]).square().mean()
+    def training_step(self, batch: Any) -> Any:
+        return self.net(batch[0]).square().mean()
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
+
+@pytest.fixture
+def resume_altered(make_trainer: Any, tmp_path: Path) -> Callable[..., None]:
+    """Return a function that resumes a run with changes in its checkpoint."""
     data = Data(train=TensorDataset(torch.ones(4, 1)), batch_size=2)
     make_trainer(callbacks=["checkpoint"], run_dir=tmp_path / "run").fit(Line(), data)
     [file] = (tmp_path / "run" / "checkpoints").glob("*.pt")
     content = torch.load(file, weights_only=True)
-    section, _, counter = key.partition(".")
-    content[section] = {**content["state"], counter: "text"} if counter else None
-    torch.save(content, tmp_path / "altered.pt")
+
+    def resume(section: str, value: object) -> None:
+        whole = isinstance(content[section], dict) and isinstance(value, dict)
+        torch.save({**content, section: {**content[section], **value} if whole else value}, tmp_path / "altered.pt")
+        trainer = make_trainer(max_duration="2epoch", callbacks=["checkpoint"])
+        trainer.fit(Line(), data, resume=tmp_path / "altered.pt")
+
+    return resume
+
+
+COUNTERS = [{"step": "x"}, {"samples": -1}, {"seconds": None}, {"metrics": {"loss": []}}]
+
+
+@pytest.mark.parametrize("key", ["task", "optimizer", "state", "loader"])
+def test_run_state_that_is_missing_is_named(resume_altered: Any, key: str) -> None:
     with pytest.raises(CheckpointError, match=rf"altered\.pt was not saved by a run: it has no valid {key}\."):
-        make_trainer(max_duration="2epoch").fit(Line(), data, resume=tmp_path / "altered.pt")
+        resume_altered(key, None)
+
+
+@pytest.mark.parametrize("counters", COUNTERS, ids=str)
+def test_a_counter_of_another_kind_is_named(resume_altered: Any, counters: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=rf"it has no valid state\.{next(iter(counters))}\."):
+        resume_altered("state", counters)
+
+
+@pytest.mark.parametrize(
+    ("section", "value"),
+    [
+        ("optimizer", {"param_groups": [{}]}),
+        ("optimizer", {"param_groups": 3}),
+        ("spikes", []),
+        ("state", {"skipped_steps": 3}),
+        ("means", [3]),
+        ("rng", [3]),
+    ],
+)
+def test_state_that_cannot_be_restored_is_refused(resume_altered: Any, section: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"altered\.pt holds a state that cannot be restored \("):
+        resume_altered(section, value)

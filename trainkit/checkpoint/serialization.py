@@ -30,8 +30,8 @@ HEADER = "trainkit_checkpoint"
 NAMES_SHOWN = 10  # of a list in a message
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 """A checkpoint's name."""
-DAMAGED_TEXT = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""Errors of parsing JSON that was altered."""
+DAMAGED_TEXT = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+"""Errors of reading JSON or a state that was altered."""
 RUN_STATE: dict[str, type | tuple[type, ...]] = {
     "task": dict,
     "optimizer": dict,
@@ -182,8 +182,23 @@ def check_payload(payload: Mapping[str, Any], where: str, *, keys: Iterable[str]
     if "state" in keys and "state" not in wrong:
         counters = payload["state"]
         wrong += [f"state.{key}" for key, kind in _COUNTERS.items() if not isinstance(counters.get(key), kind)]
+        wrong += [f"state.{key}" for key, value in counters.items() if isinstance(value, int) and value < 0]
+        if not wrong and not all(map(_is_number, counters["metrics"].values())):
+            wrong.append("state.metrics")
     if wrong:
         raise CheckpointError(f"{where} was not saved by a run: it has no valid {', '.join(wrong)}.")
+
+
+@contextmanager
+def refuse_altered_state(where: str) -> Iterator[None]:
+    """Raise CheckpointError for an error of the block, which restores the state in the checkpoint `where`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except DAMAGED_TEXT as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{where} holds a state that cannot be restored ({what}).") from error
 
 
 def saved_weights(payload: Mapping[str, Any], where: str, *, to_evaluate: bool = True) -> dict[str, Any]:

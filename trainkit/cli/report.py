@@ -43,7 +43,7 @@ def report(arguments: Arguments) -> int:
             page, path = comparison_report([read_run(run) for run in runs]), runs[-1] / COMPARISON
     except UserError:
         raise
-    except (*DAMAGED_TEXT, IndexError) as error:
+    except DAMAGED_TEXT as error:
         where = " or ".join(map(str, folders))
         raise UserError(f"a file in {where} is not what a run writes: {type(error).__name__}: {error}.") from error
     print(write_page(page, path if out is None else Path(out)))

@@ -161,13 +161,15 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
     _prepare_optimizers(run, config)
     loop = FitLoop(run, config, validation=validation)
     if checkpoint is not None:
+        from trainkit.checkpoint.serialization import refuse_altered_state
         from trainkit.checkpoint.store import load_from
 
         payload = load_from(checkpoint).payload
-        run.checkpointer.restore(payload, where=str(checkpoint))
-        if loop.auto_micro_batch is not None:
-            loop.auto_micro_batch.resume()
-        run.checkpointer.restore_rng(payload)
+        with refuse_altered_state(str(checkpoint)):
+            run.checkpointer.restore(payload, where=str(checkpoint))
+            if loop.auto_micro_batch is not None:
+                loop.auto_micro_batch.resume()
+            run.checkpointer.restore_rng(payload)
     assert run.loader is not None
     if isinstance(run.strategy, PreparesSteps):
         run.strategy.prepare_steps(run.task, run.loader.step_batches(run.state.epoch, run.state.position))
