@@ -94,4 +94,5 @@ def _run_rank(call: _Call, rank: int, num_ranks: int, join: Callable[[], Store],
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=join(), rank=rank, world_size=num_ranks, timeout=limit)
+    dist.barrier()  # a rank that ended before all are connected would fail the others
     return call.run()
