@@ -124,7 +124,7 @@ def _with_parts(tree: Any, parts: list[Any]) -> Any:
         except TypeError:
             return mapped
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*parts)
+        return type(tree)._make(parts)  # type: ignore[attr-defined]  # not by its constructor, which may check values
     if isinstance(tree, (list, tuple)):
         return type(tree)(parts)
     clone = copy.copy(tree)  # not by its constructor, which may check or convert values

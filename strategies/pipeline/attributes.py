@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,12 +24,15 @@ from torch import Tensor, nn
 
 from trainkit.errors import UserError
 
+from .snapshot import slots
+
 MOST_ITEMS = 10_000
 """Longer containers are compared by their length alone."""
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_OPAQUE = (type, ModuleType, FunctionType, MethodType, torch.Generator)
+_OPAQUE = (type, ModuleType, FunctionType, MethodType)
+_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 Table = MutableMapping[str, Any]
 
@@ -123,6 +127,8 @@ class _Copy:
     value: Any
     version: int = 0
     array: Any = None
+    generator: Any = None
+    """State of a random generator."""
     length: int = -1  # of what is inside; negative if that is not followed
     keys: list[Any] | None = None
     parts: list[_Copy] = field(default_factory=list)
@@ -137,6 +143,8 @@ class _Copy:
             return not by_version or _version(value) == self.version
         if self.array is not None:
             return numpy.array_equal(value, self.array)
+        if self.generator is not None:
+            return bool(_generator_state(value) == self.generator)
         return self._busy or self._contains(value)
 
     def _contains(self, value: Any) -> bool:
@@ -172,6 +180,8 @@ def _copied(value: Any, copies: dict[int, _Copy], task_modules: set[int]) -> _Co
         copied.version = _version(value)
     elif isinstance(value, numpy.ndarray) and value.size <= MOST_ITEMS:
         copied.array = value.copy()
+    elif isinstance(value, _GENERATORS):
+        copied.generator = _generator_state(value)
     elif id(value) not in task_modules and (items := _items(value)) is not None:
         keys, inside = items
         copied.length = len(inside)
@@ -187,9 +197,21 @@ def _items(value: Any) -> tuple[list[Any] | None, list[Any]] | None:
         return None, list(value)
     if isinstance(value, dict):
         return list(value), list(value.values())
-    if isinstance(value, _OPAQUE) or not hasattr(value, "__dict__"):
+    if isinstance(value, _OPAQUE):
         return None
-    return list(vars(value)), list(vars(value).values())
+    contents = {name: getattr(value, name) for name in slots(type(value)) if hasattr(value, name)}
+    contents |= getattr(value, "__dict__", {})
+    return (list(contents), list(contents.values())) if contents else None
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, numpy.random.Generator):
+        return repr(generator.bit_generator.state)
+    return repr(generator.get_state(legacy=False))
 
 
 def _version(tensor: Tensor) -> int:
@@ -197,6 +219,31 @@ def _version(tensor: Tensor) -> int:
 
 
 # ---- Values sent to other stages
+
+
+def outline(value: Any, depth: int = 6) -> Any:
+    """Return the structure and the plain values of nested containers and dataclasses, to be compared."""
+    if isinstance(value, _PLAIN):
+        return value
+    is_data = is_dataclass(value) and not isinstance(value, type)
+    if depth == 0 or not (is_data or isinstance(value, (list, tuple, dict, set, deque))):
+        return type(value)
+    if isinstance(value, dict) or is_data:
+        items = vars(value) if is_data and hasattr(value, "__dict__") else value if isinstance(value, dict) else {}
+        return {key: outline(item, depth - 1) for key, item in items.items()}
+    if isinstance(value, set) or len(value) > MOST_ITEMS:
+        return len(value)
+    return [outline(item, depth - 1) for item in value]
+
+
+def class_numbers(task: nn.Module) -> dict[str, Any]:
+    """Return the numbers and truth values that are attributes of the classes of a task's modules, by name."""
+    found: dict[str, Any] = {}
+    for kind in dict.fromkeys(kind for module in task.modules() for kind in type(module).__mro__):
+        for key, value in vars(kind).items():
+            if isinstance(value, (bool, int, float)):
+                found.setdefault(f"{kind.__qualname__}.{key}", value)
+    return found
 
 
 def pickled(value: Any, task: nn.Module) -> bytes | None:
@@ -351,6 +398,9 @@ class AttributeWatch:
 
     def __init__(self, task: nn.Module, where: Callable[[], tuple[int, str]]) -> None:
         self.accesses: dict[str, Access] = {}
+        self.iterators: dict[str, None] = {}
+        """The attributes among them that are iterators."""
+        self._outlines: dict[str, tuple[Any, Any]] = {}  # of containers, where the present leaf module first reads them
         self._where = where
         self._modules = [module for module in task.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._names = {id(module): name for name, module in task.named_modules()}
@@ -369,6 +419,19 @@ class AttributeWatch:
             for module, original in originals:
                 object.__setattr__(module, "__class__", original)
 
+    def changed_containers(self) -> list[str]:
+        """Return the attributes whose containers have changed since the leaf module read them that ends now."""
+        found = [name for name, (value, before) in self._outlines.items() if outline(value) != before]
+        self._outlines.clear()
+        return found
+
+    def _note_value(self, module: nn.Module, key: str, value: Any) -> None:
+        name = full_name(self._names[id(module)], key)
+        if hasattr(type(value), "__next__"):
+            self.iterators[name] = None
+        elif isinstance(value, (list, dict, set, deque)) and self._where()[1] and name not in self._outlines:
+            self._outlines[name] = value, outline(value)
+
     def _record(self, module: nn.Module, key: str, *, writes: bool) -> None:
         node, user = self._where()
         name = full_name(self._names[id(module)], key)
@@ -384,13 +447,16 @@ class AttributeWatch:
     def _watching(self, original: type) -> type:
         if original in self._classes:
             return self._classes[original]
-        keys, record = self._keys, self._record
+        keys, record, note = self._keys, self._record, self._note_value
 
         get_, set_, delete_ = (getattr(original, f"__{name}__") for name in ("getattribute", "setattr", "delattr"))
 
         def get(module: Any, key: str) -> Any:
             if key in keys.get(id(module), ()):
                 record(module, key, writes=False)
+                value = get_(module, key)
+                note(module, key, value)
+                return value
             return get_(module, key)
 
         def assign(module: Any, key: str, value: Any) -> None:

@@ -243,7 +243,7 @@ def _trace_consistently(
     changed: frozenset[str] = frozenset().union(*(survey.graph.written for survey in several))
     while True:
         steps = [
-            _trace_expanding(trace_input, survey, limit=limit, expanded=expanded, changed=changed)
+            trace_expanding(trace_input, survey, limit=limit, expanded=expanded, changed=changed)
             for trace_input, survey in zip(trace_inputs, surveys, strict=True)
         ]
         leaf_modules = frozenset().union(*(step.leaf_modules for step in steps))
@@ -253,7 +253,7 @@ def _trace_consistently(
         expanded |= nested
 
 
-def _trace_expanding(
+def trace_expanding(
     trace_input: TraceInput, survey: TraceResult, *, limit: float, expanded: frozenset[str], changed: frozenset[str]
 ) -> TracedGraph:
     """Return a graph whose leaf modules take at most `limit` of the step where they can be expanded."""
@@ -287,6 +287,8 @@ def _trace_expanding(
                 f"{node} reads elements of '{node.tensor_names[0]}', which one stage alone has, and returns no numbers "
                 "that could be sent to the others. Read it by .item() or .tolist(), or in one module's forward."
             )
+        elif traced.refusal is not None:
+            raise UserError(traced.refusal)
         else:
             return traced.graph
 

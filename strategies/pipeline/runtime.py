@@ -16,7 +16,7 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.rng import python_rng_state, set_python_rng_state
 
 from .communication import OutputBroadcast, PendingReceive, StageChannel
-from .graph import Signature, Step, signature
+from .graph import Signature, Step, signature, tensors
 from .mesh import PipelineErrors, PipelineMesh
 from .schedules import BACKWARD, FORWARD, Action, Span
 from .stage import StageGraph, Transfer
@@ -230,7 +230,7 @@ class StepRun:
         return start
 
     def _open_inputs(self, action: Action, stage_graph: StageGraph) -> tuple[dict[int, Tensor], Inputs]:
-        received: dict[int, Tensor] = {}
+        received = dict(enumerate(tensors(self.batches[action.micro_batch])))  # the first values are the batch's
         inputs: Inputs = []
         for transfer, pending in self._pending.pop(action):
             tensor = pending.open(_description(action, transfer.source))

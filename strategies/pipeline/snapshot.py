@@ -144,9 +144,9 @@ def _array(found: Any) -> Saved:
 
 def _attributes(found: Any) -> Saved:
     kinds = type(found).__mro__
-    slots = [name for kind in kinds for name in _slots(kind) if hasattr(found, name)]
-    values = [getattr(found, name) for name in slots]
-    restore = [functools.partial(object.__setattr__, found, *item) for item in zip(slots, values, strict=True)]
+    names = [name for name in slots(type(found)) if hasattr(found, name)]
+    values = [getattr(found, name) for name in names]
+    restore = [functools.partial(object.__setattr__, found, *item) for item in zip(names, values, strict=True)]
     caches = [
         value for kind in kinds for value in vars(kind).values() if isinstance(value, functools._lru_cache_wrapper)
     ]
@@ -181,7 +181,8 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-def _slots(kind: type) -> list[str]:
-    slots = vars(kind).get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in names if not name.startswith("__")]
+def slots(kind: type) -> list[str]:
+    """Return the names of the slots of a class and of those it inherits from."""
+    names = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    every = [name for own in names for name in ([own] if isinstance(own, str) else own)]
+    return [name for name in every if not name.startswith("__")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from trainkit.errors import UserError
 from trainkit.strategy import named_state
 from trainkit.tree import tree_leaves
 
-from .graph import ParameterRef, TracedGraph, ValueRef
+from .graph import Node, ParameterRef, TracedGraph, ValueRef
 from .partition import Partition
 
 
@@ -48,13 +48,15 @@ class StageGraph:
     given: dict[int, list[int]]
     """For each of its nodes: the received values among the arguments of the call."""
     made_by: dict[int, tuple[int, list[tuple[int, int]]]]
-    """For each of its nodes: the number of tensors in its result, and pairs of a position there and a value."""
+    """For each of its nodes, and for those of the batch alone whose values other nodes return: the number of tensors in
+    its result, and pairs of a position there and a value."""
 
 
 def stage_graphs(graph: TracedGraph, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> list[StageGraph]:
     """Return the stages with these bounds, on these ranks."""
     found: list[StageGraph] = []
     writers: dict[int, tuple[int, bool]] = {}  # the last stage that wrote each value, and true if gradients flow back
+    returned = _returned_local_values(graph)
     for index, (start, stop) in enumerate(bounds):
         own = graph.nodes[start:stop]
         reading = [node for node in graph.nodes[:start] if node.reads and not node.is_batch_only]
@@ -86,15 +88,34 @@ def stage_graphs(graph: TracedGraph, bounds: Sequence[tuple[int, int]], ranks: S
                 [],
                 frozenset(received & written),
                 {node: values for node, values in given.items() if values},
-                {node.index: _positions(node.result) for node in own if not node.is_batch_only},
+                dict(_made_by(graph.nodes[:stop], start, returned)),
             )
         )
     return found
 
 
-def _positions(result: object) -> tuple[int, list[tuple[int, int]]]:
-    refs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, (ValueRef, ParameterRef))]
-    return len(refs), [(position, ref.value) for position, ref in enumerate(refs) if isinstance(ref, ValueRef)]
+def _returned_local_values(graph: TracedGraph) -> set[int]:
+    """Return the values of the batch alone that other nodes return, such as a mask that a module passes on.
+
+    A stage that skips such a node takes them from the nodes that compute them in every stage.
+    """
+    nodes = [node for node in graph.nodes if not node.is_batch_only]
+    refs = [leaf.value for node in nodes for leaf in tree_leaves(node.result) if isinstance(leaf, ValueRef)]
+    return {value for value in refs if graph.values[value].local}
+
+
+def _made_by(
+    nodes: Sequence[Node], start: int, returned: set[int]
+) -> Iterator[tuple[int, tuple[int, list[tuple[int, int]]]]]:
+    for node in nodes:
+        if node.index < start and not node.is_batch_only:
+            continue
+        refs = [leaf for leaf in tree_leaves(node.result) if isinstance(leaf, (ValueRef, ParameterRef))]
+        places = [(position, ref.value) for position, ref in enumerate(refs) if isinstance(ref, ValueRef)]
+        if node.is_batch_only:
+            places = [(position, value) for position, value in places if value in returned]
+        if places or not node.is_batch_only:
+            yield node.index, (len(refs), places)
 
 
 @dataclass(frozen=True, slots=True)

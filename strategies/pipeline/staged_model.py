@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -242,10 +244,26 @@ def _on_one_rank(task: nn.Module, compute: Callable[[], T], mesh: PipelineMesh, 
                 box = [compute()]
         except Exception as error:
             box, failure = [error], error
-    dist.broadcast_object_list(box, source, group=group)
+    packed = [_pickled(box)]
+    dist.broadcast_object_list(packed, source, group=group)
+    box = pickle.loads(packed[0])
     if failure is not None:
         raise failure
     if isinstance(box[0], Exception):
         raise box[0]
     result: T = box[0]
     return result
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _PlanPickler(file).dump(value)
+    return file.getvalue()
+
+
+class _PlanPickler(pickle.Pickler):
+    """A pickler of traced structures: it does not call constructors of named tuples, which may look at the tensors."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_named_tuple = isinstance(value, tuple) and hasattr(value, "_make")
+        return (type(value)._make, (tuple(value),)) if is_named_tuple else NotImplemented

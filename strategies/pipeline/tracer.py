@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainkit.errors import UserError
 from trainkit.metrics.sync import metrics_in
@@ -24,7 +24,7 @@ from trainkit.rng import preserve_rng, python_rng_state
 from trainkit.strategy import named_state
 from trainkit.tree import map_tensors, tree_leaves, tree_map
 
-from .attributes import AttributeSnapshot, AttributeWatch
+from .attributes import AttributeSnapshot, AttributeWatch, class_numbers, outline
 from .graph import (
     GRADIENT,
     RETURN,
@@ -47,6 +47,7 @@ from .graph import (
     num_bytes,
     tensors,
 )
+from .hazards import ARRAYS, Hazards, check_classes, check_iterators, parameter_hook_constraints
 from .snapshot import preserve_task
 from .stage_executor import ModuleInterceptor, TracingMode, function_name, without_hooks
 
@@ -77,8 +78,12 @@ def trace(
     def record(tracer: Tracer, *, counts_saved: bool) -> Any:
         counted = torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, lambda saved: saved)
         saved, watched = counted if counts_saved else nullcontext(), tracer.watch.installed()
-        with watched, interceptor.installed(), interceptor.handled_by(tracer), tracer.counter, saved, tracer:
-            return step(tracer.batch)
+        numbers = class_numbers(task)
+        with watched, interceptor.installed():
+            with interceptor.handled_by(tracer), tracer.counter, saved, tracer:
+                result = step(tracer.batch)
+            check_classes(numbers, class_numbers(task))  # some are set on the classes of the watch
+        return result
 
     def run(*, counts_saved: bool = True, calls_hooks: bool = True, is_repeated: bool = False) -> TraceResult:
         make = partial(
@@ -100,6 +105,7 @@ def trace(
                     again = make(copy_batch(batch), before=between)
                     record(again, counts_saved=counts_saved)
                     tracer.changed_again, tracer.used_again = again.changed(), again.used()
+                    tracer.hazards.mutated_again = again.hazards.mutations()
             found = tracer.finish(result)
             if again is not None and is_repeated:
                 again.compare(tracer, found)
@@ -153,6 +159,8 @@ class TraceResult:
     """Attributes in which the step leaves tensors of one stage."""
     unsendable: list[Node]
     """Calls that read state of one stage and return what cannot be sent to the others, such as arrays."""
+    refusal: str | None = None
+    """The reason why the step cannot be partitioned with these leaf modules."""
     changed_calls: tuple[Node, Node] | None = None
     """The first call that the step makes when it is run for the first time, and the other one of the second time."""
 
@@ -203,10 +211,9 @@ class Tracer(TracingMode):
         self._new_hooks: dict[str, set[int]] = {}
         self._fake = fake
         self.counter = FlopCounter()
-        self._leaf_modules = leaf_modules
-        self._parameters = {id(parameter): name for name, parameter in task.named_parameters()}
-        self._buffers = {id(buffer): name for name, buffer in task.named_buffers()}
-        self._task = task
+        self._leaf_modules, self._task = leaf_modules, task
+        named = task.named_parameters(), task.named_buffers()
+        self._parameters, self._buffers = ({id(tensor): name for name, tensor in each} for each in named)
         self.watch = AttributeWatch(task, self._position)
         self.changed_again, self.used_again = set[str](), set[str]()
         """Attributes that a second run of the step writes, and whose tensors of before it uses."""
@@ -218,6 +225,7 @@ class Tracer(TracingMode):
         self._carried: list[tuple[Tensor, CutConstraint]] = []  # tensors that a leaf module leaves for another call
         self._cached: set[int] = set()  # tensors that a module keeps for its own calls
         self._hook_calls, self._unsendable = list[Node](), list[Node]()  # the latter read state, but return no numbers
+        self.hazards = Hazards({self._random_state()})
         self.counter.before_write = self._before_write
         self._leaf_tensors = {
             name: ([id(parameter) for parameter in module.parameters()], list(module.buffers()))
@@ -277,6 +285,13 @@ class Tracer(TracingMode):
     def opaque_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an opaque call as one node."""
         if self._node is not None:
+            return call(*args, **kwargs)
+        if self._in_call:
+            self.hazards.refuse(
+                f"the step calls an operator of its own (at {caller_location()}), such as one made by "
+                f"torch.library.custom_op, whose backward is `{name}`.",
+                self._path[-1],
+            )
             return call(*args, **kwargs)
         return self._record(name, call, args, kwargs, is_opaque=True)
 
@@ -339,6 +354,7 @@ class Tracer(TracingMode):
         for tensor in given:
             self._use(node, tensor)
         node.num_given = len(node.inputs)
+        arguments = outline((args, kwargs)) if is_opaque else None
         if name in SIDE_EFFECTS:
             self._hook_calls.append(node)
         elif name == "data=":
@@ -348,6 +364,9 @@ class Tracer(TracingMode):
         self._in_call = True
         try:
             result = call(*args, **kwargs)
+        except Exception as error:
+            self.hazards.refuse(f"{node} raises {type(error).__name__}, which the step catches.", path)
+            raise
         finally:
             self._node, self._in_call = None, False
         if name == "__iter__":
@@ -356,7 +375,10 @@ class Tracer(TracingMode):
         if not (given or made or is_opaque):
             return result  # such as `torch.is_grad_enabled()`: not a node
         self._add_since(before, node.cost)
-        node.is_random = state != self._random_state()
+        after = self._random_state()
+        node.is_random = state != after
+        self._note_hazards(node, given, arguments != (outline((args, kwargs)) if is_opaque else None))
+        self.hazards.check_seed(node, state, after)
         node.draws_in_python = is_opaque and python_state != python_rng_state()
         written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
         changed = [tensor for tensor, before in zip(given, needed, strict=True) if tensor.requires_grad != before]
@@ -365,6 +387,15 @@ class Tracer(TracingMode):
         if node.reads and (node.parameters or node.buffers):
             self._send_numbers(node, result)
         return iter(result) if name == "__iter__" else result
+
+    def _note_hazards(self, node: Node, given: list[Tensor], changes_arguments: bool) -> None:
+        if changes_arguments:
+            self.hazards.mutated.append((node, "an argument"))
+        if node.is_leaf_module and not _hooks(self._task.get_submodule(node.name)):  # what hooks keep has its own rule
+            self.hazards.mutated += [(node, f"'{name}'") for name in self.watch.changed_containers()]
+        if node.name in ARRAYS and not self._fake:
+            for tensor in given:
+                self.hazards.keep_array(node, tensor)
 
     def _send_numbers(self, node: Node, result: Any) -> None:
         """Let a node send the numbers that it reads from state of the task, which its stage alone may have."""
@@ -480,7 +511,7 @@ class Tracer(TracingMode):
             if id(tensor) in self._value_of:
                 outputs[self._value_of[id(tensor)]] = tensor.requires_grad
                 node.written += (self._value_of[id(tensor)],)
-            alias_set = self._views.get(id(_base(tensor)), [])
+            alias_set = self._views.get(address_of(tensor), [])
             if len(alias_set) > 1:
                 self._written_alias_sets.append((list(alias_set), node.index))
         node.has_plain = node.is_opaque and not all(
@@ -503,6 +534,7 @@ class Tracer(TracingMode):
                 return leaf
             if node.is_leaf_module:
                 self._opaque_leaf_modules.add(node.name)
+                self.hazards.objects.append((node, type(leaf).__name__))
             elif node.is_opaque:
                 raise UserError(
                     f"{node} returns a {type(leaf).__name__}, which cannot be sent to the other stages. Return tensors "
@@ -520,15 +552,17 @@ class Tracer(TracingMode):
         index = len(self._values)
         self._values.append(Value(tuple(tensor.shape), tensor.dtype, local))
         self._value_of[id(tensor)] = index
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            self.hazards.layouts[index] = tensor.layout
         self._kept.append(tensor)
-        self._views.setdefault(id(_base(tensor)), []).append(index)
+        self._views.setdefault(address_of(tensor), []).append(index)
         return index
 
     # -- Costs
 
     def count_saved(self, tensor: Tensor) -> Tensor:
         """Count a tensor that autograd saves for backward, each storage once, parameters not at all."""
-        key = tensor.untyped_storage()._cdata
+        key = memory_of(tensor)
         for name, _ in self._before.sharing(tensor):
             self._saved_state.setdefault(self._position()[0], {})[name] = True
         if key not in self._saved_storages and id(_base(tensor)) not in self._parameters:
@@ -553,6 +587,7 @@ class Tracer(TracingMode):
             self._use(last, tensor)
         self._complete(last, None, [])
         self._checkpoints.clear()
+        self.hazards.check_arrays()
         self._add_changes()
         mark_batch_only_nodes(self._nodes, self._values, changed=self._changed_elsewhere)
         if self._leaf_modules:  # in a survey also those of scripted modules
@@ -570,6 +605,10 @@ class Tracer(TracingMode):
         self._constraints = list(dict.fromkeys(self._constraints))
         self._constraints += alias_constraints(self._nodes, self._written_alias_sets)
         self._constraints += gradient_constraints(self._nodes)
+        kept = {f"'{name}'" for name in self._changed}  # which have rules of their own
+        self.hazards.mutated = [(node, name) for node, name in self.hazards.mutated if name not in kept]
+        self._constraints += self.hazards.constraints(self._nodes, self._values)
+        self._constraints += parameter_hook_constraints(self._task, self._nodes)
         self._constraints += checkpoint_constraints(self._nodes)
         graph = TracedGraph(
             self._nodes,
@@ -585,7 +624,7 @@ class Tracer(TracingMode):
             reset=self._reset,
         )
         reading = [n for n in self._nodes if not n.is_batch_only and (n.reads or n.name in _SHAPED_BY_VALUES)]
-        reading_modules = {node.path for node in reading if node.path}
+        reading_modules = {path for path in (*(node.path for node in reading), *dict(self.hazards.refused)) if path}
         unsendable = [node for node in self._unsendable if not node.is_batch_only]
         left_behind = frozenset(name for name in self.changed_again if self._is_of_one_stage(name))
         hidden = [result.tensor for result in self._hidden.values()]
@@ -603,6 +642,7 @@ class Tracer(TracingMode):
             bool(self._hooked),
             left_behind,
             unsendable,
+            next((reason for _, reason in self.hazards.refused), None),
         )
 
     def compare(self, first: Tracer, found: TraceResult) -> None:
@@ -634,6 +674,7 @@ class Tracer(TracingMode):
                 "Register it in the task's constructor, and write to it in place: under torch.no_grad(), "
                 f"self.{replaced[0]}.copy_(...)."
             )
+        check_iterators(list(self.watch.iterators))
         changed = self._before.attributes.changed()
         # Now, as a second run changes what is in containers.
         self._changed = {name: self._before.attributes.tensors_in(value) for name, value in changed.items()}
@@ -734,6 +775,18 @@ def _hooks(module: nn.Module) -> set[int]:
 
 def _with(items: tuple[T, ...], item: T) -> tuple[T, ...]:
     return items if item in items else (*items, item)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return an identity of the memory of a tensor, which its views share; sparse ones have several memories."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return the address of the memory of a tensor, which arrays share too; of tensors without one their identity."""
+    if tensor.layout is not torch.strided or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return id(_base(tensor))
+    return tensor.untyped_storage().data_ptr() or id(_base(tensor))
 
 
 def _base(tensor: Tensor) -> Tensor:
@@ -893,7 +946,7 @@ class PreservedState:
         """Parameters, buffers and the tensors in attributes, by name."""
         self._sharing: dict[int, list[tuple[str, Tensor]]] = {}  # by memory
         for name, tensor in self.tensors:
-            self._sharing.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
+            self._sharing.setdefault(memory_of(tensor), []).append((name, tensor))
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def keep_named(self, names: Collection[str]) -> None:
@@ -911,7 +964,7 @@ class PreservedState:
 
     def sharing(self, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """Return the tensors that share memory with one, by name."""
-        return self._sharing.get(tensor.untyped_storage()._cdata, [])
+        return self._sharing.get(memory_of(tensor), [])
 
     def keep(self, tensor: Tensor) -> None:
         """Keep the content of a tensor that is about to be written; another stage's has none."""
@@ -931,7 +984,7 @@ class PreservedState:
         """Restore what was kept."""
         with torch.no_grad():
             for tensor, memory, content in self._kept.values():
-                if tensor.untyped_storage()._cdata != memory.untyped_storage()._cdata:
+                if memory_of(tensor) != memory_of(memory):
                     tensor.data = memory
                 memory.copy_(content)
 

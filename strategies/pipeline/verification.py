@@ -54,6 +54,12 @@ class Checksum(NamedTuple):
         return not abs(self.projection - expected.projection) <= tolerance * expected.size
 
 
+_UNINITIALIZED = frozenset(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
+)
+"""Calls whose result has any values."""
+
+
 @dataclass
 class StepRecord:
     """Checksums of one step on one rank."""
@@ -65,9 +71,15 @@ class StepRecord:
     """State that the step changes, by name."""
     precision: float = 0.0
     """Machine epsilon of the least precise type met."""
+    _uninitialized: set[int] = field(default_factory=set)  # values that have any content until they are written
 
     def add_node(self, seed: int, node: Node, given: Any, result: Any) -> None:
         """Record what a node made; arguments count for the size, as rounding errors come from them."""
+        values = {output.value for output in node.outputs}
+        if node.name in _UNINITIALIZED:
+            self._uninitialized |= values
+        if values & self._uninitialized:
+            return
         made = self._checksum(tensors(result))
         given_size = max((self._checksum([tensor]).size for tensor in tensors(given)), default=0.0)
         self.values[seed, node.index] = Checksum(made.projection, made.size + given_size)
@@ -102,7 +114,7 @@ def _flat_parts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     tensor = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
     for start in range(0, len(flat), _CHUNK):
         yield start, flat[start : start + _CHUNK].double()
 

@@ -210,7 +210,7 @@ class Mixtral(_Library):
             )
         )
 
-    batch = Gpt2.batch
+    batch = staticmethod(Gpt2.batch)
 
 
 class LibraryResNet(_Library):

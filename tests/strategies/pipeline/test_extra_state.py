@@ -9,7 +9,7 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.training import Training, make, step_batches
-from tests.strategies.pipeline.zoo.tasks import WIDTH, ExtraState
+from tests.strategies.pipeline.zoo.state import WIDTH, ExtraState
 from trainkit import Data, Trainer
 from trainkit.testing import run_ranks
 

@@ -11,7 +11,7 @@ from trainkit.strategies.pipeline.verification import Checksum, StepRecord, Veri
 
 from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp, ResNet
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
-from tests.strategies.pipeline.zoo.tasks import CountedPhases, StateInAnObject, TeacherMovedLast
+from tests.strategies.pipeline.zoo.state import CountedPhases, StateInAnObject, TeacherMovedLast
 from trainkit.errors import UserError
 from trainkit.testing import rank_outcomes, run_ranks
 

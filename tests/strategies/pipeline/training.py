@@ -1,20 +1,12 @@
 """Training by a strategy without a Trainer, and the same training by one process."""
 
 import copy
-from itertools import chain, pairwise
+from itertools import chain
 
 import torch
 import torch.distributed as dist
-from trainkit.strategies.pipeline.communication import StageChannel
-from trainkit.strategies.pipeline.graph import signature
-from trainkit.strategies.pipeline.partition import candidates, crossing_bytes
-from trainkit.strategies.pipeline.planner import TraceInput, TrainingStep, plan_steps
-from trainkit.strategies.pipeline.runtime import StepRun
-from trainkit.strategies.pipeline.schedules import BACKWARD, FORWARD, Action
-from trainkit.strategies.pipeline.stage import stage_graphs
-from trainkit.strategies.pipeline.stage_executor import StageExecutor
+from trainkit.strategies.pipeline.planner import TraceInput, TrainingStep, plan_steps, trace_expanding
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.pipeline.tracer import trace
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit.data.batch import MicroBatch, StepBatch
@@ -23,6 +15,7 @@ from trainkit.loops.phases import PhaseControl
 from trainkit.optim.optimizer import GradientClipping, configure_optimizers
 from trainkit.optim.precision import Precision
 from trainkit.task import has_phases
+from trainkit.tree import map_tensors
 
 
 def plan(task, step, batch, *, num_stages, costs="measured", **settings):
@@ -33,66 +26,9 @@ def plan(task, step, batch, *, num_stages, costs="measured", **settings):
 
 def finest_graph(task, batch):
     """Return the graph of a task's step with as many nodes as possible."""
-    names = frozenset(name for name, module in task.named_modules() if not list(module.children()))
-    return trace(task, task.training_step, batch, leaf_modules=names).graph
-
-
-def gradients(task, batches, cuts, graph):
-    """Return the losses and gradients of two forwards and two backwards, with stages that begin at `cuts`.
-
-    All stages are on this rank, and their messages the runtime's own.
-    """
-    task.zero_grad()
-    bounds = list(pairwise([0, *cuts, len(graph.nodes)]))
-    stages = stage_graphs(graph, bounds, [0] * len(bounds))
-    device = torch.device("cpu")
-    executor = StageExecutor(graph, task, stages, traced=signature(batches[0]), device=device)
-    losses = []
-
-    def read_loss(micro_batch, returned):
-        loss = returned["loss"] if isinstance(returned, dict) else returned
-        losses.append(loss.detach())
-        return loss
-
-    signatures = [signature(batch) for batch in batches]
-    channel = StageChannel(None, rank=0, device=device)
-    run = StepRun(channel, executor, task.training_step, batches, signatures, 0, read_loss)
-    forwards = [Action(FORWARD, stage, number) for number in range(len(batches)) for stage in range(len(stages))]
-    backwards = [Action(BACKWARD, action.stage, action.micro_batch) for action in reversed(forwards)]
-    with executor.interceptor.installed():
-        for action in [*forwards, *backwards]:
-            run.post(action)
-            run.carry_out(action)
-    return losses, {name: None if p.grad is None else p.grad.clone() for name, p in task.named_parameters()}
-
-
-def differences_at_every_cut(task, batches, *, cuts=None):
-    """Return for each node that may begin a second stage the largest difference of losses and gradients to one process.
-
-    Infinite if a parameter has a gradient in one of them only.
-    """
-    graph = finest_graph(task, batches[0])
-    found = {}
-    for cut in cuts or candidates(graph, graph.constraints, crossing_bytes(graph)):
-        own = copy.deepcopy(task)
-        expected = copy.deepcopy(task)
-        expected_losses = []
-        for batch in batches:
-            returned = expected.training_step(batch)
-            loss = returned["loss"] if isinstance(returned, dict) else returned
-            loss.backward()
-            expected_losses.append(loss.detach())
-        losses, found_gradients = gradients(own, batches, [cut], graph)
-        pairs = [*zip(losses, expected_losses, strict=True)]
-        missing = False
-        for name, parameter in expected.named_parameters():
-            gradient = found_gradients[name]
-            missing |= (gradient is None) != (parameter.grad is None)
-            if gradient is not None and parameter.grad is not None:
-                pairs.append((gradient, parameter.grad))
-        largest = max(float((first - second).abs().max()) for first, second in pairs)
-        found[str(graph.nodes[cut])] = float("inf") if missing else largest
-    return found
+    trace_input = TraceInput(task, TrainingStep(task.training_step), batch, "estimated")
+    survey = trace_input.trace(frozenset())
+    return trace_expanding(trace_input, survey, limit=0.0, expanded=frozenset(), changed=frozenset())
 
 
 def step_batches(model, *, sizes, num_steps, replica=0, num_replicas=1, dtype=torch.float64, seed=5):
@@ -111,11 +47,7 @@ def step_batches(model, *, sizes, num_steps, replica=0, num_replicas=1, dtype=to
 
 
 def _cast(batch, dtype):
-    if isinstance(batch, dict):
-        return {key: _cast(value, dtype) for key, value in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(_cast(value, dtype) for value in batch)
-    return batch.to(dtype) if batch.is_floating_point() else batch
+    return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 class Training:

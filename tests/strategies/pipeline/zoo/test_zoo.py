@@ -1,6 +1,8 @@
 """Tasks whose step changes state train as in one process, or are refused by name."""
 
 import copy
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -13,51 +15,120 @@ from trainkit.strategies.pipeline.staged_model import StagedModel
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.training import Training, make, step_batches
-from tests.strategies.pipeline.zoo.comparison import difference, largest_difference
-from tests.strategies.pipeline.zoo.tasks import (
-    EQUAL,
-    REFUSED,
+from tests.strategies.pipeline.zoo import tasks
+from tests.strategies.pipeline.zoo.chain import Chain
+from tests.strategies.pipeline.zoo.comparison import (
+    difference,
+    differences,
+    largest_difference,
+    places,
+    refusal,
+    spread,
+)
+from tests.strategies.pipeline.zoo.state import (
     REFUSED_AT_A_CUT,
-    REFUSED_IN_THE_FIRST_STEP,
-    TOO_CLOSE_FOR_FOUR,
-    Clamped,
-    CountedPhases,
-    CounterInModule,
     CounterInTheMiddle,
-    ExtraState,
     HiddenTensor,
     LossAverage,
     Normalized,
-    PointerElsewhere,
     ReplacedBuffer,
-    ReplacedLater,
-    SwappedBuffers,
     TeacherMovedLast,
     TeacherThroughData,
 )
 from trainkit.data.batch import MicroBatch
 from trainkit.errors import UserError
+from trainkit.task import has_phases
 from trainkit.testing import rank_outcomes, run_ranks
 
 BOUND = 1e-9
 ONE_OF_EACH_KIND = [
-    ReplacedLater,
-    SwappedBuffers,
-    HiddenTensor,
-    CounterInTheMiddle,
-    CounterInModule,
-    LossAverage,
-    PointerElsewhere,
-    TeacherThroughData,
-    Clamped,
-    Normalized,
-    ExtraState,
-    CountedPhases,
+    *("ReplacedLater", "SwappedBuffers", "HiddenTensor", "CounterInTheMiddle", "CounterInModule", "LossAverage"),
+    *("PointerElsewhere", "TeacherThroughData", "Clamped", "Normalized", "ExtraState", "CountedPhases", "Adversarial"),
+    *("a mask that is passed on", "packed sequences", "a generator of numpy", "a changed argument"),
 ]
+PIECES = [piece for name, piece in tasks.PIECES.items() if name in tasks.EQUAL]
+AT_ONCE = 6
+_WARNS = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+OF_ONE_STEP = [name for name in tasks.EQUAL if not has_phases(make(tasks.TASKS[name]))]
+WHOLE = [name for name in OF_ONE_STEP if name in tasks.SMALL and name not in tasks.PIECES]
+
+
+# ---- Cuts, with all stages in this process
+
+
+def _four_stages(graph):
+    return [spread(places(graph), 3)]
+
+
+def _every_cut(graph):
+    return [[place] for place in places(graph)]
+
+
+def _some_cuts(graph):
+    return [[place] for place in spread(places(graph), 3)] + _four_stages(graph)
+
+
+def test_the_zoo_has_120_tasks_of_which_nine_of_ten_are_accepted():
+    assert len(tasks.TASKS) >= 120
+    assert len(tasks.EQUAL) >= 0.9 * len(tasks.TASKS)
+
+
+@_WARNS
+@pytest.mark.parametrize("first", range(0, len(PIECES), AT_ONCE))
+def test_pieces_one_behind_the_other_train_in_four_stages_as_in_one(first):
+    found = differences(partial(Chain, *PIECES[first : first + AT_ONCE]), _four_stages, num_steps=1)
+
+    assert {cuts: value for cuts, value in found.items() if not value <= BOUND} == {}
+
+
+@_WARNS
+@pytest.mark.parametrize("name", WHOLE)
+def test_tasks_train_in_four_stages_as_in_one(name):
+    found = differences(tasks.TASKS[name], _four_stages, num_steps=1)
+
+    assert {cuts: value for cuts, value in found.items() if not value <= BOUND} == {}
+
+
+@pytest.mark.slow
+@_WARNS
+@pytest.mark.parametrize("name", [name for name in OF_ONE_STEP if name in tasks.SMALL])
+def test_a_stage_may_begin_at_every_place(name):
+    found = differences(tasks.TASKS[name], _every_cut)
+
+    assert len(found) >= 2
+    assert {cuts: value for cuts, value in found.items() if not value <= BOUND} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", tasks.OF_LIBRARY)
+def test_models_of_transformers_are_the_same_in_four_stages(name):
+    found = differences(tasks.LIBRARY[name], _some_cuts)
+
+    assert {cuts: value for cuts, value in found.items() if not value <= BOUND} == {}
+
+
+@_WARNS
+@pytest.mark.parametrize("name", tasks.REFUSED)
+def test_what_cannot_be_followed_is_refused_before_training(name):
+    task = tasks.TASKS[name]
+    with pytest.raises(UserError, match=tasks.REFUSED[name]):
+        _plan(task)
+
+
+@pytest.mark.parametrize("name", tasks.REFUSED_LATER)
+def test_what_one_batch_alone_shows_is_refused_there(name):
+    message = refusal(tasks.TASKS[name], _four_stages)
+
+    assert message is not None
+    assert re.search(tasks.REFUSED_LATER[name], message)
+
+
+# ---- Ranks
 
 
 def _differences(cases):
-    return {f"{model.__name__} {settings}": difference(model, **settings) for model, settings in cases}
+    return {f"{name} {settings}": difference(tasks.TASKS[name], **settings) for name, settings in cases}
 
 
 def _too_large(num_ranks, cases, *, timeout=60):
@@ -67,31 +138,13 @@ def _too_large(num_ranks, cases, *, timeout=60):
 
 
 def test_one_task_of_each_kind_has_the_state_of_one_process_on_every_rank():
-    assert _too_large(2, [(model, {"num_steps": 3}) for model in ONE_OF_EACH_KIND]) == {}
+    assert _too_large(2, [(name, {"num_steps": 3}) for name in ONE_OF_EACH_KIND]) == {}
 
 
 def test_several_stages_of_a_rank_keep_their_own_attributes():
-    models = [ReplacedLater, SwappedBuffers, CounterInTheMiddle, HiddenTensor]
+    names = ["ReplacedLater", "SwappedBuffers", "CounterInTheMiddle", "HiddenTensor", "a generator of Python"]
 
-    assert _too_large(2, [(model, {"num_steps": 3, "schedule": "interleaved_1f1b"}) for model in models]) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "schedule"),
-    [
-        (2, "1f1b"),
-        (2, "gpipe"),
-        (2, "interleaved_1f1b"),
-        (4, "1f1b"),
-        (4, "gpipe"),
-    ],
-)
-def test_every_task_has_the_state_of_one_process_under_every_schedule(num_ranks, schedule):
-    four = num_ranks == 4 or schedule == "interleaved_1f1b"
-    models = [model for model in EQUAL if not four or model not in TOO_CLOSE_FOR_FOUR]
-
-    assert _too_large(num_ranks, [(model, {"schedule": schedule}) for model in models], timeout=200) == {}
+    assert _too_large(2, [(name, {"num_steps": 3, "schedule": "interleaved_1f1b"}) for name in names]) == {}
 
 
 def _plan(model, split_points=None):
@@ -104,16 +157,10 @@ def _plan(model, split_points=None):
         balance="speed",
         trace="eager",
     )
-    batch = step_batches(model, sizes=[4], num_steps=1)[0].micro_batches[0].batch
+    batch = step_batches(task, sizes=[4], num_steps=1)[0].micro_batches[0].batch
     steps = {"training_step": TrainingStep(task.training_step)}
     model_of_stages.plan = model_of_stages.make_plan(task, steps, batch, torch.device("cpu"))
     return task
-
-
-@pytest.mark.parametrize("model", REFUSED, ids=lambda model: model.__name__)
-def test_state_that_cannot_be_followed_is_refused_before_training(model):
-    with pytest.raises(UserError, match=REFUSED[model]):
-        _plan(model)
 
 
 @pytest.mark.parametrize("model", REFUSED_AT_A_CUT, ids=lambda model: model.__name__)
@@ -132,10 +179,9 @@ def test_planning_leaves_the_task_as_it_was(model):
     assert [p.requires_grad for p in after.parameters()] == [p.requires_grad for p in before.parameters()]
 
 
-@pytest.mark.parametrize("model", REFUSED_IN_THE_FIRST_STEP, ids=lambda model: model.__name__)
-def test_what_the_first_step_changes_beside_the_trace_ends_the_run(model):
-    for outcome in rank_outcomes(difference, 2, model, timeout=60):
-        assert REFUSED_IN_THE_FIRST_STEP[model] in outcome.failure
+def test_what_the_first_step_changes_beside_the_trace_ends_the_run_on_every_rank():
+    for outcome in rank_outcomes(_differences, 2, [("WrittenThroughNumpy", {})], timeout=60):
+        assert "the first step changed 'seen', which the traced step did not" in outcome.failure
 
 
 class _Evaluated(ReplacedBuffer):

@@ -1,0 +1,52 @@
+"""Tasks of the zoo on several ranks have the weights and state of one process, under every schedule."""
+
+import re
+import warnings
+
+import pytest
+
+from tests.strategies.pipeline.zoo import tasks
+from tests.strategies.pipeline.zoo.comparison import difference
+from trainkit.errors import UserError
+from trainkit.testing import run_ranks
+
+BOUND = 1e-9
+TOO_FEW = re.compile(r"the step can be partitioned into at most \d+ stages")
+
+
+def _outcomes(names, settings):
+    """Return the differences of tasks, or the messages with which they are refused."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in names:
+        try:
+            found[name] = difference(tasks.find(name), num_steps=2, sizes=(3, 2, 3, 2), **settings)
+        except UserError as error:
+            found[name] = str(error)
+    return found
+
+
+def _not_equal(num_ranks, names, *, may_be_small, **settings):
+    """Return what is not equal on some rank; with `may_be_small` a task may have too few places for the stages."""
+    ranks = run_ranks(_outcomes, num_ranks, names, settings, timeout=400)
+    unequal = {}
+    for found in ranks:
+        assert list(found) == list(names)
+        small = {name for name, outcome in found.items() if may_be_small and TOO_FEW.match(str(outcome))}
+        assert len(small) <= 0.1 * len(names), sorted(small)
+        of_rank = {name: outcome for name, outcome in found.items() if name not in small}
+        unequal |= {name: each for name, each in of_rank.items() if isinstance(each, str) or not each <= BOUND}
+    return unequal
+
+
+CASES = [(num_ranks, schedule) for num_ranks in (2, 4) for schedule in ("1f1b", "gpipe", "interleaved_1f1b")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "schedule"), CASES)
+def test_tasks_have_the_state_of_one_process_on_every_rank(num_ranks, schedule):
+    names = [*tasks.EQUAL, *tasks.OF_LIBRARY][CASES.index((num_ranks, schedule)) :: len(CASES)]  # each task once
+    is_many = num_ranks == 4 or schedule == "interleaved_1f1b"
+    verify = "auto" if schedule == "1f1b" else "off"
+
+    assert _not_equal(num_ranks, names, may_be_small=is_many, schedule=schedule, verify=verify) == {}
