@@ -99,17 +99,17 @@ class WeightedMeans:
                 self._objects.add(output)
         if not outputs:
             return
-        found = {"loss": [output for output in outputs if output.loss is not None]}
+        columns: dict[str, list[Tensor | float]] = {}
+        columns["loss"] = [output.loss for output in outputs if output.loss is not None]
         for name in dict.fromkeys(chain.from_iterable(output.metrics for output in outputs)):
-            found[name] = [output for output in outputs if name in output.metrics]
+            columns[name] = [output.metrics[name] for output in outputs if name in output.metrics]
         weights = _stack([output.weight for output in outputs], self._device)  # (outputs,)
-        for name, with_name in found.items():
-            if not with_name:  # no output has a loss
+        for name, values in columns.items():
+            if not values:  # no output has a loss
                 continue
-            values = [output.loss if name == "loss" else output.metrics[name] for output in with_name]
-            stacked = _stack(values, self._device)  # (outputs,)
-            weight = weights
-            if len(with_name) < len(outputs):
+            stacked, weight = _stack(values, self._device), weights
+            if len(values) < len(outputs):
+                with_name = [o for o in outputs if (o.loss is not None if name == "loss" else name in o.metrics)]
                 weight = _stack([output.weight for output in with_name], self._device)
             total = torch.stack([stacked @ weight, weight.sum()])
             self._sums[name] = self._sums[name] + total if name in self._sums else total
