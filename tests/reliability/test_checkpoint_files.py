@@ -68,9 +68,10 @@ def test_kill_at_any_instant_costs_only_unsaved_work(tmp_path: Path, savers: Sav
     store = CheckpointStore(tmp_path)
     chance = random.Random(mode)
     pace = seconds_of_a_save(tmp_path / "pace")
-    saved = -1
-    for kill in range(KILLS):
-        acknowledged = savers.run(mode, tmp_path, saved + 1, chance.uniform(0, 6 * pace))
+    saved, kill = -1, 0
+    while kill < KILLS or saved <= 3:  # a busy machine saves less between two kills: it is given longer and longer
+        kill += 1
+        acknowledged = savers.run(mode, tmp_path, saved + 1, chance.uniform(0, 6 * pace * (1 + kill / KILLS)))
         saved = max(saved, acknowledged)
         if saved < 0:
             continue
@@ -80,7 +81,6 @@ def test_kill_at_any_instant_costs_only_unsaved_work(tmp_path: Path, savers: Sav
         assert loaded.entry.step >= saved, f"kill {kill}: an acknowledged checkpoint is lost"
         assert load_from(tmp_path).entry == loaded.entry
         saved = loaded.entry.step
-    assert saved > 3
     store.save(payload_of(saved + 1), name="end", step=saved + 1, epoch=0)
     assert set(os.listdir(tmp_path)) == {"manifest.json", *(entry.path.name for entry in store.entries())}
 
