@@ -30,7 +30,7 @@ class RankFailure(AssertionError):
     """A rank raised, died or ran out of time; the message holds its traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 600.0) -> list[Any]:
     """Return the value of `fn(*args)` on each of `num_ranks` gloo ranks, or raise the first failure.
 
     `fn` is a function at the top level of a module or of a test file. It runs in the caller's folder with one thread
@@ -54,7 +54,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
 
 
 def rank_outcomes(
-    fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0, patience: float = 20.0
+    fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 600.0, patience: float = 20.0
 ) -> list[Outcome]:
     """Return the outcome of each rank; after a first failure the others get `patience` seconds to end."""
     if not hasattr(fn, "__qualname__"):

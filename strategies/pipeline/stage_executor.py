@@ -222,15 +222,20 @@ def _is_saved_before_write(graph: TracedGraph, task: nn.Module, name: str) -> bo
 def _saved_before_writes(written: Sequence[tuple[Table, str]]) -> AbstractContextManager[Any]:
     """Return a context in which backward keeps copies of these tensors: the next micro-batch writes to them before."""
     present = [table.get(key) for table, key in written]
-    memories = {tensor.untyped_storage()._cdata for tensor in present if isinstance(tensor, Tensor)}
+    memories = {_memory(tensor) for tensor in present if isinstance(tensor, Tensor)} - {None}
 
     def save(tensor: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():  # an autograd Function saves while the calls of the step are followed
-            if tensor.untyped_storage()._cdata in memories:
+            if _memory(tensor) in memories:
                 return tensor.detach().clone()
             return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
 
     return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved)
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Return the identity of a tensor's memory; `None` for a sparse one, which has several."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 class ModuleInterceptor:

@@ -28,7 +28,7 @@ def _outcomes(names, settings):
 
 def _not_equal(num_ranks, names, *, may_be_small, **settings):
     """Return what is not equal on some rank; with `may_be_small` a task may have too few places for the stages."""
-    ranks = run_ranks(_outcomes, num_ranks, names, settings, timeout=400)
+    ranks = run_ranks(_outcomes, num_ranks, names, settings, timeout=600)
     unequal = {}
     for found in ranks:
         assert list(found) == list(names)

@@ -86,5 +86,5 @@ def test_two_ranks_have_the_weights_of_one_process(kind):
     names = NAMES
     if kind == "torch_ddp":  # which trains no phases
         names = [name for name in NAMES if name not in OF_TORCH_DDP and not has_phases(make(tasks.TASKS[name]))]
-    for found in run_ranks(_outcomes, 2, kind, names, timeout=300):
+    for found in run_ranks(_outcomes, 2, kind, names, timeout=600):
         assert _unequal(found) == {}

@@ -131,7 +131,7 @@ def _differences(cases):
     return {f"{name} {settings}": difference(tasks.TASKS[name], **settings) for name, settings in cases}
 
 
-def _too_large(num_ranks, cases, *, timeout=60):
+def _too_large(num_ranks, cases, *, timeout=600):
     found = run_ranks(_differences, num_ranks, cases, timeout=timeout)
     assert len(found[0]) == len(cases)
     return {name: value for rank in found for name, value in rank.items() if not value <= BOUND}
@@ -180,7 +180,7 @@ def test_planning_leaves_the_task_as_it_was(model):
 
 
 def test_what_the_first_step_changes_beside_the_trace_ends_the_run_on_every_rank():
-    for outcome in rank_outcomes(_differences, 2, [("WrittenThroughNumpy", {})], timeout=60):
+    for outcome in rank_outcomes(_differences, 2, [("WrittenThroughNumpy", {})], timeout=600):
         assert "the first step changed 'seen', which the traced step did not" in outcome.failure
 
 
