@@ -136,16 +136,28 @@ class WeightAveraging(Callback):
     def _aligned_weights(self, run: Run) -> dict[str, Tensor]:
         """Return the local weights, with an average of the same names on the same devices.
 
-        A checkpoint holds the average of the full task, of which a pipeline stage keeps its own entries.
+        A checkpoint holds the average of the full task, of which every process keeps what it has of the weights.
         """
         weights, average = local_state(run.strategy, run.task), self._average
         if self._updates and (
             average.keys() != weights.keys() or any(average[name].device != weights[name].device for name in weights)
         ):
-            known = average or self._restored
-            self._average = {name: known[name].to(tensor.device, copy=True) for name, tensor in weights.items()}
+            if average:
+                self._average = {name: average[name].to(tensor.device, copy=True) for name, tensor in weights.items()}
+            else:
+                self._average = self._local_average(run, weights)
             self._restored, self._pairs = {}, None
         return weights
+
+    def _local_average(self, run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what this process has of the restored average, loaded in place of the weights for a moment."""
+        present = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        run.strategy.load_state_dict(run.task, dict(self._restored))
+        average = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                tensor.copy_(present[name])
+        return average
 
     def _swap(self, run: Run) -> None:
         """Swap the weights of the task and the average."""

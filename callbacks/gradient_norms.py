@@ -13,7 +13,7 @@ from trainkit.callback import Callback
 from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
-from trainkit.strategy import Strategy
+from trainkit.strategy import Strategy, check_whole_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class GradientNorms(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._measured = {}
+        check_whole_parameters(run.strategy, "gradient_norms")
         if run.state.step == 0 and not has_full_gradients(run.strategy):
             logger.warning("gradient_norms adds nothing: under this strategy gradients are complete on no rank.")
         names = {id(parameter): name for name, parameter in run.task.named_parameters()}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.callback import Callback
 from trainkit.duration import Duration
 from trainkit.errors import UserError
 from trainkit.loops.run import Run
 from trainkit.model.transforms import freeze_statistics, frozen_batch_norms
+from trainkit.strategy import local_state
 
 from .gradient_norms import PARTIAL_GRADIENTS, has_full_gradients
 
@@ -43,7 +44,7 @@ class GradualUnfreezing(Callback):
         for pattern, duration in self.unfreeze_at.items():
             if duration.is_time:
                 raise UserError(f"unfreeze_at.{pattern} must be in steps, epochs or samples: clocks differ on ranks.")
-        self._frozen: list[tuple[Duration, list[nn.Parameter]]] = []
+        self._frozen: list[tuple[Duration, list[Tensor]]] = []  # whose gradients are dropped
         self._norms: list[tuple[list[Duration], Callable[[bool], None]]] = []  # with the function that unfreezes each
 
     def on_fit_start(self, run: Run) -> None:
@@ -53,7 +54,7 @@ class GradualUnfreezing(Callback):
                 f"gradual_unfreezing needs complete gradients before the optimizer's step, which this strategy does "
                 f"not have; set {settings}."
             )
-        named = dict(run.task.named_parameters())
+        named, local = dict(run.task.named_parameters()), local_state(run.strategy, run.task)
         self.close()
         norms: dict[nn.Module, list[Duration]] = {}
         for pattern, duration in sorted(self.unfreeze_at.items(), key=lambda item: item[1].value):
@@ -63,7 +64,7 @@ class GradualUnfreezing(Callback):
                     f"unfreeze_at.{pattern} matches no parameter. There are: {', '.join(list(named)[:20])}."
                 )
             parameters = [named[name] for name in matching]
-            self._frozen.append((duration, parameters))
+            self._frozen.append((duration, [local[name] for name in matching if name in local]))
             for norm in frozen_batch_norms(run.task, parameters, [pattern]):
                 norms.setdefault(norm, []).append(duration)
         self._norms = [(durations, freeze_statistics(norm)) for norm, durations in norms.items()]

@@ -10,7 +10,7 @@ from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
-from trainkit.strategy import local_state
+from trainkit.strategy import check_whole_parameters, local_state
 
 from .gradient_norms import has_full_gradients
 
@@ -35,6 +35,7 @@ class Histograms(Callback):
         self._due_phases: set[str] = set()  # whose next gradients are written
 
     def on_fit_start(self, run: Run) -> None:
+        check_whole_parameters(run.strategy, "histograms")
         self._interval.start(run.state)
         names = {id(parameter): name for name, parameter in run.task.named_parameters()}
         if not any(fnmatchcase(name, self.pattern) for name in names.values()):

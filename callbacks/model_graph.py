@@ -6,6 +6,7 @@ from trainkit.callback import Callback
 from trainkit.loops.run import Run
 from trainkit.model.flops import steps_of
 from trainkit.model.graph import record_graph
+from trainkit.strategy import check_whole_parameters
 
 from .model_summary import example_batch
 
@@ -18,6 +19,7 @@ class ModelGraph(Callback):
     """
 
     def on_fit_start(self, run: Run) -> None:
+        check_whole_parameters(run.strategy, "model_graph")
         batch = example_batch(run) if run.loggers else None
         if batch is not None:
             with run.precision.forward():

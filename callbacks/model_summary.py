@@ -15,7 +15,7 @@ from trainkit.model.flops import StepCost, cost_of_step, steps_of
 from trainkit.optim.lr_schedule import linear_scaling
 from trainkit.report.html import short, size
 from trainkit.run_dir.console import Table, say, show
-from trainkit.strategy import local_state, named_state
+from trainkit.strategy import check_whole_parameters, local_state, named_state
 from trainkit.tree import to_device
 
 
@@ -43,6 +43,8 @@ class ModelSummary(Callback):
         self.costs = costs
 
     def on_fit_start(self, run: Run) -> None:
+        if self.costs:
+            check_whole_parameters(run.strategy, "model_summary with costs=true")
         if run.is_main:
             say("\n".join(f"{name:<13}{value}" for name, value in _header(run)))
             show(summary(run.task, max_rows=self.max_rows, depth=self.depth, cost=self._cost(run)))

@@ -82,6 +82,8 @@ class MultiProcessStrategy(Strategy):
     """
 
     comm: ProcessGroupCollectives  # from `setup` on
+    collectives: type[ProcessGroupCollectives] = ProcessGroupCollectives
+    """The class of `comm`."""
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class MultiProcessStrategy(Strategy):
         self.precision = precision
         precision.setup(self.device)
         self._steps, self._weighted_by = 0, {}
-        self.comm = ProcessGroupCollectives.join(
+        self.comm = self.collectives.join(
             self._all_ranks, device=self.device, timeout_seconds=self.ranks.timeout_seconds, step=lambda: self._steps
         )
         store = self.comm.failure_store

@@ -63,6 +63,9 @@ class Strategy:
     The caller then drops the gradients, sets a smaller `micro_batch_size`, and computes the step again.
     """
 
+    shards_parameters: bool = False
+    """True if each rank holds a shard of every parameter, and `local_state` returns shards."""
+
     def __init__(
         self,
         *,
@@ -370,6 +373,14 @@ class PreparesSteps(Protocol):
 
 
 @runtime_checkable
+class EvaluatesJointly(Protocol):
+    """Evaluates with collectives in every batch, so that ranks must take equally many."""
+
+    def joint_batches(self, task: TaskModule, batches: Iterator[MicroBatch], step_name: str) -> Iterator[MicroBatch]:
+        """Yield this rank's batches, and take part in those of the other ranks until all are done; collective."""
+
+
+@runtime_checkable
 class SupportsReplicas(Protocol):
     """Runs copies of the task in one process."""
 
@@ -405,6 +416,13 @@ def local_state(strategy: Strategy, task: TaskModule) -> dict[str, Tensor]:
     return strategy.local_state(task) if isinstance(strategy, SupportsShardedState) else named_state(task)
 
 
+def evaluation_batches(
+    strategy: Strategy, task: TaskModule, batches: Iterator[MicroBatch], step_name: str
+) -> Iterator[MicroBatch]:
+    """Return this rank's batches of an evaluation by the task's method `step_name`."""
+    return strategy.joint_batches(task, batches, step_name) if isinstance(strategy, EvaluatesJointly) else batches
+
+
 def named_state(task: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers of a module by name."""
     return dict([*task.named_parameters(), *task.named_buffers()])
@@ -415,12 +433,21 @@ def metric_modules(strategy: Strategy, task: TaskModule) -> list[nn.Module]:
     return strategy.metric_modules(task) if isinstance(strategy, SupportsReplicas) else metrics_in(task)
 
 
+def check_whole_parameters(strategy: Strategy, what: str) -> None:
+    """Raise UserError for `what`, which reads whole parameters or gradients, on a strategy that shards them."""
+    if strategy.shards_parameters:
+        raise UserError(
+            f"{what} needs whole parameters, and {type(strategy).__name__} leaves each rank a shard of them. Omit "
+            f"{what}, or set strategy=ddp."
+        )
+
+
 def check_phases_run(task: TaskModule, strategy: Strategy) -> None:
     """Raise UserError for a task with phases on a strategy that cannot train them."""
     if not isinstance(strategy, SupportsPhases):
         raise UserError(
             f"{type(task).__name__} has phases, which {type(strategy).__name__} cannot train: it supports one step and "
-            "one optimizer. Set strategy=ddp, strategy=dp, strategy=pipeline or strategy=single."
+            "one optimizer. Set strategy=ddp, strategy=dp, strategy=fsdp, strategy=pipeline or strategy=single."
         )
     strategy.check_phases(task)
 

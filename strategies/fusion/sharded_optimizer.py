@@ -25,16 +25,17 @@ ELEMENTWISE = (
 )
 """Optimizers that update each element independently, so that a shard is updated as within the full parameter."""
 ALIGNMENT_BYTES = 64  # of memory from torch's allocator
-_NEVER_SHARDED = ("step", "mu_product")  # one value per parameter, even if the parameter has a single element
+NEVER_SHARDED = ("step", "mu_product")
+"""State with one value per parameter, even if the parameter has a single element."""
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise UserError for an optimizer that needs full parameters."""
+def check_elementwise(optimizer: Optimizer, what: str, remedy: str) -> None:
+    """Raise UserError for an optimizer that needs full parameters; `what` updates shards of them."""
     if type(optimizer) not in ELEMENTWISE:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise UserError(
-            f"shard_optimizer=true updates shards of parameters, but {type(optimizer).__name__} may need full "
-            f"parameters; use one of {names}, or set strategy.shard_optimizer=false."
+            f"{what} updates shards of parameters, but {type(optimizer).__name__} may need full parameters; use one of "
+            f"{names}, or set {remedy}."
         )
 
 
@@ -282,13 +283,13 @@ def _in_memory_order(parameter: Tensor) -> Tensor:
 
 def _is_sharded(name: str, value: Any, shard: _ParameterShard) -> bool:
     """Return True if a value of the shard's state has one element for each element of the shard."""
-    return isinstance(value, Tensor) and name not in _NEVER_SHARDED and value.shape == shard.parameter.shape
+    return isinstance(value, Tensor) and name not in NEVER_SHARDED and value.shape == shard.parameter.shape
 
 
 def _shard_of(name: str, value: Any, shard: _ParameterShard) -> Any:
     """Return the shard of a value in the state of the full parameter."""
     owner = shard.owner
-    if not isinstance(value, Tensor) or name in _NEVER_SHARDED or value.shape != owner.shape:
+    if not isinstance(value, Tensor) or name in NEVER_SHARDED or value.shape != owner.shape:
         return value.clone() if isinstance(value, Tensor) else value
     flat = torch.empty(owner.numel(), dtype=value.dtype, device=owner.device)
     shaped_like(flat, owner).copy_(value)

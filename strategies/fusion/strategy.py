@@ -147,14 +147,15 @@ class FusionStrategy(DDPStrategy):
     def check_phases(self, task: TaskModule) -> None:
         raise UserError(
             f"{type(task).__name__} has phases, which {type(self).__name__} cannot train: its buffers and servers are "
-            "those of one optimizer. Type strategy=ddp, strategy=dp, strategy=pipeline or strategy=single."
+            "those of one optimizer. Type strategy=ddp, strategy=dp, strategy=fsdp, strategy=pipeline or "
+            "strategy=single."
         )
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Register hooks on all trained parameters and open the transport of their gradients; collective."""
         self._saved_state, self._phase_optimizer = {}, phase_optimizer
         if self.shard_optimizer:
-            check_elementwise(phase_optimizer.optimizer)
+            check_elementwise(phase_optimizer.optimizer, "shard_optimizer=true", "strategy.shard_optimizer=false")
             if self.device.type != "cpu":
                 raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
         super().prepare_optimizer(task, phase_optimizer)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
@@ -365,7 +366,7 @@ def test_the_command_compares_in_the_precision_that_is_typed(typed, precision, c
 
 @pytest.mark.slow
 def test_the_command_compares_all_strategies_in_separate_processes():
-    names = "single,dp,ddp,torch_ddp,fusion,pipeline"
+    names = "single,dp,ddp,torch_ddp,fusion,fsdp,pipeline"
     typed = ["recipe=digits", f"strategies=[{names}]", "steps=20", "devices=2"]
     command = [sys.executable, "-m", "trainkit", "parity", *typed]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=250)
@@ -375,17 +376,17 @@ def test_the_command_compares_all_strategies_in_separate_processes():
     assert re.split(" {2,}", lines[head]) == [
         *("strategy", "layout", "loss", "gradient norm", "weights", "where", "ms a step", "MB a step", "verdict")
     ]
-    rows = [re.split(" {2,}", line) for line in lines[head + 2 : head + 8]]
+    rows = [re.split(" {2,}", line) for line in lines[head + 2 : head + 9]]
     assert [row[0] for row in rows] == names.split(",")
-    assert [row[1] for row in rows] == ["1 x 1 x 64", "1 x 2 x 32", *["2 x 1 x 32"] * 3, "1 x 4 x 16"]
-    assert [row[-1] for row in rows] == ["reference", *["equal"] * 5]
+    assert [row[1] for row in rows] == ["1 x 1 x 64", "1 x 2 x 32", *["2 x 1 x 32"] * 4, "1 x 4 x 16"]
+    assert [row[-1] for row in rows] == ["reference", *["equal"] * 6]
     for row in rows[1:]:
         loss, norm, weights = map(float, row[2:5])
         assert max(loss, norm) < 1e-11 and 0 < weights < 1e-11
         assert re.fullmatch(r"step \d+ ?\S*", row[5]) and float(row[6]) > 0
     sent = {row[0]: float(row[7]) for row in rows if row[0] in ("ddp", "torch_ddp", "fusion")}
     assert sent["ddp"] == sent["torch_ddp"] == pytest.approx(sent["fusion"], rel=0.1) != 0
-    assert lines[head + 8].startswith("all equal: 20 steps in fp64, tolerance 1e-08 relative to single")
+    assert lines[head + 9].startswith("all equal: 20 steps in fp64, tolerance 1e-08 relative to single")
 
 
 def test_a_stopped_command_prints_a_message(capsys, monkeypatch):
@@ -543,6 +544,7 @@ def strategies_of(num_ranks, accumulate):
         "torch_ddp": TorchDDPStrategy(device="cpu", accumulate=accumulate),
         "fusion": FusionStrategy(device="cpu", accumulate=accumulate),
         "fusion sharded": FusionStrategy(device="cpu", accumulate=accumulate, shard_optimizer=True),
+        "fsdp": FSDPStrategy(device="cpu", accumulate=accumulate, min_unit_mb=0.0),
         "pipeline": PipelineStrategy(device="cpu", accumulate=accumulate, stages=num_ranks),
     }
 
@@ -569,7 +571,7 @@ def largest_differences(run_dir):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_every_strategy_has_the_weights_of_single_on_every_task_and_layout(num_ranks, tmp_path):
     found, *_ = run_ranks(largest_differences, num_ranks, tmp_path, timeout=200)
-    assert len(found) == 6 * 3 * 2 * 2
+    assert len(found) == 7 * 3 * 2 * 2
     assert {key: value for key, value in found.items() if not value <= 1e-6} == {}
 
 

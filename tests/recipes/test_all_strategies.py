@@ -20,17 +20,18 @@ STRATEGIES = {
     "ddp": ["strategy=ddp", "strategy.device=cpu"],
     "torch_ddp": ["strategy=torch_ddp", "strategy.device=cpu"],
     "fusion": ["strategy=fusion", "strategy.device=cpu"],
+    "fsdp": ["strategy=fsdp", "strategy.device=cpu", "strategy.min_unit_mb=0.02"],
     "pipeline": ["strategy=pipeline", "strategy.device=cpu"],
     "unsplit_pipeline": ["strategy=pipeline", "strategy.device=cpu", "strategy.accumulate=1"],
 }
 RANK_OF = {"single": 0, "accumulate": 1, "dp": 1}  # the one that trains alone
 DEFAULT = tuple(STRATEGIES)[:-1]
 ONLY = {
-    "contrastive": ("single", "unsplit_pipeline", "ddp", "torch_ddp", "fusion"),
-    "gan": ("single", "accumulate", "dp", "ddp", "pipeline"),  # the others do not support phases
+    "contrastive": ("single", "unsplit_pipeline", "ddp", "torch_ddp", "fusion", "fsdp"),
+    "gan": ("single", "accumulate", "dp", "ddp", "fsdp", "pipeline"),  # the others do not support phases
 }
 # Images are compared within a rank: strategies of two ranks agree with each other, but not with one device.
-REFERENCE = {"contrastive": dict.fromkeys(("ddp", "torch_ddp", "fusion"), "torch_ddp")}
+REFERENCE = {"contrastive": dict.fromkeys(("ddp", "torch_ddp", "fusion", "fsdp"), "torch_ddp")}
 MEASURED = {"gan": {"train/discriminator/loss", "train/generator/loss", "validation/distance"}}
 
 

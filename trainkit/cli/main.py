@@ -67,7 +67,7 @@ COMMANDS = {
     "completion": Command("completion:completion", "print the completion script of a shell", "bash"),
 }
 _SWEEP = "sweep:sweep"  # of `fit -m`
-_RANKS = ("strategy=ddp", "strategy=torch_ddp", "strategy=fusion", "strategy=pipeline")
+_RANKS = ("strategy=ddp", "strategy=torch_ddp", "strategy=fusion", "strategy=fsdp", "strategy=pipeline")
 _EXAMPLES = """\
 examples:
   trainkit recipes

@@ -14,7 +14,7 @@ from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import detach_metrics
 from trainkit.rng import preserve_rng
-from trainkit.strategy import metric_modules
+from trainkit.strategy import evaluation_batches, metric_modules
 from trainkit.tree import concatenate
 
 
@@ -53,7 +53,7 @@ class EvaluationLoop:
         step_name: Literal["validation_step", "test_step"] = "test_step" if self._stage == "test" else "validation_step"
         means, num_samples = WeightedMeans(strategy.device), 0
         with detach_metrics(metric_modules(strategy, run.task)):
-            for micro_batch in loader.batches():
+            for micro_batch in evaluation_batches(strategy, run.task, loader.batches(), step_name):
                 output = strategy.evaluate(run.task, micro_batch, step_name)
                 means.add([output])
                 progress.batch += 1
@@ -73,7 +73,8 @@ class EvaluationLoop:
         run = self._run
         outputs = []
         with self._evaluating() as progress:
-            for micro_batch in next(iter(self.loaders.values())).batches():
+            batches = next(iter(self.loaders.values())).batches()
+            for micro_batch in evaluation_batches(run.strategy, run.task, batches, "predict_step"):
                 outputs.append(run.strategy.predict(run.task, micro_batch))
                 progress.batch += 1
                 if run.strategy.comm.should_stop_evaluation(run.signals.received is not None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from trainkit.errors import CheckpointError, NonFiniteLoss
 from trainkit.loops.fit_config import NonfinitePolicy
 from trainkit.loops.run import Run
 from trainkit.metrics.accumulate import WeightedMeans
+from trainkit.strategy import local_state
 from trainkit.tree import tensors_in
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class NonFinitePolicy:
                 "on_nonfinite=rollback restores checkpoints, and this run has no folder for any: a loss that is not "
                 "finite ends it, as with on_nonfinite=raise."
             )
-        names = untrained_nonfinite_state(self._run.task)
+        names = untrained_nonfinite_state(self._run.task, local_state(strategy, self._run.task))
         if strategy.comm.any_rank(bool(names)):  # stages hold parts of the task
             self._point.never_finite = frozenset(chain.from_iterable(strategy.comm.all_gather_object(names)))
 
@@ -201,8 +202,9 @@ class NonFinitePolicy:
 
     def _nonfinite_name(self) -> str | None:
         """Return the name of a parameter or buffer of this rank that is no longer finite; waits for the device."""
-        never_finite = self._point.never_finite
-        return next((name for name in nonfinite_state(self._run.task) if name not in never_finite), None)
+        run, never_finite = self._run, self._point.never_finite
+        names = nonfinite_state(local_state(run.strategy, run.task))
+        return next((name for name in names if name not in never_finite), None)
 
     def _first_of_ranks(self, name: str | None) -> str | None:
         """Return the name from the first rank that has one; collective."""
@@ -282,10 +284,9 @@ def list_samples(samples: Sequence[int]) -> str:
     return ", ".join(map(str, samples[:SAMPLES_SHOWN])) + ", ..." * (len(samples) > SAMPLES_SHOWN)
 
 
-def nonfinite_state(task: nn.Module) -> list[str]:
+def nonfinite_state(state: Mapping[str, Tensor]) -> list[str]:
     """Return the names of parameters and buffers that are not finite; waits for the device once if all are."""
-    named = [*task.named_parameters(), *task.named_buffers()]
-    candidates = [(name, tensor.detach()) for name, tensor in named if _may_be_nan(tensor)]
+    candidates = [(name, tensor.detach()) for name, tensor in state.items() if _may_be_nan(tensor)]
     # A sum is finite only if all its terms are; it takes a fortieth of the time of checking each element.
     by_device: dict[torch.device, list[Tensor]] = {}
     for _, tensor in candidates:
@@ -295,10 +296,10 @@ def nonfinite_state(task: nn.Module) -> list[str]:
     return [name for name, tensor in candidates if not _is_finite(tensor)]
 
 
-def untrained_nonfinite_state(task: nn.Module) -> list[str]:
+def untrained_nonfinite_state(task: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Return the names of buffers and frozen parameters that are not finite, such as a mask of minus infinity."""
     trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
-    return [name for name in nonfinite_state(task) if name not in trained]
+    return [name for name in nonfinite_state(state) if name not in trained]
 
 
 def is_finite_state(state: dict[str, Any], *, except_for: Collection[str] = ()) -> bool:

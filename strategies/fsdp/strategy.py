@@ -1,0 +1,508 @@
+"""FSDPStrategy: each rank holds a shard of every parameter, its gradient and its optimizer state."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
+from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
+from trainkit.errors import UserError
+from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
+from trainkit.metrics.sync import metrics_in, preserve_state, restore
+from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.optim.precision import Precision
+from trainkit.rng import preserve_rng
+from trainkit.strategy import PhaseTraining, named_state
+from trainkit.task import TaskModule
+from trainkit.tree import map_tensors, to_device
+
+from ..ddp.grad_norm import total_norm
+from ..fusion.sharded_optimizer import NEVER_SHARDED, check_elementwise
+from ..multiprocess import MultiProcessStrategy, RankSettings
+from .sharded_task import ParameterShard, ShardedTask
+from .units import MIB, Units, choose_units, describe_units
+
+logger = logging.getLogger(__name__)
+
+
+class LockstepCollectives(ProcessGroupCollectives):
+    """Collectives of ranks that evaluate together: they stop after the same batch."""
+
+    def should_stop_evaluation(self, requested: bool) -> bool:
+        return self.any_rank(requested)
+
+
+class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
+    """Every rank trains on its samples and holds a shard of the task; a unit is gathered while it runs.
+
+        rank 0   gather a  forward a  gather b  forward b | backward b  reduce b  gather a  backward a  reduce a | step
+        rank 1   gather a  forward a  gather b  forward b | backward b  reduce b  gather a  backward a  reduce a | step
+
+    PyTorch's `fully_shard` gathers the parameters and sums the gradients. Each rank updates its shard. Ranks run the
+    same units in the same order: one with fewer samples repeats its last batch, whose gradient counts zero.
+
+    Args:
+        devices: Ranks to start on this machine; `auto`: one for each GPU, or two on the CPU.
+        device: `auto`, `cpu` or `cuda`.
+        accumulate: Micro-batches of a step on each rank; their gradients are summed once, at the end of the last one,
+            and take the memory of all parameters until then.
+        micro_batch_size: Most samples on one device at once.
+        units: Modules whose parameters are gathered together: `auto` (repeated blocks), or names, patterns of names
+            and classes. An empty list: the task is one unit.
+        min_unit_mb: MiB of parameters that make a block a unit, with `units=auto`.
+        reshard_after_forward: Free a unit after its forward and gather it again in backward; a number: keep it
+            within groups of that many ranks until then.
+        broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
+        timeout_seconds: Seconds to wait for another rank.
+        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+        launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
+        process_group: The ranks that train together if this process is a rank already; `None`: all ranks.
+
+    """
+
+    shards_parameters = True
+    collectives = LockstepCollectives
+
+    def __init__(
+        self,
+        *,
+        devices: int | str = "auto",
+        device: str = "auto",
+        accumulate: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
+        units: Units = "auto",
+        min_unit_mb: float = 1.0,
+        reshard_after_forward: bool | int = True,
+        broadcast_buffers: bool = True,
+        timeout_seconds: float = 1800.0,
+        backend: str = "auto",
+        launcher: str = "local",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        ranks = RankSettings(devices, device, timeout_seconds, backend, launcher, process_group)
+        super().__init__(
+            ranks, accumulate=accumulate, micro_batch_size=micro_batch_size, broadcast_buffers=broadcast_buffers
+        )
+        if min_unit_mb < 0:
+            raise UserError(f"min_unit_mb must be at least 0 MiB, got {min_unit_mb}.")
+        if not isinstance(reshard_after_forward, int):
+            raise UserError(
+                f"reshard_after_forward must be true, false or a number of ranks, got {reshard_after_forward!r}."
+            )
+        self.units, self.min_unit_mb = units, min_unit_mb
+        self.reshard_after_forward = reshard_after_forward
+        self._sharded: ShardedTask | None = None
+        self._locals: dict[int, nn.Parameter] = {}  # by the id of the task's parameter
+        self._last: Any = None  # this rank's most recent batch
+
+    # ---- Before and after training
+
+    def validate(self) -> None:
+        """Raise UserError for unavailable devices, backends or packages, and for a torch without `fully_shard`."""
+        super().validate()
+        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+            raise UserError(
+                f"strategy=fsdp needs a newer torch, and this is {torch.__version__}. Type: pip install --upgrade "
+                "torch, or set strategy=ddp."
+            )
+
+    def setup(self, precision: Precision) -> None:
+        """Join the other ranks and choose this rank's device; collective."""
+        if precision.name == "fp16-mixed":
+            raise UserError(
+                "strategy=fsdp does not support fp16-mixed: its scaler reads gradients that are whole on one rank. "
+                "Set trainer.precision=bf16-mixed, or strategy=ddp."
+            )
+        if precision.name == "bf16-true":
+            raise UserError(
+                "strategy=fsdp does not support bf16-true: the weights would differ from those of other strategies by "
+                "more than rounding. Set trainer.precision=bf16-mixed, or strategy=ddp."
+            )
+        super().setup(precision)
+        world_size, groups = self.comm.world_size, self.reshard_after_forward
+        if not isinstance(groups, bool) and not (1 < groups < world_size and world_size % groups == 0):
+            divisors = [str(n) for n in range(2, world_size) if world_size % n == 0]
+            raise UserError(
+                f"reshard_after_forward={groups} must divide the {world_size} ranks into several groups of at least "
+                f"two; set true, false{''.join(f', {n}' for n in divisors)}."
+            )
+
+    def prepare(self, task: TaskModule) -> None:
+        """Shard the task, with rank 0's parameters and buffers; collective."""
+        _check_shardable(task)
+        super().prepare(task)
+        units = choose_units(task, self.units, min_bytes=self.min_unit_mb * MIB)
+        if self.comm.is_main:
+            plan = describe_units(
+                units, world_size=self.comm.world_size, reshard_after_forward=self.reshard_after_forward
+            )
+            logger.info("fsdp:\n%s", plan)
+            if self.log_dir is not None:
+                self.log_dir.mkdir(parents=True, exist_ok=True)
+                (self.log_dir / "partition.txt").write_text(f"{plan}\n", encoding="utf-8")
+        for unit in units:
+            _check_one_dtype(unit.name, unit.module, [other.module for other in units if other is not unit])
+        mesh = DeviceMesh.from_group(self.comm.group, self.device.type)
+        self._sharded = ShardedTask(task, units, mesh, reshard_after_forward=self.reshard_after_forward)
+        self._locals = {id(shard.sharded): shard.local for shard in self._sharded.shards}
+        self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        self._all_trained, self._last = self._trained, None
+
+    def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
+        """Let the optimizer update this rank's shards; collective."""
+        optimizer = phase_optimizer.optimizer
+        check_elementwise(optimizer, "strategy=fsdp", "strategy=ddp")
+        known = {id(parameter) for parameter in task.parameters()}
+        for group in optimizer.param_groups:
+            if any(id(parameter) not in known for parameter in group["params"]):
+                raise UserError(
+                    f"the optimizer of {type(task).__name__} has parameters that are not the task's, which "
+                    "strategy=fsdp cannot shard; pass self.parameters()."
+                )
+            for parameter in group["params"]:
+                local = self._locals.get(id(parameter))
+                if local is not None and parameter in optimizer.state:  # momentum, made in advance
+                    state = optimizer.state.pop(parameter)
+                    optimizer.state[local] = {key: value.to_local() for key, value in state.items()}
+            group["params"] = [self._locals.get(id(parameter), parameter) for parameter in group["params"]]
+        phase_optimizer.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
+        """Return the trained state on rank 0 if the caller is in another process; collective.
+
+        Ranks that another launcher started (torchrun) all have the whole task afterwards.
+        """
+        if self._environment is None:
+            self._make_whole()
+            return None
+        state = self.state_dict(task)
+        return map_tensors(state, Tensor.cpu) if self.comm.rank == 0 else None
+
+    def teardown(self) -> None:
+        """Leave the task whole if this process is the caller's, and leave the group; may be called twice."""
+        failing = sys.exc_info()[1]
+        if self._environment is None and (failing is None or self.comm.num_processes == 1):
+            self._make_whole()
+        self._sharded, self._locals, self._last = None, {}, None
+        MultiProcessStrategy.teardown(self)
+
+    # ---- A step
+
+    def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
+        """Train only the phase's parameters in the next `forward_backward`, by the task's method `step_name`."""
+        chosen = {id(parameter) for parameter in phase_optimizer.parameters}
+        for parameter in self._all_trained:
+            parameter.requires_grad_(id(self._locals.get(id(parameter), parameter)) in chosen)
+        self._trained = [parameter for parameter in self._all_trained if parameter.requires_grad]
+        self._step_name = step_name
+        self.precision.begin_phase(phase_optimizer.phase)
+
+    def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
+        """Leave in this rank's shards the gradients of the weighted mean loss over the whole batch; collective.
+
+        A rank with fewer micro-batches than others repeats a batch, with the weight zero.
+        """
+        self._steps += 1
+        sharded, outputs = self._task, []
+        where = f"forward and backward of step {self._steps}"
+        with self.comm.waiting(where), sharded.explained(self._step_name):
+            rounds, reduced = self._num_rounds(batch), [parameter.grad for parameter in sharded.replicated]
+            for parameter in sharded.replicated:
+                parameter.grad = None
+            for index in range(rounds):
+                sharded.sync_gradients(index == rounds - 1)
+                if index < len(batch.micro_batches):
+                    micro_batch = batch.micro_batches[index]
+                    with self.precision.forward():
+                        returned = sharded.run(self._step_name, micro_batch.batch)
+                    output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
+                    self._backward(output, micro_batch, batch)
+                    outputs.append(output)
+                    self._last = micro_batch.batch
+                else:
+                    self._repeat_last_batch(task)
+            self._take_gradients(reduced)
+            self._check_same_units()
+        self._normalize_gradients(outputs, batch)
+        if self._buffers is not None:
+            with self.comm.waiting(self.comm.after("the broadcast of buffers")):
+                broadcast(self._buffers.now(), self.comm.group)
+        return outputs
+
+    def _num_rounds(self, batch: StepBatch) -> int:
+        """Return the largest number of micro-batches of any rank; collective if they may differ."""
+        own = len(batch.micro_batches)
+        if batch.num_samples % self.comm.world_size == 0:
+            return own
+        if self._last is None and batch.num_samples < self.comm.world_size:
+            first = to_device(batch.micro_batches[0].batch, torch.device("cpu")) if self.comm.rank == 0 else None
+            self._last = self._move(self.comm.broadcast_object(first))
+        return int(self._max_over_ranks([own])[0])
+
+    def _repeat_last_batch(self, task: TaskModule) -> None:
+        """Run the units that other ranks run, without an effect on gradients, buffers, metrics or generators."""
+        with _preserved(task):
+            with self.precision.forward():
+                returned = self._task.run(self._step_name, self._last)
+            loss = read_training_output(returned, 1, task, self._step_name).loss
+            assert loss is not None
+            (loss * 0.0).backward()
+
+    def _take_gradients(self, reduced: Sequence[Tensor | None]) -> None:
+        """Add the new gradients to those of the optimizer's parameters; collective.
+
+        Those of shards are summed over ranks already; `reduced` are the former ones of replicated parameters.
+        """
+        for shard in self._task.shards:
+            if isinstance(shard.sharded.grad, DTensor):
+                gradient, shard.sharded.grad = shard.sharded.grad.to_local(), None
+                shard.local.grad = gradient if shard.local.grad is None else shard.local.grad + gradient
+        for parameter, before in zip(self._task.replicated, reduced, strict=True):
+            if parameter.grad is not None:
+                parameter.grad = self.comm.all_reduce(parameter.grad)
+                if before is not None:
+                    parameter.grad += before
+            else:
+                parameter.grad = before
+        self._task.reshard()
+
+    def _check_same_units(self) -> None:
+        """Raise UserError on all ranks unless all ran the same units in the same order; collective."""
+        calls = self._task.take_calls()
+        largest, smallest = self._max_over_ranks([calls, -calls])
+        if largest != -smallest:
+            raise UserError(
+                f"ranks ran different units in step {self._steps}, so that their parameters and gradients were mixed. "
+                "Every rank must run the same modules in the same order: set strategy.units=[], with which the "
+                "task is one unit, or strategy=ddp."
+            )
+
+    def _max_over_ranks(self, values: list[int]) -> list[int]:
+        on_host = self.comm.device.type == "cpu" or self.comm.asks_on_host
+        tensor = torch.tensor(values, device="cpu" if on_host else self.device)
+        return [int(v) for v in self.comm.reduce_in_place(tensor, "max", where="the comparison of steps").tolist()]
+
+    def _scale_gradients(self, factor: float | Tensor) -> None:
+        held = (self._locals.get(id(parameter), parameter) for parameter in self._trained)
+        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
+        """Return the global 2-norm of the gradients, a scalar on the device; collective."""
+        replicated = {id(parameter) for parameter in self._task.replicated} if self.comm.rank else set()
+        held = [p for p in phase_optimizer.parameters if p.grad is not None and id(p) not in replicated]
+        own = total_norm([parameter.grad for parameter in held if parameter.grad is not None], self.device)
+        return self.comm.all_reduce(own.double().square()).sqrt().to(own.dtype)
+
+    @property
+    def _task(self) -> ShardedTask:
+        assert self._sharded is not None, "prepare comes first"
+        return self._sharded
+
+    # ---- Evaluation
+
+    def joint_batches(self, task: TaskModule, batches: Iterator[MicroBatch], step_name: str) -> Iterator[MicroBatch]:
+        """Yield the batches; a rank without further ones repeats its last until all ranks are done. Collective."""
+        last: Any = None
+        while True:
+            micro_batch = next(batches, None)
+            has_batch = micro_batch is not None
+            lacks_any = not has_batch and last is None
+            any_has, any_lacks = self._max_over_ranks([int(has_batch), int(lacks_any)])
+            if not any_has:
+                return
+            if any_lacks:
+                first = to_device(micro_batch.batch, torch.device("cpu")) if micro_batch is not None else None
+                sent = self.comm.broadcast_object(first)
+                last = sent if last is None else last
+            if micro_batch is not None:
+                last = micro_batch.batch
+                yield micro_batch
+                continue
+            with _preserved(task):
+                self._evaluate(step_name, last)
+            if self.comm.should_stop_evaluation(False):
+                return
+
+    def evaluate(
+        self, task: TaskModule, micro_batch: MicroBatch, step_name: Literal["validation_step", "test_step"]
+    ) -> StepOutput:
+        """Return the metrics of one batch of this rank; collective, as parameters are gathered."""
+        returned = self._evaluate(step_name, micro_batch.batch)
+        return read_evaluation_output(returned, micro_batch.num_samples, task, step_name)
+
+    def predict(self, task: TaskModule, micro_batch: MicroBatch) -> Any:
+        """Return the predictions for one batch of this rank; collective, as parameters are gathered."""
+        return self._evaluate("predict_step", micro_batch.batch)
+
+    def _evaluate(self, step_name: str, batch: Any) -> Any:
+        where = f"an evaluation after step {self._steps}"
+        with self.comm.waiting(where), self._task.explained(step_name):
+            with self.precision.forward():
+                returned = self._task.run(step_name, self._move_for_evaluation(batch))
+            self._task.reshard()
+        self._task.take_calls()
+        return returned
+
+    # ---- State, full and the same as under every other strategy
+
+    def state_dict(self, task: TaskModule) -> dict[str, Any]:
+        return self._task.state_dict(is_main=self.comm.is_main)
+
+    def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
+        self._task.load_state_dict(saved)
+
+    def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
+        saved = phase_optimizer.optimizer.state_dict()
+
+        def whole(place: str, shard: ParameterShard, local: Tensor) -> Tensor:
+            full = self._task.full(shard, local)
+            return full.cpu() if self.comm.is_main else local
+
+        return {**saved, "state": self._mapped_state(phase_optimizer, saved["state"], whole)}
+
+    def load_optimizer_state_dict(
+        self, task: TaskModule, phase_optimizer: PhaseOptimizer, saved: dict[str, Any]
+    ) -> None:
+        """Load the optimizer's full state, of which this rank keeps its shards."""
+
+        def local(place: str, shard: ParameterShard, whole: Tensor) -> Tensor:
+            return self._task.local_of(shard.sharded, whole)
+
+        state = self._mapped_state(phase_optimizer, saved["state"], local)
+        super().load_optimizer_state_dict(task, phase_optimizer, {**saved, "state": state})
+
+    def _mapped_state(
+        self,
+        phase_optimizer: PhaseOptimizer,
+        state: dict[int, dict[str, Any]],
+        convert: Callable[[str, ParameterShard, Tensor], Any],
+    ) -> dict[int, dict[str, Any]]:
+        """Return an optimizer's state with the tensors that have the shape of their parameter converted."""
+        shards = {id(shard.local): shard for shard in self._task.shards}
+        mapped: dict[int, dict[str, Any]] = {}
+        for index, values in state.items():
+            shard = shards.get(id(phase_optimizer.parameters[index]))
+            mapped[index] = {
+                key: convert(f"{index}.{key}", shard, value)
+                if shard is not None and isinstance(value, Tensor) and key not in NEVER_SHARDED and value.dim()
+                else value
+                for key, value in values.items()
+            }
+        return mapped
+
+    def shards(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> ShardedState:
+        """Return this rank's shards of the parameters and of the optimizers' state."""
+        parts: list[TensorShard] = []
+
+        def placeholder(prefix: str, place: str, shard: ParameterShard, local: Tensor) -> dict[str, Any]:
+            name = f"{prefix}{place}"
+            like = torch.empty(shard.sharded.shape, dtype=local.dtype, device="meta")
+            if local.numel():
+                start = self._task.first_element(shard)
+                parts.append(TensorShard(name, local.detach().reshape(-1), start, like.numel()))
+            return shard_placeholder(name, like)
+
+        by_parameter = {id(shard.sharded): shard for shard in self._task.shards}
+        state = task.state_dict(keep_vars=True)
+        for key, value in state.items():
+            shard = by_parameter.get(id(value))
+            if shard is not None:
+                state[key] = placeholder("task.", shard.name, shard, shard.local)
+            elif isinstance(value, Tensor):
+                state[key] = value.detach()
+        optimizers = []
+        for number, phase_optimizer in enumerate(phase_optimizers):
+            saved = phase_optimizer.optimizer.state_dict()
+            convert = partial(placeholder, f"optimizer.{number}.")
+            optimizers.append({**saved, "state": self._mapped_state(phase_optimizer, saved["state"], convert)})
+        unique = {part.name: part for part in parts}  # a shared parameter has several keys
+        return ShardedState(state, optimizers, list(unique.values()))
+
+    def local_state(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return this rank's shards of the parameters, and the buffers, by name."""
+        return {name: self._locals.get(id(tensor), tensor) for name, tensor in named_state(task).items()}
+
+    def _make_whole(self) -> None:
+        """Leave the whole task on every rank; collective."""
+        if self._sharded is not None:
+            self.end_phases()
+            self._sharded.make_whole()
+            self._sharded, self._locals = None, {}
+
+
+def _check_shardable(task: nn.Module) -> None:
+    """Raise UserError for parameters that cannot be sharded."""
+    for name, parameter in task.named_parameters():
+        what = ""
+        if parameter.is_meta:
+            what = "is on the meta device"
+        elif isinstance(parameter, DTensor):
+            what = "is a DTensor already"
+        elif not parameter.is_contiguous():
+            what = "is not contiguous (channels_last, or a transposed view)"
+        elif parameter.is_complex():
+            what = "is complex"
+        if what:
+            raise UserError(
+                f"strategy=fsdp cannot shard the parameters of {type(task).__name__}: {name} {what}. Make it an "
+                "ordinary tensor on the CPU in __init__, with .contiguous(), or set strategy=ddp."
+            )
+    for name, module in task.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise UserError(
+                f"strategy=fsdp cannot shard the sparse gradients of {name}; build it with sparse=False, or set "
+                "strategy=ddp."
+            )
+
+
+def _check_one_dtype(name: str, module: nn.Module, others: Sequence[nn.Module]) -> None:
+    """Raise UserError if the trained parameters of a unit have several dtypes; `others` are the other units."""
+    inside = {id(part) for other in others if other is not module for part in other.modules() if _is_in(other, module)}
+    found: dict[torch.dtype, str] = {}
+    for path, part in module.named_modules():
+        for key, parameter in part._parameters.items() if id(part) not in inside else ():
+            if parameter is not None and parameter.requires_grad and parameter.dim():
+                found.setdefault(parameter.dtype, f"{path}.{key}".lstrip("."))
+    if len(found) > 1:
+        listed = ", ".join(f"{parameter} is {dtype}" for dtype, parameter in found.items())
+        raise UserError(
+            f"strategy=fsdp gathers the parameters of a unit together, and the unit {name} has several dtypes: "
+            f"{listed}. Set trainer.precision, name the modules of one dtype in strategy.units, or set strategy=ddp."
+        )
+
+
+def _is_in(inner: nn.Module, outer: nn.Module) -> bool:
+    return inner is not outer and any(module is inner for module in outer.modules())
+
+
+@contextmanager
+def _preserved(task: nn.Module) -> Iterator[None]:
+    """Restore buffers, metrics and random generators at the end."""
+    buffers = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in task.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    metrics = preserve_state(metrics_in(task))
+    with preserve_rng():
+        yield
+    restore(metrics)
+    with torch.no_grad():
+        for table, name, buffer, before in buffers:
+            table[name] = buffer.copy_(before)

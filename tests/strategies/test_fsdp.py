@@ -1,0 +1,402 @@
+"""The strategy `fsdp`: the weights of one device, state that every strategy resumes from, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from trainkit.callbacks.ema import EMA
+from trainkit.callbacks.gradual_unfreezing import GradualUnfreezing
+from trainkit.callbacks.histograms import Histograms
+from trainkit.callbacks.model_graph import ModelGraph
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
+from trainkit.strategies.fsdp.units import choose_units
+from trainkit.strategies.single import SingleStrategy
+
+from tests.loops.test_phases import Adversarial, Manual, made
+from tests.loops.test_phases import samples as adversarial_samples
+from tests.strategies.ddp.test_strategy import Sizes
+from tests.tasks import StopAt
+from trainkit import Callback, Data, TaskModule, Trainer, UserError
+from trainkit.testing import run_ranks
+
+NUM_SAMPLES = 29  # with batches of 8: the last one has 5, which leaves ranks with unequal shards
+WORDS, WIDTH = 11, 6
+TOLERANCE = 1e-9
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.shrink = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shrink(torch.tanh(self.widen(self.norm(x))))
+
+
+class Language(TaskModule):
+    """Blocks between tied layers, with a scale (a scalar), statistics in buffers, and optionally weights of samples."""
+
+    def __init__(self, *, weighted: bool = False, twice: bool = False, frozen: bool = False, lr: float = 0.01) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.words = nn.Embedding(WORDS, WIDTH)
+            self.blocks = nn.Sequential(Block(), Block(), Block())
+            self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+            self.scale = nn.Parameter(torch.ones(()))
+            self.head = nn.Linear(WIDTH, WORDS, bias=False)
+            self.head.weight = self.words.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.blocks[0].widen.requires_grad_(not frozen)
+        self.weighted, self.twice, self.lr = weighted, twice, lr
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.blocks(self.words(words))
+        if self.twice:
+            hidden = self.blocks(hidden)
+        return self.head(self.scale * self.recurrent(hidden)[0])
+
+    def training_step(self, batch: Any) -> Any:
+        words, targets = batch
+        self.seen += 1
+        losses = nn.functional.cross_entropy(self(words).transpose(1, 2), targets, reduction="none")  # (samples, words)
+        if not self.weighted:
+            return {"loss": losses.mean(), "largest": losses.max()}
+        counted = (targets > 2).to(losses.dtype)
+        return {"loss": (losses * counted).sum() / counted.sum(), "weight": counted.sum()}
+
+    def validation_step(self, batch: Any) -> Any:
+        words, targets = batch
+        return {"loss": nn.functional.cross_entropy(self(words).transpose(1, 2), targets)}
+
+    def predict_step(self, batch: Any) -> Any:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.lr)
+
+
+def sentences() -> TensorDataset:
+    words = torch.randint(WORDS, (NUM_SAMPLES, 4), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(words[:, :-1], words[:, 1:])
+
+
+def fit(strategy: Any, task: TaskModule, run_dir: Any, *, resume: bool = False, **settings: Any) -> dict[str, float]:
+    settings = {"max_duration": "2epoch", "precision": "fp64", "callbacks": [], "log_every": "1step", **settings}
+    data = Data(train=sentences(), validation=sentences(), batch_size=8)
+    return (
+        Trainer(strategy, loggers=[], run_dir=run_dir, **settings)
+        .fit(task, data, resume=run_dir if resume else None)
+        .metrics
+    )
+
+
+def distance(task: nn.Module, other: nn.Module) -> float:
+    state, expected = task.state_dict(), other.state_dict()
+    assert list(state) == list(expected)
+    return max((state[name].double() - expected[name].double()).abs().max().item() for name in state)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # arguments of the task, of the strategy, of the Trainer
+    "one unit": ({}, {"units": []}, {}),
+    "blocks": ({}, {"min_unit_mb": 0.0}, {}),
+    "kept after forward": ({}, {"units": ["Block"], "reshard_after_forward": False}, {"max_grad_norm": 0.05}),
+    "nested units": ({}, {"units": ["blocks.*", "LSTM"]}, {"max_grad_value": 0.01}),
+    "accumulated": ({}, {"units": ["Block"], "accumulate": 2}, {"max_grad_norm": 0.05}),
+    "weighted": ({"weighted": True}, {"units": ["Block"], "micro_batch_size": 1}, {"max_grad_norm": 0.05}),
+    "several forwards": ({"twice": True}, {"units": ["Block"]}, {"on_nonfinite": "skip"}),
+    "frozen": ({"frozen": True}, {"units": ["Block"], "accumulate": 2}, {"fused_optimizer": False}),
+    "recomputed": ({}, {"units": ["Block"]}, {"activation_checkpointing": ["blocks.*"]}),
+}
+
+
+def differences_from_single(names: list[str], folder: str) -> dict[str, tuple[float, float, float]]:
+    """Return for each case the differences of weights and losses from `single`, and those of weights before fit."""
+    found = {}
+    for name in names:
+        arguments, layout, settings = CASES[name]
+        alone, task = Language(**arguments), Language(**arguments)
+        losses = fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()} {name}", **settings)
+        task.seen.copy_(alone.seen)  # it counts micro-batches
+        start = distance(task.double(), alone)
+        parameters = list(task.parameters())
+        ours = fit(FSDPStrategy(device="cpu", **layout), task, f"{folder}/{name}", **settings)
+        assert all(one is other for one, other in zip(parameters, task.parameters(), strict=True)), "whole again"
+        pickle.dumps(copy.deepcopy(task))
+        task.seen.copy_(alone.seen)
+        apart = max(abs(ours[key] - losses[key]) for key in ("train/loss", "validation/loss"))
+        found[name] = (distance(task, alone), apart, start)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        (3, ["blocks", "accumulated", "weighted", "several forwards"]),
+        *(pytest.param(num_ranks, list(CASES), marks=pytest.mark.slow) for num_ranks in (1, 2, 3)),
+    ],
+    ids=["3 ranks", "all on 1", "all on 2", "all on 3"],
+)
+def test_weights_and_losses_are_those_of_one_device(num_ranks, names, tmp_path):
+    for rank in run_ranks(differences_from_single, num_ranks, names, str(tmp_path), timeout=150):
+        assert list(rank) == names
+        for name, (weights, losses, start) in rank.items():
+            assert weights < TOLERANCE and losses < TOLERANCE < start, name
+    assert "blocks.2" in (tmp_path / "blocks" / "partition.txt").read_text()
+
+
+def differences_in_phases(folder: str) -> list[float]:
+    found = []
+    for kind in (Adversarial, Manual):
+        alone, task = made(kind), made(kind)
+        strategies = {"single": SingleStrategy(device="cpu"), "fsdp": FSDPStrategy(device="cpu", units=["Linear"])}
+        for (name, strategy), trained in zip(strategies.items(), (alone, task), strict=True):
+            run_dir = f"{folder}/{name} {kind.__name__} {dist.get_rank() if name == 'single' else ''}"
+            trainer = Trainer(
+                strategy, max_duration="2epoch", precision="fp64", callbacks=[], loggers=[], run_dir=run_dir
+            )
+            trainer.fit(trained, Data(train=adversarial_samples(), batch_size=6))
+        found.append(distance(task, alone))
+    return found
+
+
+def test_phases_have_the_weights_of_one_device(tmp_path):
+    for found in run_ranks(differences_in_phases, 2, str(tmp_path)):
+        assert max(found) < TOLERANCE
+
+
+# ---- State
+
+
+def trained_on(kind: str, folder: Path, resume: bool, stop: int | None) -> dict[str, Tensor]:
+    """Train, or go on from the folder's checkpoint, until after a step or the end; return the weights."""
+    task = Language()
+    made = {
+        "fsdp": lambda: FSDPStrategy(device="cpu", units=["Block"]),
+        "ddp": lambda: DDPStrategy(device="cpu"),
+        "single": lambda: SingleStrategy(device="cpu"),
+    }
+    ema = EMA(decay=0.5)
+    callbacks = [ema] if stop is None else [ema, StopAt(stop)]
+    fit(made[kind](), task, folder, resume=resume, callbacks=callbacks)
+    return task.state_dict()
+
+
+def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(tmp_path):
+    expected = trained_on("single", tmp_path / "whole", False, None)
+    chain = [("fsdp", 3, 1), ("ddp", 2, 3), ("single", 1, 5), ("fsdp", 2, None)]  # of 8 steps, 4 an epoch
+    for kind, num_ranks, stop in chain:
+        weights, *_ = run_ranks(trained_on, num_ranks, kind, tmp_path / "chain", stop != 1, stop)
+    assert list(weights) == list(expected)
+    for name, tensor in weights.items():
+        if name != "seen":
+            assert (tensor - expected[name]).abs().max() < TOLERANCE, name
+
+
+class SaveShards(Callback):
+    def on_step_end(self, run: Any) -> None:
+        if run.state.step == 3:
+            run.checkpointer.save(reason="test", sharded=True)
+            run.request_stop("test")
+
+
+def saved_by_shards(folder: Path) -> None:
+    fit(FSDPStrategy(device="cpu", units=["Block"]), Language(), folder, callbacks=[SaveShards()])
+
+
+def test_sharded_checkpoints_are_resumed_by_one_device(tmp_path):
+    alone, resumed = Language(), Language()
+    fit(SingleStrategy(device="cpu"), alone, tmp_path / "single")
+    run_ranks(saved_by_shards, 3, tmp_path / "shards")
+    assert len(list((tmp_path / "shards" / "checkpoints").glob("*.shards/*"))) >= 3
+    fit(SingleStrategy(device="cpu"), resumed, tmp_path / "shards", resume=True)
+    resumed.seen.copy_(alone.seen)
+    assert distance(resumed, alone) < TOLERANCE
+
+
+# ---- Evaluation and ranks without samples
+
+
+def evaluated(folder: str) -> tuple[dict[str, float], Tensor, list[float]]:
+    task = Language()
+    trainer = Trainer(FSDPStrategy(device="cpu", min_unit_mb=0.0), callbacks=[], loggers=[], precision="fp64")
+    metrics = trainer.validate(task, Data(validation=sentences(), batch_size=13))
+    predictions = trainer.predict(task, Data(predict=sentences(), batch_size=13))
+    few = TensorDataset(*sentences()[:1])
+    one = trainer.predict(task, Data(predict=few, batch_size=13))  # the other ranks have no batch at all
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(one, task.predict_step(few.tensors).detach(), rtol=1e-12, atol=1e-12)
+    return metrics, predictions, [task.blocks[0].widen.weight.sum().item()]
+
+
+def test_evaluation_counts_each_sample_once_and_keeps_the_order(tmp_path):
+    task = Language().double()
+    expected = Trainer(SingleStrategy(device="cpu"), callbacks=[], loggers=[], precision="fp64").validate(
+        task, Data(validation=sentences(), batch_size=13)
+    )
+    ranks = run_ranks(evaluated, 3, str(tmp_path))
+    for metrics, _, _ in ranks:
+        assert metrics == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(ranks[0][1], task(sentences().tensors[0]).detach(), rtol=1e-12, atol=1e-12)
+
+
+class OfSizes(Sizes):
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return sentences()[3 * index : 3 * index + self.sizes[index]]
+
+
+def without_samples_at_first(folder: str) -> float:
+    tasks = [Language(), Language()]
+    strategies = [SingleStrategy(device="cpu"), FSDPStrategy(device="cpu", units=["Block"])]
+    for task, strategy in zip(tasks, strategies, strict=True):
+        run_dir = f"{folder}/{type(strategy).__name__}{dist.get_rank() if strategy is strategies[0] else ''}"
+        trainer = Trainer(strategy, max_duration="2epoch", precision="fp64", callbacks=[], loggers=[], run_dir=run_dir)
+        trainer.fit(task, Data(train=OfSizes(), batch_size=None, shuffle=False))
+    return distance(*tasks)
+
+
+def test_ranks_may_have_no_samples_in_the_first_batch(tmp_path):
+    for apart in run_ranks(without_samples_at_first, 3, str(tmp_path)):
+        assert apart < TOLERANCE
+
+
+class Unfrozen(Language):
+    def configure_callbacks(self) -> list[Callback]:
+        return [GradualUnfreezing(unfreeze_at={"blocks.*": "3step"})]
+
+
+@pytest.mark.slow
+def test_frozen_blocks_are_unfrozen_as_on_one_device(tmp_path):
+    for apart in run_ranks(with_unfreezing, 2, str(tmp_path)):
+        assert apart < TOLERANCE
+
+
+def with_unfreezing(folder: str) -> float:
+    alone, task = Unfrozen(), Unfrozen()
+    fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()}")
+    fit(FSDPStrategy(device="cpu", units=["Block"]), task, f"{folder}/fsdp")
+    return distance(task, alone)
+
+
+# ---- What is refused
+
+
+class Direct(Language):
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step(batch)["loss"] + self.blocks[1].widen.weight.square().sum()
+
+
+class InPlace(Language):
+    def training_step(self, batch: Any) -> Any:
+        with torch.no_grad():
+            self.words.weight.clamp_(-1, 1)
+        return super().training_step(batch)
+
+
+class Uneven(Language):
+    def forward(self, words: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        hidden = third((first if dist.get_rank() else second)(self.words(words)))
+        return self.head(self.scale * self.recurrent(hidden)[0])
+
+
+class Muddled(Language):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+def refusals(folder: str) -> dict[str, str]:
+    cases: dict[str, tuple[TaskModule, dict[str, Any], dict[str, Any]]] = {
+        "direct": (Direct(), {"units": ["Block"]}, {}),
+        "in place": (InPlace(), {"units": ["Block"]}, {}),
+        "uneven": (Uneven(), {"units": ["Block"]}, {}),
+        "optimizer": (Muddled(), {}, {}),
+        "scaler": (Language(), {}, {"precision": "fp16-mixed"}),
+        "half": (Language(), {}, {"precision": "bf16-true"}),
+        "groups": (Language(), {"reshard_after_forward": 2}, {}),
+        "histograms": (Language(), {}, {"callbacks": [Histograms()]}),
+        "graph": (Language(), {}, {"callbacks": [ModelGraph()]}),
+    }
+    messages = {}
+    for name, (task, arguments, settings) in cases.items():
+        with pytest.raises(UserError) as raised:
+            fit(FSDPStrategy(device="cpu", **arguments), task, f"{folder}/{name}", evaluate_every=None, **settings)
+        messages[name] = str(raised.value)
+    return messages
+
+
+def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
+    for messages in run_ranks(refusals, 2, str(tmp_path)):
+        assert "Direct.training_step uses a parameter of a unit outside" in messages["direct"]
+        assert "words.weight was changed in place" in messages["in place"]
+        assert "ranks ran different units in step 1" in messages["uneven"]
+        assert "Adafactor may need full parameters" in messages["optimizer"]
+        assert "does not support fp16-mixed" in messages["scaler"]
+        assert "does not support bf16-true" in messages["half"]
+        assert "reshard_after_forward=2 must divide the 2 ranks" in messages["groups"]
+        assert "histograms needs whole parameters" in messages["histograms"]
+        assert "model_graph needs whole parameters" in messages["graph"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"micro_batch_size": "auto"}, "micro_batch_size=auto does not work with FSDPStrategy"),
+        ({"min_unit_mb": -1}, "min_unit_mb must be at least 0"),
+        ({"reshard_after_forward": "yes"}, "must be true, false or a number of ranks"),
+        ({"devices": 0}, "at least 1"),
+    ],
+)
+def test_wrong_settings_are_rejected(arguments, message):
+    with pytest.raises(UserError, match=message):
+        FSDPStrategy(**arguments)
+
+
+# ---- Units
+
+
+def names_of(task: nn.Module, units: Any, *, min_bytes: float = 0.0) -> list[str]:
+    return [unit.name for unit in choose_units(task, units, min_bytes=min_bytes)]
+
+
+def test_repeated_blocks_are_units_and_tied_layers_are_not():
+    task = Language()
+    assert names_of(task, "auto") == ["blocks.0", "blocks.1", "blocks.2", "(task)"]
+    assert names_of(task, "auto", min_bytes=1e6) == ["(task)"]
+    assert names_of(task, ["blocks.1", "LSTM"]) == ["blocks.1", "recurrent", "(task)"]
+
+
+def test_small_blocks_make_a_stage_the_unit():
+    stages = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+    assert names_of(stages, "auto", min_bytes=100.0) == ["0", "1", "(task)"]
+    assert names_of(stages, "auto", min_bytes=1.0) == ["0.0", "0.1", "1.0", "1.1", "(task)"]
+
+
+def test_a_block_with_a_parameter_of_another_is_no_unit():
+    blocks = nn.Sequential(Block(), Block(), Block())
+    blocks[1].widen = blocks[0].widen
+    assert names_of(blocks, "auto", min_bytes=200.0)[-2:] == ["2", "(task)"]
+    assert names_of(blocks, "auto") == ["0.widen", "0.shrink", "1.shrink", "2", "(task)"], "a shared module is one"
+    with pytest.raises(UserError, match=r"0 and 1\.widen share a parameter"):
+        names_of(blocks, ["0"])
+
+
+def test_a_wrong_unit_is_named_with_the_nearest():
+    with pytest.raises(UserError, match=r"'block' matches no module with parameters\. Did you mean 'blocks'\?"):
+        names_of(Language(), ["block"])
+    listed = nn.Module()
+    listed.layers = nn.ModuleList([nn.Linear(2, 2)])
+    with pytest.raises(UserError, match="layers is a ModuleList, which has no forward"):
+        names_of(listed, ["layers"])
