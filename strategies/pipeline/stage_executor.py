@@ -304,7 +304,8 @@ class ModuleInterceptor:
         yield _SingleLevelFunction, "apply", classmethod(apply)
         yield torch._C.ScriptFunction, "__call__", call_script
         for owner, name in _TRANSFORMS:
-            yield owner, name, partial(intercepted, name.removesuffix("_impl"), getattr(owner, name))
+            call = partial(_without_saved_tensors_hooks, getattr(owner, name))
+            yield owner, name, partial(intercepted, name.removesuffix("_impl"), call)
 
     def _intercepting(self, original: type) -> type:
         if original not in self._classes:
@@ -333,6 +334,18 @@ _TRANSFORMS = (
     (eager_transforms, "grad_impl"),
     (eager_transforms, "grad_and_value_impl"),
 )
+
+
+def _without_saved_tensors_hooks(transform: Call, *args: Any, **kwargs: Any) -> Any:
+    """Call a transform of torch.func, which does not run under hooks on saved tensors."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return transform(*args, **kwargs)
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        return transform(*args, **kwargs)
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 def _compiling(enabled: bool) -> AbstractContextManager[Any]:
