@@ -517,8 +517,9 @@ class WholeWeights(Callback):
         self.steps = []
 
     def on_step_end(self, run):
-        weights = run.strategy.state_dict(run.task)
-        self.steps.append({name: tensor.detach().cpu().clone() for name, tensor in weights.items()})
+        weights = run.strategy.state_dict(run.task)  # collective; whole on rank 0
+        if run.strategy.comm.rank == 0:
+            self.steps.append({name: tensor.detach().cpu().clone() for name, tensor in weights.items()})
 
 
 def trained(strategy, name, *, num_samples, run_dir):

@@ -68,6 +68,7 @@ OF_TORCH_DDP = {
     "reentrant checkpoint": "torch's DistributedDataParallel needs use_reentrant=False",
     "a hook on a tensor": "the loss is scaled by the number of ranks, which a bound on gradients sees",
 }
+OF_DP = {"hooks that capture": "replicas in threads of one process share the object in which the hooks keep values"}
 NAMES = [name for name in tasks.TASKS if name not in OWN_STATE | HOOKS | SPARSE]
 
 
@@ -77,7 +78,7 @@ def _unequal(found):
 
 @pytest.mark.slow
 def test_two_replicas_on_one_device_have_the_weights_of_one_process():
-    assert _unequal(_outcomes("dp", NAMES)) == {}
+    assert _unequal(_outcomes("dp", [name for name in NAMES if name not in OF_DP])) == {}
 
 
 @pytest.mark.slow
