@@ -57,7 +57,7 @@ class Checksum(NamedTuple):
 _UNINITIALIZED = frozenset(
     ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_")
 )
-"""Calls whose result has any values."""
+"""Calls whose result is uninitialized memory."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class StepRecord:
     """State that the step changes, by name."""
     precision: float = 0.0
     """Machine epsilon of the least precise type met."""
-    _uninitialized: set[int] = field(default_factory=set)  # values that have any content until they are written
+    _uninitialized: set[int] = field(default_factory=set)  # values made so; not compared, as a write may leave parts
 
     def add_node(self, seed: int, node: Node, given: Any, result: Any) -> None:
         """Record what a node made; arguments count for the size, as rounding errors come from them."""

@@ -34,8 +34,10 @@ def start_fork_server(preload: Sequence[str] = ()) -> Any:
         server.set_forkserver_preload([*PRELOADED, *preload])
         resource_tracker.ensure_running()  # which would unblock the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, FORK_SERVER_BLOCKS)
-        server.ensure_running()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            server.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         atexit.register(lambda: _kill(server._forkserver_pid))
     return multiprocessing.get_context("forkserver")
 
