@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.rng import python_rng_state
 
@@ -16,12 +17,22 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+class DrawDetector(TorchDispatchMode):
+    """Sees whether operations draw random numbers, also where the generator's state is put back (`fork_rng`)."""
+
+    has_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
 class ParallelApply:
     """Runs one call for each device: the first in the caller's thread, the others in a thread each.
 
     Threads that draw from the same random generator (the CPU's, Python's, NumPy's, that of a device named twice) get
-    numbers in an order that depends on timing. So the first calls of each kind run in turn, and if they draw, all later
-    ones do.
+    numbers in an order that depends on timing. So the first calls of each kind run in turn, and if they draw, from any
+    generator, all later ones do.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -39,12 +50,14 @@ class ParallelApply:
             return [calls[0]()]
         before = self._generator_states()
         in_turn = self._draws.get(kind, True)
-        futures = self._in_turn(calls) if in_turn else self._at_once(calls)
+        detector = DrawDetector()
+        with nullcontext() if kind in self._draws else detector:
+            futures = self._in_turn(calls) if in_turn else self._at_once(calls)
         for index, future in enumerate(futures):
             error = future.exception()
             if isinstance(error, Exception):
                 raise _located(error, index, len(calls), self._devices[index])
-        draws = before != self._generator_states()
+        draws = detector.has_drawn or before != self._generator_states()
         if draws and not in_turn:
             logger.warning(
                 "%s began to draw random numbers, so this step is not reproducible; from now on replicas take turns, "

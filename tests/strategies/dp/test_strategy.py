@@ -339,6 +339,21 @@ def draw_python(module, inputs):
     return inputs[0] * random.random()
 
 
+def test_replicas_take_turns_if_a_step_draws_and_puts_the_state_back(make_trainer):
+    threads = set()
+
+    class Forked(Perceptron):
+        def training_step(self, batch):
+            threads.add(threading.get_ident())
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(3)
+                batch = [batch[0] + torch.randn_like(batch[0]), batch[1]]
+            return super().training_step(batch)
+
+    make_trainer(dp(2)).fit(Forked(), Data(train=numbers(48), batch_size=8))
+    assert threads == {threading.get_ident()}
+
+
 @pytest.mark.parametrize("draw", [draw_torch, draw_python])
 def test_replicas_that_draw_random_numbers_are_reproducible(make_trainer, draw):
     def train():
