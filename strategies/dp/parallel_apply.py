@@ -50,7 +50,7 @@ class ParallelApply:
             return [calls[0]()]
         before = self._generator_states()
         in_turn = self._draws.get(kind, True)
-        detector = DrawDetector()
+        detector = DrawDetector()  # type: ignore[no-untyped-call] # torch's own
         with nullcontext() if kind in self._draws else detector:
             futures = self._in_turn(calls) if in_turn else self._at_once(calls)
         for index, future in enumerate(futures):
