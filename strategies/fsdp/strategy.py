@@ -32,8 +32,7 @@ from trainkit.tree import map_tensors, to_device
 from ..ddp.grad_norm import total_norm
 from ..fusion.sharded_optimizer import NEVER_SHARDED, check_elementwise
 from ..multiprocess import MultiProcessStrategy, RankSettings
-from .sharded_task import ParameterShard, ShardedTask
-from .units import MIB, Units, choose_units, describe_units
+from .sharded_task import MIB, ParameterShard, ShardedTask, Units, choose_units, describe_units
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,6 @@
-"""Attributes of a task's modules: what a step changes in them, where it reads and writes them, and their values before.
+"""Attributes of a task's modules: where a step reads and writes them, and their values on each stage.
 
-Attributes are what a module has beside parameters, buffers, sub-modules and torch's own fields. Containers and plain
-objects in them are followed, so that a counter in an object, a list that grows and a tensor in a dict count as changes.
+Attributes are what a module has beside parameters, buffers, sub-modules and torch's own fields.
 """
 
 from __future__ import annotations
@@ -9,96 +8,20 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import random
-import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.errors import UserError
 
-from .snapshot import slots
-
-MOST_ITEMS = 10_000
-"""Longer containers are compared by their length alone."""
-
-_OF_TORCH = frozenset(vars(nn.Module()))
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_OPAQUE = (type, ModuleType, FunctionType, MethodType)
-_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+from .snapshot import MOST_ITEMS, OF_TORCH, PLAIN, full_name, module_attributes, tensors_in
 
 Table = MutableMapping[str, Any]
-
-
-class AttributeSnapshot:
-    """The attributes and buffers of a task's modules, except `ignored` and scripted ones, with copies of containers.
-
-    Tensors are not copied: they count as changed if they are other tensors, or, in attributes, were written in place.
-    """
-
-    def __init__(self, task: nn.Module, ignored: Iterable[nn.Module] = ()) -> None:
-        skipped = {id(module) for module in ignored}
-        self._modules = {
-            name: module
-            for name, module in task.named_modules()
-            if id(module) not in skipped and not isinstance(module, torch.jit.ScriptModule)
-        }
-        self._task_modules = {id(module) for module in task.modules()}
-        copies: dict[int, _Copy] = {}
-        self._before = {
-            (prefix, key): _copied(value, copies, self._task_modules)
-            for prefix, module in self._modules.items()
-            for key, value in _attributes(module)
-        }
-        self._registered = {
-            prefix: dict([*module._parameters.items(), *module._modules.items()])
-            for prefix, module in self._modules.items()
-        }
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each attribute with the tensors that it holds; buffers are not attributes."""
-        for (prefix, key), copied in self._before.items():
-            if key not in self._modules[prefix]._buffers:
-                for tensor in copied.tensors():
-                    yield full_name(prefix, key), tensor
-
-    def changed(self) -> dict[str, Any]:
-        """Return by name the present values of attributes and buffers that changed; `None` for one that is gone."""
-        found: dict[str, Any] = {}
-        missing = set(self._before)
-        for prefix, module in self._modules.items():
-            for key, value in _attributes(module):
-                missing.discard((prefix, key))
-                before = self._before.get((prefix, key))
-                if before is None or not before.equals(value, by_version=key not in module._buffers):
-                    found[full_name(prefix, key)] = value
-        return found | {full_name(*place): None for place in missing}
-
-    def tensors_in(self, value: Any) -> list[Tensor]:
-        """Return the tensors in a value, its containers and plain objects, but not those of the task's modules."""
-        return list(_copied(value, {}, self._task_modules).tensors())
-
-    def replaced(self) -> list[str]:
-        """Return the names of parameters and sub-modules that are other objects now, and of new buffers."""
-        names = []
-        for prefix, module in self._modules.items():
-            now, before = dict([*module._parameters.items(), *module._modules.items()]), self._registered[prefix]
-            names += [full_name(prefix, key) for key in before | now if before.get(key) is not now.get(key)]
-            new = [key for key in module._buffers if (prefix, key) not in self._before]
-            names += [full_name(prefix, key) for key in new if key not in module._non_persistent_buffers_set]
-        return names
-
-
-def full_name(prefix: str, key: str) -> str:
-    """Return the name of an attribute in the task."""
-    return f"{prefix}.{key}" if prefix else key
 
 
 def place_of(task: nn.Module, name: str) -> tuple[Table, str]:
@@ -112,118 +35,12 @@ def table_of(module: nn.Module, key: str) -> Table:
     return next((table for table in (module._parameters, module._buffers) if key in table), module.__dict__)
 
 
-def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    own = [(key, value) for key, value in vars(module).items() if key not in _OF_TORCH]
-    return own + list(module._buffers.items())
-
-
-# ---- Copies of values
-
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """A value, and copies of what it contained."""
-
-    value: Any
-    version: int = 0
-    array: Any = None
-    generator: Any = None
-    """State of a random generator."""
-    length: int = -1  # of what is inside; negative if that is not followed
-    keys: list[Any] | None = None
-    parts: list[_Copy] = field(default_factory=list)
-    _busy: bool = False  # a container may contain itself
-
-    def equals(self, value: Any, *, by_version: bool = True) -> bool:
-        if isinstance(value, _PLAIN):
-            return type(value) is type(self.value) and bool(value == self.value)
-        if value is not self.value:
-            return False
-        if isinstance(value, Tensor):
-            return not by_version or _version(value) == self.version
-        if self.array is not None:
-            return numpy.array_equal(value, self.array)
-        if self.generator is not None:
-            return bool(_generator_state(value) == self.generator)
-        return self._busy or self._contains(value)
-
-    def _contains(self, value: Any) -> bool:
-        items = _items(value) if self.length >= 0 else None
-        if items is None:
-            return True
-        keys, inside = items
-        if len(inside) != self.length or (self.keys is not None and keys != self.keys):
-            return False
-        self._busy = True
-        try:
-            return all(part.equals(item) for part, item in zip(self.parts, inside, strict=False))
-        finally:
-            self._busy = False
-
-    def tensors(self) -> Iterator[Tensor]:
-        if isinstance(self.value, Tensor):
-            yield self.value
-        elif not self._busy:
-            self._busy = True
-            for part in self.parts:
-                yield from part.tensors()
-            self._busy = False
-
-
-def _copied(value: Any, copies: dict[int, _Copy], task_modules: set[int]) -> _Copy:
-    if isinstance(value, _PLAIN):
-        return _Copy(value)
-    if (known := copies.get(id(value))) is not None:
-        return known
-    copied = copies[id(value)] = _Copy(value)
-    if isinstance(value, Tensor):
-        copied.version = _version(value)
-    elif isinstance(value, numpy.ndarray) and value.size <= MOST_ITEMS:
-        copied.array = value.copy()
-    elif isinstance(value, _GENERATORS):
-        copied.generator = _generator_state(value)
-    elif id(value) not in task_modules and (items := _items(value)) is not None:
-        keys, inside = items
-        copied.length = len(inside)
-        if len(inside) <= MOST_ITEMS:
-            copied.keys = keys
-            copied.parts = [_copied(item, copies, task_modules) for item in inside]
-    return copied
-
-
-def _items(value: Any) -> tuple[list[Any] | None, list[Any]] | None:
-    """Return the keys and the contents of a container or plain object; `None` for anything else."""
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return None, list(value)
-    if isinstance(value, dict):
-        return list(value), list(value.values())
-    if isinstance(value, _OPAQUE):
-        return None
-    contents = {name: getattr(value, name) for name in slots(type(value)) if hasattr(value, name)}
-    contents |= getattr(value, "__dict__", {})
-    return (list(contents), list(contents.values())) if contents else None
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, numpy.random.Generator):
-        return repr(generator.bit_generator.state)
-    return repr(generator.get_state(legacy=False))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 # ---- Values sent to other stages
 
 
 def outline(value: Any, depth: int = 6) -> Any:
     """Return the structure and the plain values of nested containers and dataclasses, to be compared."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     is_data = is_dataclass(value) and not isinstance(value, type)
     if depth == 0 or not (is_data or isinstance(value, (list, tuple, dict, set, deque))):
@@ -318,7 +135,7 @@ class StageAttributes:
 
     def _copy(self) -> dict[str, Any]:
         present = self._present()
-        tensors = _copied(present, {}, set(self._task_modules)).tensors()
+        tensors = tensors_in(present, set(self._task_modules))
         memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
         try:
             return copy.deepcopy(present, memo | self._task_modules)
@@ -334,41 +151,6 @@ class StageAttributes:
                 table[key] = values[name]
             else:
                 table.pop(key, None)
-
-
-# ---- The first step
-
-
-class FirstStepCheck:
-    """Comparison of what the first real step changes with what the traced one changed.
-
-    `expected` are the names of state that the traced step changed, and `held` is the state of this rank by name.
-    """
-
-    def __init__(
-        self, task: nn.Module, expected: Collection[str], held: Mapping[str, Tensor], ignored: Iterable[nn.Module]
-    ) -> None:
-        self._expected = expected
-        self._snapshot = AttributeSnapshot(task, ignored)
-        self._held = {name: tensor for name, tensor in held.items() if name not in expected}
-        self._contents = {name: _fingerprint(tensor) for name, tensor in self._held.items()}
-
-    def finish(self) -> None:
-        """Raise UserError if the step changed other state than expected."""
-        written = [name for name, tensor in self._held.items() if _fingerprint(tensor) != self._contents[name]]
-        names = [*written, *(name for name in self._snapshot.changed() if name not in self._expected)]
-        names += self._snapshot.replaced()
-        if names:
-            raise UserError(
-                f"the first step changed '{names[0]}', which the traced step did not, so other stages and checkpoints "
-                "would miss it. Change it in every step, by torch operations or by assigning it to an attribute of a "
-                "module, or type strategy=ddp."
-            )
-
-
-def _fingerprint(tensor: Tensor) -> int:
-    """Return a checksum of the contents."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 # ---- Where a step reads and writes
@@ -404,7 +186,9 @@ class AttributeWatch:
         self._where = where
         self._modules = [module for module in task.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._names = {id(module): name for name, module in task.named_modules()}
-        self._keys = {id(module): {"training", *(key for key, _ in _attributes(module))} for module in self._modules}
+        self._keys = {
+            id(module): {"training", *(key for key, _ in module_attributes(module))} for module in self._modules
+        }
         self._classes: dict[type, type] = {}
 
     @contextmanager
@@ -482,4 +266,4 @@ class AttributeWatch:
         return self._classes[original]
 
 
-_NOT_WATCHED = _OF_TORCH - {"training"}
+_NOT_WATCHED = OF_TORCH - {"training"}

@@ -18,7 +18,7 @@ from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.task import TaskModule
 from trainkit.tree import to_device
 
-from .attributes import FirstStepCheck, StageAttributes
+from .attributes import StageAttributes
 from .graph import Signature, Step, TracedGraph, signature
 from .mesh import PipelineMesh
 from .partition import SharedParameters
@@ -28,6 +28,7 @@ from .schedules import Schedule
 from .stage import Placement, has_meta, owners, place_parameters, stage_bounds, stage_graphs
 from .stage_executor import StageExecutor
 from .tracer import trace
+from .verification import FirstStepCheck
 
 logger = logging.getLogger(__name__)
 

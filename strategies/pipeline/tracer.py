@@ -24,7 +24,7 @@ from trainkit.rng import preserve_rng, python_rng_state
 from trainkit.strategy import named_state
 from trainkit.tree import map_tensors, tree_leaves, tree_map
 
-from .attributes import AttributeSnapshot, AttributeWatch, class_numbers, outline
+from .attributes import AttributeWatch, class_numbers, outline
 from .graph import (
     GRADIENT,
     RETURN,
@@ -48,7 +48,7 @@ from .graph import (
     tensors,
 )
 from .hazards import ARRAYS, Hazards, check_classes, check_iterators, parameter_hook_constraints
-from .snapshot import preserve_task
+from .snapshot import AttributeSnapshot, preserve_task
 from .stage_executor import ModuleInterceptor, TracingMode, function_name, without_hooks
 
 SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})

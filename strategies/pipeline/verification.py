@@ -1,4 +1,4 @@
-"""Verification: a step of the pipeline, compared with the same step in one process.
+"""Verification: a step of the pipeline, compared with the traced step and with the same step in one process.
 
 The first stage of each replica gathers the whole task and runs the step before the pipeline does. Both runs keep a
 checksum of what every node makes, of the gradients, and of the state that the step changes.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from .attributes import place_of
 from .gradients import StageGradients
 from .graph import Node, TracedGraph, num_bytes, tensors
 from .mesh import PipelineMesh
-from .snapshot import preserve_task
+from .snapshot import AttributeSnapshot, preserve_task
 from .stage import Placement
 from .stage_executor import StageExecutor
 from .state import PipelineState
@@ -244,3 +245,38 @@ def fits_in_memory(task: nn.Module, device: torch.device) -> bool:
     else:
         free = 1 << 33
     return needed <= MEMORY_SHARE * free
+
+
+# ---- State that a trace has not seen
+
+
+class FirstStepCheck:
+    """Comparison of what the first real step changes with what the traced one changed.
+
+    `expected` are the names of state that the traced step changed, and `held` is the state of this rank by name.
+    """
+
+    def __init__(
+        self, task: nn.Module, expected: Collection[str], held: Mapping[str, Tensor], ignored: Iterable[nn.Module]
+    ) -> None:
+        self._expected = expected
+        self._snapshot = AttributeSnapshot(task, ignored)
+        self._held = {name: tensor for name, tensor in held.items() if name not in expected}
+        self._contents = {name: _fingerprint(tensor) for name, tensor in self._held.items()}
+
+    def finish(self) -> None:
+        """Raise UserError if the step changed other state than expected."""
+        written = [name for name, tensor in self._held.items() if _fingerprint(tensor) != self._contents[name]]
+        names = [*written, *(name for name in self._snapshot.changed() if name not in self._expected)]
+        names += self._snapshot.replaced()
+        if names:
+            raise UserError(
+                f"the first step changed '{names[0]}', which the traced step did not, so other stages and checkpoints "
+                "would miss it. Change it in every step, by torch operations or by assigning it to an attribute of a "
+                "module, or type strategy=ddp."
+            )
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    """Return a checksum of the contents."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

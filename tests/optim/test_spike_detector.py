@@ -6,7 +6,7 @@ from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Data, TaskModule, Trainer, UserError
-from trainkit.optim.spike_detector import MEMORY_STEPS, WARM_UP_STEPS, SpikeDetector
+from trainkit.optim.optimizer import MEMORY_STEPS, WARM_UP_STEPS, SpikeDetector
 
 SPIKE = WARM_UP_STEPS + 4  # counted from 0
 STEPS = WARM_UP_STEPS + 8

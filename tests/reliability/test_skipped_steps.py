@@ -16,7 +16,7 @@ from tests.tasks import assert_same_bits
 from trainkit import Data, Phase, TaskModule, Trainer, UserError, session
 from trainkit.errors import NonFiniteLoss
 from trainkit.optim import optimizer as phase_optimizer
-from trainkit.optim.spike_detector import WARM_UP_STEPS
+from trainkit.optim.optimizer import WARM_UP_STEPS
 from trainkit.testing import run_ranks
 
 BATCH = 4

@@ -17,8 +17,8 @@ from trainkit.callbacks.gradual_unfreezing import GradualUnfreezing
 from trainkit.callbacks.histograms import Histograms
 from trainkit.callbacks.model_graph import ModelGraph
 from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.fsdp.sharded_task import choose_units
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
-from trainkit.strategies.fsdp.units import choose_units
 from trainkit.strategies.single import SingleStrategy
 
 from tests.loops.test_phases import Adversarial, Manual, made

@@ -1,4 +1,4 @@
-"""PhaseOptimizer: an optimizer with its schedules, clipping, loss scaler and skipped steps."""
+"""PhaseOptimizer: an optimizer with its schedules, clipping, loss scaler, skipped steps and spikes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from trainkit.model.transforms import matches
 from trainkit.optim.lr_schedule import LRSchedule
 from trainkit.optim.phase import Phase, check_phases
 from trainkit.optim.precision import Precision
-from trainkit.optim.spike_detector import SpikeDetector
 from trainkit.task import TaskModule, has_phases
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -29,6 +28,10 @@ _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")
 """Attributes of torch's schedulers with one value for each parameter group."""
 Moment = Literal["step", "epoch", "metric"]
 _MOMENTS: tuple[Moment, ...] = ("step", "epoch", "metric")
+WARM_UP_STEPS = 20
+"""Steps whose gradient norms are averaged before any is called a spike."""
+MEMORY_STEPS = 100
+"""Approximate number of steps of the running average of gradient norms."""
 _FUSED_DEVICES = {SGD: ("cpu", "cuda"), Adam: ("cpu", "cuda"), AdamW: ("cpu", "cuda"), Adagrad: ("cpu",)}
 
 
@@ -51,6 +54,39 @@ class GradientClipping:
     def limits(self) -> bool:
         """True if a gradient may be changed; a norm of infinity is only logged."""
         return self.value is not None or (self.norm is not None and math.isfinite(self.norm))
+
+
+class SpikeDetector:
+    """Compares each step's gradient norm with the running average of the steps before; nothing waits for the device.
+
+    A norm above `factor` times the average is a spike. It is that of the whole task, so all ranks and stages get the
+    same result without a collective.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self._seen: Tensor | None = None  # (2,): number of steps, average norm
+
+    def is_spike(self, norm: Tensor) -> Tensor:
+        """Return True for a norm that is a spike or not finite, as a scalar on the device; average any other."""
+        seen = self._seen
+        if seen is None or seen.device != norm.device:
+            seen = torch.zeros(2, device=norm.device) if seen is None else seen.to(norm.device)
+        count, average = seen[0], seen[1]
+        spike = (count >= WARM_UP_STEPS) & (norm > self.factor * average)
+        skipped = spike | ~torch.isfinite(norm)
+        grown = count + 1
+        nearer = average + (norm - average) / grown.clamp(max=MEMORY_STEPS)
+        self._seen = torch.where(skipped, seen, torch.stack([grown, nearer.to(seen.dtype)]))
+        return skipped
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Return the state to save; waits for the device."""
+        return {} if self._seen is None else {"seen": self._seen.tolist()}
+
+    def load_state_dict(self, saved: dict[str, list[float]]) -> None:
+        """Restore a saved state."""
+        self._seen = torch.tensor(saved["seen"]) if "seen" in saved else None
 
 
 class PhaseOptimizer:

@@ -8,7 +8,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainkit.strategies.pipeline.attributes import FirstStepCheck, StageAttributes
+from trainkit.strategies.pipeline.attributes import StageAttributes
 from trainkit.strategies.pipeline.communication import StageChannel
 from trainkit.strategies.pipeline.graph import signature
 from trainkit.strategies.pipeline.partition import Partition, candidates, crossing_bytes
@@ -17,6 +17,7 @@ from trainkit.strategies.pipeline.schedules import BACKWARD, FORWARD, Action
 from trainkit.strategies.pipeline.stage import owners, stage_graphs
 from trainkit.strategies.pipeline.stage_executor import StageExecutor
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
+from trainkit.strategies.pipeline.verification import FirstStepCheck
 from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.training import Training, finest_graph, make, step_batches
