@@ -21,6 +21,8 @@ from trainkit.errors import UserError
 
 from .snapshot import MOST_ITEMS, OF_TORCH, PLAIN, full_name, module_attributes, tensors_in
 
+_HOOKS = {key for key, value in vars(nn.Module()).items() if "_hooks" in key and isinstance(value, dict)}
+
 Table = MutableMapping[str, Any]
 
 
@@ -100,10 +102,10 @@ class _AttributeUnpickler(pickle.Unpickler):
 
 
 class StageAttributes:
-    """The values that the attributes which a step changes have in each stage of this rank.
+    """The values that the attributes which a step changes have in each stage of this rank, and hooks of modules.
 
-    Every stage runs the step from its beginning, so two stages of one rank would change the same attribute twice.
-    `stages` are those of this rank, and `owners` has the stage whose value counts, by name.
+    Every stage runs the step from its beginning, so two stages of one rank would change the same attribute twice, or
+    register the same hook. `stages` are those of this rank, and `owners` has the stage whose value counts, by name.
     """
 
     def __init__(self, task: nn.Module, owners: Mapping[str, int], stages: Sequence[int]) -> None:
@@ -112,6 +114,9 @@ class StageAttributes:
         self._stages = stages
         self._task_modules = {id(module): module for module in task.modules()}  # not copied
         self._values: dict[int, dict[str, Any]] = {}
+        self._hooks: dict[int, list[dict[Any, Any]]] = {}  # of each stage that has run, by table
+        tables = [table for module in task.modules() for key, table in vars(module).items() if key in _HOOKS]
+        self._tables = [(table, dict(table)) for table in tables]  # with the hooks before the first step
 
     @contextmanager
     def of_stage(self, stage: int) -> Iterator[None]:
@@ -122,11 +127,14 @@ class StageAttributes:
         if not self._values:
             self._values = {each: self._copy() for each in self._stages}
         self._set(self._values[stage])
+        self._set_hooks(stage)
         try:
             yield
         finally:
             self._values[stage] = self._present()
             last = self._stages[-1]
+            self._keep_hooks(stage)
+            self._set_hooks(last if last in self._hooks else stage)
             owners = {name: owner if owner in self._values else last for name, owner in self._owners.items()}
             self._set({name: self._values[owners[name]][name] for name in owners if name in self._values[owners[name]]})
 
@@ -151,6 +159,24 @@ class StageAttributes:
                 table[key] = values[name]
             else:
                 table.pop(key, None)
+
+    def _keep_hooks(self, stage: int) -> None:
+        self._hooks[stage] = [dict(table) for table, _ in self._tables]
+        if len(self._hooks) == len(self._stages):  # from now on only the tables that a stage has changed
+            kept = [
+                index
+                for index, (_, before) in enumerate(self._tables)
+                if any(own[index] != before for own in self._hooks.values())
+            ]
+            self._tables = [self._tables[index] for index in kept]
+            self._hooks = {each: [own[index] for index in kept] for each, own in self._hooks.items()}
+
+    def _set_hooks(self, stage: int) -> None:
+        own = self._hooks.get(stage, [before for _, before in self._tables])
+        for (table, _), items in zip(self._tables, own, strict=True):
+            if table != items:
+                table.clear()
+                table.update(items)
 
 
 # ---- Where a step reads and writes

@@ -630,6 +630,20 @@ class HookOnAParameter(_Stateful):
         return self.loss(F.linear(x, weight), batch)
 
 
+class HookRegisteredOnce(_Stateful):
+    """Registers in its first step a hook that scales what a layer returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_hooked = False
+
+    def training_step(self, batch):
+        if not self.is_hooked:
+            self.is_hooked = True
+            self.layers[5].register_forward_hook(lambda module, inputs, output: 0.5 * output)
+        return self.loss(self.body(batch[0]), batch)
+
+
 # ---- State of modules of torch, and state beside the state dict
 
 

@@ -142,7 +142,10 @@ def test_one_task_of_each_kind_has_the_state_of_one_process_on_every_rank():
 
 
 def test_several_stages_of_a_rank_keep_their_own_attributes():
-    names = ["ReplacedLater", "SwappedBuffers", "CounterInTheMiddle", "HiddenTensor", "a generator of Python"]
+    names = [
+        *("ReplacedLater", "SwappedBuffers", "CounterInTheMiddle", "HiddenTensor", "HookRegisteredOnce"),
+        "a generator of Python",
+    ]
 
     assert _too_large(2, [(name, {"num_steps": 3, "schedule": "interleaved_1f1b"}) for name in names]) == {}
 
