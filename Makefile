@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 
 unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles what it imports
 
-.PHONY: train test test-slow test-all torture check format bench docs installed clean
+.PHONY: train test test-slow test-all torture zoo check format bench docs installed clean
 
 train: $(TRAIN_READY) ## train the handwritten-digits recipe; more: make train ARGS='trainer.max_duration=2epoch'
 	$(BIN)/trainkit fit recipe=digits $(ARGS)
@@ -28,6 +28,9 @@ test-all: $(READY) ## all tests in one go
 
 torture: $(READY) ## 200 kills of a training process, and as many of one that only saves: some minutes
 	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py $(ARGS)
+
+zoo: $(READY) ## every task of the pipeline's zoo on 2 and 4 ranks under every schedule: half an hour
+	TRAINKIT_ZOO=all $(PYTEST) tests/strategies/pipeline/zoo/test_ranks.py --durations=6 $(ARGS)
 
 check: installed ## format, lint, types
 	$(BIN)/ruff format --check .

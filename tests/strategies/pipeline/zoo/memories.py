@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy
 import torch
-import torchmetrics
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -448,7 +447,9 @@ class _Metric(Piece):
 
     def __init__(self):
         super().__init__()
-        self.metric = torchmetrics.MeanMetric()
+        from torchmetrics import MeanMetric  # here, as it takes each rank two seconds
+
+        self.metric = MeanMetric()
 
     def run(self, x):
         self.metric.update(x.detach().mean())

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.fusion import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
@@ -23,6 +24,7 @@ STRATEGIES = {
     "ddp": partial(DDPStrategy, device="cpu"),
     "torch_ddp": partial(TorchDDPStrategy, device="cpu", find_unused_parameters=True),
     "fusion": partial(FusionStrategy, device="cpu"),
+    "fsdp": partial(FSDPStrategy, device="cpu"),
 }
 
 
@@ -69,6 +71,7 @@ OF_TORCH_DDP = {
     "a hook on a tensor": "the loss is scaled by the number of ranks, which a bound on gradients sees",
 }
 OF_DP = {"hooks that capture": "replicas in threads of one process share the object in which the hooks keep values"}
+OF_FSDP = {"lists of parameters": "complex parameters are refused by name"}
 NAMES = [name for name in tasks.TASKS if name not in OWN_STATE | HOOKS | SPARSE]
 
 
@@ -85,6 +88,8 @@ def test_two_replicas_on_one_device_have_the_weights_of_one_process():
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_two_ranks_have_the_weights_of_one_process(kind):
     names = NAMES
+    if kind == "fsdp":
+        names = [name for name in NAMES if name not in OF_FSDP]
     if kind == "torch_ddp":  # which trains no phases
         names = [name for name in NAMES if name not in OF_TORCH_DDP and not has_phases(make(tasks.TASKS[name]))]
     for found in run_ranks(_outcomes, 2, kind, names, timeout=600):
