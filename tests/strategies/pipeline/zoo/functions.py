@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from functools import partial
+from functools import cache, partial
 
 import numpy
 import torch
@@ -216,7 +216,9 @@ with warnings.catch_warnings():
     _scripted = torch.jit.script(_twice)
 
 
-_compiled = torch.compile(_twice, backend="eager")
+@cache
+def _compiled():
+    return torch.compile(_twice, backend="eager")
 
 
 def _captured(piece, x):
@@ -300,7 +302,7 @@ HIDING = {
     "torch.func.grad": lambda piece, x: torch.func.grad(lambda y: piece.layer(y).square().sum())(x),
     "gradients of each sample": _per_sample,
     "torch.jit.script": lambda piece, x: _scripted(x),
-    "torch.compile": lambda piece, x: _compiled(x),
+    "torch.compile": lambda piece, x: _compiled()(x),
     "hooks that capture": _captured,
     "a hook that changes a result": _doubled,
     "requires_grad_": _slope,
