@@ -88,7 +88,7 @@ class TransportRecorder(Recorder):
         self.name, self.num_bytes = run.strategy._transport.name, run.strategy.bytes_a_step
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_of_several_hosts_train_to_the_weights_of_one_device(num_ranks, tmp_path):
     for found in run_ranks(differences_on_this_rank, num_ranks, tmp_path, timeout=150):
         for (servers, shard, thread, reduce_dtype), (difference, name) in found.items():

@@ -257,6 +257,7 @@ def _with_replicas():
     return found, copy.deepcopy(training.task.state_dict())
 
 
+@pytest.mark.slow
 def test_state_of_replicas_is_that_of_ddp():
     answers = run_ranks(_with_replicas, 4)
     expected = answers[0][1]
