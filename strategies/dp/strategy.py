@@ -124,7 +124,7 @@ class DataParallelStrategy(PhaseTraining):
     Each micro-batch goes to one replica, which runs the task's training_step on it. The master sums the weighted losses
     and runs one backward, which sums the gradients on the master. There is one rank, which reads all samples.
 
-    Replicas share the process's random generators; those that draw from the same one take turns, so that a run is
+    Replicas share the process's random generators; those that draw random numbers take turns, so that a run is
     reproducible. Of buffers and other attributes that a step changes, those of replica 0 are kept.
 
     Args:

@@ -70,6 +70,7 @@ def _trainkit(folder, *argv):
     )
 
 
+@pytest.mark.slow
 def test_a_project_needs_nothing_but_its_module_and_its_config_folder(project):
     ran = _trainkit(project, "fit", "--config-dir", "conf", "recipe=mine", "run_dir=run")
     assert ran.returncode == 0, ran.stderr

@@ -137,6 +137,7 @@ def _too_large(num_ranks, cases, *, timeout=600):
     return {name: value for rank in found for name, value in rank.items() if not value <= BOUND}
 
 
+@pytest.mark.slow
 def test_one_task_of_each_kind_has_the_state_of_one_process_on_every_rank():
     assert _too_large(2, [(name, {"num_steps": 3}) for name in ONE_OF_EACH_KIND]) == {}
 
