@@ -22,6 +22,11 @@ class DrawDetector(TorchDispatchMode):
 
     has_drawn = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: compiled modules stay compiled. They draw by changing the generator's state."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))

@@ -339,6 +339,22 @@ def draw_python(module, inputs):
     return inputs[0] * random.random()
 
 
+def test_functions_that_are_compiled_as_one_graph_stay_compiled(make_trainer):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    class Compiled(Perceptron):
+        def training_step(self, batch):
+            double = torch.compile(lambda inputs: 2 * inputs, fullgraph=True, backend=backend)
+            return super().training_step([double(batch[0]), batch[1]])
+
+    make_trainer(dp(2)).fit(Compiled(), Data(train=numbers(16), batch_size=8))
+    assert graphs
+
+
 def test_replicas_take_turns_if_a_step_draws_and_puts_the_state_back(make_trainer):
     threads = set()
 
