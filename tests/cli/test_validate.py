@@ -191,6 +191,13 @@ def test_missing_arguments_are_named(tmp_path):
     assert "task.depth: is missing; MyTask needs it. Type task.depth=VALUE" in message
 
 
+@pytest.mark.parametrize("typed", ["+task._args_=[1]", "+task._args_=1"])
+def test_arguments_by_position_that_a_class_does_not_take_are_reported(typed):
+    assert "task._args_: DigitsTask does not take these by position; type task.NAME=VALUE" in _message(
+        "recipe=digits", typed
+    )
+
+
 def test_nested_objects_are_checked_too():
     message = _message(
         "recipe=digits",

@@ -186,6 +186,16 @@ class Signature:
         wrong = {name: message for name, message in errors.items() if message is not None}
         return [] if self.accepts_any else unknown, [] if is_partial else missing, wrong
 
+    def takes_by_position(self, count: int) -> bool:
+        """Return True unless fewer arguments than `count` can be passed by position."""
+        try:
+            inspect.signature(self.target).bind_partial(*[None] * count)
+        except ValueError:  # a builtin without a signature
+            return True
+        except TypeError:
+            return False
+        return True
+
 
 def import_paths(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield (key, import path) for each `_target_`, and for each function that is named in the config below `path`."""
