@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from tests.checkpoint.test_store import forge
 from trainkit import Data, TaskModule
 from trainkit.checkpoint.files import FileDigest, file_digest
-from trainkit.checkpoint.serialization import HEADER, payload_bytes, plain
+from trainkit.checkpoint.serialization import HEADER, check_header, payload_bytes, plain
 from trainkit.checkpoint.store import CheckpointStore, Monitor, load_from, resolve
 from trainkit.errors import CheckpointError, UserError
 
@@ -254,6 +254,20 @@ def test_any_header_loads_or_is_refused(
     else:
         manifest.unlink()
     loads_or_refuses(folder)
+
+
+SHARD = {"file": "0.pt", "size": 1, "digest": "sha256:0"}
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [[], {}, SHARD | {"size": "1"}, SHARD | {"file": "../0.pt"}, SHARD | {"file": "/0.pt"}, SHARD | {"more": 1}],
+)
+def test_shards_that_are_not_files_of_the_checkpoint_are_refused(original: Path, shard: object) -> None:
+    header = torch.load(original / "step_1.pt", weights_only=True)[HEADER]
+    check_header(header | {"shards": [SHARD]})
+    with pytest.raises(ValueError, match="no valid shards"):
+        check_header(header | {"shards": [SHARD, shard]})
 
 
 @SHARED
