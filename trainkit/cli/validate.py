@@ -337,8 +337,8 @@ class _Check:
             yield Problem(f"{path}.{name}", renamed_value(f"{path}.{name}", node[name]) or message)
         for name in missing:
             yield Problem(f"{path}.{name}", f"is missing; {of} needs it. Type {path}.{name}=VALUE")
-        positional = node.get("_args_") or []
-        if not isinstance(positional, list) or not signature.takes_by_position(len(positional)):
+        positional = node.get("_args_")
+        if positional and not (isinstance(positional, list) and signature.takes_by_position(len(positional))):
             yield Problem(f"{path}._args_", f"{of} does not take these by position; type {path}.NAME=VALUE")
 
 
