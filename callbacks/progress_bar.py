@@ -190,7 +190,8 @@ class LiveProgress:
         display = Live(
             get_renderable=self.draw, console=terminal(), refresh_per_second=refresh_per_second, transient=True
         )
-        self._shown.enter_context(display)
+        display.start(refresh=True)  # a line printed while the first picture is drawn would repeat it
+        self._shown.callback(display.stop)
         self._shown.enter_context(_log_to_current_stderr(streams))
 
     def stop(self) -> None:

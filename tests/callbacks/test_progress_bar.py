@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import select
@@ -12,12 +13,17 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pyte
 import pytest
+from trainkit.callbacks.progress_bar import LiveProgress, RunProgress
 
 from tests.callbacks import progress_program
 from tests.program import Program
+from trainkit.loops.run import Run
+from trainkit.state import TrainState
 
 SETTLED_SECONDS = 0.03  # without output; the display is drawn ten times a second
 
@@ -146,6 +152,24 @@ def test_the_end_shows_tables_of_metrics_and_checkpoints_without_the_display(who
     assert "train/loss" in whole_run.last
     (best,) = [line for line in whole_run.screens[-1] if line.startswith("  step_00000060.pt")]
     assert best.endswith("best, last")
+
+
+def test_the_first_picture_is_drawn_before_any_other_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The background thread may draw its first while a line is printed, and neither would erase the other's."""
+    output = io.StringIO(newline="")
+    monkeypatch.setattr(sys, "stdout", output)
+    evaluated = SimpleNamespace(
+        phase_optimizer=None, evaluation=None, state=TrainState(metrics={"validation/loss": 0.5})
+    )
+    display = LiveProgress(RunProgress(cast(Run, evaluated)), refresh_per_second=0.01)
+    screen = pyte.Screen(60, 8)
+    try:
+        assert "validation/loss 0.5" in output.getvalue()
+        print("printed")
+        pyte.Stream(screen).feed(output.getvalue().replace("\n", "\r\n"))
+        assert [line.rstrip() for line in screen.display if line.strip()] == ["printed", "validation/loss 0.5"]
+    finally:
+        display.stop()
 
 
 @pytest.mark.slow
