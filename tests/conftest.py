@@ -26,6 +26,11 @@ hypothesis.settings.load_profile("trainkit")
 MakeTrainer = Callable[..., Trainer]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first, which have a time limit of their own, or one of them would run alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # what collecting has imported is not searched for garbage in every test and at the end
 

@@ -48,26 +48,30 @@ def _not_equal(num_ranks, names, *, may_be_small, **settings):
 CASES = [(num_ranks, schedule) for num_ranks in (2, 4) for schedule in ("1f1b", "gpipe", "interleaved_1f1b")]
 TURNS = [*CASES, *CASES[:3]]
 """Cases in the order in which they get tasks: those of two ranks, which cost half as much, get two in nine each."""
-LIBRARY_CASES = [(2, "gpipe"), (2, "interleaved_1f1b")]
-"""Those whose ranks import the code of transformers' models, unless all do; interleaved there are four stages."""
+LIBRARY_TURNS = [(2, "gpipe"), (2, "interleaved_1f1b")]
 ELSEWHERE = models.OWN | recipe_models.RECIPES | library_models.LIBRARY
 """Tasks that test_equality.py trains on ranks."""
+AT_ONCE = 12
+"""Tasks of the library of one test, whose ranks import the code of each."""
 
 
-def _share(names, turns, case):
-    """Return the tasks of one case, where each task has one case."""
-    names = [name for name in names if name not in ELSEWHERE]
-    return [name for name, turn in zip(names, cycle(turns)) if turn == case]
+def _shares():
+    """Return numbers of ranks, schedules and tasks: each task in one case, or in every one."""
+    if EVERY_CASE:
+        return [(*case, names) for names in (tasks.EQUAL, *_pieces(tasks.OF_LIBRARY)) for case in CASES]
+    own, library = ([name for name in names if name not in ELSEWHERE] for names in (tasks.EQUAL, tasks.OF_LIBRARY))
+    shares = [(*case, [name for name, turn in zip(own, cycle(TURNS)) if turn == case]) for case in CASES]
+    return shares + [(*case, names) for names, case in zip(_pieces(library), cycle(LIBRARY_TURNS))]
+
+
+def _pieces(names):
+    return [list(names)[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_SECONDS)
-@pytest.mark.parametrize(("num_ranks", "schedule"), CASES)
-def test_tasks_have_the_state_of_one_process_on_every_rank(num_ranks, schedule):
-    names = [*tasks.EQUAL, *tasks.OF_LIBRARY]
-    if not EVERY_CASE:
-        case = num_ranks, schedule
-        names = _share(tasks.EQUAL, TURNS, case) + _share(tasks.OF_LIBRARY, LIBRARY_CASES, case)
+@pytest.mark.parametrize(("num_ranks", "schedule", "names"), _shares())
+def test_tasks_have_the_state_of_one_process_on_every_rank(num_ranks, schedule, names):
     is_many = num_ranks == 4 or schedule == "interleaved_1f1b"
     verify = "auto" if schedule == "1f1b" else "off"
 
