@@ -15,11 +15,15 @@ CHUNK_ELEMENTS = 64 * 1024
 def total_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the 2-norm of all elements together, a float32 or float64 scalar on `device`."""
     squares = [_sum_of_squares(tensor.detach()) for tensor in tensors]
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    dtype = torch.float64 if wide else torch.float32
+    dtype = norm_dtype(tensors)
     if not squares:
         return torch.zeros((), dtype=dtype, device=device)
     return torch.stack([square.to(device) for square in squares]).sum().sqrt().to(dtype)
+
+
+def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return float64 if one of the tensors is float64, else float32."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def whole_gradients(buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> list[Tensor]:

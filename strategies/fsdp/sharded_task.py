@@ -7,11 +7,13 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,19 +74,20 @@ def choose_units(task: nn.Module, units: Units, *, min_bytes: float) -> list[Uni
     return found
 
 
-def describe_units(units: Sequence[Unit], *, world_size: int, reshard_after_forward: bool | int) -> str:
+def describe_units(units: Sequence[Unit], *, num_shards: int, replicate: int, reshard_after_forward: bool | int) -> str:
     """Return the table of the units, and the memory of parameters on a rank."""
     total, root = sum(unit.num_bytes for unit in units), units[-1].num_bytes
     width = max(len(unit.name) for unit in units)
     lines = [f"{'unit':<{width}}  {'MiB':>8}  {'MiB a rank':>10}  class"]
     for unit in [units[-1], *units[:-1]]:
-        whole, part = unit.num_bytes / MIB, unit.num_bytes / MIB / world_size
+        whole, part = unit.num_bytes / MIB, unit.num_bytes / MIB / num_shards
         lines.append(f"{unit.name:<{width}}  {whole:8.2f}  {part:10.2f}  {type(unit.module).__name__}")
     largest = sorted((unit.num_bytes for unit in units[:-1]), reverse=True)
     # The next unit is gathered while one is used; the parameters outside of units stay until the end of backward.
     gathered = root + (sum(largest[:2]) if reshard_after_forward is True else sum(largest))
+    ranks = f"{num_shards} ranks" if replicate == 1 else f"{num_shards * replicate} ranks in {replicate} groups"
     lines.append(
-        f"parameters: {total / MIB:.2f} MiB, {total / MIB / world_size:.2f} MiB on each of {world_size} ranks; "
+        f"parameters: {total / MIB:.2f} MiB, {total / MIB / num_shards:.2f} MiB on each of {ranks}; "
         f"gathered at once, at most: {gathered / MIB:.2f} MiB"
     )
     return "\n".join(lines)
@@ -178,6 +181,27 @@ class _SharedParameters:
 # ---- Shards
 
 
+def make_mesh(group: dist.ProcessGroup, device_type: str, *, replicate: int, timeout_seconds: float) -> DeviceMesh:
+    """Return the ranks of a group, in `replicate` rows of which each holds all shards.
+
+        replicate=2, ranks 0 to 3      shard 0   shard 1
+                         replica 0     rank 0    rank 1
+                         replica 1     rank 2    rank 3
+
+    Collective over the ranks of the group.
+    """
+    if replicate == 1:
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
+    grid = torch.tensor(dist.get_process_group_ranks(group)).view(replicate, -1)
+    replica, shard = divmod(group.rank(), grid.shape[1])
+    limit = timedelta(seconds=timeout_seconds)
+    groups = [
+        dist.new_group(ranks.tolist(), timeout=limit, use_local_synchronization=True)
+        for ranks in (grid[:, shard], grid[replica])
+    ]
+    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("replicate", "shard"))
+
+
 @dataclass(frozen=True, eq=False)
 class ParameterShard:
     """A parameter of the task, and the elements of it that this rank holds."""
@@ -203,6 +227,8 @@ class ShardedTask:
         self, task: TaskModule, units: Sequence[Unit], mesh: DeviceMesh, *, reshard_after_forward: bool | int
     ) -> None:
         self.task, self.mesh = task, mesh
+        self._shard_mesh = mesh["shard"]
+        self.is_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         self.replicated = [parameter for parameter in task.parameters() if parameter.dim() == 0]  # nothing to shard
         self._kinds = [(module, type(module)) for module in task.modules()]
         self._before = [(module, _added_names(module)) for module in task.modules()]
@@ -315,7 +341,7 @@ class ShardedTask:
     def first_element(self, shard: ParameterShard) -> int:
         """Return the index of this rank's first element of a parameter."""
         rows, *others = shard.sharded.shape
-        first_row = min(self.mesh.get_local_rank() * -(-rows // self.mesh.size()), rows)
+        first_row = min(self._shard_mesh.get_local_rank() * -(-rows // self._shard_mesh.size()), rows)
         return first_row * torch.Size(others).numel()
 
     def local_of(self, sharded: Tensor, whole: Tensor) -> Tensor:

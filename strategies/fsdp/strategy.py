@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -29,10 +28,10 @@ from trainkit.strategy import PhaseTraining, named_state
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors, to_device
 
-from ..ddp.grad_norm import total_norm
+from ..ddp.grad_norm import norm_dtype, total_norm
 from ..fusion.sharded_optimizer import NEVER_SHARDED, check_elementwise
 from ..multiprocess import MultiProcessStrategy, RankSettings
-from .sharded_task import MIB, ParameterShard, ShardedTask, Units, choose_units, describe_units
+from .sharded_task import MIB, ParameterShard, ShardedTask, Units, choose_units, describe_units, make_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +63,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         min_unit_mb: MiB of parameters that make a block a unit, with `units=auto`.
         reshard_after_forward: Free a unit after its forward and gather it again in backward; a number: keep it
             within groups of that many ranks until then.
+        replicate: Groups of ranks that each hold the whole task in shards: parameters are gathered inside a group, and
+            gradients summed between groups too.
         broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
         timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
@@ -85,6 +86,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         units: Units = "auto",
         min_unit_mb: float = 1.0,
         reshard_after_forward: bool | int = True,
+        replicate: int = 1,
         broadcast_buffers: bool = True,
         timeout_seconds: float = 1800.0,
         backend: str = "auto",
@@ -101,8 +103,10 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             raise UserError(
                 f"reshard_after_forward must be true, false or a number of ranks, got {reshard_after_forward!r}."
             )
+        if isinstance(replicate, bool) or not isinstance(replicate, int) or replicate < 1:
+            raise UserError(f"replicate must be a whole number of groups, at least 1, got {replicate!r}.")
         self.units, self.min_unit_mb = units, min_unit_mb
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.replicate = reshard_after_forward, replicate
         self._sharded: ShardedTask | None = None
         self._locals: dict[int, nn.Parameter] = {}  # by the id of the task's parameter
         self._last: Any = None  # this rank's most recent batch
@@ -131,11 +135,19 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "more than rounding. Set trainer.precision=bf16-mixed, or strategy=ddp."
             )
         super().setup(precision)
-        world_size, groups = self.comm.world_size, self.reshard_after_forward
-        if not isinstance(groups, bool) and not (1 < groups < world_size and world_size % groups == 0):
-            divisors = [str(n) for n in range(2, world_size) if world_size % n == 0]
+        world_size, replicate, groups = self.comm.world_size, self.replicate, self.reshard_after_forward
+        if replicate > 1 and (world_size % replicate or world_size == replicate):
+            allowed = [n for n in range(1, world_size) if world_size % n == 0]
             raise UserError(
-                f"reshard_after_forward={groups} must divide the {world_size} ranks into several groups of at least "
+                f"replicate={replicate} must divide the {world_size} ranks into groups of at least two; set "
+                f"strategy.replicate={' or '.join(map(str, allowed)) or 1}, or strategy=ddp, "
+                "where every rank has the whole task."
+            )
+        shards = world_size // replicate
+        if not isinstance(groups, bool) and not (1 < groups < shards and shards % groups == 0):
+            divisors = [str(n) for n in range(2, shards) if shards % n == 0]
+            raise UserError(
+                f"reshard_after_forward={groups} must divide the {shards} ranks into several groups of at least "
                 f"two; set true, false{''.join(f', {n}' for n in divisors)}."
             )
 
@@ -146,7 +158,10 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         units = choose_units(task, self.units, min_bytes=self.min_unit_mb * MIB)
         if self.comm.is_main:
             plan = describe_units(
-                units, world_size=self.comm.world_size, reshard_after_forward=self.reshard_after_forward
+                units,
+                num_shards=self.comm.world_size // self.replicate,
+                replicate=self.replicate,
+                reshard_after_forward=self.reshard_after_forward,
             )
             logger.info("fsdp:\n%s", plan)
             if self.log_dir is not None:
@@ -154,7 +169,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 (self.log_dir / "partition.txt").write_text(f"{plan}\n", encoding="utf-8")
         for unit in units:
             _check_one_dtype(unit.name, unit.module, [other.module for other in units if other is not unit])
-        mesh = DeviceMesh.from_group(self.comm.group, self.device.type)
+        mesh = make_mesh(
+            self.comm.group, self.device.type, replicate=self.replicate, timeout_seconds=self.ranks.timeout_seconds
+        )
         self._sharded = ShardedTask(task, units, mesh, reshard_after_forward=self.reshard_after_forward)
         self._locals = {id(shard.sharded): shard.local for shard in self._sharded.shards}
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
@@ -302,10 +319,16 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         """Return the global 2-norm of the gradients, a scalar on the device; collective."""
-        replicated = {id(parameter) for parameter in self._task.replicated} if self.comm.rank else set()
-        held = [p for p in phase_optimizer.parameters if p.grad is not None and id(p) not in replicated]
-        own = total_norm([parameter.grad for parameter in held if parameter.grad is not None], self.device)
-        return self.comm.all_reduce(own.double().square()).sqrt().to(own.dtype)
+        replicated = {id(parameter) for parameter in self._task.replicated}
+        counted = [  # each element on one rank
+            parameter.grad
+            for parameter in phase_optimizer.parameters
+            if parameter.grad is not None
+            and (self.comm.is_main if id(parameter) in replicated else self._task.is_first_replica)
+        ]
+        own = total_norm(counted, self.device)
+        dtype = norm_dtype(phase_optimizer.parameters)  # a rank may have no gradients
+        return self.comm.all_reduce(own.double().square()).sqrt().to(dtype)
 
     @property
     def _task(self) -> ShardedTask:
@@ -411,7 +434,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         def placeholder(prefix: str, place: str, shard: ParameterShard, local: Tensor) -> dict[str, Any]:
             name = f"{prefix}{place}"
             like = torch.empty(shard.sharded.shape, dtype=local.dtype, device="meta")
-            if local.numel():
+            if local.numel() and self._task.is_first_replica:
                 start = self._task.first_element(shard)
                 parts.append(TensorShard(name, local.detach().reshape(-1), start, like.numel()))
             return shard_placeholder(name, like)

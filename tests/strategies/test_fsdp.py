@@ -118,6 +118,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "weighted": ({"weighted": True}, {"units": ["Block"], "micro_batch_size": 1}, {"max_grad_norm": 0.05}),
     "several forwards": ({"twice": True}, {"units": ["Block"]}, {"on_nonfinite": "skip"}),
     "frozen": ({"frozen": True}, {"units": ["Block"], "accumulate": 2}, {"fused_optimizer": False}),
+    "replicated": ({}, {"units": ["Block"], "replicate": 2, "accumulate": 2}, {"max_grad_norm": 0.05}),
     "recomputed": ({}, {"units": ["Block"]}, {"activation_checkpointing": ["blocks.*"]}),
 }
 
@@ -145,16 +146,21 @@ def differences_from_single(names: list[str], folder: str) -> dict[str, tuple[fl
     ("num_ranks", "names"),
     [
         (2, ["blocks", "accumulated", "weighted", "several forwards"]),
-        *(pytest.param(num_ranks, list(CASES), marks=pytest.mark.slow) for num_ranks in (1, 2, 3)),
+        (4, ["replicated"]),
+        *(
+            pytest.param(num_ranks, [name for name in CASES if name != "replicated"], marks=pytest.mark.slow)
+            for num_ranks in (1, 2, 3)
+        ),
     ],
-    ids=["2 ranks", "all on 1", "all on 2", "all on 3"],
+    ids=["2 ranks", "4 ranks", "all on 1", "all on 2", "all on 3"],
 )
 def test_weights_and_losses_are_those_of_one_device(num_ranks, names, tmp_path):
     for rank in run_ranks(differences_from_single, num_ranks, names, str(tmp_path), timeout=150):
         assert list(rank) == names
         for name, (weights, losses, start) in rank.items():
             assert weights < TOLERANCE and losses < TOLERANCE < start, name
-    assert "blocks.2" in (tmp_path / "blocks" / "partition.txt").read_text()
+    folder = tmp_path / ("blocks" if "blocks" in names else "replicated")
+    assert "blocks.2" in (folder / "partition.txt").read_text()
 
 
 def differences_in_phases(folder: str) -> list[float]:
@@ -185,6 +191,7 @@ def trained_on(kind: str, folder: Path, resume: bool, stop: int | None) -> dict[
     task = Language()
     made = {
         "fsdp": lambda: FSDPStrategy(device="cpu", units=["Block"]),
+        "fsdp in groups": lambda: FSDPStrategy(device="cpu", units=["Block"], replicate=2),
         "ddp": lambda: DDPStrategy(device="cpu"),
         "single": lambda: SingleStrategy(device="cpu"),
     }
@@ -196,7 +203,7 @@ def trained_on(kind: str, folder: Path, resume: bool, stop: int | None) -> dict[
 
 def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(tmp_path):
     expected = trained_on("single", tmp_path / "whole", False, None)
-    chain = [("fsdp", 3, 1), ("ddp", 2, 3), ("single", 1, 5), ("fsdp", 2, None)]  # of 8 steps, 4 an epoch
+    chain = [("fsdp", 3, 1), ("ddp", 2, 2), ("fsdp in groups", 4, 3), ("single", 1, 5), ("fsdp", 2, None)]  # of 8 steps
     for kind, num_ranks, stop in chain:
         weights, *_ = run_ranks(trained_on, num_ranks, kind, tmp_path / "chain", stop != 1, stop)
     assert list(weights) == list(expected)
@@ -212,14 +219,16 @@ class SaveShards(Callback):
             run.request_stop("test")
 
 
-def saved_by_shards(folder: Path) -> None:
-    fit(FSDPStrategy(device="cpu", units=["Block"]), Language(), folder, callbacks=[SaveShards()])
+def saved_by_shards(folder: Path, replicate: int) -> None:
+    strategy = FSDPStrategy(device="cpu", units=["Block"], replicate=replicate)
+    fit(strategy, Language(), folder, callbacks=[SaveShards()])
 
 
-def test_sharded_checkpoints_are_resumed_by_one_device(tmp_path):
+@pytest.mark.parametrize(("num_ranks", "replicate"), [(3, 1), (4, 2)])
+def test_sharded_checkpoints_are_resumed_by_one_device(num_ranks, replicate, tmp_path):
     alone, resumed = Language(), Language()
     fit(SingleStrategy(device="cpu"), alone, tmp_path / "single")
-    run_ranks(saved_by_shards, 3, tmp_path / "shards")
+    run_ranks(saved_by_shards, num_ranks, tmp_path / "shards", replicate)
     assert len(list((tmp_path / "shards" / "checkpoints").glob("*.shards/*"))) >= 3
     fit(SingleStrategy(device="cpu"), resumed, tmp_path / "shards", resume=True)
     resumed.seen.copy_(alone.seen)
@@ -326,6 +335,7 @@ def refusals(folder: str) -> dict[str, str]:
         "scaler": (Language(), {}, {"precision": "fp16-mixed"}),
         "half": (Language(), {}, {"precision": "bf16-true"}),
         "groups": (Language(), {"reshard_after_forward": 2}, {}),
+        "replicas": (Language(), {"replicate": 2}, {}),
         "histograms": (Language(), {}, {"callbacks": [Histograms()]}),
         "graph": (Language(), {}, {"callbacks": [ModelGraph()]}),
     }
@@ -346,6 +356,10 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
         assert "does not support fp16-mixed" in messages["scaler"]
         assert "does not support bf16-true" in messages["half"]
         assert "reshard_after_forward=2 must divide the 2 ranks" in messages["groups"]
+        assert (
+            "replicate=2 must divide the 2 ranks into groups of at least two; set strategy.replicate=1"
+            in messages["replicas"]
+        )
         assert "histograms needs whole parameters" in messages["histograms"]
         assert "model_graph needs whole parameters" in messages["graph"]
 
@@ -356,6 +370,7 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
         ({"micro_batch_size": "auto"}, "micro_batch_size=auto does not work with FSDPStrategy"),
         ({"min_unit_mb": -1}, "min_unit_mb must be at least 0"),
         ({"reshard_after_forward": "yes"}, "must be true, false or a number of ranks"),
+        ({"replicate": 0}, "replicate must be a whole number of groups, at least 1"),
         ({"devices": 0}, "at least 1"),
     ],
 )
