@@ -44,7 +44,7 @@ def _one_thread() -> None:
 def _fork_server() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # one of many tests will need it, and would wait for its imports
         strategies = [f"trainkit.strategies.{name}.strategy" for name in ("ddp", "fusion", "pipeline")]
-        start_fork_server(preload=["pytest", "trainkit.testing", "yaml", "transformers", *strategies])
+        start_fork_server(preload=["pytest", "trainkit.testing", "yaml", "transformers.models", *strategies])
 
 
 @pytest.fixture(autouse=True)

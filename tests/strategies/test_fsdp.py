@@ -146,7 +146,7 @@ def differences_from_single(names: list[str], folder: str) -> dict[str, tuple[fl
     ("num_ranks", "names"),
     [
         (2, ["blocks", "accumulated", "weighted", "several forwards"]),
-        (4, ["replicated"]),
+        pytest.param(4, ["replicated"], marks=pytest.mark.slow),
         *(
             pytest.param(num_ranks, [name for name in CASES if name != "replicated"], marks=pytest.mark.slow)
             for num_ranks in (1, 2, 3)
@@ -224,7 +224,7 @@ def saved_by_shards(folder: Path, replicate: int) -> None:
     fit(strategy, Language(), folder, callbacks=[SaveShards()])
 
 
-@pytest.mark.parametrize(("num_ranks", "replicate"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "replicate"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_sharded_checkpoints_are_resumed_by_one_device(num_ranks, replicate, tmp_path):
     alone, resumed = Language(), Language()
     fit(SingleStrategy(device="cpu"), alone, tmp_path / "single")

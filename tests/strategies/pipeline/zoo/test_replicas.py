@@ -15,7 +15,6 @@ from trainkit.strategies.torch_ddp import TorchDDPStrategy
 from tests.strategies.pipeline.training import Training, make, step_batches
 from tests.strategies.pipeline.zoo import tasks
 from tests.strategies.pipeline.zoo.comparison import largest_difference
-from trainkit.task import has_phases
 from trainkit.testing import run_ranks
 
 BOUND = 1e-9
@@ -91,6 +90,6 @@ def test_two_ranks_have_the_weights_of_one_process(kind):
     if kind == "fsdp":
         names = [name for name in NAMES if name not in OF_FSDP]
     if kind == "torch_ddp":  # which trains no phases
-        names = [name for name in NAMES if name not in OF_TORCH_DDP and not has_phases(make(tasks.TASKS[name]))]
+        names = [name for name in NAMES if name not in OF_TORCH_DDP and name not in tasks.IN_PHASES]
     for found in run_ranks(_outcomes, 2, kind, names, timeout=600):
         assert _unequal(found) == {}
