@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import Recorder, Regression, regression_data
 from trainkit import Callback, Data, LRSchedule, TaskModule, UserError
@@ -254,3 +256,30 @@ def test_a_profiler_finds_the_optimizers_step_by_its_name(make_trainer):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         make_trainer(max_duration="2step").fit(Regression(), DATA)
     assert any(event.key.startswith("Optimizer.step#") for event in profile.key_averages())
+
+
+class Rows(TaskModule):
+    """Words used several times in a batch, whose gradient is dense or sparse."""
+
+    def __init__(self, *, sparse: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 1)
+
+    def training_step(self, batch):
+        return (self.head(self.words(batch[0])) - batch[1]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("limit", [{"max_grad_norm": 0.1}, {"max_grad_value": 0.02}])
+def test_sparse_gradients_are_clipped_as_dense_ones(make_trainer, limit):
+    words, targets = torch.arange(24) % 5 // 2, torch.randn(24, 1)
+    trained = [Rows(sparse=sparse) for sparse in (False, True)]
+    for task in trained:
+        strategy = SingleStrategy(device="cpu", accumulate=2)
+        trainer = make_trainer(strategy, max_duration="3step", precision="fp64", **limit)
+        trainer.fit(task, Data(train=TensorDataset(words, targets), batch_size=8))
+    for dense, sparse in zip(trained[0].parameters(), trained[1].parameters(), strict=True):
+        torch.testing.assert_close(sparse, dense, rtol=1e-12, atol=1e-12)

@@ -131,8 +131,9 @@ class PhaseOptimizer:
         self.skip_nonfinite, self.spikes = True, SpikeDetector(factor)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that are not None, in the optimizer's order."""
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        """Return the gradients that are not None, in the optimizer's order; of sparse ones the summed rows."""
+        found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
 
     def unscale(self) -> None:
         """Remove the scaler's factor from the gradients, and call the hooks."""
@@ -149,7 +150,13 @@ class PhaseOptimizer:
     def clip_by_value(self) -> None:
         """Clip each gradient element."""
         assert self.clip.value is not None
-        torch.nn.utils.clip_grad_value_(self.parameters, self.clip.value)
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()  # an element may be a sum
+        gradients = self.gradients()
+        if gradients:
+            torch._foreach_clamp_min_(gradients, -self.clip.value)
+            torch._foreach_clamp_max_(gradients, self.clip.value)
 
     def update(self, *, norm: Tensor | None) -> None:
         """Step the optimizer; with `skip_nonfinite` a step whose norm is not finite or a spike changes nothing."""
