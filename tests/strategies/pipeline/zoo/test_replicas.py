@@ -63,15 +63,16 @@ OWN_STATE = {
 """Tasks whose loss depends on state, which each replica changes by its own samples."""
 HOOKS = {"a hook on a shared weight", "a late hook on a shared weight", "registered hooks"}
 """Hooks that are not linear see the gradient of one replica or of several, of one micro-batch or of several."""
-SPARSE = {"sparse gradients"}
-"""The norm of sparse gradients cannot be computed for clipping, in one process neither."""
 OF_TORCH_DDP = {
     "reentrant checkpoint": "torch's DistributedDataParallel needs use_reentrant=False",
     "a hook on a tensor": "the loss is scaled by the number of ranks, which a bound on gradients sees",
 }
 OF_DP = {"hooks that capture": "replicas in threads of one process share the object in which the hooks keep values"}
-OF_FSDP = {"lists of parameters": "complex parameters are refused by name"}
-NAMES = [name for name in tasks.TASKS if name not in OWN_STATE | HOOKS | SPARSE]
+OF_FSDP = {
+    "lists of parameters": "complex parameters are refused by name",
+    "sparse gradients": "sparse gradients are refused by name",
+}
+NAMES = [name for name in tasks.TASKS if name not in OWN_STATE | HOOKS]
 
 
 def _unequal(found):
