@@ -11,10 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainkit.errors import UserError
 from trainkit.rng import python_rng_state
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+_ONLY_PARAMETERS = ("only change requires_grad flags of leaf variables", "(torch.nn.Parameter or None expected)")
+"""What torch says of tensors that are not parameters."""
 
 
 class DrawDetector(TorchDispatchMode):
@@ -128,7 +132,17 @@ def _on(device: torch.device, stream: torch.cuda.Stream | None) -> AbstractConte
 
 
 def _located(error: Exception, index: int, count: int, device: torch.device) -> Exception:
-    """Return an error of the same type, if possible, with the shard and device in its message."""
+    """Return an error of the same type, if possible, with the shard and device in its message.
+
+    Replica 0 is the task itself. The parameters of the others are tensors, of which less can be changed.
+    """
+    if index > 0 and any(text in str(error) for text in _ONLY_PARAMETERS):
+        changed = UserError(
+            "strategy=dp: a step freezes or assigns a parameter, which only replica 0 can do. Do it in a callback's "
+            f"on_step_end, or set strategy=ddp. Replica {index} of {count} raised: {error}"
+        )
+        changed.__cause__ = error
+        return changed
     place = f"shard {index} of {count}, on {device}"
     if error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]} [{place}]", *error.args[1:])

@@ -220,7 +220,10 @@ class DataParallelStrategy(PhaseTraining):
         self, task: TaskModule, shards: Sequence[MicroBatch], batch: StepBatch
     ) -> list[StepOutput]:
         """Add the gradients of the shards, one for each device."""
+        versions = [parameter._version for parameter in self._trained]
         outputs = self._on_replicas(task, shards, self._step_name, read_training_output)
+        if len(shards) > 1:
+            self._check_unchanged(task, versions)
         with self._timer.phase("gather"):
             outputs = [self._gathered(output) for output in outputs]
             losses = []
@@ -231,6 +234,16 @@ class DataParallelStrategy(PhaseTraining):
             total = torch.stack(losses).sum()
         self.precision.scale(total).backward()
         return outputs
+
+    def _check_unchanged(self, task: TaskModule, versions: Sequence[int]) -> None:
+        """Raise UserError if the step changed a trained parameter, of which some replicas share the memory."""
+        for parameter, version in zip(self._trained, versions, strict=True):
+            if parameter._version != version:
+                name = next(name for name, each in task.named_parameters() if each is parameter)
+                raise UserError(
+                    f"{type(task).__name__}.{self._step_name} changes {name}, a trained parameter, which each replica "
+                    "would change by itself. Change it in a callback's on_step_end, or set strategy=ddp."
+                )
 
     def _on_replicas(
         self, task: TaskModule, shards: Sequence[MicroBatch], step_name: str, read: ReadOutput | None = None

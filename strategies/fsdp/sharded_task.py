@@ -293,6 +293,11 @@ class ShardedTask:
                     "needs a parameter of a unit in a backward that the unit does not see: torch.autograd.grad, or "
                     "outputs in an object that PyTorch does not search for tensors"
                 )
+            elif "resize storage that is not resizable" in text:
+                raise UserError(
+                    f"{type(self.task).__name__}.{step_name} keeps the memory of a gathered parameter, which is freed "
+                    "after its unit ran: numpy() does. Copy it first (.clone().numpy()), or set strategy=ddp."
+                ) from error
             else:
                 raise
             raise UserError(

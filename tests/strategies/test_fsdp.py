@@ -314,6 +314,11 @@ class InPlace(Language):
         return super().training_step(batch)
 
 
+class AsArray(Language):
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step(batch)["loss"] * self.words.weight.detach().numpy().max()
+
+
 class Uneven(Language):
     def forward(self, words: Tensor) -> Tensor:
         first, second, third = self.blocks
@@ -330,6 +335,7 @@ def refusals(folder: str) -> dict[str, str]:
     cases: dict[str, tuple[TaskModule, dict[str, Any], dict[str, Any]]] = {
         "direct": (Direct(), {"units": ["Block"]}, {}),
         "in place": (InPlace(), {"units": ["Block"]}, {}),
+        "array": (AsArray(), {"units": ["Block"]}, {}),
         "uneven": (Uneven(), {"units": ["Block"]}, {}),
         "optimizer": (Muddled(), {}, {}),
         "scaler": (Language(), {}, {"precision": "fp16-mixed"}),
@@ -351,6 +357,7 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
     for messages in run_ranks(refusals, 2, str(tmp_path)):
         assert "Direct.training_step uses a parameter of a unit outside" in messages["direct"]
         assert "words.weight was changed in place" in messages["in place"]
+        assert "AsArray.training_step keeps the memory of a gathered parameter" in messages["array"]
         assert "ranks ran different units in step 1" in messages["uneven"]
         assert "Adafactor may need full parameters" in messages["optimizer"]
         assert "does not support fp16-mixed" in messages["scaler"]

@@ -525,3 +525,33 @@ def test_frozen_parameters_and_buffers_are_updated_once_a_step(trained, num_devi
     assert len(steps) == 2
     assert task.teacher.tolist() == [2.0] * 3
     assert task.count.item() == 2.0
+
+
+class ChangesTrained(Perceptron):
+    """Changes a trained parameter in the step, in the way that `how` says."""
+
+    def training_step(self, batch):
+        layer = next(module for module in self.modules() if isinstance(module, nn.Linear))
+        if self.how == "written":
+            with torch.no_grad():
+                layer.bias.mul_(0.5)
+        elif self.how == "frozen":
+            layer.bias.requires_grad_(False)
+        else:
+            layer.bias = layer.bias
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("written", r"ChangesTrained\.training_step changes .*bias, a trained parameter, which each replica would"),
+        ("frozen", "a step freezes or assigns a parameter, which only replica 0 can do"),
+        ("assigned", "a step freezes or assigns a parameter, which only replica 0 can do"),
+    ],
+)
+def test_a_trained_parameter_that_the_step_changes_is_refused_by_name(make_trainer, how, message):
+    task = ChangesTrained()
+    task.how = how
+    with pytest.raises(UserError, match=message):
+        make_trainer(dp(2), max_duration="2step").fit(task, Data(train=numbers(24), batch_size=12))
