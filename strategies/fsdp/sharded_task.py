@@ -288,10 +288,11 @@ class ShardedTask:
             text = str(error)
             if "mixed torch.Tensor and DTensor" in text:
                 what = "uses a parameter of a unit outside of the unit's forward"
-            elif "out of bounds for storage of size 0" in text:
+            elif "out of bounds for storage of size 0" in text or "its data is not allocated yet" in text:
                 what = (
-                    "needs a parameter of a unit in a backward that the unit does not see: torch.autograd.grad, or "
-                    "outputs in an object that PyTorch does not search for tensors"
+                    "needs a parameter of a unit in a backward that the unit does not see: torch.autograd.grad, an "
+                    "output that is changed in place (x += y), or outputs in an object that PyTorch does not search "
+                    "for tensors"
                 )
             elif "resize storage that is not resizable" in text:
                 raise UserError(

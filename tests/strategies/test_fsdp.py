@@ -319,6 +319,22 @@ class AsArray(Language):
         return super().training_step(batch)["loss"] * self.words.weight.detach().numpy().max()
 
 
+class Viewed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(x.shape)
+
+
+class AddedInPlace(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Viewed(), Viewed(), Viewed())
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.blocks(self.words(words))
+        hidden += 1.0
+        return self.head(hidden)
+
+
 class Uneven(Language):
     def forward(self, words: Tensor) -> Tensor:
         first, second, third = self.blocks
@@ -336,6 +352,7 @@ def refusals(folder: str) -> dict[str, str]:
         "direct": (Direct(), {"units": ["Block"]}, {}),
         "in place": (InPlace(), {"units": ["Block"]}, {}),
         "array": (AsArray(), {"units": ["Block"]}, {}),
+        "added": (AddedInPlace(), {"units": ["Viewed"]}, {}),
         "uneven": (Uneven(), {"units": ["Block"]}, {}),
         "optimizer": (Muddled(), {}, {}),
         "scaler": (Language(), {}, {"precision": "fp16-mixed"}),
@@ -358,6 +375,7 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
         assert "Direct.training_step uses a parameter of a unit outside" in messages["direct"]
         assert "words.weight was changed in place" in messages["in place"]
         assert "AsArray.training_step keeps the memory of a gathered parameter" in messages["array"]
+        assert "an output that is changed in place" in messages["added"]
         assert "ranks ran different units in step 1" in messages["uneven"]
         assert "Adafactor may need full parameters" in messages["optimizer"]
         assert "does not support fp16-mixed" in messages["scaler"]
