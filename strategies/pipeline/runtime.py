@@ -14,6 +14,7 @@ from torch import Tensor
 from trainkit.distributed.collectives import gather
 from trainkit.metrics.step_output import StepOutput
 from trainkit.rng import python_rng_state, set_python_rng_state
+from trainkit.tree import map_tensors
 
 from .communication import OutputBroadcast, PendingReceive, StageChannel
 from .graph import Signature, Step, signature, tensors
@@ -203,14 +204,14 @@ class StepRun:
 
     def _forward(self, action: Action) -> float:
         stage_graph = self.executor.stage_graphs[action.stage]
-        batch = self.batches[action.micro_batch]
+        batch = self._batch_of_stage(action.micro_batch)
         key = (stage_graph.index, self.signatures[action.micro_batch])
         is_new = key not in self.executor.shapes
         if is_new:
             self.executor.shapes[key] = self._receive_shapes(stage_graph, action)
         shapes = self.executor.shapes[key]
         self.post(action)
-        received, inputs = self._open_inputs(action, stage_graph)
+        received, inputs = self._open_inputs(action, stage_graph, batch)
         start = perf_counter()
         seed = (self.seed * 1_000_003 + action.micro_batch * 7_919) % 2**63
         returned, values = self.executor.run(stage_graph, self.step, batch, received=received, shapes=shapes, seed=seed)
@@ -229,8 +230,15 @@ class StepRun:
             self._in_flight[action.stage, action.micro_batch] = inputs, outputs, loss
         return start
 
-    def _open_inputs(self, action: Action, stage_graph: StageGraph) -> tuple[dict[int, Tensor], Inputs]:
-        received = dict(enumerate(tensors(self.batches[action.micro_batch])))  # the first values are the batch's
+    def _batch_of_stage(self, micro_batch: int) -> Any:
+        """Return the batch for one stage; the step may change it, which other stages on this rank must not see."""
+        batch, executor = self.batches[micro_batch], self.executor
+        if len({stage_graph.rank for stage_graph in executor.stage_graphs}) == len(executor.stage_graphs):
+            return batch
+        return map_tensors(batch, Tensor.clone if executor.writes_batch else lambda tensor: tensor)
+
+    def _open_inputs(self, action: Action, stage_graph: StageGraph, batch: Any) -> tuple[dict[int, Tensor], Inputs]:
+        received = dict(enumerate(tensors(batch)))  # the first values are the batch's
         inputs: Inputs = []
         for transfer, pending in self._pending.pop(action):
             tensor = pending.open(_description(action, transfer.source))

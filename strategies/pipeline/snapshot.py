@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import types
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -108,7 +109,8 @@ def _sequence(found: Any) -> Saved:
 
     def restore() -> None:
         if not _are_same(found, items):
-            found.clear()
+            while found:
+                found.pop()  # an array has no clear, a deque no slices
             found.extend(items)
 
     return [restore], items
@@ -165,7 +167,7 @@ def _attributes(found: Any) -> Saved:
 _SAVED: tuple[tuple[Any, Callable[[Any], Saved]], ...] = (
     (Tensor, _tensor),
     (dict, _dictionary),
-    ((list, deque, bytearray), _sequence),
+    ((list, deque, bytearray, array), _sequence),
     (set, _set),
     ((tuple, frozenset), lambda found: ([], list(found))),
     (functools._lru_cache_wrapper, _cache),
@@ -348,7 +350,7 @@ def _copied(value: Any, copies: dict[int, _Copy], task_modules: set[int]) -> _Co
 
 def _items(value: Any) -> tuple[list[Any] | None, list[Any]] | None:
     """Return the keys and the contents of a container or plain object; `None` for anything else."""
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
+    if isinstance(value, (list, tuple, set, frozenset, deque, bytearray, array)):
         return None, list(value)
     if isinstance(value, dict):
         return list(value), list(value.values())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -103,6 +104,8 @@ class StageExecutor:
         self.checkpoint_starts = _checkpoint_starts(graph.nodes)
         """For each node: true if a checkpoint begins with it that draws random numbers."""
         self._places = {name: place_of(task, name) for name in named_state(task)}
+        self.writes_batch = any(graph.values[value].local for node in graph.nodes for value in node.written)
+        """True if the step writes to its batch, or to what it makes of that alone."""
         self._attributes = attributes
         self._reset = [place_of(task, name) for name in graph.reset]
         written = [name for name in sorted(graph.written) if _is_saved_before_write(graph, task, name)]
@@ -148,6 +151,10 @@ class StageExecutor:
                     table[key] = value
                 for parameter, requires_grad in interpreter.requires_grad.items():
                     parameter.requires_grad_(requires_grad)
+            except Exception as error:
+                if len(self.stage_graphs) > 1 and not isinstance(error, UserError) and not _is_of_a_call(error):
+                    error.add_note(_OF_PLACEHOLDERS)
+                raise
             else:
                 interpreter.check_end()
         if self.graph.numbers is not None:
@@ -193,6 +200,18 @@ def in_precision(precision: Precision, step: Step) -> Step:
             return step(batch)
 
     return run
+
+
+_OF_PLACEHOLDERS = (
+    "The step's own code raised this. In a pipeline it has placeholders for the values of other stages: if "
+    "strategy=single does not raise it, put that code inside one module's forward, or type strategy=ddp."
+)
+
+
+def _is_of_a_call(error: Exception) -> bool:
+    """Return True if a call that a stage executes has raised the error."""
+    execute = _StageInterpreter._execute.__code__
+    return any(frame.f_code is execute for frame, _ in walk_tb(error.__traceback__))
 
 
 def _mixed(seed: int, node: Node) -> int:

@@ -1,5 +1,6 @@
 """Tasks whose step changes state, by kind of state; `REFUSED` has the sentences about those that cannot be followed."""
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -555,6 +556,34 @@ class ReadAsArray(FrozenInitialized):
     def training_step(self, batch):
         scale = self.scale.numpy().max()
         return self.loss(self.body(batch[0] * self.scale), batch) * scale
+
+
+class CountedInBytes(_Stateful):
+    """Counts in containers of plain numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.numbers = bytearray(1), array("d", [0.5])
+
+    def training_step(self, batch):
+        hidden = self.body(batch[0], 0, 4)
+        self.bytes[0] += 1
+        hidden = self.body(hidden * self.bytes[0], 4)
+        self.numbers[0] *= 1.5
+        return self.loss(hidden * self.numbers[0], batch)
+
+    def observations(self):
+        return {"bytes": list(self.bytes), "numbers": list(self.numbers)}
+
+
+class BatchWritten(_Stateful):
+    """Writes to its batch at the start and in the middle."""
+
+    def training_step(self, batch):
+        batch[0].mul_(0.5)
+        hidden = self.body(batch[0], 0, 4)
+        batch[1].add_(batch[0].mean())
+        return self.loss(self.body(hidden, 4), batch)
 
 
 class ChangedUnseen(_Stateful):

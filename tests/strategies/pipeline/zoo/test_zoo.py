@@ -149,6 +149,7 @@ def test_one_task_of_each_kind_has_the_state_of_one_process_on_every_rank():
 def test_several_stages_of_a_rank_keep_their_own_attributes():
     names = [
         *("ReplacedLater", "SwappedBuffers", "CounterInTheMiddle", "HiddenTensor", "HookRegisteredOnce"),
+        *("CountedInBytes", "BatchWritten"),
         "a generator of Python",
     ]
 
@@ -190,6 +191,28 @@ def test_planning_leaves_the_task_as_it_was(model):
 def test_what_the_first_step_changes_beside_the_trace_ends_the_run_on_every_rank():
     for outcome in rank_outcomes(_differences, 2, [("WrittenThroughNumpy", {})], timeout=600):
         assert "the first step changed 'seen', which the traced step did not" in outcome.failure
+
+
+class _HookedTogether(ReplacedBuffer):
+    """Counts backwards by a hook on two tensors, which torch does not accept from placeholders."""
+
+    def training_step(self, batch):
+        first = self.body(batch[0], 0, 3)
+        second = self.body(first, 3)
+        torch.autograd.graph.register_multi_grad_hook([first, second], lambda gradients: None)
+        return self.loss(second, batch)
+
+
+def test_an_error_of_the_steps_own_code_in_a_stage_names_the_placeholders():
+    of_the_step = (
+        "Expected gradient function to be set\nThe step's own code raised this. In a pipeline it has placeholders"
+    )
+    failures = [outcome.failure for outcome in rank_outcomes(_trained_in_stages, 2, timeout=600)]
+    assert [of_the_step in failure for failure in failures].count(True) == 1
+
+
+def _trained_in_stages():
+    difference(_HookedTogether)
 
 
 class _Evaluated(ReplacedBuffer):
