@@ -514,7 +514,11 @@ def _is_in(inner: nn.Module, outer: nn.Module) -> bool:
 
 @contextmanager
 def _preserved(task: nn.Module) -> Iterator[None]:
-    """Restore buffers, metrics and random generators at the end."""
+    """Restore buffers, metrics, random generators and numbers in attributes of modules at the end."""
+    numbers = [
+        (vars(module), {name: value for name, value in vars(module).items() if isinstance(value, (int, float))})
+        for module in task.modules()
+    ]
     buffers = [
         (module._buffers, name, buffer, buffer.clone())
         for module in task.modules()
@@ -525,6 +529,8 @@ def _preserved(task: nn.Module) -> Iterator[None]:
     with preserve_rng():
         yield
     restore(metrics)
+    for attributes, before in numbers:
+        attributes.update(before)
     with torch.no_grad():
-        for table, name, buffer, before in buffers:
-            table[name] = buffer.copy_(before)
+        for table, name, buffer, content in buffers:
+            table[name] = buffer.copy_(content)

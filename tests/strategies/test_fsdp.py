@@ -281,6 +281,31 @@ def test_ranks_may_have_no_samples_in_the_first_batch(tmp_path):
         assert apart < TOLERANCE
 
 
+class Counting(Language):
+    """Counts its micro-batches in an attribute."""
+
+    calls = 0
+
+    def training_step(self, batch: Any) -> Any:
+        self.calls += 1
+        return super().training_step(batch)
+
+
+def micro_batches_counted(folder: str) -> list[int]:
+    found = []
+    for strategy in (FSDPStrategy(device="cpu", micro_batch_size=1), DDPStrategy(device="cpu", micro_batch_size=1)):
+        task = Counting()
+        fit(strategy, task, f"{folder}/{type(strategy).__name__}")
+        found.append(task.calls)
+    return found
+
+
+def test_a_repeated_batch_is_not_counted_by_the_task(tmp_path):
+    ranks = run_ranks(micro_batches_counted, 2, str(tmp_path))
+    assert all(fsdp == ddp for fsdp, ddp in ranks)
+    assert ranks[0] != ranks[1]
+
+
 class Unfrozen(Language):
     def configure_callbacks(self) -> list[Callback]:
         return [GradualUnfreezing(unfreeze_at={"blocks.*": "3step"})]
