@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -190,6 +190,8 @@ class TracedGraph:
     """Attributes that the step changes, and buffers that it replaces by other tensors."""
     reset: frozenset[str] = frozenset()
     """Attributes that the step writes and leaves as they were."""
+    left_in: Mapping[str, tuple[int, torch.Size, torch.dtype]] = field(default_factory=dict)
+    """Attributes in which a leaf module leaves a tensor for later calls: its node, and the tensor's shape and dtype."""
 
     @property
     def parameter_users(self) -> dict[str, list[int]]:

@@ -106,6 +106,10 @@ class StageExecutor:
         self._places = {name: place_of(task, name) for name in named_state(task)}
         self.writes_batch = any(graph.values[value].local for node in graph.nodes for value in node.written)
         """True if the step writes to its batch, or to what it makes of that alone."""
+        self._left_in = [
+            (node, place_of(task, name), torch.zeros((), dtype=dtype, device=device).expand(shape))
+            for name, (node, shape, dtype) in graph.left_in.items()
+        ]
         self._attributes = attributes
         self._reset = [place_of(task, name) for name in graph.reset]
         written = [name for name in sorted(graph.written) if _is_saved_before_write(graph, task, name)]
@@ -140,7 +144,8 @@ class StageExecutor:
         checked = _checked_metrics(self._metrics, interpreter) if stage_graph.is_last else nullcontext()
         own = self._attributes.of_stage(stage_graph.index) if self._attributes is not None else nullcontext()
         saved = _saved_before_writes(self._written) if self._written else nullcontext()
-        with saved, self.interceptor.handled_by(interpreter), checked, own, interpreter:
+        left = self._left_by_others(interpreter.executes)
+        with saved, self.interceptor.handled_by(interpreter), checked, own, left, interpreter:
             before = [(table, key, table.get(key)) for table, key in self._reset]
             try:
                 with same_hooks(self._temporarily_hooked):  # which the step cannot remove where it ends early
@@ -161,6 +166,25 @@ class StageExecutor:
             numbers = torch.tensor(interpreter.numbers, dtype=torch.int64, device=self.device)
             interpreter.values[self.graph.numbers] = numbers
         return returned, interpreter.values
+
+    @contextmanager
+    def _left_by_others(self, executes: Sequence[bool]) -> Iterator[None]:
+        """Have placeholders in the attributes in which leaf modules of other stages leave tensors.
+
+        The calls that use them are skipped, but the code of the step must find tensors.
+        """
+        filled = []
+        for node, (table, key), placeholder in self._left_in:
+            if not any(executes[node : node + 1]) and not isinstance(table.get(key), Tensor):
+                filled.append((table, {key: table[key]} if key in table else {}, key, placeholder))
+                table[key] = placeholder
+        try:
+            yield
+        finally:
+            for table, before, key, placeholder in filled:
+                if table.get(key) is placeholder:
+                    del table[key]
+                    table.update(before)
 
     def as_one_stage(self, task: nn.Module, *, rank: int) -> StageExecutor:
         """Return the executor of the whole step as one stage, on `rank`."""

@@ -597,6 +597,11 @@ class Tracer(TracingMode):
             numbers = len(self._values)
             self._values.append(Value((self._num_codes,), torch.int64, local=False))
         carried = [constraint for tensor, constraint in self._carried if id(tensor) not in self._cached]
+        left_in = {
+            self._attribute_with[id(tensor)]: (constraint.first, tensor.shape, tensor.dtype)
+            for tensor, constraint in self._carried
+            if id(tensor) in self._attribute_with
+        }
         self._constraints += carried
         known = {(constraint.first, constraint.last) for constraint in self._constraints}
         changes = written_buffer_constraints(self._nodes, self._kind_of)
@@ -622,6 +627,7 @@ class Tracer(TracingMode):
             ),
             replaced=frozenset(self._changed),
             reset=self._reset,
+            left_in=left_in,
         )
         reading = [n for n in self._nodes if not n.is_batch_only and (n.reads or n.name in _SHAPED_BY_VALUES)]
         reading_modules = {path for path in (*(node.path for node in reading), *dict(self.hazards.refused)) if path}
@@ -678,6 +684,7 @@ class Tracer(TracingMode):
         changed = self._before.attributes.changed()
         # Now, as a second run changes what is in containers.
         self._changed = {name: self._before.attributes.tensors_in(value) for name, value in changed.items()}
+        self._attribute_with = {id(value): name for name, value in changed.items() if isinstance(value, Tensor)}
         self._of_tensors_alone = {
             name for name, value in changed.items() if all(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         }

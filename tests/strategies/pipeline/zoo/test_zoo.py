@@ -149,7 +149,7 @@ def test_one_task_of_each_kind_has_the_state_of_one_process_on_every_rank():
 def test_several_stages_of_a_rank_keep_their_own_attributes():
     names = [
         *("ReplacedLater", "SwappedBuffers", "CounterInTheMiddle", "HiddenTensor", "HookRegisteredOnce"),
-        *("CountedInBytes", "BatchWritten"),
+        *("CountedInBytes", "BatchWritten", "PenaltiesOfModules"),
         "a generator of Python",
     ]
 
