@@ -107,8 +107,12 @@ class StageExecutor:
         self.writes_batch = any(graph.values[value].local for node in graph.nodes for value in node.written)
         """True if the step writes to its batch, or to what it makes of that alone."""
         self._left_in = [
-            (node, place_of(task, name), torch.zeros((), dtype=dtype, device=device).expand(shape))
-            for name, (node, shape, dtype) in graph.left_in.items()
+            (
+                [node.index for node in graph.nodes if node.name == graph.nodes[first].name],  # calls of the module
+                place_of(task, name),
+                torch.zeros((), dtype=dtype, device=device).expand(shape),
+            )
+            for name, (first, shape, dtype) in graph.left_in.items()
         ]
         self._attributes = attributes
         self._reset = [place_of(task, name) for name in graph.reset]
@@ -174,8 +178,9 @@ class StageExecutor:
         The calls that use them are skipped, but the code of the step must find tensors.
         """
         filled = []
-        for node, (table, key), placeholder in self._left_in:
-            if not any(executes[node : node + 1]) and not isinstance(table.get(key), Tensor):
+        for calls, (table, key), placeholder in self._left_in:
+            is_of_others = not any(executes[call] for call in calls if call < len(executes))
+            if is_of_others and not isinstance(table.get(key), Tensor):
                 filled.append((table, {key: table[key]} if key in table else {}, key, placeholder))
                 table[key] = placeholder
         try:

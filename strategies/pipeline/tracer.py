@@ -600,7 +600,7 @@ class Tracer(TracingMode):
         left_in = {
             self._attribute_with[id(tensor)]: (constraint.first, tensor.shape, tensor.dtype)
             for tensor, constraint in self._carried
-            if id(tensor) in self._attribute_with
+            if id(tensor) in self._attribute_with and id(tensor) not in self._cached
         }
         self._constraints += carried
         known = {(constraint.first, constraint.last) for constraint in self._constraints}
