@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -46,6 +48,14 @@ def raising_module(error: BaseException) -> str:
     """Return the name of the module whose code raised `error`; empty without a traceback."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line to the end of an error's traceback; Python 3.10 logs it instead."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        logging.getLogger(__name__).error("%s: %s", note, error)
 
 
 def check_types(

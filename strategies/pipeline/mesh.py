@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,11 +14,10 @@ from torch import Tensor
 
 from trainkit.distributed.collectives import ProcessGroupCollectives, ReduceOp
 from trainkit.distributed.failure_store import FailureStore, RankError, is_lost
-from trainkit.errors import UserError
+from trainkit.errors import UserError, add_note
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
 
 _OF_GLOO = re.compile(r":?\s*\[[^]]*gloo/[^]]*\].*")
 """What gloo says of a lost connection, with its own source file and line."""
@@ -172,10 +169,8 @@ class PipelineErrors:
                 raise RankError(first_line + positions) from None
         self._published = error
         self.publish(f"{type(error).__name__}: {error}", where=where)
-        if where and sys.version_info >= (3, 11):
-            error.add_note(f"{self._name}, {where}")
-        elif where:
-            logger.error("%s, %s: %s", self._name, where, error)
+        if where:
+            add_note(error, f"{self._name}, {where}")
 
     def publish(self, why: str, *, where: str = "") -> None:
         """Publish why this rank stops; only the first message of all ranks is kept."""

@@ -17,7 +17,7 @@ from torch._functorch import eager_transforms
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from trainkit.errors import UserError
+from trainkit.errors import UserError, add_note
 from trainkit.metrics.sync import metrics_in
 from trainkit.optim.precision import Precision
 from trainkit.rng import seed_python, seeded_python
@@ -162,7 +162,7 @@ class StageExecutor:
                     parameter.requires_grad_(requires_grad)
             except Exception as error:
                 if len(self.stage_graphs) > 1 and not isinstance(error, UserError) and not _is_of_a_call(error):
-                    error.add_note(_OF_PLACEHOLDERS)
+                    add_note(error, _OF_PLACEHOLDERS)
                 raise
             else:
                 interpreter.check_end()
