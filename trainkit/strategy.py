@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_check
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.stored_tensor import in_memory
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch, split_error
 from trainkit.data.order import Order, ShardSampler
 from trainkit.distributed.collectives import Collectives
@@ -270,8 +271,11 @@ class Strategy:
         return task.state_dict()
 
     def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
-        """Load the parameters and buffers in `saved`, which is complete on every rank."""
-        task.load_state_dict(saved)
+        """Load the parameters and buffers in `saved`, which is complete on every rank.
+
+        Tensors of a checkpoint are on the disk: `in_memory` reads them, and `elements` a range of one.
+        """
+        task.load_state_dict(in_memory(saved))
 
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
         """Return the optimizer's state; complete on rank 0."""
@@ -280,7 +284,8 @@ class Strategy:
     def load_optimizer_state_dict(
         self, task: TaskModule, phase_optimizer: PhaseOptimizer, saved: dict[str, Any]
     ) -> None:
-        """Load the optimizer state in `saved`, which is complete on every rank."""
+        """Load the optimizer state in `saved`, which is complete on every rank, its tensors on the disk."""
+        saved = in_memory(saved)
         pairs = zip(saved["param_groups"], phase_optimizer.optimizer.param_groups, strict=True)
         # The kernels are those of this run, not of the one that was saved.
         groups = [{**old, **{key: new[key] for key in ("fused", "foreach") if key in new}} for old, new in pairs]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from trainkit.checkpoint.stored_tensor import StoredTensor, elements, in_memory
 from trainkit.errors import UserError, nearest
 from trainkit.task import TaskModule
 
@@ -344,17 +346,18 @@ class ShardedTask:
         """Return the whole tensor of which each rank has the elements `local`, sharded as the parameter; collective."""
         return _whole(_like(shard.sharded, local))
 
-    def first_element(self, shard: ParameterShard) -> int:
+    def first_element(self, sharded: Tensor) -> int:
         """Return the index of this rank's first element of a parameter."""
-        rows, *others = shard.sharded.shape
+        rows, *others = sharded.shape
         first_row = min(self._shard_mesh.get_local_rank() * -(-rows // self._shard_mesh.size()), rows)
         return first_row * torch.Size(others).numel()
 
-    def local_of(self, sharded: Tensor, whole: Tensor) -> Tensor:
-        """Return this rank's elements of a whole tensor, sharded as a parameter."""
+    def local_of(self, sharded: Tensor, saved: Tensor | StoredTensor) -> Tensor:
+        """Return this rank's elements of a saved tensor, sharded as a parameter; no others are read."""
         assert isinstance(sharded, DTensor)
-        moved = whole.detach().to(sharded.device)
-        return distribute_tensor(moved, self.mesh, sharded.placements, src_data_rank=None).to_local()
+        local, start = sharded.detach().to_local(), self.first_element(sharded)
+        own = elements(saved, start, start + local.numel(), like=sharded)
+        return own.view(local.shape).to(local.device)
 
     def state_dict(self, *, is_main: bool) -> dict[str, Any]:
         """Return the state of the task, in host memory if `is_main`, else with the shapes of parameters; collective."""
@@ -370,14 +373,17 @@ class ShardedTask:
                 state[key] = value.detach()
         return state
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load a complete state, of which each rank keeps its shards."""
-        expected = self.task.state_dict(keep_vars=True)
-        state = OrderedDict(saved)
-        for key, value in expected.items():
-            if isinstance(value, DTensor) and isinstance(state.get(key), Tensor):
-                local = self.local_of(value, state[key])
-                state[key] = _like(value, local)
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load a complete state, of which each rank reads its shards."""
+        state = copy.copy(saved)
+        own: dict[int, DTensor] = {}  # a shared parameter has several keys and is read once
+        for key, value in reversed(self.task.state_dict(keep_vars=True).items()):
+            if isinstance(value, DTensor) and key in saved:
+                if id(value) not in own:
+                    own[id(value)] = _like(value, self.local_of(value, saved[key]))
+                state[key] = own[id(value)]
+            elif key in saved:
+                state[key] = in_memory(saved[key])
         self.task.load_state_dict(state)
 
     def make_whole(self) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
+from trainkit.checkpoint.stored_tensor import StoredTensor
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
 from trainkit.errors import UserError
@@ -400,9 +401,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def load_optimizer_state_dict(
         self, task: TaskModule, phase_optimizer: PhaseOptimizer, saved: dict[str, Any]
     ) -> None:
-        """Load the optimizer's full state, of which this rank keeps its shards."""
+        """Load the optimizer's full state, of which this rank reads its shards."""
 
-        def local(place: str, shard: ParameterShard, whole: Tensor) -> Tensor:
+        def local(place: str, shard: ParameterShard, whole: Tensor | StoredTensor) -> Tensor:
             return self._task.local_of(shard.sharded, whole)
 
         state = self._mapped_state(phase_optimizer, saved["state"], local)
@@ -412,16 +413,17 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self,
         phase_optimizer: PhaseOptimizer,
         state: dict[int, dict[str, Any]],
-        convert: Callable[[str, ParameterShard, Tensor], Any],
+        convert: Callable[[str, ParameterShard, Any], Any],
     ) -> dict[int, dict[str, Any]]:
         """Return an optimizer's state with the tensors that have the shape of their parameter converted."""
+        tensors = (Tensor, StoredTensor)
         shards = {id(shard.local): shard for shard in self._task.shards}
         mapped: dict[int, dict[str, Any]] = {}
         for index, values in state.items():
             shard = shards.get(id(phase_optimizer.parameters[index]))
             mapped[index] = {
                 key: convert(f"{index}.{key}", shard, value)
-                if shard is not None and isinstance(value, Tensor) and key not in NEVER_SHARDED and value.dim()
+                if shard is not None and isinstance(value, tensors) and key not in NEVER_SHARDED and value.dim()
                 else value
                 for key, value in values.items()
             }
@@ -435,7 +437,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             name = f"{prefix}{place}"
             like = torch.empty(shard.sharded.shape, dtype=local.dtype, device="meta")
             if local.numel() and self._task.is_first_replica:
-                start = self._task.first_element(shard)
+                start = self._task.first_element(shard.sharded)
                 parts.append(TensorShard(name, local.detach().reshape(-1), start, like.numel()))
             return shard_placeholder(name, like)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
+from trainkit.checkpoint.stored_tensor import StoredTensor, elements, in_memory
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 
@@ -287,10 +288,9 @@ def _is_sharded(name: str, value: Any, shard: _ParameterShard) -> bool:
 
 
 def _shard_of(name: str, value: Any, shard: _ParameterShard) -> Any:
-    """Return the shard of a value in the state of the full parameter."""
+    """Return the shard of a value in the state of the full parameter; nothing else of it is read."""
     owner = shard.owner
-    if not isinstance(value, Tensor) or name in NEVER_SHARDED or value.shape != owner.shape:
-        return value.clone() if isinstance(value, Tensor) else value
-    flat = torch.empty(owner.numel(), dtype=value.dtype, device=owner.device)
-    shaped_like(flat, owner).copy_(value)
-    return flat[shard.start : shard.stop].clone()
+    if not isinstance(value, (Tensor, StoredTensor)) or name in NEVER_SHARDED or value.shape != owner.shape:
+        return in_memory(value)
+    own = elements(value, shard.start, shard.stop, like=_flat_layout(owner, value.dtype))
+    return own.to(owner.device)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.checkpoint.sharded_state import ShardedState
+from trainkit.checkpoint.stored_tensor import in_memory
 from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import gather
 from trainkit.errors import UserError, nearest
@@ -351,13 +352,13 @@ class FusionStrategy(DDPStrategy):
             return super().optimizer_state_dict(task, phase_optimizer)
         settings = state_dict_without_state(phase_optimizer.optimizer)
         if self._sharded is None:  # before the first step
-            return {**settings, "state": self._saved_state}
+            return {**settings, "state": in_memory(self._saved_state) if self.comm.is_main else {}}
         return {**settings, "state": self._sharded.full_state(self.comm)}
 
     def load_optimizer_state_dict(
         self, task: TaskModule, phase_optimizer: PhaseOptimizer, saved: dict[str, Any]
     ) -> None:
-        """Load the optimizer's full state, of which this rank keeps its shard."""
+        """Load the optimizer's full state, of which this rank reads its shard when the first step has shown it."""
         if not self.shard_optimizer:
             super().load_optimizer_state_dict(task, phase_optimizer, saved)
             return

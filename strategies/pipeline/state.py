@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
+from trainkit.checkpoint.stored_tensor import in_memory
 from trainkit.strategy import named_state
 
 from .attributes import Table, pickled, place_of, unpickled
@@ -138,7 +139,7 @@ class PipelineState:
         """Load this stage's part of a whole state dict."""
         current = task.state_dict()
         if set(current) != set(saved) or (self._placement is None and not has_meta(task)):
-            task.load_state_dict(saved)  # raises with the names that differ
+            task.load_state_dict(in_memory(saved))  # raises with the names that differ
             return
         if self._placement is None:
             self._waiting_task = saved
@@ -147,9 +148,10 @@ class PipelineState:
         with torch.no_grad():
             for key, tensor in current.items():
                 if key in names and self._is_held(names[key]):
-                    tensor.copy_(saved[key])
+                    tensor.copy_(in_memory(saved[key]))
                 elif key.endswith(EXTRA_STATE):
-                    task.get_submodule(key.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(saved[key])
+                    module = task.get_submodule(key.removesuffix(EXTRA_STATE).rstrip("."))
+                    module.set_extra_state(in_memory(saved[key]))
 
     def make_whole(self, task: nn.Module) -> None:
         """Gather every parameter and buffer, complete in host memory on every stage. Collective over stages."""
@@ -200,12 +202,13 @@ class PipelineState:
         if self._placement is not None:
             names = _parameter_names(task, optimizer)
             states = {index: state for index, state in states.items() if self._is_held(names[index])}
+        saved = in_memory({**saved, "state": states})
         # The kernels are those of this run, not those that were saved.
         groups = [
             {**old, **{key: new[key] for key in ("fused", "foreach") if key in new}}
             for old, new in zip(saved["param_groups"], optimizer.param_groups, strict=True)
         ]
-        optimizer.load_state_dict({**saved, "state": states, "param_groups": groups})
+        optimizer.load_state_dict({**saved, "param_groups": groups})
 
     def _keep_own_optimizer_state(self, optimizer: Optimizer, task: nn.Module, device: torch.device) -> None:
         """Drop the state of parameters of other stages, and move the rest to `device`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.files import ALGORITHMS, FileDigest, ShardFile, file_digest, first_line
+from trainkit.checkpoint.stored_tensor import StoredTensor, in_memory
+from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, nearest
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ RUN_STATE: dict[str, type | tuple[type, ...]] = {
     "callbacks": dict,
 }
 """The keys of a run's payload that a resumed run reads, and the types of their values."""
+_ON_DISK = ("task", "optimizer", "evaluation_weights")  # keys of a payload whose tensors are read when they are used
 _COUNTERS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("step", "epoch", "position", "samples"), int),
     "seconds": (int, float),
@@ -122,40 +126,48 @@ def payload_bytes(payload: object) -> int:
     return len(payload) + 8 if isinstance(payload, (str, bytes)) else 8
 
 
-def read_checkpoint(path: Path, saved: FileDigest | None) -> dict[str, Any]:
+def read_checkpoint(path: Path, saved: FileDigest | None, comm: Collectives) -> dict[str, Any]:
     """Return the content of a checkpoint file, its header included, after verifying that it is what was saved.
 
-    Without a digest the file is verified by the checksums inside it.
+    Tensors of the state of the task and of its optimizers stay on the disk until they are read: they are mapped into
+    memory, or a StoredTensor if ranks have written shards. Without a digest the file is verified by the checksums
+    inside it. Each file is verified by one process of each machine. Collective; errors are raised on every process.
     """
-    with open_file(path) as file:
-        if saved is not None:
+    neighbours = _processes_of_this_machine(comm)
+    first, turn = comm.process == neighbours[0], neighbours.index(comm.process)
+    with same_errors(comm), open_file(path) as file:
+        if saved is not None and first:
             _check_digest(file, path, saved)
-        _check_archive(file, path, checksums=saved is None)
-        content = _unpickled(file, path, verified=saved is not None)
-    header = content.get(HEADER) if isinstance(content, dict) else None
-    if not isinstance(header, dict):
-        keys = f" Its keys: {', '.join(map(str, list(content)[:10]))}." if isinstance(content, dict) else ""
-        raise CheckpointError(
-            f"{path} was not saved by trainkit, so there is no run to continue in it.{keys} To start from its weights, "
-            f"load them in your task's constructor: self.load_state_dict(torch.load(path, weights_only=True))"
-        )
-    version = header.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise too_new(path, version)
-    if isinstance(version, int) and version < 1:
-        raise CheckpointError(f"{path} has format {version}, which no released trainkit wrote; it cannot be read.")
-    try:
-        check_header(header)
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}.") from None
-    verified: dict[str, Any] = content
-    if not header.get("shards"):
-        return verified
+        _check_archive(file, path, checksums=saved is None and first)
+    with same_errors(comm), open_file(path):
+        content = _unpickled(path, verified=saved is not None)
+        header = _header_of(content, path)
+    shards = [ShardFile(**shard) for shard in header.get("shards", ())]
+    if not shards:
+        return content
     from trainkit.checkpoint.shard_files import load_shards  # which takes half a second to import
 
-    shards = [ShardFile(**shard) for shard in header["shards"]]
-    verify_shards(path, shards)
-    return load_shards(verified, shards_folder(path), shards)
+    with same_errors(comm):
+        verify_shards(path, shards[turn :: len(neighbours)])
+    with same_errors(comm):
+        load_shards(content, shards_folder(path), shards)
+    return content
+
+
+@contextmanager
+def same_errors(comm: Collectives) -> Iterator[None]:
+    """Raise on every process the CheckpointError of one of them; collective at the end of the block."""
+    own: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        own = error
+    errors = comm.all_gather_object(own)
+    if own is not None:
+        raise own
+    for error_of_another in errors:
+        if error_of_another is not None:
+            raise error_of_another
 
 
 def check_header(header: Mapping[str, Any]) -> None:
@@ -249,7 +261,9 @@ def check_state_dict(expected: Mapping[str, Any], found: Mapping[str, Any], wher
     differing = [
         f"{key}: {tuple(found[key].shape)} saved, {tuple(tensor.shape)} expected"
         for key, tensor in expected.items()
-        if isinstance(tensor, Tensor) and isinstance(found[key], Tensor) and found[key].shape != tensor.shape
+        if isinstance(tensor, Tensor)
+        and isinstance(found[key], (Tensor, StoredTensor))
+        and found[key].shape != tensor.shape
     ]
     if differing:
         shown = "\n".join(f"  {line}" for line in differing[:NAMES_SHOWN])
@@ -370,9 +384,39 @@ def _check_digest(file: FileIO, path: Path, saved: FileDigest) -> None:
         raise DamagedCheckpoint(f"{path} was altered after it was saved: its {algorithm} hash is another one.")
 
 
-def _unpickled(file: FileIO, path: Path, *, verified: bool) -> Any:
+def _processes_of_this_machine(comm: Collectives) -> list[int]:
+    hosts = comm.all_gather_object(socket.gethostname())
+    return [process for process, host in enumerate(hosts) if host == hosts[comm.process]]
+
+
+def _header_of(content: Any, path: Path) -> dict[str, Any]:
+    """Return the header of a file's content; raises CheckpointError unless this version of trainkit can read it."""
+    header = content.get(HEADER) if isinstance(content, dict) else None
+    if not isinstance(header, dict):
+        keys = f" Its keys: {', '.join(map(str, list(content)[:10]))}." if isinstance(content, dict) else ""
+        raise CheckpointError(
+            f"{path} was not saved by trainkit, so there is no run to continue in it.{keys} To start from its weights, "
+            f"load them in your task's constructor: self.load_state_dict(torch.load(path, weights_only=True))"
+        )
+    version = header.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise too_new(path, version)
+    if isinstance(version, int) and version < 1:
+        raise CheckpointError(f"{path} has format {version}, which no released trainkit wrote; it cannot be read.")
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        check_header(header)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{path} is damaged: {error}.") from None
+    return header
+
+
+def _unpickled(path: Path, *, verified: bool) -> Any:
+    """Return the content of a file, in memory except for what a rank may need a part of."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if isinstance(content, dict):
+            content.update(in_memory({key: value for key, value in content.items() if key not in _ON_DISK}))
+        return content
     except UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         what = f" (it names {found[1]})" if found else ""

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
@@ -32,7 +33,8 @@ from trainkit.checkpoint.files import (
     file_digest,
     first_line,
 )
-from trainkit.checkpoint.sharded_state import TensorShard, empty_tensors, fill_placeholders
+from trainkit.checkpoint.sharded_state import PLACE, TensorShard, replace_placeholders
+from trainkit.checkpoint.stored_tensor import StoredChunk, StoredTensor
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint
 
@@ -98,31 +100,51 @@ class ShardWriter:
         return [*(file for result in results for file in result.files), *_shard_files(self.folder, ".metadata")]
 
 
-def load_shards(payload: dict[str, Any], folder: Path, shards: Sequence[ShardFile]) -> dict[str, Any]:
-    """Return the payload with its tensors, read from the shards in the folder, which have been verified."""
+def load_shards(payload: dict[str, Any], folder: Path, shards: Sequence[ShardFile]) -> None:
+    """Replace the placeholders in the payload by tensors in the folder, whose files have been verified."""
     try:
-        return _load_shards(payload, folder, shards)
+        metadata = _read_metadata(folder)
+        sizes = {shard.file: shard.size for shard in shards}
+        unknown = {place.relative_path for place in metadata.storage_data.values()} - set(sizes)
+        if unknown:
+            raise DamagedCheckpoint(f"{folder} is damaged: it names {len(unknown)} files that are not its shards.")
+        remaining = sum(sizes.values())
+        made: dict[str, StoredTensor] = {}
+
+        def stored(placeholder: dict[str, Any]) -> StoredTensor:
+            nonlocal remaining
+            name, shape, stride = placeholder[PLACE], placeholder["shape"], placeholder["stride"]
+            if name in made:  # a shared tensor, which is read once
+                return made[name]
+            numel, last = prod(shape), sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+            remaining -= numel * placeholder["dtype"].itemsize
+            if remaining < 0 or (numel and last >= numel):
+                raise ValueError(f"{name} of {numel:,} elements is larger than its shards")
+            like = torch.empty(numel, dtype=placeholder["dtype"], device="meta").as_strided(shape, stride)
+            made[name] = StoredTensor(like, _chunks(metadata, name, numel, folder=folder, sizes=sizes))
+            return made[name]
+
+        replace_placeholders(payload, stored)
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # of any kind: what the shards say about themselves was altered
         raise DamagedCheckpoint(f"{folder} is damaged: {first_line(error)}.") from error
 
 
-def _load_shards(payload: dict[str, Any], folder: Path, shards: Sequence[ShardFile]) -> dict[str, Any]:
-    tensors = empty_tensors(payload, at_most=sum(shard.size for shard in shards))
-    state: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if len(tensor)}
-    reader = _Reader(folder)
-    metadata = reader.read_metadata()
-    unknown = {place.relative_path for place in metadata.storage_data.values()} - {shard.file for shard in shards}
-    if unknown:
-        raise DamagedCheckpoint(f"{folder} is damaged: it names {len(unknown)} files that are not its shards.")
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(state, metadata, is_coordinator=True)  # this process alone
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-    return fill_placeholders(payload, tensors)
+def _chunks(metadata: Metadata, name: str, numel: int, *, folder: Path, sizes: Mapping[str, int]) -> list[StoredChunk]:
+    """Return the chunks of a tensor in order; raises ValueError unless they are all of its elements, in the files."""
+    saved = metadata.state_dict_metadata.get(name)
+    chunks, position = [], 0
+    for chunk in sorted(getattr(saved, "chunks", ()), key=lambda chunk: tuple(chunk.offsets)):
+        (start,), (count,) = chunk.offsets, chunk.sizes
+        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        if start != position or count < 1 or not 0 <= place.offset <= sizes[place.relative_path] - place.length:
+            raise ValueError(f"its elements of {name} from {start:,} on are misplaced")
+        position += count
+        chunks.append(StoredChunk(folder / place.relative_path, place.offset, place.length, start, position))
+    if position != numel:
+        raise ValueError(f"it has {position:,} elements of {name}, which has {numel:,}")
+    return chunks
 
 
 def capture_error(work: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -189,15 +211,13 @@ def _item(shard: TensorShard) -> WriteItem:
     )
 
 
-class _Reader(FileSystemReader):
-    """Reads the metadata as numbers, names and the few classes that hold them."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        metadata = _Unpickler(io.BytesIO(path.read_bytes()), path).load()
-        if not isinstance(metadata, Metadata):
-            raise DamagedCheckpoint(f"{path} does not describe shards.")
-        return metadata
+def _read_metadata(folder: Path) -> Metadata:
+    """Return the metadata of the shards, as numbers, names and the few classes that hold them."""
+    path = folder / ".metadata"
+    metadata = _Unpickler(io.BytesIO(path.read_bytes()), path).load()
+    if not isinstance(metadata, Metadata):
+        raise DamagedCheckpoint(f"{path} does not describe shards.")
+    return metadata
 
 
 class _Unpickler(pickle.Unpickler):

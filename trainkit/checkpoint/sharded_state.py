@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from trainkit.tree import tree_map
-
-_PLACE = "trainkit_shard"
+PLACE = "trainkit_shard"
+"""The key of a placeholder under which the name of its tensor stands."""
 
 
 @dataclass(frozen=True)
@@ -40,38 +38,14 @@ class ShardedState:
 
 def shard_placeholder(name: str, like: Tensor) -> dict[str, Any]:
     """Return the value that represents a sharded tensor in a payload."""
-    return {_PLACE: name, "shape": tuple(like.shape), "stride": tuple(like.stride()), "dtype": like.dtype}
+    return {PLACE: name, "shape": tuple(like.shape), "stride": tuple(like.stride()), "dtype": like.dtype}
 
 
-def empty_tensors(payload: dict[str, Any], *, at_most: int) -> dict[str, Tensor]:
-    """Return an uninitialized flat tensor for each placeholder in the payload, by its name.
-
-    Raises ValueError if one of them takes more than `at_most` bytes, the size of the shards.
-    """
-    empty: dict[str, Tensor] = {}
-
-    def allocate(placeholder: Mapping[str, Any]) -> None:
-        elements = torch.Size(placeholder["shape"]).numel()
-        if elements * placeholder["dtype"].itemsize > at_most:
-            raise ValueError(f"a tensor of {elements:,} elements is larger than its shards")
-        empty[placeholder[_PLACE]] = torch.empty(elements, dtype=placeholder["dtype"])
-
-    _replace(payload, allocate)
-    return empty
-
-
-def fill_placeholders(payload: dict[str, Any], elements: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the payload with tensors in place of placeholders; `elements` are flat tensors by name."""
-    filled: dict[str, Any] = _replace(
-        payload,
-        lambda placeholder: elements[placeholder[_PLACE]].as_strided(placeholder["shape"], placeholder["stride"]),
-    )
-    return filled
-
-
-def _replace(payload: Any, by: Callable[[dict[str, Any]], Any]) -> Any:
-    return tree_map(lambda leaf: by(leaf) if _is_placeholder(leaf) else leaf, payload, is_leaf=_is_placeholder)
-
-
-def _is_placeholder(value: Any) -> bool:
-    return isinstance(value, dict) and _PLACE in value
+def replace_placeholders(payload: Any, by: Callable[[dict[str, Any]], Any]) -> None:
+    """Replace each placeholder in a payload that was read from a file by what `by` returns for it."""
+    items = payload.items() if isinstance(payload, dict) else enumerate(payload)
+    for key, value in list(items):
+        if isinstance(value, dict) and PLACE in value:
+            payload[key] = by(value)
+        elif isinstance(value, (dict, list)):
+            replace_placeholders(value, by)

@@ -56,12 +56,14 @@ from trainkit.checkpoint.serialization import (
     open_file,
     payload_bytes,
     read_checkpoint,
+    same_errors,
     shards_folder,
     too_new,
     verify_file,
     verify_shards,
     with_metadata,
 )
+from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, nearest
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ _MANIFEST = "manifest.json"
 _MOST_BYTES = 1 << 28  # of a manifest
 _SUFFIX = ".pt"
 _UNLISTED = ".unlisted"
+_ALONE = Collectives()
 
 logger = logging.getLogger(__name__)
 
@@ -244,22 +247,30 @@ class CheckpointStore:
 
     # ---- Loading
 
-    def load(self, entry: CheckpointEntry) -> dict[str, Any]:
+    def load(self, entry: CheckpointEntry, comm: Collectives = _ALONE) -> dict[str, Any]:
         """Return the payload of an undamaged checkpoint, on the CPU; nothing in it can run code.
+
+        The tensors of the state of the task and of its optimizers are on the disk: `in_memory` reads them, and
+        `elements` a range of one. Collective over the processes of `comm`, which all raise if one of them does.
 
         Raises DamagedCheckpoint if the file is not what was written, CheckpointError if this version of trainkit cannot
         read it.
         """
-        content = read_checkpoint(entry.path, FileDigest(entry.size, entry.digest))
+        content = read_checkpoint(entry.path, FileDigest(entry.size, entry.digest), comm)
         del content[HEADER]
         return content
 
-    def load_last(self) -> LoadedCheckpoint:
-        """Return the last checkpoint, or the latest before it that is undamaged; warns about each that is skipped."""
+    def load_last(self, comm: Collectives = _ALONE) -> LoadedCheckpoint:
+        """Return the last checkpoint, or the latest before it that is undamaged; warns about each that is skipped.
+
+        Collective over the processes of `comm`, which all return the same one.
+        """
         skipped: list[str] = []
-        for entry in self.entries()[::-1]:
+        with same_errors(comm):
+            entries = self.entries() if comm.is_main else []
+        for entry in comm.broadcast_object(entries)[::-1]:
             try:
-                payload = self.load(entry)
+                payload = self.load(entry, comm)
             except DamagedCheckpoint as error:
                 skipped.append(str(error))
                 logger.warning("%s Falling back to an earlier checkpoint.", error)
@@ -342,18 +353,19 @@ class CheckpointStore:
         _sweep(self.folder, entries)
 
 
-def load_from(path: Path | str) -> LoadedCheckpoint:
+def load_from(path: Path | str, comm: Collectives = _ALONE) -> LoadedCheckpoint:
     """Return the last undamaged checkpoint of a run folder or checkpoints folder, or the one in a file.
 
-    A file that no manifest lists is verified by the checksums inside it.
+    A file that no manifest lists is verified by the checksums inside it. The state of the task and of its optimizers
+    is on the disk, as from `CheckpointStore.load`. Collective over the processes of `comm`.
     """
     if not Path(path).is_file():
-        return CheckpointStore(_checkpoints_folder(Path(path))).load_last()
+        return CheckpointStore(_checkpoints_folder(Path(path))).load_last(comm)
     chosen = resolve(path)
     entry: CheckpointEntry | None = None
     with suppress(OSError, *DAMAGED_TEXT):
         entry = next((entry for entry in parse_manifest(chosen.parent).entries if entry.path.name == chosen.name), None)
-    content = read_checkpoint(chosen, None if entry is None else FileDigest(entry.size, entry.digest))
+    content = read_checkpoint(chosen, None if entry is None else FileDigest(entry.size, entry.digest), comm)
     header = content.pop(HEADER)
     entry = entry or CheckpointEntry.of(chosen, header, size=chosen.stat().st_size, digest="")
     return LoadedCheckpoint(content, entry, [])
@@ -466,7 +478,7 @@ def _entries_of_files(folder: Path) -> list[CheckpointEntry]:
         if _unlisted_marker(path).exists():
             continue
         try:
-            header = read_checkpoint(path, None)[HEADER]
+            header = read_checkpoint(path, None, _ALONE)[HEADER]
             with open_file(path) as file:
                 digest = file_digest(file, fastest_algorithm())
         except CheckpointError as error:

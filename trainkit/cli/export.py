@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,10 @@ from torch.utils._pytree import tree_map
 
 from trainkit.checkpoint.serialization import saved_weights
 from trainkit.checkpoint.store import load_from
+from trainkit.checkpoint.stored_tensor import StoredTensor, in_memory
 from trainkit.cli.compose import Settings
 from trainkit.cli.main import Arguments
 from trainkit.cli.run_commands import assemble, checkpoint_path, settings_of_run, whole_file
-from trainkit.cli.signatures import install_hint
 from trainkit.data.data import Data
 from trainkit.data.loader import open_loader
 from trainkit.errors import UserError, nearest
@@ -23,6 +25,25 @@ from trainkit.task import TaskModule
 
 _EXAMPLE = "trainkit export checkpoint=runs/digits/2026-01-31_12-00-00 out=model.safetensors"
 _KEYS = ("checkpoint", "out")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""Their names in the format of safetensors."""
 _STAGES = ("predict", "test", "validation", "train")
 
 
@@ -50,20 +71,48 @@ def export_weights(path: Path, out: Path) -> str:
 
     Tied parameters are written under each of their names.
     """
-    try:
-        from safetensors.torch import save_file
-    except ImportError:
-        raise UserError(f"export needs the package safetensors. {install_hint('safetensors')}") from None
     loaded = load_from(path)
     saved = saved_weights(loaded.payload, str(path))
-    # The format does not allow tensors that share memory or are not contiguous.
-    weights = {name: value.clone().contiguous() for name, value in saved.items() if isinstance(value, Tensor)}
+    weights = {name: value for name, value in saved.items() if isinstance(value, (Tensor, StoredTensor))}
     described = {"format": "pt", "step": str(loaded.entry.step), "task": str(loaded.payload.get("task_class"))}
-    with whole_file(out) as part:
-        save_file(weights, part, metadata=described)
+    with whole_file(out) as part, open(part, "wb") as file:
+        write_safetensors(file, weights, described)
     skipped = sorted(set(saved) - set(weights))
     without = f" without {', '.join(skipped)}, which are not tensors" if skipped else ""
     return f"{len(weights)} tensors of step {loaded.entry.step} in {out}{without}"
+
+
+def write_safetensors(
+    file: BinaryIO, tensors: Mapping[str, Tensor | StoredTensor], described: Mapping[str, str]
+) -> None:
+    """Write tensors in the format of safetensors, of which one at a time is in memory.
+
+    8 bytes     the length of the header, the lowest byte first
+    header      JSON with each name's dtype, shape and place in the bytes; its length is a multiple of 8
+    bytes       of one tensor after the other
+    """
+    # Those of larger elements come first, so that each is aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(described)}
+    position = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in _DTYPES:
+            raise UserError(f"{name} is {tensor.dtype}, which a .safetensors file cannot hold.")
+        place = [position, position + tensor.shape.numel() * tensor.dtype.itemsize]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        position = place[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        file.write(_content(tensors[name]))
+
+
+def _content(saved: Tensor | StoredTensor) -> Any:
+    """Return the bytes of a tensor, row by row."""
+    whole = saved if isinstance(saved, Tensor) else in_memory(saved)
+    return whole.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 # ---- Programs
@@ -79,7 +128,7 @@ def export_program(settings: Settings, path: Path, out: Path) -> str:
     """
     run = assemble(settings, run_dir=None, loggers=False)
     loaded = load_from(path)
-    run.task.load_state_dict(saved_weights(loaded.payload, str(path)))
+    run.task.load_state_dict(in_memory(saved_weights(loaded.payload, str(path))))
     batch, num_samples = _first_batch(run.data)
     program = _traced(run.task, batch, num_samples)
     with whole_file(out) as part, open(part, "wb") as file:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.stored_tensor import in_memory
 from trainkit.data.loader import BatchLoader
 from trainkit.errors import CheckpointError, NonFiniteLoss
 from trainkit.loops.fit_config import NonfinitePolicy
@@ -267,7 +268,7 @@ class RollbackPoint:
         run, state = self._run, self._run.state
         seconds, skipped_steps, size = state.own_seconds, state.skipped_steps, state.micro_batch_size
         resumed_from = run.resumed_from
-        payload = load_from(checkpoint[1]).payload
+        payload = load_from(checkpoint[1], run.strategy.comm).payload
         run.checkpointer.restore(payload, where=str(checkpoint[1]))
         run.checkpointer.restore_rng(payload)
         state.resume_clock(seconds)
@@ -304,7 +305,7 @@ def untrained_nonfinite_state(task: nn.Module, state: Mapping[str, Tensor]) -> l
 
 def is_finite_state(state: dict[str, Any], *, except_for: Collection[str] = ()) -> bool:
     """Return True if every tensor of a state dict is finite, except those named in `except_for`."""
-    return all(_is_finite(value) for name, value in state.items() if name not in except_for)
+    return all(_is_finite(in_memory(value)) for name, value in state.items() if name not in except_for)
 
 
 def _is_finite(value: Any) -> bool:

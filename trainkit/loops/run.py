@@ -369,7 +369,7 @@ class Checkpointer:
 
         task, strategy = self._run.task, self._run.strategy
         saved = saved_weights(payload, where, to_evaluate=to_evaluate)
-        check_state_dict(strategy.state_dict(task), saved, where)
+        check_state_dict(task.state_dict(), saved, where)
         strategy.load_state_dict(task, saved)
 
     def restore_rng(self, payload: dict[str, Any]) -> None:

@@ -101,7 +101,9 @@ def evaluate_on_rank(
         if checkpoint is not None:
             from trainkit.checkpoint.store import load_from
 
-            run.checkpointer.load_weights(load_from(checkpoint).payload, where=str(checkpoint), to_evaluate=True)
+            checkpoint = strategy.comm.broadcast_object(checkpoint)
+            payload = load_from(checkpoint, strategy.comm).payload
+            run.checkpointer.load_weights(payload, where=str(checkpoint), to_evaluate=True)
         loop = evaluation_loop(run, stage, limit=config.limits[stage])
         outcome = loop.predict() if stage == "predict" else loop.run()
         if run.sync_stop_signal() and run.stopped_by is not None:
@@ -164,7 +166,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
         from trainkit.checkpoint.serialization import refuse_altered_state
         from trainkit.checkpoint.store import load_from
 
-        payload = load_from(checkpoint).payload
+        payload = load_from(checkpoint, run.strategy.comm).payload
         with refuse_altered_state(str(checkpoint)):
             run.checkpointer.restore(payload, where=str(checkpoint))
             if loop.auto_micro_batch is not None:

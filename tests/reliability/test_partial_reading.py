@@ -1,0 +1,317 @@
+"""Each rank reads from a checkpoint only what it holds, from shards and from one file, on any number of ranks."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
+from trainkit.strategies.fusion import FusionStrategy
+from trainkit.strategies.fusion.sharded_optimizer import ShardedOptimizer
+from trainkit.strategies.single import SingleStrategy
+
+from trainkit import Callback, Data, Strategy, TaskModule, Trainer
+from trainkit.checkpoint import serialization, stored_tensor
+from trainkit.checkpoint import store as store_module
+from trainkit.checkpoint.store import CheckpointStore, load_from
+from trainkit.checkpoint.stored_tensor import in_memory
+from trainkit.cli import export
+from trainkit.distributed.collectives import ProcessGroupCollectives
+from trainkit.errors import DamagedCheckpoint
+from trainkit.loops.run import Checkpointer
+from trainkit.strategy import local_state
+from trainkit.testing import run_ranks
+from trainkit.tree import tensors_in
+
+WIDTH = 254  # rows that three ranks share unevenly
+
+
+class Wide(TaskModule):
+    """Has a shared parameter, a frozen one and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+        self.tied = self.second.weight
+        self.scale = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: Any) -> Any:
+        hidden = torch.tanh(self.first(batch[0])) @ self.tied
+        return nn.functional.mse_loss(self.head(torch.tanh(self.second(hidden))) * self.scale[0], batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.001)
+
+
+MADE = {
+    "fsdp": lambda: FSDPStrategy(device="cpu", units=[]),
+    "fusion": lambda: FusionStrategy(device="cpu", shard_optimizer=True),
+    "ddp": lambda: DDPStrategy(device="cpu"),
+    "single": lambda: SingleStrategy(device="cpu"),
+}
+
+
+class Held(Callback):
+    """Keeps the bytes of parameters, buffers and optimizer state that this rank holds after the first step."""
+
+    num_bytes = 0
+
+    def on_step_end(self, run: Any) -> None:
+        held = [*local_state(run.strategy, run.task).values(), *tensors_in(run.phase_optimizer.optimizer.state)]
+        self.num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+
+
+def fit(kind: str, folder: Path, steps: int, *callbacks: Callback, **saving: Any) -> dict[str, Tensor]:
+    """Train, or continue the run in the folder, until after the step; of 5 in an epoch."""
+    inputs = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(0))
+    strategy: Strategy = MADE[kind]()
+    task = Wide()
+    trainer = Trainer(
+        strategy,
+        max_duration=f"{steps}step",
+        precision="fp64",
+        callbacks=[Checkpoint(every="2step", **{"save_last_k": None, **saving}), *callbacks],
+        loggers=[],
+        run_dir=folder,
+    )
+    data = Data(train=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+    trainer.fit(task, data, resume="auto")
+    return task.state_dict()
+
+
+# ---- Counting
+
+
+class MappedReads(TorchDispatchMode):
+    """Counts the bytes of tensors in mapped files that operations read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.files = 0, []
+
+    def map(self, file: Any, *arguments: Any, **settings: Any) -> Any:
+        self.files.append(MAP(file, *arguments, **settings))
+        return self.files[-1]
+
+    def _is_mapped(self, value: Any) -> bool:
+        if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter) or value.device.type != "cpu":
+            return False
+        place = value.untyped_storage().data_ptr()
+        return any(file.data_ptr() <= place < file.data_ptr() + file.nbytes() for file in self.files)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten.new_empty.default:
+            flat = torch.utils._pytree.tree_leaves((args, kwargs))
+            self.bytes += sum(value.nbytes for value in flat if self._is_mapped(value))
+        return func(*args, **(kwargs or {}))
+
+
+MAP = torch.UntypedStorage.from_file
+
+
+class Reads:
+    """The bytes that were read into tensors, of shards and of mapped files."""
+
+    def __init__(self) -> None:
+        self.shards, self.mapped = 0, MappedReads()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count while a checkpoint is loaded and restored, and when fusion learns its shards in the first step."""
+        with pytest.MonkeyPatch.context() as patch:
+            read = stored_tensor._read_elements
+
+            def count(chunk: Any, first: int, into: memoryview, **settings: Any) -> None:
+                read(chunk, first, into, **settings)
+                self.shards += len(into)
+
+            patch.setattr(stored_tensor, "_read_elements", count)
+            patch.setattr(torch.UntypedStorage, "from_file", self.mapped.map)
+            for place, name in (
+                (store_module, "load_from"),
+                (Checkpointer, "restore"),
+                (ShardedOptimizer, "__init__"),
+            ):
+                patch.setattr(place, name, self.inside(getattr(place, name)))
+            yield
+
+    def inside(self, function: Any) -> Any:
+        """Return the function, which counts the bytes that it reads from mapped files."""
+
+        def counting(*arguments: Any, **settings: Any) -> Any:
+            with self.mapped:
+                return function(*arguments, **settings)
+
+        return counting
+
+
+# ---- Ranks
+
+SAVED = ["fsdp_shards", "fsdp_whole", "fusion_shards", "fusion_whole"]
+
+
+def saved_on_three_ranks(folder: Path) -> None:
+    for name in SAVED:
+        kind, form = name.split("_")
+        fit(kind, folder / name, 3, sharded=form == "shards")
+    fit("fsdp", folder / "fsdp_background", 3, sharded=True, async_save=True)
+
+
+def resumed_on_two_ranks(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what each resume read, of what it holds; and what happens to sound and damaged files."""
+    outcomes = {}
+    for name in SAVED:
+        reads, held = Reads(), Held()
+        with reads.counted():
+            weights = fit(name.split("_")[0], folder / name, 8, held)
+        outcomes[name] = (reads.shards, reads.mapped.bytes, held.num_bytes, weights)
+    return outcomes, verified_together(folder / "fsdp_background")
+
+
+def verified_together(folder: Path) -> dict[str, Any]:
+    verified: list[str] = []
+    check = serialization._check_digest
+
+    def noted(file: Any, path: Path, saved: Any) -> None:
+        verified.append(path.name)
+        check(file, path, saved)
+
+    comm = ProcessGroupCollectives.join(
+        dist.group.WORLD, device=torch.device("cpu"), timeout_seconds=60, step=lambda: 0
+    )
+    store = CheckpointStore(folder / "checkpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serialization, "_check_digest", noted)
+        store.load(store.entries()[-1], comm)
+    comm.barrier()
+    if comm.is_main:
+        (store.entries()[-1].path.with_suffix(".shards") / "__2_0.distcp").write_bytes(b"altered")
+    comm.barrier()
+    return {"verified": verified, "chosen": load_from(folder, comm).entry.step}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parts")
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path) -> Path:
+    """The folder with runs of three ranks that were stopped inside an epoch."""
+    run_ranks(saved_on_three_ranks, 3, folder)
+    shutil.copytree(folder, folder.parent / "copy")
+    return folder.parent / "copy"
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, saved: Path) -> list[Any]:
+    return run_ranks(resumed_on_two_ranks, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    return fit("single", tmp_path_factory.mktemp("single"), 8)
+
+
+def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(weights) == list(expected)
+    for name, tensor in weights.items():
+        assert (tensor - expected[name]).abs().max() < 1e-9, name
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_each_rank_reads_from_a_checkpoint_of_other_ranks_what_it_holds(ranks, expected, name):
+    for outcomes, _ in ranks:
+        shards, mapped, held, weights = outcomes[name]
+        assert held < shards + mapped < 1.1 * held
+        assert (shards > 0.9 * held) == name.endswith("shards")
+        assert_close(weights, expected)
+
+
+def test_ranks_of_a_machine_share_the_files_to_verify_and_the_verdict(ranks):
+    (one, other) = (together for _, together in ranks)
+    assert sorted(one["verified"] + other["verified"]) == [
+        ".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "step_00000003.pt",
+    ]  # fmt: skip
+    assert one["verified"] and other["verified"]
+    assert one["chosen"] == other["chosen"] == 2
+
+
+def test_shards_that_fsdp_writes_in_the_background_are_those_of_their_step(saved):
+    one, other = (CheckpointStore(saved / name / "checkpoints") for name in ("fsdp_shards", "fsdp_background"))
+    assert [entry.step for entry in one.entries()] == [entry.step for entry in other.entries()] == [2, 3]
+    for own, background in zip(one.entries(), other.entries(), strict=True):
+        payloads = [in_memory(store.load(entry)) for store, entry in ((one, own), (other, background))]
+        for part in ("task", "optimizer"):
+            torch.testing.assert_close(payloads[0][part], payloads[1][part], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_other_strategies_from_shards_and_whole_files(tmp_path, expected):
+    for kind, num_ranks, step, saving in [
+        ("fsdp", 4, 2, {"sharded": True}),
+        ("ddp", 2, 4, {}),
+        ("single", 1, 6, {}),
+        ("fsdp", 3, 7, {"sharded": True, "async_save": True}),
+        ("fusion", 2, 8, {}),
+    ]:
+        weights, *_ = run_ranks(continued, num_ranks, kind, tmp_path / "run", step, saving)
+    assert_close(weights, expected)
+
+
+def continued(kind: str, folder: Path, step: int, saving: dict[str, Any]) -> dict[str, Tensor]:
+    return fit(kind, folder, step, **saving)
+
+
+# ---- Export
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_export_holds_one_tensor_at_a_time(saved, tmp_path, monkeypatch, name):
+    safetensors = pytest.importorskip("safetensors.torch")
+    alive: list[StorageWeakRef] = []
+    read = stored_tensor.StoredTensor.read
+
+    def noted(tensor: Any, start: int, stop: int) -> Tensor:
+        assert all(storage.expired() for storage in alive)
+        content = read(tensor, start, stop)
+        alive.append(StorageWeakRef(content.untyped_storage()))
+        return content
+
+    monkeypatch.setattr(stored_tensor.StoredTensor, "read", noted)
+    reads = Reads()
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", reads.mapped.map)
+    monkeypatch.setattr(export, "write_safetensors", reads.inside(export.write_safetensors))
+    export.export_weights(saved / name, tmp_path / "model.safetensors")
+    assert reads.mapped.bytes == 0  # files of whole tensors are written from where they are mapped
+    assert bool(alive) == name.endswith("shards")
+    monkeypatch.undo()
+    weights = in_memory(load_from(saved / name).payload["task"])
+    torch.testing.assert_close(safetensors.load_file(tmp_path / "model.safetensors"), dict(weights), rtol=0, atol=0)
+
+
+def test_an_export_that_fails_leaves_the_file_that_was_there(saved, tmp_path, monkeypatch):
+    out = tmp_path / "model.safetensors"
+    out.write_text("before")
+
+    def fail(*arguments: Any) -> Any:
+        raise DamagedCheckpoint("a shard is gone")
+
+    monkeypatch.setattr(stored_tensor.StoredTensor, "read", fail)
+    with pytest.raises(DamagedCheckpoint):
+        export.export_weights(saved / "fsdp_shards", out)
+    assert out.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [out]
