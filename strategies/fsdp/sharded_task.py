@@ -355,7 +355,7 @@ class ShardedTask:
     def local_of(self, sharded: Tensor, saved: Tensor | StoredTensor) -> Tensor:
         """Return this rank's elements of a saved tensor, sharded as a parameter; no others are read."""
         assert isinstance(sharded, DTensor)
-        local, start = sharded.detach().to_local(), self.first_element(sharded)
+        local, start = sharded.to_local().detach(), self.first_element(sharded)
         own = elements(saved, start, start + local.numel(), like=sharded)
         return own.view(local.shape).to(local.device)
 

@@ -352,7 +352,8 @@ class FusionStrategy(DDPStrategy):
             return super().optimizer_state_dict(task, phase_optimizer)
         settings = state_dict_without_state(phase_optimizer.optimizer)
         if self._sharded is None:  # before the first step
-            return {**settings, "state": in_memory(self._saved_state) if self.comm.is_main else {}}
+            self._saved_state = in_memory(self._saved_state)  # a save may replace the checkpoint that it is in
+            return {**settings, "state": self._saved_state}
         return {**settings, "state": self._sharded.full_state(self.comm)}
 
     def load_optimizer_state_dict(

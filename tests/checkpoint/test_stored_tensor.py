@@ -1,22 +1,25 @@
 """Tensors of a sharded checkpoint are read by ranges of their elements, and what the files say is checked first."""
 
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from trainkit.checkpoint import shard_files, stored_tensor
 from trainkit.checkpoint.files import ShardFile
+from trainkit.checkpoint.serialization import check_state_dict
 from trainkit.checkpoint.shard_files import ShardWriter, load_shards
 from trainkit.checkpoint.sharded_state import TensorShard, shard_placeholder
 from trainkit.checkpoint.stored_tensor import StoredTensor, elements, in_memory
 from trainkit.distributed.collectives import Collectives
-from trainkit.errors import DamagedCheckpoint
+from trainkit.errors import CheckpointError, DamagedCheckpoint
+from trainkit.loops.rollback import is_finite_state
 
 TENSORS = {
     "matrix": torch.randn(7, 5),
@@ -25,6 +28,7 @@ TENSORS = {
     "halves": torch.randn(11).bfloat16(),
     "flags": torch.rand(9) > 0.5,
     "phases": torch.randn(4, dtype=torch.complex128),
+    "infinite": torch.tensor([0.0, torch.inf]),
     "one": torch.randn(1),
     "none": torch.empty(0, 3),
 }
@@ -91,6 +95,34 @@ def test_only_the_bytes_of_a_range_are_read(stored, monkeypatch):
     monkeypatch.setattr(stored_tensor, "_read_elements", counted)
     elements(matrix, 6, 13, like=TENSORS["matrix"])
     assert read == [(4, 6, 8), (8, 8, 16), (12, 12, 4)]
+
+
+def test_a_copy_in_memory_keeps_the_versions_of_a_state_dict(stored, tmp_path):
+    state = nn.BatchNorm1d(2).state_dict()
+    payload = {"task": OrderedDict(state, weight=shard_placeholder("halves", TENSORS["halves"]))}
+    payload["task"]._metadata = state._metadata
+    load_shards(payload, tmp_path, [ShardFile(f.name, f.stat().st_size, "") for f in tmp_path.iterdir()])
+    assert torch.equal(in_memory(payload)["task"]["weight"], TENSORS["halves"])
+    assert in_memory(payload)["task"]._metadata == state._metadata != {}
+
+
+def test_a_shared_tensor_is_read_once(stored, tmp_path):
+    matrix = shard_placeholder("matrix", TENSORS["matrix"])
+    payload = {"task": {"a": matrix, "b": dict(matrix)}}
+    load_shards(payload, tmp_path, [ShardFile(f.name, f.stat().st_size, "") for f in tmp_path.iterdir()])
+    assert len({tensor.data_ptr() for tensor in in_memory(payload["task"]).values()}) == 1
+
+
+def test_a_stored_tensor_of_another_shape_is_refused_by_name(stored):
+    saved = stored()
+    expected = {**saved, "matrix": torch.zeros(5, 7)}
+    with pytest.raises(CheckpointError, match=r"matrix: \(7, 5\) saved, \(5, 7\) expected"):
+        check_state_dict(expected, saved, "here")
+
+
+def test_a_rollback_finds_what_is_not_finite_on_the_disk(stored):
+    assert not is_finite_state(stored())
+    assert is_finite_state(stored(), except_for=["infinite"])
 
 
 def altered(folder: Path, change: Callable[[Metadata], Any]) -> None:

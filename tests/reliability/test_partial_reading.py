@@ -106,7 +106,8 @@ class MappedReads(TorchDispatchMode):
         self.files.append(MAP(file, *arguments, **settings))
         return self.files[-1]
 
-    def _is_mapped(self, value: Any) -> bool:
+    def is_mapped(self, value: Any) -> bool:
+        """Return True if the value is a tensor in a file."""
         if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter) or value.device.type != "cpu":
             return False
         place = value.untyped_storage().data_ptr()
@@ -115,7 +116,7 @@ class MappedReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view and func is not torch.ops.aten.new_empty.default:
             flat = torch.utils._pytree.tree_leaves((args, kwargs))
-            self.bytes += sum(value.nbytes for value in flat if self._is_mapped(value))
+            self.bytes += sum(value.nbytes for value in flat if self.is_mapped(value))
         return func(*args, **(kwargs or {}))
 
 
@@ -163,11 +164,32 @@ class Reads:
 SAVED = ["fsdp_shards", "fsdp_whole", "fusion_shards", "fusion_whole"]
 
 
+REPLACED = ["fsdp_shards_replaced", "fusion_shards_replaced"]
+
+
 def saved_on_three_ranks(folder: Path) -> None:
     for name in SAVED:
         kind, form = name.split("_")
         fit(kind, folder / name, 3, sharded=form == "shards")
     fit("fsdp", folder / "fsdp_background", 3, sharded=True, async_save=True)
+
+
+class SaveAtStart(Callback):
+    """Saves before the first step, in place of the checkpoint that is resumed."""
+
+    def on_fit_start(self, run: Any) -> None:
+        run.checkpointer.save(reason="start")
+
+
+class NothingIsMapped(Callback):
+    """Finds all that is trained in memory after a step."""
+
+    def __init__(self, reads: Reads) -> None:
+        self.mapped = reads.mapped
+
+    def on_step_end(self, run: Any) -> None:
+        held = [*run.task.state_dict().values(), *tensors_in(run.phase_optimizer.optimizer.state)]
+        assert not any(self.mapped.is_mapped(tensor) for tensor in held)
 
 
 def resumed_on_two_ranks(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,8 +198,10 @@ def resumed_on_two_ranks(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for name in SAVED:
         reads, held = Reads(), Held()
         with reads.counted():
-            weights = fit(name.split("_")[0], folder / name, 8, held)
+            weights = fit(name.split("_")[0], folder / name, 8, held, NothingIsMapped(reads))
         outcomes[name] = (reads.shards, reads.mapped.bytes, held.num_bytes, weights)
+    for name in REPLACED:
+        outcomes[name] = fit(name.split("_")[0], folder / name, 8, SaveAtStart())
     return outcomes, verified_together(folder / "fsdp_background")
 
 
@@ -213,6 +237,8 @@ def saved(folder: Path) -> Path:
     """The folder with runs of three ranks that were stopped inside an epoch."""
     run_ranks(saved_on_three_ranks, 3, folder)
     shutil.copytree(folder, folder.parent / "copy")
+    for name in REPLACED:
+        shutil.copytree(folder / name.removesuffix("_replaced"), folder / name)
     return folder.parent / "copy"
 
 
@@ -274,6 +300,28 @@ def test_a_run_goes_on_under_other_strategies_from_shards_and_whole_files(tmp_pa
 
 def continued(kind: str, folder: Path, step: int, saving: dict[str, Any]) -> dict[str, Tensor]:
     return fit(kind, folder, step, **saving)
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_save_before_the_first_step_may_replace_what_is_resumed(ranks, folder, saved, expected, name):
+    for outcomes, _ in ranks:
+        assert_close(outcomes[name], expected)
+    started = [entry for entry in CheckpointStore(folder / name / "checkpoints").entries() if entry.reason == "start"]
+    (one, other) = (
+        in_memory(load_from(path).payload) for path in (saved / name.removesuffix("_replaced"), started[0].path)
+    )
+    for part in ("task", "optimizer"):
+        torch.testing.assert_close(dict(one[part]), dict(other[part]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_nothing_that_one_device_trains_stays_in_the_file(saved, tmp_path, expected, name):
+    reads = Reads()
+    with reads.counted():
+        shutil.copytree(saved / name, tmp_path / "run")
+        assert_close(fit("single", tmp_path / "run", 8, NothingIsMapped(reads)), expected)
+    assert (reads.shards > 0) == name.endswith("shards")
+    assert reads.mapped.files
 
 
 # ---- Export

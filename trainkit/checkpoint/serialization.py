@@ -140,7 +140,7 @@ def read_checkpoint(path: Path, saved: FileDigest | None, comm: Collectives) -> 
             _check_digest(file, path, saved)
         _check_archive(file, path, checksums=saved is None and first)
     with same_errors(comm), open_file(path):
-        content = _unpickled(path, verified=saved is not None)
+        content: dict[str, Any] = _unpickled(path, verified=saved is not None)
         header = _header_of(content, path)
     shards = [ShardFile(**shard) for shard in header.get("shards", ())]
     if not shards:
@@ -156,18 +156,15 @@ def read_checkpoint(path: Path, saved: FileDigest | None, comm: Collectives) -> 
 
 @contextmanager
 def same_errors(comm: Collectives) -> Iterator[None]:
-    """Raise on every process the CheckpointError of one of them; collective at the end of the block."""
+    """Raise on every process the first one's CheckpointError, if there is any; collective at the end of the block."""
     own: CheckpointError | None = None
     try:
         yield
     except CheckpointError as error:
         own = error
-    errors = comm.all_gather_object(own)
-    if own is not None:
-        raise own
-    for error_of_another in errors:
-        if error_of_another is not None:
-            raise error_of_another
+    for first in comm.all_gather_object(own):
+        if first is not None:  # the same one, as each decides by it if an earlier checkpoint is loaded
+            raise first
 
 
 def check_header(header: Mapping[str, Any]) -> None:
@@ -407,7 +404,8 @@ def _header_of(content: Any, path: Path) -> dict[str, Any]:
         check_header(header)
     except ValueError as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}.") from None
-    return header
+    checked: dict[str, Any] = header
+    return checked
 
 
 def _unpickled(path: Path, *, verified: bool) -> Any:

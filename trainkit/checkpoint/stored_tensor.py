@@ -66,7 +66,7 @@ class StoredTensor:
         for chunk in self.chunks:
             first, last = max(start, chunk.start), min(stop, chunk.stop)
             if first < last:
-                into = memoryview(content.numpy())[(first - start) * size : (last - start) * size]
+                into = content.numpy().data[(first - start) * size : (last - start) * size]
                 _read_elements(chunk, first, into, size=size)
         return content.view(self.dtype)
 
@@ -115,7 +115,7 @@ def _read_elements(chunk: StoredChunk, first: int, into: memoryview, *, size: in
 
 def _content_of_archive(view: mmap.mmap) -> tuple[int, int]:
     """Return the position and number of the bytes of the one tensor in the archive at the end of `view`."""
-    with zipfile.ZipFile(view) as archive:  # type: ignore[arg-type] # it reads and seeks as a file does
+    with zipfile.ZipFile(view) as archive:  # type: ignore[call-overload] # it reads and seeks as a file does
         (part,) = (part for part in archive.infolist() if _CONTENT.fullmatch(part.filename))
     if part.compress_type:
         raise ValueError("a tensor in it is compressed")

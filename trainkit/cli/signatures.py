@@ -24,7 +24,6 @@ EXTRAS = {
     "matplotlib": "plots",
     "transformers": "transformers",
     "torchmetrics": "metrics",
-    "safetensors": "safetensors",
     "ray": "ray",
     "wandb": "wandb",
     "mlflow": "mlflow",
