@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,10 +74,7 @@ class ShardedOptimizer:
         self._indices = {id(p): index for index, p in enumerate(self._parameters)}
         for bucket in buckets:
             self._add_bucket(bucket)
-        for shard in self._shards:
-            state = saved.get(self._indices[id(shard.owner)]) or optimizer.state.get(shard.owner)
-            if state is not None:
-                optimizer.state[shard.parameter] = {n: _shard_of(n, value, shard) for n, value in state.items()}
+        self.load_state({self._indices[id(p)]: state for p, state in optimizer.state.items()} | saved)
         for bucket in buckets:
             for entry in bucket.entries:
                 optimizer.state.pop(entry.parameter, None)
@@ -195,6 +192,12 @@ class ShardedOptimizer:
                 shard.parameter.grad = None
 
     # ---- State
+
+    def load_state(self, saved: Mapping[int, dict[str, Any]]) -> None:
+        """Replace the state of this rank's shards by theirs of the state of full parameters, by index."""
+        for shard in self._shards:
+            state = saved.get(self._indices[id(shard.owner)], {})
+            self.optimizer.state[shard.parameter] = {n: _shard_of(n, value, shard) for n, value in state.items()}
 
     def full_state(self, comm: Collectives) -> dict[int, dict[str, Any]]:
         """Return the state of every full parameter, by its index in the optimizer. Collective."""

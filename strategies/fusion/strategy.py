@@ -364,7 +364,10 @@ class FusionStrategy(DDPStrategy):
             super().load_optimizer_state_dict(task, phase_optimizer, saved)
             return
         Strategy.load_optimizer_state_dict(self, task, phase_optimizer, {**saved, "state": {}})
-        self._saved_state = dict(saved["state"])
+        if self._sharded is None:
+            self._saved_state = dict(saved["state"])
+        else:  # a rollback
+            self._sharded.load_state(saved["state"])
 
     def shards(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> ShardedState | None:
         """Return this rank's shards of the state; `None` if the optimizer is not sharded, or before the first step."""

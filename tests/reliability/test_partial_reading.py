@@ -33,6 +33,7 @@ from trainkit.strategy import local_state
 from trainkit.testing import run_ranks
 from trainkit.tree import tensors_in
 
+WRONG = 16  # a sample of the fourth step
 WIDTH = 254  # rows that three ranks share unevenly
 
 
@@ -74,15 +75,23 @@ class Held(Callback):
         self.num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
 
-def fit(kind: str, folder: Path, steps: int, *callbacks: Callback, **saving: Any) -> dict[str, Tensor]:
-    """Train, or continue the run in the folder, until after the step; of 5 in an epoch."""
+def fit(
+    kind: str, folder: Path, steps: int, *callbacks: Callback, wrong: int | None = None, **saving: Any
+) -> dict[str, Tensor]:
+    """Train, or continue the run in the folder, until after the step; of 5 in an epoch.
+
+    The loss of the sample `wrong` is not a number, and the run continues without its step.
+    """
     inputs = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(0))
+    if wrong is not None:
+        inputs[wrong] = torch.nan
     strategy: Strategy = MADE[kind]()
     task = Wide()
     trainer = Trainer(
         strategy,
         max_duration=f"{steps}step",
         precision="fp64",
+        on_nonfinite="raise" if wrong is None else "rollback",
         callbacks=[Checkpoint(every="2step", **{"save_last_k": None, **saving}), *callbacks],
         loggers=[],
         run_dir=folder,
@@ -202,6 +211,8 @@ def resumed_on_two_ranks(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         outcomes[name] = (reads.shards, reads.mapped.bytes, held.num_bytes, weights)
     for name in REPLACED:
         outcomes[name] = fit(name.split("_")[0], folder / name, 8, SaveAtStart())
+    for kind in ("fsdp", "fusion"):
+        outcomes[f"{kind} after a rollback"] = fit(kind, folder / f"{kind}_back", 5, wrong=WRONG, sharded=True)
     return outcomes, verified_together(folder / "fsdp_background")
 
 
@@ -265,6 +276,13 @@ def test_each_rank_reads_from_a_checkpoint_of_other_ranks_what_it_holds(ranks, e
         assert held < shards + mapped < 1.1 * held
         assert (shards > 0.9 * held) == name.endswith("shards")
         assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "fusion"])
+def test_a_rollback_restores_the_optimizer_state_of_every_shard(ranks, tmp_path, kind):
+    expected = fit("single", tmp_path, 5, wrong=WRONG)
+    for outcomes, _ in ranks:
+        assert_close(outcomes[f"{kind} after a rollback"], expected)
 
 
 def test_ranks_of_a_machine_share_the_files_to_verify_and_the_verdict(ranks):
