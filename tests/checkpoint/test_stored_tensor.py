@@ -1,6 +1,7 @@
 """Tensors of a sharded checkpoint are read by ranges of their elements, and what the files say is checked first."""
 
 import pickle
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from trainkit.checkpoint.files import ShardFile
 from trainkit.checkpoint.serialization import check_state_dict
 from trainkit.checkpoint.shard_files import ShardWriter, load_shards
 from trainkit.checkpoint.sharded_state import TensorShard, shard_placeholder
-from trainkit.checkpoint.stored_tensor import StoredTensor, elements, in_memory
+from trainkit.checkpoint.stored_tensor import StoredChunk, StoredTensor, elements, in_memory
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint
 from trainkit.loops.rollback import is_finite_state
@@ -162,17 +163,18 @@ def place_of(metadata: Metadata) -> Any:
     [
         {"shape": (2**40,), "stride": (1,)},
         {"shape": (2**40, 2**40), "stride": (0, 0)},
-        {"shape": (3, 3), "stride": (100, 1)},
-        {"shape": (3, 3), "stride": (-3, 1)},
+        {"shape": (7, 5), "stride": (100, 1)},
+        {"shape": (7, 5), "stride": (-5, 1)},
         {"shape": (-3, -3), "stride": (3, 1)},
         {"shape": (3, 3), "stride": (1,)},
         {"shape": "33", "stride": (1, 1)},
         {"dtype": 4},
     ],
 )
-def test_a_placeholder_that_its_shards_cannot_fill_is_refused_before_memory_is_taken(stored, changed):
+def test_a_placeholder_that_its_shards_cannot_fill_is_refused_before_memory_is_taken(stored, tmp_path, changed):
+    payload = {"task": {"w": {**shard_placeholder("matrix", TENSORS["matrix"]), **changed}}}
     with pytest.raises(DamagedCheckpoint):
-        stored(**changed)
+        load_shards(payload, tmp_path, [ShardFile(f.name, f.stat().st_size, "") for f in tmp_path.iterdir()])
 
 
 def test_tensors_that_together_are_larger_than_their_shards_are_refused(stored, tmp_path, monkeypatch):
@@ -197,6 +199,22 @@ def test_an_altered_file_is_damaged_when_it_is_read(stored, tmp_path, where):
         file.unlink()
     with pytest.raises(DamagedCheckpoint):
         in_memory(tensors)
+
+
+@pytest.mark.parametrize(
+    ("compression", "extra", "message"),
+    [(zipfile.ZIP_DEFLATED, 0, "a tensor in it is compressed"), (zipfile.ZIP_STORED, 60_000, "it is cut off")],
+)
+def test_an_archive_that_torch_does_not_write_is_damaged(tmp_path, compression, extra, message):
+    path = tmp_path / "a.distcp"
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("archive/data/0", bytes(32))
+    content = bytearray(path.read_bytes())
+    content[28:30] = extra.to_bytes(2, "little")  # the length of what stands before a part's bytes
+    path.write_bytes(content)
+    tensor = StoredTensor(torch.empty(8, device="meta"), [StoredChunk(path, 0, len(content), 0, 8)])
+    with pytest.raises(DamagedCheckpoint, match=message):
+        in_memory(tensor)
 
 
 def test_an_archive_of_another_size_than_its_chunk_is_damaged(stored):

@@ -104,6 +104,7 @@ def test_every_dtype_and_shape_is_read_by_the_package(tmp_path):
     with open(tmp_path / "m.safetensors", "wb") as file:
         write_safetensors(file, tensors, {"step": "1"})
     found, described = read(tmp_path / "m.safetensors")
+    assert int.from_bytes((tmp_path / "m.safetensors").read_bytes()[:8], "little") % 8 == 0
     assert described == {"step": "1"}
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():

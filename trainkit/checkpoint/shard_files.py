@@ -138,7 +138,7 @@ def _chunks(metadata: Metadata, name: str, numel: int, *, folder: Path, sizes: M
     for chunk in sorted(getattr(saved, "chunks", ()), key=lambda chunk: tuple(chunk.offsets)):
         (start,), (count,) = chunk.offsets, chunk.sizes
         place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-        if start != position or count < 1 or not 0 <= place.offset <= sizes[place.relative_path] - place.length:
+        if start != position or not 0 <= place.offset <= sizes[place.relative_path] - place.length:
             raise ValueError(f"its elements of {name} from {start:,} on are misplaced")
         position += count
         chunks.append(StoredChunk(folder / place.relative_path, place.offset, place.length, start, position))

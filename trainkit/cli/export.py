@@ -112,7 +112,7 @@ def write_safetensors(
 def _content(saved: Tensor | StoredTensor) -> Any:
     """Return the bytes of a tensor, row by row."""
     whole = saved if isinstance(saved, Tensor) else in_memory(saved)
-    return whole.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return whole.reshape(-1).view(torch.uint8).numpy()
 
 
 # ---- Programs
