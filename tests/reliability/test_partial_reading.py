@@ -1,6 +1,8 @@
 """Each rank reads from a checkpoint only what it holds, from shards and from one file, on any number of ranks."""
 
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
@@ -30,7 +33,7 @@ from trainkit.distributed.collectives import ProcessGroupCollectives
 from trainkit.errors import DamagedCheckpoint
 from trainkit.loops.run import Checkpointer
 from trainkit.strategy import local_state
-from trainkit.testing import run_ranks
+from trainkit.testing import rank_outcomes, run_ranks
 from trainkit.tree import tensors_in
 
 WRONG = 16  # a sample of the fourth step
@@ -313,6 +316,22 @@ def test_a_run_goes_on_under_other_strategies_from_shards_and_whole_files(tmp_pa
         ("fusion", 2, 8, {}),
     ]:
         weights, *_ = run_ranks(continued, num_ranks, kind, tmp_path / "run", step, saving)
+    assert_close(weights, expected)
+
+
+def killed_while_writing(folder: Path) -> None:
+    fit("fsdp", folder, 2, sharded=True, async_save=True)
+    if dist.get_rank() == 1:
+        FileSystemWriter.write_data = lambda *arguments, **settings: os.kill(os.getpid(), signal.SIGKILL)
+    fit("fsdp", folder, 8, sharded=True, async_save=True)
+
+
+@pytest.mark.slow
+def test_a_rank_of_fsdp_killed_while_it_writes_costs_the_work_since_the_last_checkpoint(tmp_path, expected):
+    outcomes = rank_outcomes(killed_while_writing, 2, tmp_path / "run", patience=20)
+    assert "SIGKILL" in str(outcomes[1].failure)
+    assert [entry.step for entry in CheckpointStore(tmp_path / "run" / "checkpoints").entries()] == [2]
+    weights, *_ = run_ranks(continued, 3, "fsdp", tmp_path / "run", 8, {})
     assert_close(weights, expected)
 
 
