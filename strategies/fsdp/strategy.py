@@ -243,12 +243,12 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 sharded.sync_gradients(index == rounds - 1)
                 if index < len(batch.micro_batches):
                     micro_batch = batch.micro_batches[index]
+                    self._last = map_tensors(micro_batch.batch, lambda tensor: tensor)  # the step may take from it
                     with self.precision.forward():
                         returned = sharded.run(self._step_name, micro_batch.batch)
                     output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
                     self._backward(output, micro_batch, batch)
                     outputs.append(output)
-                    self._last = micro_batch.batch
                 else:
                     self._repeat_last_batch(task)
             self._take_gradients(reduced)
