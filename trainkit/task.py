@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -68,6 +68,18 @@ class TaskModule(nn.Module):
     def configure_callbacks(self) -> Sequence[Any]:
         """Return the task's own callbacks (`trainkit.Callback`); they are called after the trainer's."""
         return ()
+
+    def log(self, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise UserError: what a step returns is logged."""
+        raise UserError(
+            f"{type(self).__name__} calls self.log({name!r}), but a TaskModule logs what its steps return; write "
+            "return {'loss': loss, 'accuracy': accuracy}. An unmodified LightningModule runs as "
+            "trainkit.integrations.lightning.LightningTask(module)."
+        )
+
+    def log_dict(self, metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise UserError: what a step returns is logged."""
+        self.log(", ".join(metrics))
 
 
 def has_phases(task: TaskModule) -> bool:

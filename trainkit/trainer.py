@@ -263,7 +263,8 @@ class Trainer:
             raise UserError(f"the data is a {kind}; pass Data({stage}=dataset, batch_size=32), or a torch DataLoader.")
         if not isinstance(task, TaskModule):
             raise UserError(
-                f"the task is a {type(task).__name__}; subclass trainkit.TaskModule and pass an object of it."
+                f"the task is a {type(task).__name__}; subclass trainkit.TaskModule and pass an object of it, or wrap "
+                "a LightningModule: trainkit.integrations.lightning.LightningTask(module)."
             )
         self.strategy.validate()
         if self.fit_config.transforms is not None:
@@ -316,7 +317,10 @@ def _check_step(task: TaskModule, name: str) -> None:
     try:
         parameters.bind(None)
     except TypeError:
-        raise UserError(f"{kind.__name__}.{name}{parameters} must take a batch alone: {name}(self, batch).") from None
+        raise UserError(
+            f"{kind.__name__}.{name}{parameters} must take a batch alone: {name}(self, batch). A LightningModule runs "
+            "unmodified as trainkit.integrations.lightning.LightningTask(module)."
+        ) from None
 
 
 def _make_all(kind: type[Any], name: str, items: Any) -> list[Any]:

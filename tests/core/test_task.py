@@ -63,6 +63,34 @@ def test_a_task_without_an_optimizer_is_rejected_with_the_remedy(make_trainer):
         make_trainer().fit(NoOptimizer(), DATA)
 
 
+@pytest.mark.parametrize("call", ["log", "log_dict"])
+def test_a_task_that_logs_as_in_lightning_is_told_to_return_the_value(make_trainer, call):
+    class Logs(Regression):
+        def training_step(self, batch):
+            loss = super().training_step(batch)
+            getattr(self, call)(*(("mse", loss) if call == "log" else ({"mse": loss},)), prog_bar=True)
+            return loss
+
+    message = r"Logs calls self\.log\('mse'\), but .* write return \{'loss': loss, .*LightningTask\(module\)"
+    with pytest.raises(UserError, match=message):
+        make_trainer().fit(Logs(), DATA)
+
+
+def test_an_attribute_called_log_is_the_users_own(make_trainer):
+    class Own(Regression):
+        def __init__(self):
+            super().__init__()
+            self.log = []
+
+        def training_step(self, batch):
+            self.log.append(len(batch[0]))
+            return super().training_step(batch)
+
+    task = Own()
+    make_trainer(max_duration="1step").fit(task, DATA)
+    assert task.log == [4]
+
+
 def test_a_task_is_copied_and_pickled_like_any_module():
     task = Regression()
     for copied in (copy.deepcopy(task), pickle.loads(pickle.dumps(task))):

@@ -150,7 +150,11 @@ def refused(make_trainer, configure, message, data=DATA, **settings):
     ("configure", "message"),
     [
         (lambda task: None, r"Regression\.configure_optimizers returned NoneType; return an optimizer, or \(optimizer"),
-        (lambda task: [sgd(task), sgd(task)], r"returned list; return an optimizer, or \(optimizer, schedule\)"),
+        (lambda task: [sgd(task), sgd(task)], r"returned list; return an optimizer, .* phases of configure_phases"),
+        (
+            lambda task: ([sgd(task)], ["scheduler"]),
+            r"returned tuple; .* return optimizer, LRSchedule\(scheduler, every='epoch'\)",
+        ),
         (lambda task: (sgd(task), sgd(task)), r"returned SGD as a schedule; return an LRScheduler or an LRSchedule"),
         (lambda task: (sgd(task), "cosine"), r"returned str as a schedule"),
         (lambda task: {"optimizer": sgd(task)}, r"returned dict; return an optimizer"),

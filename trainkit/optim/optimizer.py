@@ -420,9 +420,14 @@ def _read(returned: Any, task: TaskModule) -> tuple[Optimizer, list[LRSchedule]]
     if isinstance(returned, Optimizer):
         return returned, []
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Optimizer)):
+        remedy = "return torch.optim.AdamW(self.parameters(), lr=1e-3)"
+        if isinstance(returned, (list, tuple, Mapping)):  # the forms that Lightning reads
+            remedy = (
+                "return optimizer, LRSchedule(scheduler, every='epoch'). Several optimizers are phases of "
+                "configure_phases"
+            )
         raise UserError(
-            f"{name} returned {type(returned).__name__}; return an optimizer, or (optimizer, schedule): "
-            "return torch.optim.AdamW(self.parameters(), lr=1e-3)."
+            f"{name} returned {type(returned).__name__}; return an optimizer, or (optimizer, schedule): {remedy}."
         )
     optimizer, rest = returned
     schedules = []
