@@ -20,6 +20,14 @@ BERT = {
     "vocab_size": 32,
     "num_labels": 3,
 }
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
 
 
 def task(**settings):
@@ -121,6 +129,8 @@ def test_the_learning_rate_warms_up_and_then_follows_its_schedule(schedule, expe
     [
         ({"config": None}, "give one of task.config"),
         ({"config": {"model_type": "gtp2"}}, "gpt2"),
+        ({"config": {**BERT, "hiden_size": 8}}, r"task\.config\.hiden_size.*=bert\. Did you mean 'hidden_size'"),
+        ({"config": {**GPT, "n_embed": 8}}, r"task\.config\.n_embed is not a setting .* Did you mean 'n_embd'"),
         ({"auto_class": "AutoModelForCausalML"}, "AutoModelForCausalLM"),
         ({"schedule": "liner"}, "linear"),
         ({"config": None, "pretrained": "no/such_folder"}, "could not be loaded"),
@@ -131,3 +141,16 @@ def test_a_model_that_cannot_be_built_is_rejected_with_a_hint(settings, message,
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=message):
         task(**settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({**GPT, "hidden_size": 8}, {"n_embd": 8}),  # under the name that all models share
+        ({**BERT, "attn_implementation": "eager", "id2label": {0: "a", 1: "b", 2: "c"}}, {"num_labels": 3}),
+        ({**LLAMA, "rope_theta": 500.0}, {"vocab_size": 32}),  # of earlier versions of transformers
+    ],
+)
+def test_settings_that_all_models_share_or_once_had_are_kept(config, expected):
+    made = task(auto_class="AutoModel", config=config).model.config
+    assert {name: getattr(made, name) for name in expected} == expected

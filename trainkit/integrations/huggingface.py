@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -166,6 +168,27 @@ def make_model(auto_class: str, *, config: Mapping[str, Any] | None, pretrained:
     if kind not in known:
         raise UserError(f"task.config.model_type={kind!r} is unknown.{nearest(str(kind), known)}")
     try:
-        return factory.from_config(transformers.AutoConfig.for_model(kind, **settings))
+        model = factory.from_config(transformers.AutoConfig.for_model(kind, **settings))
     except ValueError as error:
         raise UserError(f"task.config of model_type={kind} does not make a {auto_class}: {error}") from error
+    _check_settings(model, settings)
+    return model
+
+
+def _check_settings(model: Any, settings: Mapping[str, Any]) -> None:
+    """Raise UserError for a setting that the model does not read; transformers keeps any name."""
+    made = model.config
+    try:
+        default = type(made)()
+    except ValueError:  # of several models, which must be given
+        return
+    source = ""
+    for name in settings:
+        if name not in vars(made) or name in dir(default):
+            continue
+        source = source or inspect.getsource(sys.modules[type(model).__module__])
+        if re.search(rf"\b{name}\b", source) is None:  # some read settings that their config does not declare
+            known = [one for one in vars(default) if not one.startswith("_")] + list(made.attribute_map)
+            raise UserError(
+                f"task.config.{name} is not a setting of model_type={made.model_type}.{nearest(name, known)}"
+            )
