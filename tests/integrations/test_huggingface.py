@@ -1,8 +1,9 @@
 import math
+from copy import deepcopy
 
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import SequentialSampler, default_collate
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit.data.data import Data
@@ -28,6 +29,18 @@ LLAMA = {
     "num_attention_heads": 2,
     "vocab_size": 32,
 }
+T5 = {
+    "model_type": "t5",
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "vocab_size": 32,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def task(**settings):
@@ -148,9 +161,102 @@ def test_a_model_that_cannot_be_built_is_rejected_with_a_hint(settings, message,
     [
         ({**GPT, "hidden_size": 8}, {"n_embd": 8}),  # under the name that all models share
         ({**BERT, "attn_implementation": "eager", "id2label": {0: "a", 1: "b", 2: "c"}}, {"num_labels": 3}),
+        ({**T5, "decoder_start_token_id": 3}, {"decoder_start_token_id": 3}),  # read, and not declared
         ({**LLAMA, "rope_theta": 500.0}, {"vocab_size": 32}),  # of earlier versions of transformers
     ],
 )
 def test_settings_that_all_models_share_or_once_had_are_kept(config, expected):
     made = task(auto_class="AutoModel", config=config).model.config
     assert {name: getattr(made, name) for name in expected} == expected
+
+
+# ---- With transformers' own collators and Trainer
+
+
+def tokenizer():
+    """Return a tokenizer of 32 words, made here instead of downloaded."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"[PAD]": 0, "[UNK]": 1, "[MASK]": 2, **{f"word{number}": number for number in range(3, 32)}}
+    model = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]")
+
+
+def unequal_rows(num_samples=12, **columns):
+    from datasets import Dataset
+
+    ids = [list(range(3, 6 + row % 5)) for row in range(num_samples)]
+    return Dataset.from_dict({"input_ids": ids, **columns})
+
+
+def test_a_collator_that_pads_makes_the_batches_of_rows_without_a_format(tmp_path):
+    from transformers import DataCollatorWithPadding
+
+    rows = unequal_rows(labels=[row % 3 for row in range(12)])
+    data = Data(train=rows, validation=rows, batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer()))
+    made = task(auto_class="AutoModelForSequenceClassification", config=BERT)
+    assert "validation/accuracy" in fit(made, data, strategy=SingleStrategy(), tmp_path=tmp_path).metrics
+
+
+def test_a_collator_that_masks_words_weighs_each_batch_by_its_masked_words(tmp_path):
+    from transformers import DataCollatorForLanguageModeling
+
+    rows, collate = unequal_rows(), DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.5, seed=0)
+    made = task(auto_class="AutoModelForMaskedLM", config={**BERT, "num_labels": 2})
+    batch = collate([rows[index] for index in range(4)])
+    assert int(made.training_step(batch)["weight"]) == int((batch["labels"] != -100).sum())
+    data = Data(train=rows, batch_size=4, collate_fn=collate)
+    assert fit(made, data, strategy=SingleStrategy(), tmp_path=tmp_path, steps=4).steps == 4
+
+
+def test_rows_of_unequal_length_name_the_collate_function(tmp_path):
+    rows = unequal_rows(labels=[row % 3 for row in range(12)])
+    made = task(auto_class="AutoModelForSequenceClassification", config=BERT)
+    with pytest.raises(UserError, match=r"cannot be made a batch.* Data\(collate_fn=function\)"):
+        fit(made, Data(train=rows, batch_size=4), strategy=SingleStrategy(), tmp_path=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize(
+    ("auto_class", "config", "weight_decay"),
+    [
+        ("AutoModelForSequenceClassification", {**BERT, **NO_DROPOUT}, 0.1),
+        ("AutoModelForSeq2SeqLM", T5, 0.0),  # its matrix relative_attention_bias decays here, and not in transformers
+    ],
+)
+def test_the_weights_are_those_of_the_trainer_of_transformers(auto_class, config, weight_decay, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *args, **kwargs):
+            return SequentialSampler(self.train_dataset)
+
+    is_classifier = config["model_type"] == "bert"
+    rows = sentences()
+    if is_classifier:
+        rows = rows.remove_columns("labels").add_column("labels", [row % 3 for row in range(12)]).with_format("torch")
+    made = task(auto_class=auto_class, config=config, learning_rate=1e-2, weight_decay=weight_decay)
+    theirs = deepcopy(made.model).double()
+    settings = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "theirs"),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        weight_decay=weight_decay,
+        lr_scheduler_type="linear",
+        max_grad_norm=1.0,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    InOrder(model=theirs, args=settings, train_dataset=rows).train()
+    trainer = Trainer(
+        max_duration="6step", max_grad_norm=1.0, precision="fp64", run_dir=tmp_path / "own", callbacks=[], loggers=[]
+    )
+    trainer.fit(made, Data(train=rows, batch_size=4, shuffle=False))
+    for (name, own), their in zip(made.model.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, their, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
