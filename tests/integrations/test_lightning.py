@@ -67,6 +67,19 @@ def test_epoch_hooks_see_the_current_epoch_and_step(modules, tmp_path):
     assert task.module.epochs_seen == [(0, 0), (1, 4)]
 
 
+def test_a_validation_belongs_to_the_epoch_that_it_ends_and_knows_sanity_batches(modules, tmp_path):
+    seen = []
+
+    class Counts(modules.Classifier):
+        def on_validation_epoch_end(self):
+            seen.append((self.trainer.sanity_checking, self.current_epoch, self.global_step))
+            super().on_validation_epoch_end()
+
+    task = LightningTask(Counts())
+    fit(task, data_of(task.module), tmp_path=tmp_path)
+    assert seen == [(True, 0, 0), (False, 0, 4), (False, 1, 8)]
+
+
 def test_a_module_can_read_the_number_of_steps_of_the_run(modules, tmp_path):
     class Asks(modules.Classifier):
         def configure_optimizers(self):
@@ -244,3 +257,137 @@ def test_several_training_loaders_are_rejected_with_the_alternative(modules, tmp
 
     with pytest.raises(UserError, match="Mixture"):
         fit(LightningTask(modules.classifier()), data_of(Several()), tmp_path=tmp_path)
+
+
+# ---- What is exact or refused
+
+
+def losing(modules, use):
+    """Return a classifier whose training_step also calls `use(self, loss)`."""
+
+    class Uses(modules.Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            use(self, loss)
+            return loss
+
+    return LightningTask(Uses())
+
+
+BATCH = [torch.ones(2, 4), torch.zeros(2).long()]
+
+
+def test_a_logged_value_does_not_replace_the_returned_loss(modules):
+    logged = losing(modules, lambda module, loss: module.log("train_loss", 2 * loss)).training_step(BATCH)
+    assert set(logged) == {"loss", "train_loss"}
+    assert logged["train_loss"] == 2 * logged["loss"]
+    for same in (lambda loss: loss, lambda loss: loss.detach()):
+        task = losing(modules, lambda module, loss, same=same: module.log("loss", same(loss)))
+        assert set(task.training_step(BATCH)) == {"loss"}
+
+
+def test_a_logged_weight_is_a_metric_and_not_the_weight_of_the_batch(modules):
+    logged = losing(modules, lambda module, loss: module.log("train_weight", 3.0)).training_step(BATCH)
+    assert set(logged) == {"loss", "train_weight"}
+
+
+def test_a_number_logged_as_the_validation_loss_counts_and_the_returned_one_does_not(modules):
+    class Returns(modules.Classifier):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", 1.5)
+            return torch.tensor(7.0)
+
+    assert float(LightningTask(Returns()).validation_step(BATCH)["loss"]) == 1.5
+
+
+def test_a_module_prints_on_rank_0(modules, capsys):
+    losing(modules, lambda module, loss: module.print("once")).training_step(BATCH)
+    assert capsys.readouterr().out == "once\n"
+
+
+def test_a_batch_is_changed_after_its_transfer_in_every_step(modules):
+    class Changes(modules.Classifier):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            self.changed = batch[0] * 2
+            return [self.changed, batch[1]]
+
+        def predict_step(self, batch, batch_idx):
+            return batch[0]
+
+    task = LightningTask(Changes())
+    assert torch.equal(task.predict_step(BATCH), BATCH[0] * 2)
+    for step in (task.training_step, task.validation_step):
+        task.module.changed = None
+        step(BATCH)
+        assert task.module.changed is not None
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda module, loss: module.log("loss", 2 * loss), "logs 'loss' with another value"),
+        (lambda module, loss: module.log("weight", 1.0), r"self\.log\('weight'\) has a name with a meaning"),
+        (lambda module, loss: module.log("x", loss, reduce_fx="max"), r"'x', reduce_fx='max'.*MaxMetric"),
+        (lambda module, loss: module.log_dict({"x": loss}, reduce_fx=torch.sum), "'x', reduce_fx='sum'"),
+        (lambda module, loss: setattr(module.trainer, "should_stop", True), "should_stop cannot be set.*EarlyStopping"),
+        (lambda module, loss: setattr(module.trainer, "mine", 1), r"self\.trainer\.mine is not offered"),
+        (lambda module, loss: module.trainer.max_epochs, r"self\.trainer\.max_epochs is not offered"),
+        (lambda module, loss: module.optimizers(), r"self\.optimizers needs Lightning's own loop"),
+        (lambda module, loss: module.lr_schedulers(), r"self\.lr_schedulers needs"),
+        (lambda module, loss: module.toggle_optimizer(None), r"self\.toggle_optimizer needs"),
+        (lambda module, loss: module.manual_backward(loss), r"self\.manual_backward needs"),
+        (lambda module, loss: module.all_gather(loss), r"self\.all_gather needs"),
+        (lambda module, loss: module.logger.experiment, r"self\.logger is not offered"),
+        (lambda module, loss: module.local_rank, r"self\.local_rank is not offered"),
+    ],
+)
+def test_what_needs_lightnings_own_loop_is_refused_by_name(modules, use, message):
+    with pytest.raises(UserError, match=message):
+        losing(modules, use).training_step(BATCH)
+
+
+@pytest.mark.parametrize(
+    ("method", "remedy"),
+    [
+        ("backward", "scale the loss"),
+        ("optimizer_step", "manual = True"),
+        ("optimizer_zero_grad", "manual = True"),
+        ("lr_scheduler_step", "LRScheduler"),
+        ("configure_gradient_clipping", "max_grad_norm"),
+        ("on_before_batch_transfer", "on_after_batch_transfer"),
+        ("transfer_batch_to_device", "on_after_batch_transfer"),
+        ("configure_sharded_model", "configure_model"),
+    ],
+)
+def test_a_method_that_would_change_training_and_is_not_called_is_refused_with_the_remedy(modules, method, remedy):
+    overriding = type("Overriding", (modules.Classifier,), {method: lambda self, *args: None})
+    with pytest.raises(UserError, match=f"Overriding overrides {method}, .*{remedy}"):
+        LightningTask(overriding())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"interval": "batch"}, "interval='batch'"),
+        ({"frequency": 2}, "frequency=2"),
+        ({"intervall": "step"}, "the key 'intervall', which is unknown here. Did you mean 'interval'"),
+        ({"monitor": "train_loss"}, "monitor='train_loss' is not offered"),
+        ({"monitor": "val_loss", "interval": "step"}, "interval='step' with monitor='val_loss'"),
+        ({"scheduler": None}, "a NoneType as a scheduler"),
+    ],
+)
+def test_a_schedule_that_would_step_at_another_moment_is_refused(settings, message):
+    optimizer = optimizer_of(nn.Linear(1, 1))
+    scheduler = ReduceLROnPlateau(optimizer) if "monitor" in settings else StepLR(optimizer, 1)
+    config = {"scheduler": scheduler, **settings}
+    with pytest.raises(UserError, match=message):
+        read_optimizers({"optimizer": optimizer, "lr_scheduler": config}, of="Net")
+
+
+def test_the_metric_of_a_schedule_may_stand_beside_the_optimizer():
+    optimizer = optimizer_of(nn.Linear(1, 1))
+    form = {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
+    _, (schedule,) = read_optimizers(form, of="Net")
+    assert schedule.metric == "validation/loss"
+    with pytest.raises(UserError, match="the key 'frequency', which is unknown here"):
+        read_optimizers({**form, "frequency": 2}, of="Net")

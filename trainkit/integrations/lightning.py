@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.callback import Callback
 from trainkit.data.data import Data
-from trainkit.errors import UserError
+from trainkit.errors import UserError, nearest
 from trainkit.integrations.lightning_hooks import (
     LightningHooks,
     TrainerProxy,
@@ -39,8 +41,27 @@ _HOOKS_USED = frozenset(
     f"on_{moment}_{edge}"
     for moment in ("fit", "train", "train_epoch", "validation", "validation_epoch", "test", "test_epoch")
     for edge in ("start", "end")
-) | {"configure_model", "prepare_data", "setup", "teardown", *_LOADERS.values()}
-_UNCALLED_METHODS = ("configure_callbacks", "configure_gradient_clipping", "lr_scheduler_step", "optimizer_step")
+) | {"configure_model", "on_after_batch_transfer", "prepare_data", "setup", "teardown", *_LOADERS.values()}
+_REFUSED_METHODS = {
+    "backward": "scale the loss in training_step",
+    "optimizer_step": "write a TaskModule with manual = True",
+    "optimizer_zero_grad": "write a TaskModule with manual = True",
+    "lr_scheduler_step": "return a torch LRScheduler from configure_optimizers",
+    "configure_gradient_clipping": "pass Trainer(max_grad_norm=1.0) or Trainer(max_grad_value=1.0)",
+    "on_before_batch_transfer": "change the batch in the collate function, or in on_after_batch_transfer",
+    "transfer_batch_to_device": "change the batch in the collate function, or in on_after_batch_transfer",
+    "configure_sharded_model": "call it configure_model",
+}
+"""Methods without which a module would be trained otherwise, and what to write instead."""
+_REFUSED_CALLS = (
+    "optimizers",
+    "lr_schedulers",
+    "toggle_optimizer",
+    "untoggle_optimizer",
+    "manual_backward",
+    "clip_gradients",
+    "all_gather",
+)
 
 
 class LightningTask(TaskModule):
@@ -48,12 +69,14 @@ class LightningTask(TaskModule):
 
     Used are its steps, `configure_optimizers`, `self.log` and `self.log_dict`, `configure_model`, `prepare_data` and
     `setup`, and the hooks at the start and end of fit, training, epochs and evaluations; a warning names hooks that
-    are overridden and are not called. Every logged value is a weighted mean over samples and ranks;
-    `on_step`, `on_epoch` and `sync_dist` have no effect. `train_`, `val_` and `test_` in front of a name are dropped,
-    as the name of the stage is put there: `val_acc` becomes `validation/acc`.
+    are overridden and are not called. What would train the module otherwise is refused by name. Every logged value is a
+    weighted mean over samples and ranks; `on_step`, `on_epoch`, `sync_dist` and `batch_size` have no effect. `train_`,
+    `val_` and `test_` in front of a name are dropped, as the name of the stage is put there: `val_acc` becomes
+    `validation/acc`.
 
-    Of `self.trainer` there are `current_epoch`, `global_step`, `estimated_stepping_batches`, `world_size`,
-    `global_rank` and `is_global_zero`. `batch_idx` counts the micro-batches of this rank.
+    Of `self.trainer` there are `current_epoch`, `global_step`, `estimated_stepping_batches`, `sanity_checking`,
+    `world_size`, `global_rank` and `is_global_zero`; nothing else can be read or set. `batch_idx` counts the
+    micro-batches of this rank.
 
     Args:
         module: The LightningModule. Its parameters are called `module.<name>` in checkpoints.
@@ -65,6 +88,9 @@ class LightningTask(TaskModule):
         _check(module)
         module.trainer = self.trainer_proxy = TrainerProxy()
         module.log, module.log_dict = log_value, log_values  # Lightning's own need its Trainer
+        for name in _REFUSED_CALLS:
+            if not overrides(module, name):
+                setattr(module, name, partial(_refuse, name))
         module.prepare_data()
         module.configure_model()
         module.setup("fit")
@@ -83,6 +109,7 @@ class LightningTask(TaskModule):
         return self._step("test_step", batch)
 
     def predict_step(self, batch: Any) -> Any:
+        batch = self.module.on_after_batch_transfer(batch, self.trainer_proxy.loader)
         return _call(self.module.predict_step, batch, self.trainer_proxy)
 
     def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
@@ -94,18 +121,53 @@ class LightningTask(TaskModule):
 
     def _step(self, name: str, batch: Any) -> StepReturn:
         with capture_logged() as logged:
+            batch = self.module.on_after_batch_transfer(batch, self.trainer_proxy.loader)
             returned = _call(getattr(self.module, name), batch, self.trainer_proxy)
-        metrics = without_stage(logged)
         if isinstance(returned, Mapping):
             returned = returned.get("loss")
-        if returned is None and name == "training_step":
-            raise UserError(
-                f"{type(self.module).__name__}.training_step returned no loss, which Lightning takes as a skipped "
-                "step; return the loss, times 0 for a batch that should not count."
-            )
+        if name == "training_step":
+            if returned is None:
+                raise UserError(
+                    f"{type(self.module).__name__}.training_step returned no loss, which Lightning takes as a skipped "
+                    "step; return the loss, times 0 for a batch that should not count."
+                )
+            return without_stage({"loss": returned, **_without_loss(logged, returned)})
+        metrics = without_stage(logged)
         if isinstance(returned, Tensor):
-            metrics["loss"] = returned
+            metrics.setdefault("loss", returned)
+        elif isinstance(metrics.get("loss"), int | float):
+            metrics["loss"] = torch.tensor(metrics["loss"])
         return metrics
+
+
+def _without_loss(logged: Mapping[str, Any], loss: Any) -> dict[str, Any]:
+    """Return the logged values but the loss itself; raises UserError if another value is called so."""
+    others = {
+        name: value
+        for name, value in logged.items()
+        if set(without_stage({name: None})) != {"loss"} or not _is_same(value, loss)
+    }
+    if "loss" in others:
+        raise UserError(
+            "training_step logs 'loss' with another value than the returned loss, which has this name; log the loss "
+            "itself, or the value under another name."
+        )
+    return others
+
+
+def _is_same(value: Any, loss: Any) -> bool:
+    """Return True if a value is the loss, detached or not; nothing waits for the device."""
+    if value is loss:
+        return True
+    both = isinstance(value, Tensor) and isinstance(loss, Tensor)
+    return both and bool(value.untyped_storage()._cdata == loss.untyped_storage()._cdata)
+
+
+def _refuse(call: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UserError(
+        f"self.{call} needs Lightning's own loop, and is not offered to a LightningModule that runs as a task; write a "
+        "TaskModule, with manual = True if it drives its optimizers."
+    )
 
 
 def data_of(source: Any, *, batch_size: int | None = None) -> Data:
@@ -172,7 +234,10 @@ def _check(module: Any) -> None:
             "TaskModule with configure_phases, or with manual = True."
         )
     mixins = [cls for cls in type(module).__mro__ if cls.__name__ in ("ModelHooks", "DataHooks", "CheckpointHooks")]
-    hooks = {hook for cls in mixins for hook in vars(cls) if not hook.startswith("_")} | set(_UNCALLED_METHODS)
+    hooks = {hook for cls in mixins for hook in vars(cls) if not hook.startswith("_")} | {"configure_callbacks"}
+    for method, remedy in _REFUSED_METHODS.items():
+        if overrides(module, method):
+            raise UserError(f"{name} overrides {method}, which only Lightning's own loop calls; {remedy}.")
     uncalled = sorted(hook for hook in hooks - _HOOKS_USED if overrides(module, hook))
     if uncalled:
         warnings.warn(f"{name} overrides hooks that are not called here: {', '.join(uncalled)}.", stacklevel=3)
@@ -199,7 +264,10 @@ def read_optimizers(returned: Any, *, of: str) -> OptimizerSpec:
 def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
     """Return the optimizers and the schedulers in one of the forms that Lightning knows."""
     if isinstance(returned, Mapping):
+        _check_keys(returned, ("optimizer", "lr_scheduler", "monitor"))
         scheduler = returned.get("lr_scheduler")
+        if scheduler is not None and "monitor" in returned and not isinstance(scheduler, Mapping):
+            scheduler = {"scheduler": scheduler, "monitor": returned["monitor"]}
         return [returned["optimizer"]], [] if scheduler is None else [scheduler]
     if isinstance(returned, tuple | list):
         if len(returned) == 2 and all(isinstance(item, list | tuple) for item in returned):
@@ -207,13 +275,27 @@ def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
         if len(returned) == 1:
             return _parts(returned[0])
         return list(returned), []
-    return [returned], []
+    return [] if returned is None else [returned], []
+
+
+def _check_keys(config: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in config:
+        if key not in known:
+            raise UserError(
+                f"configure_optimizers returned the key {key!r}, which is unknown here.{nearest(key, known)}"
+            )
 
 
 def _schedule(item: Any, of: str) -> LRSchedule:
     """Return one of Lightning's schedules: a scheduler, stepped each epoch, or a mapping that says when."""
     config = item if isinstance(item, Mapping) else {"scheduler": item}
-    scheduler: LRScheduler = config["scheduler"]
+    _check_keys(config, ("scheduler", "interval", "frequency", "monitor", "strict", "name"))
+    scheduler, interval = config.get("scheduler"), config.get("interval", "epoch")
+    if not isinstance(scheduler, LRScheduler) or interval not in ("step", "epoch"):
+        raise UserError(
+            f"{of}.configure_optimizers returned a {type(scheduler).__name__} as a scheduler, with "
+            f"interval={interval!r}; return a torch LRScheduler with 'step' or 'epoch'."
+        )
     if config.get("frequency", 1) != 1:
         raise UserError(
             f"{of}.configure_optimizers asks for a scheduler with frequency={config['frequency']}; schedules step "
@@ -223,6 +305,11 @@ def _schedule(item: Any, of: str) -> LRSchedule:
         monitor = config.get("monitor")
         if monitor is None:
             raise UserError(f"{of}.configure_optimizers: ReduceLROnPlateau needs a monitor, such as 'val_loss'.")
+        if interval != "epoch" or monitor.startswith("train"):
+            raise UserError(
+                f"{of}.configure_optimizers: ReduceLROnPlateau steps after a validation, by one of its metrics; "
+                f"interval={interval!r} with monitor={monitor!r} is not offered."
+            )
         (name,) = without_stage({monitor: None})
         return LRSchedule(scheduler, every="metric", metric=f"validation/{name}")
-    return LRSchedule(scheduler, every="step" if config.get("interval") == "step" else "epoch")
+    return LRSchedule(scheduler, every=interval)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from trainkit.callback import Callback
@@ -32,6 +33,22 @@ if TYPE_CHECKING:
 
 _EVALUATIONS = {"sanity": "validation", "validation": "validation", "test": "test"}
 
+_OFFERED = (
+    "current_epoch",
+    "global_step",
+    "total_steps",
+    "sanity_checking",
+    "world_size",
+    "global_rank",
+    "batch",
+    "loader",
+)
+_NOT_OFFERED = (
+    "is not offered to a LightningModule that runs as a task; of self.trainer there are current_epoch, global_step, "
+    "estimated_stepping_batches, sanity_checking, world_size, global_rank and is_global_zero. What else the module "
+    "needs can be an argument of its constructor, and what it logs is passed to self.log."
+)
+
 
 class TrainerProxy:
     """Stands in for `self.trainer` of a module: how far the run is."""
@@ -42,8 +59,13 @@ class TrainerProxy:
         self.world_size = 1
         self.global_rank = 0
         self.total_steps: int | None = None
+        self.sanity_checking = False
         self.batch = -1
         self.loader = 0
+
+    @property
+    def progress_bar_callback(self) -> None:
+        """Has no value: `self.print` prints to the console, on rank 0."""
 
     @property
     def is_global_zero(self) -> bool:
@@ -61,19 +83,27 @@ class TrainerProxy:
         return self.total_steps
 
     def follow(self, run: Run) -> None:
-        """Copy the counters of the run."""
-        self.current_epoch, self.global_step = run.state.epoch, run.state.step
+        """Copy the number of steps and ranks; the epoch lasts until the next one starts, past its validation."""
+        self.global_step = run.state.step
         self.world_size, self.global_rank = run.strategy.comm.world_size, run.strategy.comm.rank
         self.total_steps = run.max_steps
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise UnsupportedLightningFeature(
-            f"self.trainer.{name} is not offered to a LightningModule that runs as a task; there are current_epoch, "
-            "global_step, estimated_stepping_batches, world_size, global_rank and is_global_zero. What else the "
-            "module needs can be an argument of its constructor."
-        )
+        if name in ("logger", "loggers", "local_rank"):  # read by properties, which hide an AttributeError
+            raise UserError(f"self.{name} {_NOT_OFFERED}")
+        raise UnsupportedLightningFeature(f"self.trainer.{name} {_NOT_OFFERED}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "should_stop":
+            raise UserError(
+                "self.trainer.should_stop cannot be set by a LightningModule that runs as a task; stop with the "
+                "callback EarlyStopping, or with run.request_stop(reason) in a trainkit.Callback."
+            )
+        if name not in _OFFERED:
+            raise UnsupportedLightningFeature(f"self.trainer.{name} {_NOT_OFFERED}")
+        super().__setattr__(name, value)
 
 
 class UnsupportedLightningFeature(UserError, AttributeError):
@@ -90,6 +120,7 @@ class LightningHooks(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._proxy.follow(run)
+        self._proxy.current_epoch = run.state.epoch
         self._module.on_fit_start()
         self._module.on_train_start()
 
@@ -99,6 +130,7 @@ class LightningHooks(Callback):
 
     def on_epoch_start(self, run: Run) -> None:
         self._proxy.follow(run)
+        self._proxy.current_epoch = run.state.epoch
         self._proxy.batch = -1
         self._module.on_train_epoch_start()
 
@@ -120,6 +152,7 @@ class LightningHooks(Callback):
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
         self._proxy.follow(run)
+        self._proxy.sanity_checking = stage == "sanity"
         self._training_batch, self._proxy.batch, self._proxy.loader = self._proxy.batch, -1, 0
         if stage in _EVALUATIONS:
             getattr(self._module, f"on_{_EVALUATIONS[stage]}_start")()
@@ -137,6 +170,7 @@ class LightningHooks(Callback):
         self._proxy.batch = self._training_batch
         if stage in _EVALUATIONS:
             getattr(self._module, f"on_{_EVALUATIONS[stage]}_end")()
+        self._proxy.sanity_checking = False
 
 
 def overrides(module: Any, hook: str) -> bool:
@@ -151,8 +185,13 @@ _logged: ContextVar[dict[str, Any] | None] = ContextVar("_logged", default=None)
 """The values logged by the running step; a context variable, as replicas run in threads."""
 
 
-def log_value(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Keep one value that the running step, or hook at the end of an epoch, logs."""
+def log_value(name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
+    """Keep one value that the running step, or hook at the end of an epoch, logs; raises UserError but for means."""
+    if reduce_fx not in ("mean", "avg", torch.mean) and not is_metric(value):
+        raise UserError(
+            f"self.log({name!r}, reduce_fx={getattr(reduce_fx, '__name__', reduce_fx)!r}) is not offered: values are "
+            "logged as means; log a metric object, such as torchmetrics.MaxMetric, MinMetric or SumMetric."
+        )
     logged = _logged.get()
     if logged is None:
         warnings.warn(
@@ -167,7 +206,7 @@ def log_value(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
 def log_values(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
     """Keep several values that the running step logs."""
     for name, value in dictionary.items():
-        log_value(name, value)
+        log_value(name, value, **kwargs)
 
 
 @contextmanager
@@ -187,6 +226,10 @@ def without_stage(logged: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in logged.items():
         prefix = next((prefix for prefix in _STAGE_PREFIXES if name.startswith(prefix)), "")
         short = name.removeprefix(prefix) or name
+        if short == "weight":  # of a step, this is the weight of its samples
+            if name == short:
+                raise UserError("self.log('weight') has a name with a meaning of its own; log it as 'mean_weight'.")
+            short = name
         metrics[name if short in metrics else short] = value
     return metrics
 
