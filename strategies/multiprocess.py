@@ -229,7 +229,8 @@ class MultiProcessStrategy(Strategy):
         with self.comm.waiting("the comparison of models"):
             check_same_model(tensors_of(task), self.comm.group)  # or the broadcast might crash or hang
         with self.comm.waiting("the broadcast of parameters and buffers"):
-            broadcast([*task.parameters(), *task.buffers()], self.comm.group)
+            tensors = [tensor for tensor in (*task.parameters(), *task.buffers()) if not tensor.is_meta]
+            broadcast(tensors, self.comm.group)
         self._buffers = BroadcastBuffers(task) if self.broadcast_buffers else None
 
     def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:

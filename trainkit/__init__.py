@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainkit.logger import Logger as Logger
     from trainkit.loops.phases import PhaseControl as PhaseControl
     from trainkit.metrics.metric import Metric as Metric
+    from trainkit.model.deferred_init import deferred_init as deferred_init
     from trainkit.optim.lr_schedule import LRSchedule as LRSchedule
     from trainkit.optim.phase import Phase as Phase
     from trainkit.state import TrainState as TrainState
@@ -51,6 +52,7 @@ _HOMES = {
     "TrainState": "state",
     "Trainer": "trainer",
     "UserError": "errors",
+    "deferred_init": "model.deferred_init",
     "session": "custom_loop",
 }
 __all__ = list(_HOMES)

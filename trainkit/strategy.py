@@ -23,6 +23,7 @@ from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import metrics_in
+from trainkit.model.deferred_init import make_real
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.optim.precision import Precision
 from trainkit.signals import ALWAYS
@@ -66,6 +67,8 @@ class Strategy:
 
     shards_parameters: bool = False
     """True if each rank holds a shard of every parameter, and `local_state` returns shards."""
+    initializes_modules: bool = False
+    """True if parameters on the meta device get values from the `reset_parameters` of their modules."""
 
     def __init__(
         self,
@@ -128,10 +131,15 @@ class Strategy:
 
         The task is changed in place and not wrapped: its parameters keep their names.
         """
-        self.precision.prepare(task)
-        task.to(self.device)
+        self._move_task(task)
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         self._all_trained = self._trained
+
+    def _move_task(self, task: TaskModule) -> None:
+        """Leave the task on the device, with values and in the dtype of the precision."""
+        make_real(task, device=self.device)
+        self.precision.prepare(task)
+        task.to(self.device)
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Arrange for the optimizer's gradients to be reduced; collective, before a run is restored.

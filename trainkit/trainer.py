@@ -21,6 +21,7 @@ from trainkit.errors import TYPES, Stopped, UserError, check_types
 from trainkit.logger import Logger
 from trainkit.loops.fit_config import FitConfig, NonfinitePolicy
 from trainkit.loops.worker import FitResult, evaluate_on_rank, fit_on_rank
+from trainkit.model.deferred_init import is_deferred, make_real, records_of
 from trainkit.model.transforms import ModelTransforms
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import GradientClipping
@@ -62,6 +63,8 @@ class Trainer:
         deterministic: Use deterministic algorithms only.
         detect_anomaly: Enable `torch.autograd.set_detect_anomaly` (slow).
         fused_optimizer: Use fused optimizer kernels where torch has them.
+        deferred_init: On the command line, build the task without memory, so that under `fsdp` it is never whole
+            anywhere. In Python, build it in `with trainkit.deferred_init():`.
         keep_freed_memory: On the CPU, let glibc keep the memory that a step frees for the next step.
         no_weight_decay: Parameters without weight decay: `bias`, `norm`, `embedding`, or name patterns.
         freeze: Name patterns of parameters or modules that are not trained; their batch norms keep their statistics.
@@ -107,6 +110,7 @@ class Trainer:
         deterministic: bool = False,
         detect_anomaly: bool = False,
         fused_optimizer: bool = True,
+        deferred_init: bool = False,
         keep_freed_memory: bool = True,
         no_weight_decay: Sequence[str] = (),
         freeze: Sequence[str] = (),
@@ -213,6 +217,8 @@ class Trainer:
         with self._reported(run_dir):
             result = self.strategy.launch(work)
         if result.weights is not None:
+            if is_deferred(task):
+                make_real(task)
             config.precision.prepare(task)  # to the type that the ranks trained in
             has_no_memory = any(parameter.is_meta for parameter in task.parameters())
             task.load_state_dict(result.weights, assign=has_no_memory)
@@ -267,6 +273,8 @@ class Trainer:
                 "a LightningModule: trainkit.integrations.lightning.LightningTask(module)."
             )
         self.strategy.validate()
+        if is_deferred(task) or not self.strategy.initializes_modules:
+            records_of(task)
         if self.fit_config.transforms is not None:
             self.fit_config.transforms.check(task)
         source = data.stage_data(stage)

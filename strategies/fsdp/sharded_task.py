@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.checkpoint.stored_tensor import StoredTensor, elements, in_memory
 from trainkit.errors import UserError, nearest
+from trainkit.model.deferred_init import Record, make_real, replace_content
 from trainkit.task import TaskModule
 
 Units = Literal["auto"] | Sequence[str]
@@ -222,11 +223,18 @@ class ShardedTask:
         unit a runs     rank 0 [ a  b0 ]   rank 1 [ a  b1 ]     gathered for its forward, and again for its backward
         gradients       rank 0 [ a0 b0 ]   rank 1 [ a1 b1 ]     summed over ranks, each rank keeps its shard
 
-    Names of parameters are those of the task. `replicated` parameters are on every rank.
+    Names of parameters are those of the task. `replicated` parameters are on every rank. A task without values gets
+    those that its `records` make, of parameters this rank's shards.
     """
 
     def __init__(
-        self, task: TaskModule, units: Sequence[Unit], mesh: DeviceMesh, *, reshard_after_forward: bool | int
+        self,
+        task: TaskModule,
+        units: Sequence[Unit],
+        mesh: DeviceMesh,
+        *,
+        reshard_after_forward: bool | int,
+        records: Mapping[str, Record],
     ) -> None:
         self.task, self.mesh = task, mesh
         self._shard_mesh = mesh["shard"]
@@ -260,6 +268,8 @@ class ShardedTask:
             # The loss is weighted: gradients are summed, with an operation that every backend has.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+        if records:
+            self._make_shards(records)
         with torch.no_grad():
             self._root(None, None)  # completes what PyTorch leaves to the first forward, while all parameters train
         self.reshard()
@@ -274,6 +284,19 @@ class ShardedTask:
             (module, {key: names - before.get(key, set()) for key, names in _added_names(module).items()})
             for module, before in self._before
         ]
+
+    def _make_shards(self, records: Mapping[str, Record]) -> None:
+        device = torch.device(self.mesh.device_type)
+        originals = {id(original) for _, _, original in self._originals}
+
+        def take(tensor: Tensor, value: Tensor) -> bool:
+            if isinstance(tensor, DTensor):
+                tensor.to_local().copy_(self.local_of(tensor, value))
+            return isinstance(tensor, DTensor) or id(tensor) in originals
+
+        self._root._apply(lambda t: torch.empty_like(t, device=device) if isinstance(t, DTensor) and t.is_meta else t)
+        with torch.no_grad():
+            make_real(self.task, device=device, records=records, take=take)
 
     # ---- Steps
 
@@ -395,7 +418,11 @@ class ShardedTask:
             sharded = present[id(original)]
             if id(original) not in wholes:
                 assert isinstance(sharded, DTensor)
-                original.data = _whole(sharded.detach())
+                whole = _whole(sharded.detach())
+                if original.is_meta:
+                    replace_content(original, whole)
+                else:
+                    original.data = whole
                 original.requires_grad_(sharded.requires_grad)
                 original.grad = None
                 wholes[id(original)] = original

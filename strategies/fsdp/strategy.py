@@ -22,6 +22,7 @@ from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import metrics_in, preserve_state, restore
+from trainkit.model.deferred_init import Record, records_of
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.optim.precision import Precision
 from trainkit.rng import preserve_rng
@@ -111,6 +112,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._sharded: ShardedTask | None = None
         self._locals: dict[int, nn.Parameter] = {}  # by the id of the task's parameter
         self._last: Any = None  # this rank's most recent batch
+        self._records: dict[str, Record] = {}  # of a task that has no values yet
 
     # ---- Before and after training
 
@@ -153,7 +155,10 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             )
 
     def prepare(self, task: TaskModule) -> None:
-        """Shard the task, with rank 0's parameters and buffers; collective."""
+        """Shard the task, with rank 0's parameters and buffers; collective.
+
+        Of a task that was built in `deferred_init` each rank makes its shards: it is never whole anywhere.
+        """
         _check_shardable(task)
         super().prepare(task)
         units = choose_units(task, self.units, min_bytes=self.min_unit_mb * MIB)
@@ -173,10 +178,18 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         mesh = make_mesh(
             self.comm.group, self.device.type, replicate=self.replicate, timeout_seconds=self.ranks.timeout_seconds
         )
-        self._sharded = ShardedTask(task, units, mesh, reshard_after_forward=self.reshard_after_forward)
+        records = self.comm.broadcast_object(self._records) if self._records else {}
+        self._sharded = ShardedTask(
+            task, units, mesh, reshard_after_forward=self.reshard_after_forward, records=records
+        )
         self._locals = {id(shard.sharded): shard.local for shard in self._sharded.shards}
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         self._all_trained, self._last = self._trained, None
+
+    def _move_task(self, task: TaskModule) -> None:
+        self._records = records_of(task)
+        self.precision.prepare(task)
+        task._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Let the optimizer update this rank's shards; collective."""
@@ -473,9 +486,7 @@ def _check_shardable(task: nn.Module) -> None:
     """Raise UserError for parameters that cannot be sharded."""
     for name, parameter in task.named_parameters():
         what = ""
-        if parameter.is_meta:
-            what = "is on the meta device"
-        elif isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor):
             what = "is a DTensor already"
         elif not parameter.is_contiguous():
             what = "is not contiguous (channels_last, or a transposed view)"

@@ -23,6 +23,7 @@ from trainkit.distributed.collectives import Collectives, broadcast, check_same_
 from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
+from trainkit.model.deferred_init import is_deferred, make_real
 from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure_optimizers
 from trainkit.optim.precision import Precision
 from trainkit.profiling import NO_COMMUNICATION, Overlap
@@ -92,6 +93,7 @@ class PipelineStrategy(MultiProcessStrategy):
     """
 
     supports_module_hooks = False
+    initializes_modules = True
     runtime: PipelineRuntime  # from `setup` on
 
     def __init__(
@@ -199,8 +201,11 @@ class PipelineStrategy(MultiProcessStrategy):
     def prepare(self, task: TaskModule) -> None:
         """Copy rank 0's parameters and buffers to every rank, in host memory until the task is partitioned. Collective.
 
-        Tensors on the meta device stay there until then, and are created only on the ranks that hold them.
+        Tensors on the meta device stay there until then, and are created only on the ranks that hold them; a task that
+        was built in `deferred_init` is made whole here.
         """
+        if is_deferred(task):
+            make_real(task)
         self.precision.prepare(task)
         check_same_model(tensors_of(task), self._all_ranks)  # or the broadcasts below could crash or hang
         everything = [tensor for tensor in named_state(task).values() if not tensor.is_meta]

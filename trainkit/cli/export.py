@@ -20,6 +20,7 @@ from trainkit.cli.run_commands import assemble, checkpoint_path, settings_of_run
 from trainkit.data.data import Data
 from trainkit.data.loader import open_loader
 from trainkit.errors import UserError, nearest
+from trainkit.model.deferred_init import make_real
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
@@ -128,6 +129,7 @@ def export_program(settings: Settings, path: Path, out: Path) -> str:
     """
     run = assemble(settings, run_dir=None, loggers=False)
     loaded = load_from(path)
+    make_real(run.task)
     run.task.load_state_dict(in_memory(saved_weights(loaded.payload, str(path))))
     batch, num_samples = _first_batch(run.data)
     program = _traced(run.task, batch, num_samples)

@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from trainkit.cli.validate import ConfigError, Problem, renamed_value
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError, raising_module
 from trainkit.logger import Logger
+from trainkit.model.deferred_init import deferred_init
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.report.config_diff import ConfigChange, differences
 from trainkit.rng import seed_everything
@@ -336,7 +337,8 @@ def assemble(settings: Settings, *, run_dir: Path | None, loggers: bool = True) 
     components = _Components()
     # The task comes first: its weights must depend on the seed alone.
     seed_everything(tree["trainer"].get("seed", 0) % 2**63)  # the Trainer refuses larger seeds
-    task = components.create("task", tree["task"], TaskModule)
+    with deferred_init() if tree["trainer"].get("deferred_init") else nullcontext():
+        task = components.create("task", tree["task"], TaskModule)
     data = components.create("data", tree["data"], object)
     strategy = components.create("strategy", tree["strategy"], Strategy)
     callbacks = components.create_all("callbacks", tree.get("callbacks"), Callback)

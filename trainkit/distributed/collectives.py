@@ -369,7 +369,7 @@ def interleave(parts: Sequence[Any]) -> Any:
 
 def _describe(name: str, tensor: Tensor) -> str:
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return f"{name} {tuple(tensor.shape)} {tensor.dtype}{', frozen' * frozen}"
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype}{', frozen' * frozen}{' on meta' * tensor.is_meta}"
 
 
 def _join_by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
