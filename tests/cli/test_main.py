@@ -155,6 +155,17 @@ def test_the_saved_config_repeats_the_run(capsys, tmp_path):
     assert first == second
 
 
+def test_deferred_init_builds_the_same_task_without_memory(tmp_path):
+    quiet = ["callbacks=[checkpoint]", "logger=[]", "trainer.max_duration=3step"]
+    found = []
+    for folder, deferred in {"whole": "false", "deferred": "true"}.items():
+        settings = ["strategy=fsdp", "strategy.devices=2", f"trainer.deferred_init={deferred}"]
+        assert main(["fit", *TINY, *quiet, *settings, f"run_dir={folder}"]) == 0
+        found.append(json.loads((tmp_path / folder / "summary.json").read_text())["metrics"])
+    assert found[0] == found[1]
+    assert main(["resume", "deferred", "trainer.max_duration=5step"]) == 0
+
+
 def test_an_exception_in_user_code_ends_with_its_whole_traceback_and_exit_code_1(capsys, tmp_path):
     Path("broken.py").write_text(
         "from trainkit.recipes.digits_mlp import DigitsMLP\n"

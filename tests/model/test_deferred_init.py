@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -286,13 +287,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
+        for leaf in tree_leaves(result):
+            tensor = getattr(leaf, "_local_tensor", leaf)  # a DTensor is the memory of its shard
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                self._sizes[storage._cdata] = (
-                    torch.multiprocessing.reductions.StorageWeakRef(storage),
-                    storage.nbytes(),
-                )
+                self._sizes[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self._sizes = {key: entry for key, entry in self._sizes.items() if not entry[0].expired()}
         self.most = max(self.most, sum(size for _, size in self._sizes.values()))
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,21 @@ from trainkit.callbacks.gradual_unfreezing import GradualUnfreezing
 from trainkit.callbacks.histograms import Histograms
 from trainkit.callbacks.model_graph import ModelGraph
 from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.dp import DataParallelStrategy
 from trainkit.strategies.fsdp.sharded_task import choose_units
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
+from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.loops.test_phases import Adversarial, Manual, made
 from tests.loops.test_phases import samples as adversarial_samples
+from tests.model.test_deferred_init import LiveBytes
 from tests.strategies.ddp.test_strategy import Sizes
 from tests.tasks import StopAt
-from trainkit import Callback, Data, TaskModule, Trainer, UserError
+from trainkit import Callback, Data, TaskModule, Trainer, UserError, deferred_init
+from trainkit.optim.precision import Precision
 from trainkit.testing import run_ranks
 
 NUM_SAMPLES = 29  # with batches of 8: the last one has 5, which leaves ranks with unequal shards
@@ -181,6 +188,99 @@ def differences_in_phases(folder: str) -> list[float]:
 def test_phases_have_the_weights_of_one_device(tmp_path):
     for found in run_ranks(differences_in_phases, 2, str(tmp_path)):
         assert max(found) < TOLERANCE
+
+
+# ---- A task that is never whole anywhere
+
+
+def built(deferred: bool, *, seed: int = 0, **arguments: Any) -> Language:
+    """Return a task of which one layer is another on each rank."""
+    torch.manual_seed(seed + (dist.get_rank() if dist.is_initialized() else 0))
+    with deferred_init() if deferred else nullcontext():
+        task = Language(**arguments)
+        nn.init.trunc_normal_(task.blocks[1].widen.weight, std=0.2)
+        task.blocks[2].widen.weight.data.mul_(0.5)
+        task.register_buffer("drawn", torch.randn(3))
+    return task
+
+
+def equal_bits(task: nn.Module, expected: nn.Module) -> bool:
+    state, others = task.state_dict(), expected.state_dict()
+    return list(state) == list(others) and all(torch.equal(state[name], others[name]) for name in state)
+
+
+def deferred_and_whole(names: list[str], folder: str) -> list[bool]:
+    """Train each case with a task that was built without memory, stop, resume it, and compare it with a whole one."""
+    equal = []
+    for name in names:
+        arguments, layout, settings = CASES[name]
+        tasks = [built(False, **arguments), built(True, **arguments), built(True, seed=9, **arguments)]
+        parameters = list(tasks[2].parameters())
+        for index, task in enumerate(tasks):
+            run_dir, callbacks = f"{folder}/{name} {min(index, 1)}", [StopAt(3)] if index == 1 else []
+            strategy = FSDPStrategy(device="cpu", **layout)
+            fit(strategy, task, run_dir, resume=index == 2, callbacks=callbacks, **settings)
+        assert all(one is other for one, other in zip(parameters, tasks[2].parameters(), strict=True)), "whole again"
+        assert not any(tensor.is_meta for tensor in [*tasks[2].parameters(), *tasks[2].buffers()])
+        equal.append(equal_bits(tasks[2], tasks[0]))
+    return equal
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        (2, ["blocks"]),
+        pytest.param(2, [name for name in CASES if name != "replicated"], marks=pytest.mark.slow),
+        pytest.param(4, ["replicated"], marks=pytest.mark.slow),
+        pytest.param(3, ["nested units"], marks=pytest.mark.slow),
+    ],
+    ids=["2 ranks", "all on 2", "4 ranks", "3 ranks"],
+)
+def test_a_task_built_without_memory_trains_to_the_same_bits(num_ranks, names, tmp_path):
+    for equal in run_ranks(deferred_and_whole, num_ranks, names, str(tmp_path), timeout=150):
+        assert equal == [True] * len(names)
+
+
+STRATEGIES = {
+    "single": lambda: SingleStrategy(device="cpu"),
+    "dp": lambda: DataParallelStrategy(devices=["cpu", "cpu"]),
+    "ddp": lambda: DDPStrategy(devices=2, device="cpu"),
+    "torch_ddp": lambda: TorchDDPStrategy(devices=2, device="cpu"),
+    "fusion": lambda: FusionStrategy(devices=2, device="cpu"),
+    "fsdp": lambda: FSDPStrategy(devices=2, device="cpu", units=["Block"]),
+    "pipeline": lambda: PipelineStrategy(stages=2, device="cpu"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("single", "ddp", "fsdp") else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES],
+)
+def test_a_task_built_without_memory_trains_under_every_strategy(name, tmp_path):
+    trained = []
+    for deferred in (False, True):
+        trained.append(built(deferred))
+        fit(STRATEGIES[name](), trained[-1], tmp_path / str(deferred), max_duration="3step")
+    assert equal_bits(*trained) and trained[1].head.weight is trained[1].words.weight
+
+
+def most_bytes_while_sharded() -> tuple[int, int]:
+    """Return the bytes that preparing a task without memory had alive at once, and those of the whole task."""
+    with deferred_init():
+        task = TaskModule()
+        task.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))
+        for layer in task.layers:
+            nn.init.normal_(layer.weight)
+    strategy = FSDPStrategy(device="cpu", units=["Linear"])
+    strategy.setup(Precision())
+    with LiveBytes() as live:
+        strategy.prepare(task)
+    return live.most, sum(parameter.nbytes for parameter in task.parameters())
+
+
+def test_a_rank_holds_its_shards_and_one_parameter_at_a_time():
+    for most, whole in run_ranks(most_bytes_while_sharded, 2):
+        assert most < whole / 2 + 2 * whole / 16
 
 
 # ---- State

@@ -17,7 +17,7 @@ The idea is that of torchdistX's deferred initialization (https://github.com/pyt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -138,7 +138,9 @@ def deferred_init() -> Iterator[None]:
         stack.enter_context(_CPUDevice(recorder))
         stack.enter_context(recorder)
         yield
-    for module in {id(part): part for root in roots.values() for part in root.modules()}.values():
+    modules = {id(module): module for root in roots.values() for module in root.modules()}.values()
+    recorder.finish(tensor for module in modules for _, tensor in _own_tensors(module))
+    for module in modules:
         records = [(tensor, recorder.record_of(tensor)) for _, tensor in _own_tensors(module) if recorder.has(tensor)]
         if records:
             vars(module)[_RECORDS] = records
@@ -256,6 +258,11 @@ class _Recorder(TorchDispatchMode):
         """Return how the value of a tensor is made."""
         self._recording.storage_bytes = [storage.nbytes() for storage in self._storages]
         return Record(self._recording, self._ref(tensor), tensor._version)
+
+    def finish(self, tensors: Iterable[Tensor]) -> None:
+        """Keep only the operations that the values of these tensors depend on."""
+        wanted = {self._ref(tensor).storage for tensor in tensors if self.has(tensor)}
+        self._recording.operations = live_operations(self._recording.operations, wanted)
 
     def _ref(self, tensor: Tensor) -> TensorRef:
         storage = tensor.untyped_storage()
