@@ -294,7 +294,11 @@ class ShardedTask:
                 tensor.to_local().copy_(self.local_of(tensor, value))
             return isinstance(tensor, DTensor) or id(tensor) in originals
 
-        self._root._apply(lambda t: torch.empty_like(t, device=device) if isinstance(t, DTensor) and t.is_meta else t)
+        def with_memory(tensor: Tensor) -> Tensor:
+            is_shard = isinstance(tensor, DTensor) and tensor.is_meta
+            return torch.empty_like(tensor, device=device) if is_shard else tensor
+
+        self._root._apply(with_memory)  # type: ignore[no-untyped-call] # torch does not annotate it
         with torch.no_grad():
             make_real(self.task, device=device, records=records, take=take)
 

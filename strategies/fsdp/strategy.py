@@ -189,7 +189,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def _move_task(self, task: TaskModule) -> None:
         self._records = records_of(task)
         self.precision.prepare(task)
-        task._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
+        moved = partial(_moved, device=self.device)
+        task._apply(moved)  # type: ignore[no-untyped-call] # torch does not annotate it
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Let the optimizer update this rank's shards; collective."""
@@ -480,6 +481,10 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             self.end_phases()
             self._sharded.make_whole()
             self._sharded, self._locals = None, {}
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor if tensor.is_meta else tensor.to(device)
 
 
 def _check_shardable(task: nn.Module) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -41,9 +42,10 @@ _REMEDY = "Build the task without deferred_init: set trainer.deferred_init=false
 _RECORDS = "_deferred_init"
 """The attribute of a module with the records of its tensors: (tensor, Record) pairs."""
 _ALLOCATES = ("empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
-_OVERWRITES = ("normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_", "geometric_", "cauchy_")
-_OVERWRITES += ("log_normal_",)
+_DRAWS = ("normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_")
+_OVERWRITES = (*_DRAWS, "fill_", "zero_", "copy_")
 """Operations that ignore what was in the tensor."""
+_DEVICE, _IS_META, _IS_CPU = (getattr_static(Tensor, name).__get__ for name in ("device", "is_meta", "is_cpu"))
 
 # ---- Records
 
@@ -153,7 +155,7 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # torch does not annotate it
         self._recording = Recording()
         self._indices: dict[int, int] = {}  # of storages, by address
         self._storages: list[UntypedStorage] = []  # alive, so that no address is used twice
@@ -301,10 +303,10 @@ class _CPUDevice(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         is_deferred = first is not None and self._recorder.has(first)
         if is_deferred and first is not None:
-            if func == Tensor.device.__get__:
+            if func == _DEVICE:
                 return _CPU
-            if func in (Tensor.is_meta.__get__, Tensor.is_cpu.__get__):
-                return func == Tensor.is_cpu.__get__
+            if func in (_IS_META, _IS_CPU):
+                return func == _IS_CPU
             if func is Tensor.cpu:
                 return first
             if func in (Tensor.numpy, Tensor.__array__, Tensor.tolist):
