@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import pickle
 import weakref
@@ -88,6 +89,10 @@ class Embedded(nn.Module):
         self.rates = [float(rate) for rate in torch.linspace(0, 0.1, 3)]
         self.scale = nn.Parameter(torch.tensor(2.0) * torch.ones(3))
         self.levels = [torch.zeros(3, device=self.head.weight.device), self.head.weight.new_tensor([1.0, 2.0])]
+        self.copied = copy.deepcopy(self.norm)
+        self.skipped = nn.utils.skip_init(nn.Linear, 3, 3)
+        nn.init.normal_(self.skipped.weight)
+        nn.init.zeros_(self.skipped.bias)
         self.to("cpu")
         assert not self.scale.is_meta and self.scale.device.type == "cpu", "as without deferred_init"
 
@@ -146,6 +151,10 @@ class Values(nn.Module):
         self.listed, self.array = self.weight.tolist(), self.weight.detach().numpy().sum()
         self.kept = nn.Parameter(torch.bernoulli(self.weight.detach().sigmoid()))
         self.after = nn.Parameter(torch.randn(2))
+        saved = io.BytesIO()
+        torch.save({"weight": torch.tensor([[1.0, 2.0]])}, saved)
+        self.loaded = nn.Linear(2, 1, bias=False)
+        self.loaded.load_state_dict(torch.load(io.BytesIO(saved.getvalue())))
         known = torch.tensor([1.0, 2.0])
         known.mul_(torch.ones(2)).add_(torch.rand_like(known))
         self.register_buffer("known", known)
@@ -386,6 +395,8 @@ def test_what_cannot_be_recorded_is_refused():
             torch.ones(2).mul_(outside)
         with pytest.raises(UserError, match=r"sparse.*trainer.deferred_init=false"):
             torch.eye(2).to_sparse() @ torch.ones(2, 2)
+        with pytest.raises(UserError, match="cannot be recorded"):
+            pickle.dumps(torch.ones(2))
         with pytest.raises(ValueError, match="read-only"):
             torch.ones(2).numpy()[0] = 3
         with pytest.raises(UserError, match="inside another"), deferred_init():

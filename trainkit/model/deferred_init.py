@@ -25,6 +25,7 @@ from inspect import getattr_static
 from typing import Any
 
 import torch
+from numpy import ndarray
 from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
@@ -41,9 +42,10 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 _REMEDY = "Build the task without deferred_init: set trainer.deferred_init=false."
 _RECORDS = "_deferred_init"
 """The attribute of a module with the records of its tensors: (tensor, Record) pairs."""
-_ALLOCATES = ("empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
+_EMPTIES = ("empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
+_ALLOCATES = tuple(f"aten::{name}" for name in _EMPTIES)
 _DRAWS = ("normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_")
-_OVERWRITES = (*_DRAWS, "fill_", "zero_", "copy_")
+_OVERWRITES = tuple(f"aten::{name}" for name in (*_DRAWS, "fill_", "zero_", "copy_"))
 """Operations that ignore what was in the tensor."""
 _DEVICE, _IS_META, _IS_CPU = (getattr_static(Tensor, name).__get__ for name in ("device", "is_meta", "is_cpu"))
 
@@ -145,7 +147,7 @@ def deferred_init() -> Iterator[None]:
     for module in modules:
         records = [(tensor, recorder.record_of(tensor)) for _, tensor in _own_tensors(module) if recorder.has(tensor)]
         if records:
-            vars(module)[_RECORDS] = records
+            vars(module).setdefault(_RECORDS, []).extend(records)
 
 
 class _Recorder(TorchDispatchMode):
@@ -159,27 +161,31 @@ class _Recorder(TorchDispatchMode):
         self._recording = Recording()
         self._indices: dict[int, int] = {}  # of storages, by address
         self._storages: list[UntypedStorage] = []  # alive, so that no address is used twice
+        self.on_meta = False
+        """True while the constructor itself asks for the meta device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():  # or tensors would say that they are on the CPU
             return self._dispatch(func, args, dict(kwargs or {}))
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        takes_device = any(argument.name == "device" for argument in func._schema.arguments)
-        if takes_device and kwargs.get("device") not in (None, _CPU, _META):
-            raise UserError(
-                f"{func} makes a tensor on {kwargs['device']}, and deferred_init only on the CPU. {_REMEDY}"
-            )
-        on_cpu = kwargs | ({"device": _CPU} if takes_device else {})
         inputs, written = _tensors((args, kwargs)), list(_written(func, args, kwargs))
+        device = kwargs.get("device") or (None if inputs else _CPU)
+        is_plain = bool(inputs) and all(tensor.is_meta and not self.has(tensor) for tensor in inputs)
+        if self.on_meta or (is_plain and device != _CPU):
+            return func(*args, **kwargs)  # the constructor's own tensors on the meta device
+        if device is not None and device.type not in ("cpu", "meta"):
+            raise UserError(f"{func} makes a tensor on {device}, and deferred_init only on the CPU. {_REMEDY}")
+        takes_device = any(argument.name == "device" for argument in func._schema.arguments)
+        on_cpu = kwargs | ({"device": _CPU} if takes_device and device is not None else {})
         if inputs and not any(tensor.is_meta for tensor in inputs):
             return func(*args, **on_cpu)
-        for tensor in inputs:
+        for tensor in inputs if func._schema.name not in _ALLOCATES else ():
             self._check(func, tensor)
         if any(not tensor.is_meta for tensor in written) or func is torch.ops.aten._local_scalar_dense.default:
             return self._run_with_values(func, args, on_cpu)
         keeps_dtype = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype)
-        if keeps_dtype and kwargs.get("device") == _CPU:
+        if keeps_dtype and device == _CPU:
             raise UserError(f"{func} may copy a tensor to the CPU, or be the tensor. {_REMEDY}")
         on_meta = kwargs | ({"device": _META} if takes_device else {})
         try:
@@ -200,14 +206,13 @@ class _Recorder(TorchDispatchMode):
         num_known = len(self._storages)
         outputs = tuple(self._ref(tensor) for tensor in made)
         created = frozenset(ref.storage for ref in outputs if ref.storage >= num_known)
-        name = func._schema.name.removeprefix("aten::")
-        if name in _ALLOCATES or torch.Tag.inplace_view in func.tags or not (created or written):
+        if func._schema.name in _ALLOCATES or torch.Tag.inplace_view in func.tags or not (created or written):
             return
         inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.is_meta]
         if not inputs and any(argument.name == "dtype" for argument in func._schema.arguments):
             kwargs["dtype"] = made[0].dtype  # the default one may be another later
         overwritten = created
-        ignores = name in _OVERWRITES or func is torch.ops.aten.bernoulli_.float
+        ignores = func._schema.name in _OVERWRITES or func is torch.ops.aten.bernoulli_.float
         if ignores:
             target, *inputs = inputs
             ref = self._ref(target)
@@ -311,25 +316,26 @@ class _CPUDevice(TorchFunctionMode):
                 return first
             if func in (Tensor.numpy, Tensor.__array__, Tensor.tolist):
                 found = func(self._recorder.value_of(first.detach()), *args[1:], **kwargs)
-                if func is not Tensor.tolist:
+                if isinstance(found, ndarray):
                     found.flags.writeable = False  # a change of it would be lost
                 return found
+            if func is Tensor.new_tensor:
+                kwargs.setdefault("device", _CPU)
         if func is Tensor.to:  # `x.to("cpu")` is `x`, not a copy
             own = "meta" if is_deferred else "cpu"
             args = (first, *(_placed(value, own) for value in args[1:]))
             kwargs = {key: _placed(value, own) for key, value in kwargs.items()}
-        elif _is_host(kwargs.get("device")) or func is Tensor.new_tensor:
-            kwargs["device"] = "cpu" if _is_host(kwargs.get("device", "cpu")) else kwargs["device"]
-        return func(*args, **kwargs)
-
-
-def _is_host(value: object) -> bool:
-    return isinstance(value, (str, torch.device)) and str(value) in ("cpu", "meta")
+        before, self._recorder.on_meta = self._recorder.on_meta, str(kwargs.get("device")) == "meta"
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._recorder.on_meta = before
 
 
 def _placed(value: Any, own: str) -> Any:
     """Return an argument of `Tensor.to` for a tensor on the device `own`."""
-    return own if _is_host(value) else value.dtype if isinstance(value, Tensor) else value
+    is_host = isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cpu"
+    return own if is_host else value.dtype if isinstance(value, Tensor) else value
 
 
 def _tensors(tree: Any) -> list[Tensor]:
