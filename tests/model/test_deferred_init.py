@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -158,6 +159,18 @@ class Values(nn.Module):
         known = torch.tensor([1.0, 2.0])
         known.mul_(torch.ones(2)).add_(torch.rand_like(known))
         self.register_buffer("known", known)
+        array = np.arange(3, dtype=np.float32)
+        self.copied = nn.Parameter(torch.empty(3))
+        self.copied.data.copy_(torch.from_numpy(array))
+        array[:] = 7
+
+
+def in_default_fp64() -> nn.Module:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return nn.Sequential(nn.Linear(2, 3), nn.ParameterList([torch.full((2,), 0.1), torch.rand(3)]))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def spectral() -> nn.Module:
@@ -176,10 +189,14 @@ def spectral() -> nn.Module:
         lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last),
         lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).to(torch.float64).requires_grad_(False),
+        in_default_fp64,
         transformer,
         Views,
     ],
-    ids=["mlp", "embedded", "lstm", "attention", "transformer", "channels_last", "fp64", "own_init", "views"],
+    ids=[
+        *["mlp", "embedded", "lstm", "attention", "transformer", "channels_last", "fp64"],
+        *["default_fp64", "own_init", "views"],
+    ],
 )
 def test_values_are_those_of_the_constructor(build):
     pickled = pickle.loads(pickle.dumps(both(build)[1]))

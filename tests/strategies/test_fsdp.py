@@ -241,6 +241,17 @@ def test_a_task_built_without_memory_trains_to_the_same_bits(num_ranks, names, t
         assert equal == [True] * len(names)
 
 
+def refused_on_ranks_that_differ(folder: str) -> str:
+    with pytest.raises(RuntimeError, match="do not have the same model") as raised:
+        fit(FSDPStrategy(device="cpu"), built(dist.get_rank() == 0), folder)
+    return str(raised.value)
+
+
+def test_a_task_without_memory_on_some_ranks_only_is_refused(tmp_path):
+    for message in run_ranks(refused_on_ranks_that_differ, 2, str(tmp_path)):
+        assert "on meta on rank 0, but" in message
+
+
 STRATEGIES = {
     "single": lambda: SingleStrategy(device="cpu"),
     "dp": lambda: DataParallelStrategy(devices=["cpu", "cpu"]),
