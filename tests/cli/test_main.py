@@ -166,6 +166,19 @@ def test_deferred_init_builds_the_same_task_without_memory(tmp_path):
     assert main(["resume", "deferred", "trainer.max_duration=5step"]) == 0
 
 
+def test_what_deferred_init_cannot_record_names_the_key(capsys, monkeypatch, tmp_path):
+    Path("pickled.py").write_text(
+        "import pickle\nfrom trainkit.recipes.digits_mlp import DigitsMLP\n\n\n"
+        "class Pickled(DigitsMLP):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.saved = pickle.dumps(self.network[1].weight)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    typed = ["fit", "recipe=digits_mlp", "task._target_=pickled.Pickled", "trainer.deferred_init=true"]
+    assert "set trainer.deferred_init=false" in _errors(capsys, *typed)
+
+
 def test_an_exception_in_user_code_ends_with_its_whole_traceback_and_exit_code_1(capsys, tmp_path):
     Path("broken.py").write_text(
         "from trainkit.recipes.digits_mlp import DigitsMLP\n"

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from inspect import getattr_static
 from typing import Any
 
@@ -219,7 +218,7 @@ class _Recorder(TorchDispatchMode):
             if ref.covers(self._storages[ref.storage].nbytes()):
                 overwritten = frozenset([ref.storage])
         writes = created | {self._ref(tensor).storage for tensor in written}
-        reads = frozenset(self._ref(tensor).storage for tensor in inputs) | (writes - overwritten)
+        reads = frozenset(self._ref(tensor).storage for tensor in inputs)
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
@@ -282,7 +281,7 @@ class _Recorder(TorchDispatchMode):
         """Return the present value of a tensor."""
         record, found = self.record_of(tensor), list[UntypedStorage]()
         with _disable_current_modes():
-            _replay(record.recording, [record.tensor.storage], lambda _, storage: found.append(storage))
+            replay(record.recording, [record.tensor.storage], lambda _, storage: found.append(storage))
             return _view(record.tensor, found[0])
 
     def _run_with_values(self, func: Any, args: Any, kwargs: Any, *, ignored: Tensor | None = None) -> Any:
@@ -362,7 +361,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 # ---- Replaying
 
 
-def _replay(recording: Recording, wanted: Collection[int], complete: Callable[[int, UntypedStorage], None]) -> None:
+def replay(recording: Recording, wanted: Collection[int], complete: Callable[[int, UntypedStorage], None]) -> None:
     """Make the content of the `wanted` storages, and call `complete` with each as soon as it is whole."""
     operations = live_operations(recording.operations, wanted)
     touched = [operation.touched for operation in operations]
@@ -397,29 +396,32 @@ def live_operations(operations: Sequence[Operation], wanted: Collection[int]) ->
 def execution_order(touched: Sequence[Collection[int]]) -> Iterator[int]:
     """Yield the operations, given by the storages that they touch, so that few storages are in use at once.
 
-    Those of one storage keep their order, and follow on each other as soon as they can:
+    Those of one storage keep their order. What follows on an operation comes next, after what it waits for:
 
-        recorded    normal_ a   normal_ b   mul_ a   mul_ b
-        executed    normal_ a   mul_ a   normal_ b   mul_ b
+        recorded    normal_ a   normal_ b   mul_ a   eye c   add_ c to a   mul_ b
+        executed    normal_ a   mul_ a   eye c   add_ c to a   normal_ b   mul_ b
     """
-    followers: list[list[int]] = [[] for _ in touched]
-    num_waiting = [0] * len(touched)
+    before: list[list[int]] = [[] for _ in touched]
+    after: list[list[int]] = [[] for _ in touched]
     last: dict[int, int] = {}  # operation on each storage
     for place, indices in enumerate(touched):
         for index in indices:
             if index in last:
-                followers[last[index]].append(place)
-                num_waiting[place] += 1
+                before[place].append(last[index])
+                after[last[index]].append(place)
             last[index] = place
-    ready = [(True, place) for place, waiting in enumerate(num_waiting) if not waiting]  # False: its storages exist
-    heapify(ready)
-    while ready:
-        _, place = heappop(ready)
-        yield place
-        for follower in followers[place]:
-            num_waiting[follower] -= 1
-            if not num_waiting[follower]:
-                heappush(ready, (False, follower))
+    done = [False] * len(touched)
+    stack = list(range(len(touched)))[::-1]
+    while stack:
+        place = stack.pop()
+        awaited = [other for other in before[place] if not done[other]]
+        if awaited:
+            stack += [place, *sorted(awaited, reverse=True)]
+        elif not done[place]:
+            done[place] = True
+            yield place
+            # First those that are about fewer storages, as they may end the use of one.
+            stack += sorted(after[place], key=lambda other: (len(touched[other]), other), reverse=True)
 
 
 class _Storages(dict[int, UntypedStorage]):
@@ -545,17 +547,15 @@ def make_real(
                 if name in tensors:
                     keep(name, storage)
 
-        _replay(recording, names, complete)
+        replay(recording, names, complete)
     for module in task.modules():
         vars(module).pop(_RECORDS, None)
 
 
 def replace_content(tensor: Tensor, content: Tensor) -> None:
     """Give a tensor the content, device and layout of another; it stays the same object, with its attributes."""
-    kind = type(tensor) if isinstance(tensor, nn.Parameter) else Tensor
-    content = Tensor._make_subclass(kind, content, tensor.requires_grad)
-    vars(content).update(vars(tensor))
-    torch._C._swap_tensor_impl(tensor, content)  # swap_tensors refuses weak references, which nn.LSTM has
+    # Not by swap_tensors, which refuses a tensor with weak references, as nn.LSTM has.
+    torch._C._swap_tensor_impl(tensor, Tensor._make_subclass(Tensor, content, tensor.requires_grad))
 
 
 def _like(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
