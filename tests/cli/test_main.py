@@ -170,8 +170,8 @@ def test_what_deferred_init_cannot_record_names_the_key(capsys, monkeypatch, tmp
     Path("pickled.py").write_text(
         "import pickle\nfrom trainkit.recipes.digits_mlp import DigitsMLP\n\n\n"
         "class Pickled(DigitsMLP):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
+        "    def __init__(self, *, width: int = 8, **others: float) -> None:\n"
+        "        super().__init__(width=width, **others)\n"
         "        self.saved = pickle.dumps(self.network[1].weight)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
