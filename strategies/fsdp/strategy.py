@@ -182,6 +182,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._sharded = ShardedTask(
             task, units, mesh, reshard_after_forward=self.reshard_after_forward, records=records
         )
+        self._records = {}
         self._locals = {id(shard.sharded): shard.local for shard in self._sharded.shards}
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         self._all_trained, self._last = self._trained, None
