@@ -95,6 +95,7 @@ class Embedded(nn.Module):
         self.scale = nn.Parameter(torch.tensor(2.0) * torch.ones(3))
         self.levels = [torch.zeros(3, device=self.head.weight.device), self.head.weight.new_tensor([1.0, 2.0])]
         self.copied = copy.deepcopy(self.norm)
+        self.cast = nn.Parameter(self.scale.data.to(device="cpu", dtype=torch.float64))
         self.skipped = nn.utils.skip_init(nn.Linear, 3, 3)
         nn.init.normal_(self.skipped.weight)
         nn.init.zeros_(self.skipped.bias)

@@ -194,7 +194,7 @@ class _Recorder(TorchDispatchMode):
                 raise UserError(f"{func} cannot be recorded: {error}. {_REMEDY}") from error
             return self._run_with_values(func, args, on_cpu)  # shapes depend on values, or the error is the user's
         made = _tensors(result)
-        if not inputs and all(tensor.numel() == 0 for tensor in made):
+        if not inputs and made and all(tensor.numel() == 0 for tensor in made):
             return func(*args, **on_cpu)  # there are no values to defer
         for tensor in made:
             self._check(func, tensor, is_new=True)
@@ -311,7 +311,7 @@ class _CPUDevice(TorchFunctionMode):
                 return _CPU
             if func in (_IS_META, _IS_CPU):
                 return func == _IS_CPU
-            if func is Tensor.cpu:
+            if func is Tensor.cpu and len(args) == 1 and not kwargs:
                 return first
             if func in (Tensor.numpy, Tensor.__array__, Tensor.tolist):
                 found = func(self._recorder.value_of(first.detach()), *args[1:], **kwargs)
@@ -320,11 +320,12 @@ class _CPUDevice(TorchFunctionMode):
                 return found
             if func is Tensor.new_tensor:
                 kwargs.setdefault("device", _CPU)
+        on_meta = func is not Tensor.to and str(kwargs.get("device")) == "meta"
         if func is Tensor.to:  # `x.to("cpu")` is `x`, not a copy
             own = "meta" if is_deferred else "cpu"
             args = (first, *(_placed(value, own) for value in args[1:]))
             kwargs = {key: _placed(value, own) for key, value in kwargs.items()}
-        before, self._recorder.on_meta = self._recorder.on_meta, str(kwargs.get("device")) == "meta"
+        before, self._recorder.on_meta = self._recorder.on_meta, on_meta
         try:
             return func(*args, **kwargs)
         finally:
