@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -253,6 +254,28 @@ def test_models_of_transformers_have_the_values_of_their_constructor(name):
     config = getattr(transformers, f"{name}Config")(num_attention_heads=2, **sizes)
     config.intermediate_size = 16
     check(lambda: transformers.AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the tasks' own constructors
+def test_tasks_of_the_zoo_have_the_values_of_their_constructor():
+    pytest.importorskip("transformers")
+    from tests.strategies.pipeline.zoo.tasks import LIBRARY, TASKS
+
+    refused, unequal = [], []
+    for name, build in (TASKS | LIBRARY).items():
+        expected, task = both(build)
+        try:
+            make_real(task)
+        except UserError:
+            refused.append(name)
+            continue
+        values = {name: t for name, t in _named_tensors(task) if t.is_leaf and not t.is_meta and not is_lazy(t)}
+        others = {name: t for name, t in _named_tensors(expected) if t.is_leaf and not t.is_meta and not is_lazy(t)}
+        if list(values) != list(others) or not all(torch.equal(values[name], others[name]) for name in others):
+            unequal.append(name)
+    assert unequal == []
+    assert refused == ["a hook on a shared weight", "a late hook on a shared weight", "registered hooks"]
 
 
 # ---- Any constructor

@@ -503,8 +503,8 @@ def records_of(task: nn.Module) -> dict[str, Record]:
             what = "was built in deferred_init and has a hook, which it would lose"
         if record is None or what:
             raise UserError(
-                f"{name} of {type(task).__name__} {what}. Do all of this in `with trainkit.deferred_init():`, which "
-                "trainer.deferred_init=true does on the command line, or build the task on the CPU."
+                f"{name} of {type(task).__name__} {what}. Build the whole task in `with trainkit.deferred_init():` and "
+                "leave it as it is (trainer.deferred_init=true does so), or build it on the CPU."
             )
         records[name] = record
     return records
