@@ -247,9 +247,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
         A rank with fewer micro-batches than others repeats a batch, with the weight zero.
         """
-        self._steps += 1
         sharded, outputs = self._task, []
         where = f"forward and backward of step {self._steps}"
+        self._steps += 1
         with self.comm.waiting(where), sharded.explained(self._step_name):
             rounds, reduced = self._num_rounds(batch), [parameter.grad for parameter in sharded.replicated]
             for parameter in sharded.replicated:
@@ -317,8 +317,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         largest, smallest = self._max_over_ranks([calls, -calls])
         if largest != -smallest:
             raise UserError(
-                f"ranks ran different units in step {self._steps}, so that their parameters and gradients were mixed. "
-                "Every rank must run the same modules in the same order: set strategy.units=[], with which the "
+                f"ranks ran different units in step {self._steps - 1}, so that their parameters and gradients were "
+                "mixed. Every rank must run the same modules in the same order: set strategy.units=[], with which the "
                 "task is one unit, or strategy=ddp."
             )
 

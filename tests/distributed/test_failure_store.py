@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from trainkit import Data, TaskModule, Trainer
@@ -25,7 +26,7 @@ from trainkit.run_dir.failure import phase_in
 from trainkit.testing import rank_outcomes, run_ranks
 
 LIMIT = 6.0  # seconds; every collective before the hang has to end within it
-STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDPStrategy}
+STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "torch_ddp": TorchDDPStrategy}
 
 
 class Hanging(TaskModule):
@@ -78,6 +79,20 @@ def fit_until_rank_1_hangs(strategy: str, where: str, folder: str) -> str:
     [
         ("ddp", "training", "backward of step 2, bucket 0 of 1", "step 2, Hanging.training_step"),
         ("ddp", "validation", " after step 3. Position of each rank:", "step 2, Hanging.validation_step"),
+        pytest.param(
+            "fsdp",
+            "training",
+            "forward and backward of step 2. Position",
+            "step 2, Hanging.training_step",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fsdp",
+            "validation",
+            " after step 3. Position of each rank:",
+            "step 2, Hanging.validation_step",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "torch_ddp",
             "training",

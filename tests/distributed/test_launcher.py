@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
 
 from tests.program import Program
 from tests.tasks import Regression, regression_data
@@ -251,14 +252,18 @@ class Hanging(TaskModule):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_with_its_line_and_all_ranks_end(tmp_path):
-    strategy = DDPStrategy(devices=2, device="cpu", timeout_seconds=5.0)
+@pytest.mark.parametrize(
+    ("kind", "waits"),
+    [(DDPStrategy, "backward of step 2, bucket 0 of 1"), (FSDPStrategy, "forward and backward of step 2")],
+)
+def test_a_rank_that_hangs_is_named_with_its_line_and_all_ranks_end(kind, waits, tmp_path):
+    strategy = kind(devices=2, device="cpu", timeout_seconds=5.0)
     trainer = Trainer(strategy, max_duration="10step", callbacks=[], loggers=[], run_dir=tmp_path / "run")
     data = Data(train=TensorDataset(torch.randn(64, 4)), batch_size=4)
     with pytest.raises(RankError) as raised:
         trainer.fit(Hanging(tmp_path), data)
     message = str(raised.value)
-    assert "rank 0 timed out after 5 s in backward of step 2, bucket 0 of 1. Position of each rank:" in message
+    assert f"rank 0 timed out after 5 s in {waits}. Position of each rank:" in message
     assert "rank 1: has not come; it is in step 2, Hanging.training_step, " in message
     assert "test_launcher.py:" in message
     pids = [int((tmp_path / f"rank_{rank}.pid").read_text()) for rank in range(2)]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Stopped, TaskModule, Trainer, UserError
@@ -133,6 +134,16 @@ def test_a_cluster_without_room_is_reported(head, tmp_path, monkeypatch):
     strategy = DDPStrategy(devices=5, device="cpu", launcher="ray")
     with pytest.raises(UserError, match=r"needs 5 times 1 CPU, and the Ray cluster has room for 2; set .*devices=2"):
         trainer(tmp_path, strategy, 5).fit(Regression(), data())
+
+
+def test_ranks_that_hold_shards_have_the_weights_of_one_process(head, tmp_path):
+    strategy = FSDPStrategy(devices=2, device="cpu", launcher="ray", units=["Linear"])
+    task, whole = Regression(), Regression()
+    trainer(tmp_path / "run", strategy, 5, NoteStart()).fit(task, data())
+    nodes = {(tmp_path / "run" / f"starts_{rank}.txt").read_text().split()[3] for rank in (0, 1)}
+    assert len(nodes) == 2
+    trainer(tmp_path / "whole", SingleStrategy(device="cpu"), 5).fit(whole, data())
+    torch.testing.assert_close(dict(task.state_dict()), dict(whole.state_dict()))
 
 
 def test_a_run_that_loses_a_node_continues_to_the_weights_of_an_uninterrupted_run(head, tmp_path):

@@ -85,7 +85,7 @@ TOOLS = {
 
 def sweep(folder: Path, *overrides: str, path: str) -> "subprocess.CompletedProcess[str]":
     environment = {key: value for key, value in os.environ.items() if key not in ELASTIC and "SLURM" not in key}
-    task = ["recipe=digits_mlp", "strategy=ddp", "strategy.device=cpu", "logger=jsonl", "callbacks=checkpoint"]
+    task = ["recipe=digits_mlp", "strategy.device=cpu", "logger=jsonl", "callbacks=checkpoint"]
     limits = ["trainer.max_duration=2step", "trainer.limit_validation_batches=1", "run_dir=sweep"]
     return subprocess.run(
         [sys.executable, "-m", "trainkit", "fit", "-m", *task, *limits, *overrides],
@@ -99,9 +99,11 @@ def sweep(folder: Path, *overrides: str, path: str) -> "subprocess.CompletedProc
 
 
 @pytest.mark.slow
-def test_two_tasks_of_submitit_on_this_machine_train_together(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_tasks_of_submitit_on_this_machine_train_together(strategy, tmp_path):
     pytest.importorskip("submitit")
-    done = sweep(tmp_path, "hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", path="")
+    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
+    done = sweep(tmp_path, f"strategy={strategy}", *launcher, path="")
     assert done.returncode == 0, done.stdout + done.stderr
     payload = load_from(tmp_path / "sweep" / "0").payload
     assert payload["state"]["step"] == 2
@@ -119,6 +121,7 @@ def test_a_job_for_slurm_requests_its_resources_and_its_tasks_train_together(tmp
     launcher = ["nodes=1", "tasks_per_node=2", "timeout_min=90", "partition=gpu", "signal_delay_s=300"]
     done = sweep(
         tmp_path,
+        "strategy=ddp",
         "hydra/launcher=submitit_slurm",
         *(f"hydra.launcher.{setting}" for setting in launcher),
         path=f"{tools}:",

@@ -12,6 +12,7 @@ from torch.distributed import run as torchrun
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
 
 from tests.program import Program
 from trainkit import Callback, Data, TaskModule, Trainer
@@ -50,13 +51,13 @@ class KillInTurn(Callback):
             os.kill(os.getpid(), 9)
 
 
-def train(run_dir: Path, *callbacks: Callback) -> None:
+def train(run_dir: Path, kind: str, *callbacks: Callback) -> None:
     inputs = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     data = Data(train=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
     trainer = Trainer(
-        DDPStrategy(device="cpu"),
+        DDPStrategy(device="cpu") if kind == "ddp" else FSDPStrategy(device="cpu", units=["Linear"]),
         max_duration="3epoch",
-        callbacks=[NoteStart(), *callbacks, Checkpoint(every="3step")],
+        callbacks=[NoteStart(), *callbacks, Checkpoint(every="3step", sharded=kind == "fsdp, sharded")],
         loggers=[],
         run_dir=run_dir,
     )
@@ -64,9 +65,10 @@ def train(run_dir: Path, *callbacks: Callback) -> None:
 
 
 @pytest.mark.slow
-def test_restarts_after_killed_ranks_end_with_the_weights_of_an_uninterrupted_run(tmp_path):
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp, sharded"])
+def test_restarts_after_killed_ranks_end_with_the_weights_of_an_uninterrupted_run(kind, tmp_path):
     run = str(tmp_path / "run")
-    command = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", __name__, run]
+    command = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", __name__, run, kind]
     environment = {key: value for key, value in os.environ.items() if key not in ELASTIC}
     log = tmp_path / "log.txt"
     with log.open("w") as file:
@@ -75,11 +77,11 @@ def test_restarts_after_killed_ranks_end_with_the_weights_of_an_uninterrupted_ru
             code = program.wait()
     assert code == 0, log.read_text()
     assert (tmp_path / "run" / "starts.txt").read_text() == "0 3 6 "
-    run_ranks(train, 2, tmp_path / "whole")
+    run_ranks(train, 2, tmp_path / "whole", kind)
     whole, restarted = (load_from(tmp_path / name).payload for name in ("whole", "run"))
     assert restarted["state"]["step"] == whole["state"]["step"] == 12
     assert all(torch.equal(restarted["task"][name], tensor) for name, tensor in whole["task"].items())
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), KillInTurn())
+    train(Path(sys.argv[1]), sys.argv[2], KillInTurn())

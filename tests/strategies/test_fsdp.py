@@ -26,14 +26,17 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
+from tests.equality import numbers
 from tests.loops.test_phases import Adversarial, Manual, made
 from tests.loops.test_phases import samples as adversarial_samples
 from tests.model.test_deferred_init import LiveBytes
 from tests.strategies.ddp.test_strategy import Sizes
+from tests.strategies.fusion.test_failure import LIMITS, FailingOnOne
 from tests.tasks import StopAt
 from trainkit import Callback, Data, TaskModule, Trainer, UserError, deferred_init
+from trainkit.distributed.failure_store import RankError
 from trainkit.optim.precision import Precision
-from trainkit.testing import run_ranks
+from trainkit.testing import rank_outcomes, run_ranks
 
 NUM_SAMPLES = 29  # with batches of 8: the last one has 5, which leaves ranks with unequal shards
 WORDS, WIDTH = 11, 6
@@ -436,6 +439,41 @@ def with_unfreezing(folder: str) -> float:
     return distance(task, alone)
 
 
+# ---- Failures
+
+
+def failing(fault: str, folder: Path) -> str:
+    """Train until rank 1 fails in a step; return this rank's error."""
+    task = FailingOnOne()
+    task.fault, task.until = fault, folder / "noticed"
+    trainer = Trainer(
+        FSDPStrategy(device="cpu", units=["Linear"], timeout_seconds=600.0),
+        max_duration="6step",
+        callbacks=[],
+        loggers=[],
+        run_dir=folder,
+    )
+    try:
+        trainer.fit(task, Data(train=numbers(24), batch_size=6))
+    except RankError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("fault", "failure", "told"),
+    [
+        ("raise", "ZeroDivisionError: rank 1 cannot go on", "rank 1 failed in step 2: ZeroDivisionError"),
+        ("die", "the process was killed by SIGKILL", "a rank is gone"),
+    ],
+)
+def test_a_rank_that_fails_in_a_step_ends_the_others_with_its_reason(fault, failure, told, tmp_path):
+    first, second = rank_outcomes(failing, 2, fault, tmp_path, **LIMITS)
+    assert failure in second.failure
+    assert first.value.startswith("stopped while waiting in forward and backward of step 2, because ")
+    assert told in first.value
+
+
 # ---- What is refused
 
 
@@ -513,7 +551,7 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
         assert "words.weight was changed in place" in messages["in place"]
         assert "AsArray.training_step keeps the memory of a gathered parameter" in messages["array"]
         assert "an output that is changed in place" in messages["added"]
-        assert "ranks ran different units in step 1" in messages["uneven"]
+        assert "ranks ran different units in step 0" in messages["uneven"]
         assert "Adafactor may need full parameters" in messages["optimizer"]
         assert "does not support fp16-mixed" in messages["scaler"]
         assert "does not support bf16-true" in messages["half"]
