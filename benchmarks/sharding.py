@@ -8,6 +8,7 @@ library keeps freed memory for all of them, as `Trainer.fit` lets it by default.
 
 time: the median from one forward to the next on the main rank, without the first steps; ratios to the loop by hand
 within rounds, in each of which all run in rotating order. CPU: the processor's time of the main rank for a step.
+Process: the most memory of the main rank with all that it imports and all freed memory that the C library keeps.
 
 memory: the most bytes that a rank has at once during a step, above what its process has beside tensors; the C library
 gives back what is freed. A batch has so few tokens that activations are small. Theory: (parameters, gradients and
@@ -224,11 +225,11 @@ def samples(number: int, length: int) -> TensorDataset:
 
 
 def time_of_step(contender: str, folder: Path, steps: int) -> dict[str, float]:
-    """Return the seconds of a step, of the clock and of the processor."""
+    """Return the seconds of a step, of the clock and of the processor, and the most bytes of the process."""
     began = train(contender, steps=steps, batch_size=BATCH, length=LENGTH, folder=folder, make=Timed).began[WARM_UP:]
     pairs = list(pairwise(began))
     wall, processor = (statistics.median(after[i] - before[i] for before, after in pairs) for i in range(2))
-    return {"seconds": wall, "cpu_seconds": processor}
+    return {"seconds": wall, "cpu_seconds": processor, "process": process_bytes("VmHWM")}
 
 
 def memory_of_step(contender: str, folder: Path, steps: int) -> dict[str, float]:
@@ -397,21 +398,26 @@ def show_times(ranks: int, rounds: int, steps: int) -> list[dict[str, Any]]:
                     errors[name] = main["error"]
                 found[name].append(main)
     rows: list[dict[str, Any]] = []
-    print("\n| ranks | contender | ms a step | x by hand | quartiles | CPU ms | x by hand |\n" + "|---" * 7 + "|")
+    print(
+        "\n| ranks | contender | ms a step | x by hand | quartiles | CPU ms | x by hand | process MiB |\n"
+        + "|---" * 8
+        + "|"
+    )
     for name, times in found.items():
         row: dict[str, Any] = {"ranks": ranks, "contender": name}
         if name in errors:
             row["error"] = errors[name]
-            print(f"| {ranks} | {name} | {errors[name]} | | | | |", flush=True)
+            print(f"| {ranks} | {name} | {errors[name]} | | | | | |", flush=True)
         else:
             for key in ("seconds", "cpu_seconds"):
                 ratios = [a[key] / b[key] for a, b in zip(times, found[BY_HAND], strict=True)]
                 quartiles = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
                 row |= {key: statistics.median(a[key] for a in times), f"{key}_to_hand": quartiles}
+            row["process"] = statistics.median(a["process"] for a in times)
             (low, middle, high), (_, processor, _) = row["seconds_to_hand"], row["cpu_seconds_to_hand"]
             print(
                 f"| {ranks} | {name} | {1e3 * row['seconds']:.1f} | {middle:.3f} | {low:.3f}-{high:.3f} "
-                f"| {1e3 * row['cpu_seconds']:.1f} | {processor:.3f} |",
+                f"| {1e3 * row['cpu_seconds']:.1f} | {processor:.3f} | {row['process'] / MIB:.0f} |",
                 flush=True,
             )
         rows.append(row)

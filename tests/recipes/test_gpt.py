@@ -1,6 +1,8 @@
 """Tokens of texts: made once, read through memory maps, and turned back into the text they came from."""
 
+import ctypes
 import pickle
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,10 @@ import pytest
 import torch
 from trainkit.recipes.gpt import GPT, TokenFiles, TokenWindows
 
+from trainkit import Data, Trainer
 from trainkit.errors import UserError
+from trainkit.loops.worker import _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD
+from trainkit.testing import RankFailure, run_ranks
 
 
 @pytest.fixture
@@ -104,3 +109,26 @@ def test_recomputed_blocks_have_the_same_gradients():
         task.training_step(tokens)["loss"].backward()
     for (name, parameter), other in zip(kept.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(parameter.grad, other.grad), name
+
+
+ROOM = 1100 * 2**20  # bytes of a process beyond what it has before there is a task
+
+
+def trained_in_little_room(strategy: str, folder: Path) -> int:
+    """Train 85 million parameters, for which AdamW needs 1300 MiB, for two steps in a process with little room."""
+    for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+        ctypes.CDLL(None).mallopt(setting, 65536)  # what is freed is given back at once
+    with open("/proc/self/status", encoding="ascii") as status:
+        taken = 1024 * int(next(line for line in status if line.startswith("VmData")).split()[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + ROOM, resource.RLIM_INFINITY))
+    limits = {"max_duration": "2step", "keep_freed_memory": False}
+    trainer = Trainer(strategy, callbacks=[], loggers=[], run_dir=folder / strategy, **limits)
+    windows = torch.randint(257, (4, 9), generator=torch.Generator().manual_seed(0))
+    return trainer.fit(GPT(size="gpt2", context=8), Data(train=windows, batch_size=2)).steps
+
+
+@pytest.mark.slow
+def test_a_size_that_does_not_fit_into_one_process_trains_on_two_that_hold_shards(tmp_path):
+    with pytest.raises(RankFailure, match=r"can't allocate memory: you tried to allocate \d+ bytes"):
+        run_ranks(trained_in_little_room, 1, "single", tmp_path)
+    assert run_ranks(trained_in_little_room, 2, "fsdp", tmp_path) == [2, 2]
