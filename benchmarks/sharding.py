@@ -16,8 +16,8 @@ optimizer state) / ranks, and the largest unit.
 
 checkpoints: bytes that each rank of `fsdp` writes in a save and reads in a load, against its part of the parameters and
 of the optimizer's state. Read are all bytes that the rank asks of files between the start of `fit` and its first step,
-with hashes and imports, but without pages of files that are mapped into memory; into tensors: the records of shards
-that are read for tensors.
+with hashes and imports, but without pages of files that are mapped into memory; into tensors: the elements of
+parameters and of the optimizer's state that become tensors.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ import torch
 import torch.distributed as dist
 from ddp_step import Block
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.strategies.fsdp.sharded_task import choose_units
+from trainkit.strategies.fsdp import sharded_task
 
 from trainkit import Data, TaskModule, Trainer
 
@@ -277,7 +276,10 @@ def in_theory() -> dict[str, float]:
     """Return the bytes of a rank's part of a state of which AdamW has two tensors, and of the largest unit."""
     whole = Timed()
     state = 4 * sum(parameter.nbytes for parameter in whole.parameters()) / int(os.environ["WORLD_SIZE"])
-    return {"state": state, "unit": max(unit.num_bytes for unit in choose_units(whole, "auto", min_bytes=MIB))}
+    return {
+        "state": state,
+        "unit": max(unit.num_bytes for unit in sharded_task.choose_units(whole, "auto", min_bytes=MIB)),
+    }
 
 
 def save(contender: str, folder: Path, steps: int) -> dict[str, float]:
@@ -289,14 +291,15 @@ def save(contender: str, folder: Path, steps: int) -> dict[str, float]:
 def load(contender: str, folder: Path, steps: int) -> dict[str, float]:
     """Return the bytes that this rank reads to go on from a checkpoint, and those that become tensors."""
     into_tensors = 0
-    read_data = FileSystemReader.read_data
+    elements = sharded_task.elements
 
-    def counted(reader: FileSystemReader, plan: Any, planner: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
         nonlocal into_tensors
-        into_tensors += sum(reader.storage_data[item.storage_index].length for item in plan.items)
-        return read_data(reader, plan, planner)
+        read = elements(*args, **kwargs)
+        into_tensors += read.nbytes
+        return read
 
-    FileSystemReader.read_data = counted  # type: ignore[method-assign]
+    sharded_task.elements = counted
     before = bytes_read()
     task = fit_and_save(folder, 3, sharded=contender == "sharded", resume=folder / "run")
     return {"read": task.read - before, "into_tensors": into_tensors}

@@ -17,6 +17,7 @@ from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from tests.program import Program
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.checkpoint.store import load_from
+from trainkit.checkpoint.stored_tensor import in_memory
 from trainkit.testing import run_ranks
 
 ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,7 +79,7 @@ def test_restarts_after_killed_ranks_end_with_the_weights_of_an_uninterrupted_ru
     assert code == 0, log.read_text()
     assert (tmp_path / "run" / "starts.txt").read_text() == "0 3 6 "
     run_ranks(train, 2, tmp_path / "whole", kind)
-    whole, restarted = (load_from(tmp_path / name).payload for name in ("whole", "run"))
+    whole, restarted = (in_memory(load_from(tmp_path / name).payload) for name in ("whole", "run"))
     assert restarted["state"]["step"] == whole["state"]["step"] == 12
     assert all(torch.equal(restarted["task"][name], tensor) for name, tensor in whole["task"].items())
 
