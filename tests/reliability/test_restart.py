@@ -66,7 +66,7 @@ def train(run_dir: Path, kind: str, *callbacks: Callback) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp, sharded"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp, sharded"])
 def test_restarts_after_killed_ranks_end_with_the_weights_of_an_uninterrupted_run(kind, tmp_path):
     run = str(tmp_path / "run")
     command = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", __name__, run, kind]
