@@ -220,9 +220,9 @@ class DataParallelStrategy(PhaseTraining):
         self, task: TaskModule, shards: Sequence[MicroBatch], batch: StepBatch
     ) -> list[StepOutput]:
         """Add the gradients of the shards, one for each device."""
-        versions = [parameter._version for parameter in self._trained]
+        versions = [parameter._version for parameter in self._trained] if len(shards) > 1 else []
         outputs = self._on_replicas(task, shards, self._step_name, read_training_output)
-        if len(shards) > 1:
+        if versions:
             self._check_unchanged(task, versions)
         with self._timer.phase("gather"):
             outputs = [self._gathered(output) for output in outputs]

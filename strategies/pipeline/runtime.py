@@ -232,10 +232,10 @@ class StepRun:
 
     def _batch_of_stage(self, micro_batch: int) -> Any:
         """Return the batch for one stage; the step may change it, which other stages on this rank must not see."""
-        batch, executor = self.batches[micro_batch], self.executor
-        if len({stage_graph.rank for stage_graph in executor.stage_graphs}) == len(executor.stage_graphs):
+        batch = self.batches[micro_batch]
+        if not self.executor.shares_ranks:
             return batch
-        return map_tensors(batch, Tensor.clone if executor.writes_batch else lambda tensor: tensor)
+        return map_tensors(batch, Tensor.clone if self.executor.writes_batch else lambda tensor: tensor)
 
     def _open_inputs(self, action: Action, stage_graph: StageGraph, batch: Any) -> tuple[dict[int, Tensor], Inputs]:
         received = dict(enumerate(tensors(batch)))  # the first values are the batch's

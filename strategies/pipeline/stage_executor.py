@@ -104,6 +104,8 @@ class StageExecutor:
         self.checkpoint_starts = _checkpoint_starts(graph.nodes)
         """For each node: true if a checkpoint begins with it that draws random numbers."""
         self._places = {name: place_of(task, name) for name in named_state(task)}
+        self.shares_ranks = len({stage_graph.rank for stage_graph in stage_graphs}) < len(stage_graphs)
+        """True if a rank has several stages."""
         self.writes_batch = any(graph.values[value].local for node in graph.nodes for value in node.written)
         """True if the step writes to its batch, or to what it makes of that alone."""
         self._left_in = [
