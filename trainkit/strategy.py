@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_check
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.stored_tensor import in_memory
+from trainkit.checkpoint.sharded_state import ShardedState, in_memory
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch, split_error
 from trainkit.data.order import Order, ShardSampler
 from trainkit.distributed.collectives import Collectives
@@ -31,7 +31,6 @@ from trainkit.task import TaskModule
 from trainkit.tree import to_device
 
 if TYPE_CHECKING:
-    from trainkit.checkpoint.sharded_state import ShardedState
     from trainkit.data.data import StageData
     from trainkit.profiling import Overlap
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainkit.checkpoint.stored_tensor import StoredTensor, elements, in_memory
+from trainkit.checkpoint.sharded_state import StoredTensor, elements, in_memory
 from trainkit.errors import UserError, nearest
 from trainkit.model.deferred_init import Record, make_real, replace_content
 from trainkit.task import TaskModule

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
-from trainkit.checkpoint.stored_tensor import StoredTensor
+from trainkit.checkpoint.sharded_state import ShardedState, StoredTensor, TensorShard, shard_placeholder
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
 from trainkit.errors import UserError

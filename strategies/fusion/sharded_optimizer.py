@@ -12,8 +12,14 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
-from trainkit.checkpoint.stored_tensor import StoredTensor, elements, in_memory
+from trainkit.checkpoint.sharded_state import (
+    ShardedState,
+    StoredTensor,
+    TensorShard,
+    elements,
+    in_memory,
+    shard_placeholder,
+)
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.checkpoint.sharded_state import ShardedState
-from trainkit.checkpoint.stored_tensor import in_memory
+from trainkit.checkpoint.sharded_state import ShardedState, in_memory
 from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import gather
 from trainkit.errors import UserError, nearest

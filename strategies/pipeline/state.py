@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, shard_placeholder
-from trainkit.checkpoint.stored_tensor import in_memory
+from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, in_memory, shard_placeholder
 from trainkit.strategy import named_state
 
 from .attributes import Table, pickled, place_of, unpickled

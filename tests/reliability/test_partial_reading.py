@@ -24,10 +24,10 @@ from trainkit.strategies.fusion.sharded_optimizer import ShardedOptimizer
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Strategy, TaskModule, Trainer
-from trainkit.checkpoint import serialization, stored_tensor
+from trainkit.checkpoint import serialization, sharded_state
 from trainkit.checkpoint import store as store_module
+from trainkit.checkpoint.sharded_state import in_memory
 from trainkit.checkpoint.store import CheckpointStore, load_from
-from trainkit.checkpoint.stored_tensor import in_memory
 from trainkit.cli import export
 from trainkit.distributed.collectives import ProcessGroupCollectives
 from trainkit.errors import DamagedCheckpoint
@@ -145,13 +145,13 @@ class Reads:
     def counted(self) -> Iterator[None]:
         """Count while a checkpoint is loaded and restored, and when fusion learns its shards in the first step."""
         with pytest.MonkeyPatch.context() as patch:
-            read = stored_tensor._read_elements
+            read = sharded_state._read_elements
 
             def count(chunk: Any, first: int, into: memoryview, **settings: Any) -> None:
                 read(chunk, first, into, **settings)
                 self.shards += len(into)
 
-            patch.setattr(stored_tensor, "_read_elements", count)
+            patch.setattr(sharded_state, "_read_elements", count)
             patch.setattr(torch.UntypedStorage, "from_file", self.mapped.map)
             for place, name in (
                 (store_module, "load_from"),
@@ -368,7 +368,7 @@ def test_nothing_that_one_device_trains_stays_in_the_file(saved, tmp_path, expec
 def test_export_holds_one_tensor_at_a_time(saved, tmp_path, monkeypatch, name):
     safetensors = pytest.importorskip("safetensors.torch")
     alive: list[StorageWeakRef] = []
-    read = stored_tensor.StoredTensor.read
+    read = sharded_state.StoredTensor.read
 
     def noted(tensor: Any, start: int, stop: int) -> Tensor:
         assert all(storage.expired() for storage in alive)
@@ -376,7 +376,7 @@ def test_export_holds_one_tensor_at_a_time(saved, tmp_path, monkeypatch, name):
         alive.append(StorageWeakRef(content.untyped_storage()))
         return content
 
-    monkeypatch.setattr(stored_tensor.StoredTensor, "read", noted)
+    monkeypatch.setattr(sharded_state.StoredTensor, "read", noted)
     reads = Reads()
     monkeypatch.setattr(torch.UntypedStorage, "from_file", reads.mapped.map)
     monkeypatch.setattr(export, "write_safetensors", reads.inside(export.write_safetensors))
@@ -395,7 +395,7 @@ def test_an_export_that_fails_leaves_the_file_that_was_there(saved, tmp_path, mo
     def fail(*arguments: Any) -> Any:
         raise DamagedCheckpoint("a shard is gone")
 
-    monkeypatch.setattr(stored_tensor.StoredTensor, "read", fail)
+    monkeypatch.setattr(sharded_state.StoredTensor, "read", fail)
     with pytest.raises(DamagedCheckpoint):
         export.export_weights(saved / "fsdp_shards", out)
     assert out.read_text() == "before"

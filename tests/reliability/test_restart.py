@@ -16,8 +16,8 @@ from trainkit.strategies.fsdp.strategy import FSDPStrategy
 
 from tests.program import Program
 from trainkit import Callback, Data, TaskModule, Trainer
+from trainkit.checkpoint.sharded_state import in_memory
 from trainkit.checkpoint.store import load_from
-from trainkit.checkpoint.stored_tensor import in_memory
 from trainkit.testing import run_ranks
 
 ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -25,8 +25,8 @@ from trainkit import Callback, Data, Stopped, Strategy, TaskModule, Trainer, Use
 from trainkit.checkpoint import shard_files
 from trainkit.checkpoint import store as store_module
 from trainkit.checkpoint.shard_files import FileSystemWriter, ShardWriter
+from trainkit.checkpoint.sharded_state import in_memory
 from trainkit.checkpoint.store import CheckpointStore, load_from
-from trainkit.checkpoint.stored_tensor import in_memory
 from trainkit.cli.export import export_weights
 from trainkit.errors import CheckpointError
 from trainkit.testing import rank_outcomes, run_ranks

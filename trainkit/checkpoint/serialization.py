@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.files import ALGORITHMS, FileDigest, ShardFile, file_digest, first_line
-from trainkit.checkpoint.stored_tensor import StoredTensor, in_memory
+from trainkit.checkpoint.sharded_state import StoredTensor, in_memory
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, nearest
 

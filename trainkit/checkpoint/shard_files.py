@@ -33,8 +33,7 @@ from trainkit.checkpoint.files import (
     file_digest,
     first_line,
 )
-from trainkit.checkpoint.sharded_state import PLACE, TensorShard, replace_placeholders
-from trainkit.checkpoint.stored_tensor import StoredChunk, StoredTensor
+from trainkit.checkpoint.sharded_state import PLACE, StoredChunk, StoredTensor, TensorShard, replace_placeholders
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint
 

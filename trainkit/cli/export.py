@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trainkit.checkpoint.serialization import saved_weights
+from trainkit.checkpoint.sharded_state import StoredTensor, in_memory
 from trainkit.checkpoint.store import load_from
-from trainkit.checkpoint.stored_tensor import StoredTensor, in_memory
 from trainkit.cli.compose import Settings
 from trainkit.cli.main import Arguments
 from trainkit.cli.run_commands import assemble, checkpoint_path, settings_of_run, whole_file

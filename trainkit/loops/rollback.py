@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.stored_tensor import in_memory
+from trainkit.checkpoint.sharded_state import in_memory
 from trainkit.data.loader import BatchLoader
 from trainkit.errors import CheckpointError, NonFiniteLoss
 from trainkit.loops.fit_config import NonfinitePolicy

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from trainkit.errors import Stopped
-from trainkit.report.charts import chart, curve_charts, kind_of
+from trainkit.report.charts import chart, curve_charts, kind_of, timeline_chart
 from trainkit.report.config_diff import ConfigChange, write_config_diff
 from trainkit.report.html import (
     SafeHtml,
@@ -29,7 +29,6 @@ from trainkit.report.html import (
 )
 from trainkit.report.record import CONFIG, METRICS, PARTITION, SUMMARY, RunData, is_run, read_run
 from trainkit.report.step_breakdown import breakdown, memory_series, profile_part, waiting_chart
-from trainkit.report.timeline_chart import timeline_chart
 from trainkit.run_dir.failure import FailureRecord, clear_failures, record_failure_of_caller
 
 # Errors whose message is enough; the traceback is folded.

@@ -12,12 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from trainkit.checkpoint import shard_files, stored_tensor
+from trainkit.checkpoint import shard_files, sharded_state
 from trainkit.checkpoint.files import ShardFile
 from trainkit.checkpoint.serialization import check_state_dict
 from trainkit.checkpoint.shard_files import ShardWriter, load_shards
-from trainkit.checkpoint.sharded_state import TensorShard, shard_placeholder
-from trainkit.checkpoint.stored_tensor import StoredChunk, StoredTensor, elements, in_memory
+from trainkit.checkpoint.sharded_state import (
+    StoredChunk,
+    StoredTensor,
+    TensorShard,
+    elements,
+    in_memory,
+    shard_placeholder,
+)
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint
 from trainkit.loops.rollback import is_finite_state
@@ -92,8 +98,8 @@ def test_only_the_bytes_of_a_range_are_read(stored, monkeypatch):
         read.append((chunk.start, first, len(into)))
         original(chunk, first, into, **size)
 
-    original = stored_tensor._read_elements
-    monkeypatch.setattr(stored_tensor, "_read_elements", counted)
+    original = sharded_state._read_elements
+    monkeypatch.setattr(sharded_state, "_read_elements", counted)
     elements(matrix, 6, 13, like=TENSORS["matrix"])
     assert read == [(4, 6, 8), (8, 8, 16), (12, 12, 4)]
 
