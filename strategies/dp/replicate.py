@@ -27,6 +27,7 @@ from trainkit.tree import rows, tree_leaves
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 _TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # ends of the names of tables of hooks
 
 
 def replicate(
@@ -126,6 +127,9 @@ def _replica(task: TaskModule, known: dict[int, Any]) -> TaskModule:
         for table in _TABLES:
             # Not by `_mapped`: the first entry may be None, such as an absent bias.
             replica.__dict__[table] = {name: known.get(id(value), value) for name, value in state[table].items()}
+        for name, value in state.items():
+            if name.endswith(_HOOKS) and type(value) is OrderedDict:  # which its step may register and remove
+                replica.__dict__[name] = OrderedDict((key, _mapped(hook, known)) for key, hook in value.items())
         replica.__dict__["_compiled_call_impl"] = None  # it would call the original
     copied: TaskModule = known[id(task)]
     return copied

@@ -40,7 +40,8 @@ class _Slow(torch.autograd.Function):
 class SlowLayers(TaskModule):
     """Three layers whose gradients arrive after sleeps, whose starts and ends are kept.
 
-    Rank 0's second gradient comes after rank 1's first, and its third after `first_is_reduced`.
+    Rank 1's first gradient comes after rank 0's, rank 0's second after rank 1's first, and its third after
+    `first_is_reduced`.
     """
 
     def __init__(self, folder):
@@ -61,13 +62,20 @@ class SlowLayers(TaskModule):
 
     def _sleep_in_backward(self, number, times):
         rank = torch.distributed.get_rank()
-        reached = self.folder / f"rank_1_has_its_first_gradient_of_step_{len(self.steps)}"
-        if rank == 1 and number == 1:
-            reached.touch()
+        own, other = (
+            self.folder / f"rank_{each}_has_its_first_gradient_of_step_{len(self.steps)}" for each in (rank, 1 - rank)
+        )
+        if number == 1:
+            own.touch()
         self._sleep(BACKWARD[rank][number], times)
-        if rank == 0 and number:
-            while not (reached.exists() if number == 1 else self.first_is_reduced()):
-                time.sleep(1e-3)
+        if number == 1 - rank:
+            self._wait_for(other.exists, times)
+        elif number == 2 and rank == 0:
+            self._wait_for(self.first_is_reduced, times)
+
+    def _wait_for(self, fact, times):
+        while not fact():
+            time.sleep(1e-3)
             times[1] = time.perf_counter()
 
     def _sleep(self, seconds, times):

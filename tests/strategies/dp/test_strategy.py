@@ -260,6 +260,27 @@ def test_replicas_share_only_the_memory_of_trained_parameters_with_the_original(
     assert replica.first is replica.again
 
 
+def test_hooks_that_the_step_of_a_replica_registers_and_removes_are_its_own():
+    task = Structured()
+    kept = list(task.first._forward_hooks)
+    _, replica = replicate(task, [torch.device("cpu")] * 2, phase=nothing)
+    inputs = torch.randn(2, 5, 3)
+    expected = task(inputs)
+
+    handles = [
+        replica.first.register_forward_hook(lambda module, args, kwargs, output: output * 0.0, with_kwargs=True),
+        replica.first.register_forward_pre_hook(lambda module, args: (args[0] * 0.0,)),
+        replica.recurrent.register_forward_hook(lambda module, args, output: None, always_call=True),
+    ]
+
+    assert torch.equal(task(inputs), expected)
+    assert not torch.equal(replica(inputs), expected)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(replica(inputs), expected)
+    assert list(task.first._forward_hooks) == list(replica.first._forward_hooks) == kept
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gradients_of_replicas_on_another_device_arrive_on_the_master():

@@ -11,6 +11,7 @@ from torch import nn
 from tests.strategies.pipeline.models import OWN, EncoderDecoder, Gpt, ManyInputs, Mlp
 from tests.strategies.pipeline.recipe_models import RECIPES
 from tests.strategies.pipeline.training import compare
+from tests.strategies.pipeline.zoo.tasks import in_make_zoo
 from trainkit.testing import run_ranks
 
 DOUBLE, SINGLE = 1e-10, 1e-6
@@ -87,7 +88,7 @@ BOTH = ("1f1b", "gpipe")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "schedules"), [(2, ["gpipe"]), (4, BOTH)])
+@pytest.mark.parametrize(("num_ranks", "schedules"), [(2, ["gpipe"]), pytest.param(4, BOTH, marks=in_make_zoo)])
 def test_every_kind_of_task_has_the_weights_of_one_process_under_every_schedule(num_ranks, schedules):
     cases = [
         _case(model, schedule=schedule, name=f"{model.__name__} {schedule}")
@@ -99,7 +100,7 @@ def test_every_kind_of_task_has_the_weights_of_one_process_under_every_schedule(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=in_make_zoo)])
 def test_single_precision_agrees_as_far_as_it_goes(num_ranks):
     cases = [
         _case(model, schedule=schedule, name=f"{model.__name__} {schedule}", precision="fp32")
@@ -233,7 +234,7 @@ def test_several_stages_a_rank_have_the_weights_of_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=in_make_zoo)])
 def test_models_of_the_transformers_package_need_no_change(num_ranks):
     pytest.importorskip("transformers", reason="needs transformers: pip install 'trainkit-torch[transformers]'")
     from tests.strategies.pipeline.library_models import LIBRARY
@@ -252,7 +253,7 @@ def test_models_of_the_transformers_package_need_no_change(num_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=in_make_zoo)])
 def test_every_recipe_has_the_weights_of_one_process_under_both_schedules(num_ranks):
     cases = [
         _case(recipe, schedule=schedule, num_steps=4, name=f"{name} {schedule}")

@@ -110,7 +110,7 @@ def largest_difference(first, second):
     )
 
 
-def compare(model, *, sizes, num_steps=10, precision="fp64", clip=None, replicas=1, settings=None, **pipeline):
+def compare(model, *, sizes, num_steps=4, precision="fp64", clip=None, replicas=1, settings=None, **pipeline):
     """Return the largest difference of weights and losses between a pipeline of all ranks and one process."""
     settings = settings or {}
     dtype = torch.float64 if precision == "fp64" else torch.float32

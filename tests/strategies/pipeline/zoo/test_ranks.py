@@ -1,6 +1,5 @@
 """Tasks of the zoo on several ranks have the weights and state of one process, under every schedule."""
 
-import os
 import re
 import warnings
 from itertools import cycle
@@ -14,9 +13,7 @@ from trainkit.errors import UserError
 from trainkit.testing import run_ranks
 
 BOUND = 1e-9
-EVERY_CASE = os.environ.get("TRAINKIT_ZOO") == "all"
-"""True for every task in all cases, and False for each in one of them."""
-LIMIT_SECONDS = 3600 if EVERY_CASE else 600
+LIMIT_SECONDS = 3600 if tasks.EVERY_CASE else 600
 TOO_FEW = re.compile(r"the step can be partitioned into at most \d+ stages")
 
 
@@ -57,7 +54,7 @@ AT_ONCE = 12
 
 def _shares():
     """Return numbers of ranks, schedules and tasks: each task in one case, or in every one."""
-    if EVERY_CASE:
+    if tasks.EVERY_CASE:
         return [(*case, names) for names in (tasks.EQUAL, *_pieces(tasks.OF_LIBRARY)) for case in CASES]
     own, library = ([name for name in names if name not in ELSEWHERE] for names in (tasks.EQUAL, tasks.OF_LIBRARY))
     shares = [(*case, [name for name, turn in zip(own, cycle(TURNS)) if turn == case]) for case in CASES]
