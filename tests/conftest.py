@@ -27,8 +27,9 @@ MakeTrainer = Callable[..., Trainer]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest tests first, which have a time limit of their own, or one of them would run alone at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    """Put files with slow tests first: each file runs in one worker, and a long one at the end would run alone."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish() -> None:

@@ -127,7 +127,7 @@ def test_python_of_a_page_runs(page: Path, folder: Path) -> None:
     code = [block for block in blocks_of(page) if block.language == "python" and block.title is None]
     if any('__name__ == "__main__"' in block.code for block in code):
         (folder / "page.py").write_text("\n".join(block.code for block in code), encoding="utf-8")
-        subprocess.run([sys.executable, "page.py"], check=True, timeout=120, cwd=folder)
+        subprocess.run([sys.executable, "page.py"], check=True, timeout=300, cwd=folder)
         return
     namespace: dict[str, object] = {"__name__": "page"}
     for block in code:
