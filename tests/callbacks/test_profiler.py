@@ -104,6 +104,7 @@ def test_profile_true_adds_a_profiler_unless_there_is_one(own, make_trainer):
     assert [type(callback) for callback in trainer.callbacks] == [Profiler]
 
 
+@pytest.mark.slow
 def test_profile_true_on_the_command_line_records_steps(tmp_path):
     settings = ["recipe=digits", "task.width=4", "data.num_train=256", "data.batch_size=16", "trainer.profile=true"]
     assert main(["fit", *settings, "trainer.max_duration=16step", f"run_dir={tmp_path / 'run'}"]) == 0

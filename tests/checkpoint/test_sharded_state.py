@@ -31,7 +31,7 @@ from trainkit.loops.rollback import is_finite_state
 TENSORS = {
     "matrix": torch.randn(7, 5),
     "transposed": torch.randn(4, 6).t(),
-    "image": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "image": torch.randn(2, 3, 2, 3).to(memory_format=torch.channels_last),
     "halves": torch.randn(11).bfloat16(),
     "flags": torch.rand(9) > 0.5,
     "phases": torch.randn(4, dtype=torch.complex128),

@@ -29,6 +29,7 @@ def _weights(run):
     return load_from(run).payload["task"]
 
 
+@pytest.mark.slow
 def test_a_run_continued_in_mid_epoch_has_the_weights_of_one_never_stopped():
     assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=whole", "trainer.max_duration=10step"]) == 0
     assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=parts", "trainer.max_duration=8step"]) == 0

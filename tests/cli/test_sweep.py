@@ -69,6 +69,7 @@ def test_a_wrong_value_in_any_job_is_reported_before_the_first_starts(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_optuna_searches_in_the_direction_of_the_monitored_metric(tmp_path, capsys):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     searched = [

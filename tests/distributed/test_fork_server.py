@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.program import Program
 from trainkit.cli import main as cli
 from trainkit.distributed.launcher import run_processes
@@ -47,6 +49,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_during_the_imports_of_the_server_reaches_its_caller_alone(tmp_path):
     (tmp_path / "interrupts.py").write_text(PRELOADED)
     (tmp_path / "launches.py").write_text(LAUNCHED)

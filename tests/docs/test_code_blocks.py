@@ -117,10 +117,16 @@ def test_every_block_of_a_page_is_run_or_says_why_not(page: Path) -> None:
 
 
 _ELSEWHERE = {"tutorial_equal_weights.md"}  # test_tutorial.py runs it, and reads what it prints
+_SLOW = {"custom_loop.md"}
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in pages_with("python") if page.name not in _ELSEWHERE], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in _SLOW else [])
+        for page in pages_with("python")
+        if page.name not in _ELSEWHERE
+    ],
 )
 def test_python_of_a_page_runs(page: Path, folder: Path) -> None:
     write_files(page, folder)

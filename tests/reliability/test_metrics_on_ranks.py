@@ -123,7 +123,8 @@ def _quiet_in_an_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_compute_what_one_device_does(num_ranks):
     alone = [evaluate(SingleStrategy(device="cpu"), num_samples) for num_samples in SIZES]
     each_alone = [evaluate(SingleStrategy(device="cpu", micro_batch_size=1), num_samples) for num_samples in SIZES]

@@ -314,6 +314,7 @@ def trained_on(kind: str, folder: Path, resume: bool, stop: int | None) -> dict[
     return task.state_dict()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(tmp_path):
     expected = trained_on("single", tmp_path / "whole", False, None)
     chain = [("fsdp", 3, 1), ("ddp", 2, 2), ("fsdp in groups", 4, 3), ("single", 1, 5), ("fsdp", 2, None)]  # of 8 steps

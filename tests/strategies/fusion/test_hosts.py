@@ -88,7 +88,8 @@ class TransportRecorder(Recorder):
         self.name, self.num_bytes = run.strategy._transport.name, run.strategy.bytes_a_step
 
 
-@pytest.mark.parametrize("num_ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [3, 4])
 def test_ranks_of_several_hosts_train_to_the_weights_of_one_device(num_ranks, tmp_path):
     for found in run_ranks(differences_on_this_rank, num_ranks, tmp_path, timeout=150):
         for (servers, shard, thread, reduce_dtype), (difference, name) in found.items():

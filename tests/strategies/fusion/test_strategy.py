@@ -62,7 +62,7 @@ def differences_on_this_rank(transport, run_dir):
     return found
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "exchange"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("exchange", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_weights_equal_those_of_one_device_at_every_step(num_ranks, transport, tmp_path):
     for found in run_ranks(differences_on_this_rank, num_ranks, transport, tmp_path, timeout=150):

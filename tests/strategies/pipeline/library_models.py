@@ -1,17 +1,17 @@
 """Small models of the `transformers` package, built from their configurations and used as they come."""
 
 import torch
-import transformers
 
 from trainkit.task import TaskModule
-
-transformers.logging.set_verbosity_error()
 
 
 class _Library(TaskModule):
     def __init__(self):
         super().__init__()
-        self.model = self.build()
+        import transformers  # which takes a second
+
+        transformers.logging.set_verbosity_error()
+        self.model = self.build(transformers)
 
     def training_step(self, batch):
         return self.model(**batch).loss
@@ -25,7 +25,7 @@ class _Library(TaskModule):
 
 class Gpt2(_Library):
     @staticmethod
-    def build():
+    def build(transformers):
         return transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
                 n_layer=4,
@@ -49,7 +49,7 @@ class Gpt2(_Library):
 
 class Llama(_Library):
     @staticmethod
-    def build():
+    def build(transformers):
         return transformers.LlamaForCausalLM(
             transformers.LlamaConfig(
                 num_hidden_layers=4,
@@ -75,7 +75,7 @@ class Llama(_Library):
 
 class Bert(_Library):
     @staticmethod
-    def build():
+    def build(transformers):
         return transformers.BertForMaskedLM(
             transformers.BertConfig(
                 num_hidden_layers=4,
@@ -101,7 +101,7 @@ class Bert(_Library):
 
 class Vit(_Library):
     @staticmethod
-    def build():
+    def build(transformers):
         return transformers.ViTForImageClassification(
             transformers.ViTConfig(
                 num_hidden_layers=4,
@@ -126,7 +126,7 @@ class Vit(_Library):
 
 class T5(_Library):
     @staticmethod
-    def build():
+    def build(transformers):
         return transformers.T5ForConditionalGeneration(
             transformers.T5Config(
                 num_layers=2,
@@ -154,7 +154,7 @@ class Llava(_Library):
     """Takes the hidden states of its vision tower from forward hooks."""
 
     @staticmethod
-    def build():
+    def build(transformers):
         vision = transformers.CLIPVisionConfig(
             hidden_size=32,
             intermediate_size=48,
@@ -193,7 +193,7 @@ class Llava(_Library):
 
 class Mixtral(_Library):
     @staticmethod
-    def build():
+    def build(transformers):
         return transformers.MixtralForCausalLM(
             transformers.MixtralConfig(
                 num_hidden_layers=4,
@@ -215,7 +215,7 @@ class Mixtral(_Library):
 
 class LibraryResNet(_Library):
     @staticmethod
-    def build():
+    def build(transformers):
         return transformers.ResNetForImageClassification(
             transformers.ResNetConfig(
                 embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic", num_labels=5

@@ -223,6 +223,7 @@ def test_compiled_modules_are_leaf_modules():
     _assert_equal(2, [_case(_CompiledParts, num_steps=2)], tolerance=DOUBLE)
 
 
+@pytest.mark.slow
 def test_several_stages_a_rank_have_the_weights_of_one_process():
     cases = [
         _case(model, schedule="interleaved_1f1b", num_steps=4, name=f"{model.__name__} {sizes}", sizes=sizes)

@@ -190,6 +190,7 @@ def _trained(model):
     return run_ranks(_train, 2, model, 3, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_task_on_the_meta_device_trains_to_the_weights_of_one_process():
     assert _trained(_Own)[0][1] <= 1e-10
     assert _trained(ResNet)[0][1] <= 1e-10

@@ -57,6 +57,7 @@ def _replicated():
     return {model.__name__: _same(model, replicas=2) for model in (Mlp, ResNet)}
 
 
+@pytest.mark.slow
 def test_verified_steps_of_replicas_train_as_those_that_are_not():
     found = run_ranks(_replicated, num_ranks=4)[0]  # the others have a part of the weights
     assert found == dict.fromkeys(found, True)

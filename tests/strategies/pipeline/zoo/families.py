@@ -3,8 +3,6 @@
 from functools import partial
 
 import torch
-import transformers
-from transformers import AutoConfig
 
 from tests.strategies.pipeline.zoo.chain import Zoo
 
@@ -34,8 +32,10 @@ class Family(Zoo):
     """A model of one family with its loss."""
 
     def __init__(self, kind, auto, batch, **settings):
+        import transformers
+
         super().__init__()
-        config = AutoConfig.for_model(kind, **{**SMALL, **settings})
+        config = transformers.AutoConfig.for_model(kind, **{**SMALL, **settings})
         self.model, self.batch = getattr(transformers, auto).from_config(config), batch
 
     def training_step(self, batch):

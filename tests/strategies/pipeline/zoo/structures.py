@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
 from tests.strategies.pipeline.zoo.chain import WIDTH, Piece
 
@@ -158,15 +157,18 @@ class _Output(Piece):
     class Part(_Layer):
         def forward(self, x):
             y = super().forward(x)
-            return BaseModelOutput(last_hidden_state=y, hidden_states=(x, y))
+            return self.output_class(last_hidden_state=y, hidden_states=(x, y))
 
     class Other(_Layer):
         def forward(self, output):
             return OrderedDict(first=super().forward(output.last_hidden_state), second=output["hidden_states"][0])
 
     def __init__(self):
+        from transformers.modeling_outputs import BaseModelOutput  # an import of a second
+
         super().__init__()
         self.part, self.other = self.Part(), self.Other()
+        self.part.output_class = BaseModelOutput
 
     def run(self, x):
         found = self.other(self.part(x))
