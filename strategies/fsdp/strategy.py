@@ -126,11 +126,6 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def setup(self, precision: Precision) -> None:
         """Join the other ranks and choose this rank's device; collective."""
-        if precision.name == "fp16-mixed":
-            raise UserError(
-                "strategy=fsdp does not support fp16-mixed: its scaler reads gradients that are whole on one rank. "
-                "Set trainer.precision=bf16-mixed, or strategy=ddp."
-            )
         if precision.name == "bf16-true":
             raise UserError(
                 "strategy=fsdp does not support bf16-true: the weights would differ from those of other strategies by "
@@ -210,6 +205,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                     optimizer.state[local] = {key: value.to_local() for key, value in state.items()}
             group["params"] = [self._locals.get(id(parameter), parameter) for parameter in group["params"]]
         phase_optimizer.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        phase_optimizer.max_over_ranks = partial(self.comm.reduce_in_place, op="max", where="the overflow check")
 
     def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
         """Return the trained state on rank 0 if the caller is in another process; collective.
@@ -290,7 +286,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 returned = self._task.run(self._step_name, self._last)
             loss = read_training_output(returned, 1, task, self._step_name).loss
             assert loss is not None
-            (loss * 0.0).backward()
+            self.precision.scale(loss * 0.0).backward()  # a scaler must have seen a loss
 
     def _take_gradients(self, reduced: Sequence[Tensor | None]) -> None:
         """Add the new gradients to those of the optimizer's parameters; collective.

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.distributed.failure_store import FailureStore
-from trainkit.optim.optimizer import PhaseOptimizer
 
 from ..ddp.grad_norm import total_norm
 from ..ddp.reducer import Reducer, ReducerSettings
@@ -109,21 +108,3 @@ class StageGradients:
         """Remove the hooks of the reducer."""
         if self._reducer is not None:
             self._reducer.close()
-
-
-class SyncedScaler(PhaseOptimizer):
-    """A phase optimizer whose scaler sees an overflow on any stage."""
-
-    def __init__(self, inner: PhaseOptimizer, max_over_stages: Callable[[Tensor], Tensor]):
-        self.__dict__ = inner.__dict__
-        self._max_over_stages = max_over_stages
-
-    def unscale(self) -> None:
-        """Unscale this stage's gradients, and report an overflow to all stages. Collective."""
-        super().unscale()
-        assert self._scaler is not None
-        found = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
-        device = next(iter(found), self.parameters[0].device)
-        worst = sum(found.values(), start=torch.zeros((), device=device))
-        found.clear()
-        found[device] = self._max_over_stages(worst)

@@ -32,7 +32,7 @@ from trainkit.task import TaskModule, has_phases
 from trainkit.tree import map_tensors, to_device
 
 from ..multiprocess import BroadcastBuffers, MultiProcessStrategy, RankSettings
-from .gradients import StageGradients, SyncedScaler
+from .gradients import StageGradients
 from .graph import Step
 from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh
 from .partition import SharedParameters
@@ -225,6 +225,7 @@ class PipelineStrategy(MultiProcessStrategy):
                 f"phase '{phase_optimizer.phase}'. Define {step_name}(self, batch), which returns the loss, or type "
                 "strategy=ddp."
             )
+        phase_optimizer.max_over_ranks = self.mesh.max_over_stages
         self._phase_optimizers[phase_optimizer.phase] = phase_optimizer
 
     def prepare_steps(self, task: TaskModule, batches: Iterator[StepBatch]) -> None:
@@ -406,12 +407,6 @@ class PipelineStrategy(MultiProcessStrategy):
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
         return self._gradients[phase_optimizer.phase].norm(self.mesh, self.device)
-
-    def optimizer_step(self, phase_optimizer: PhaseOptimizer) -> Tensor | None:
-        """Update this stage's parameters. A step that fp16 skips on one stage is skipped on all. Collective."""
-        if self.precision.scaler is None:
-            return super().optimizer_step(phase_optimizer)
-        return super().optimizer_step(SyncedScaler(phase_optimizer, self.mesh.max_over_stages))
 
     # ---- Evaluation
 

@@ -193,6 +193,49 @@ def test_phases_have_the_weights_of_one_device(tmp_path):
         assert max(found) < TOLERANCE
 
 
+# ---- Settings that round
+
+
+class Rounded(Language):
+    """Has gradients in the first step that overflow in the last rank's shard only, if it may."""
+
+    def __init__(self, *, overflows: bool = False) -> None:
+        super().__init__()
+        self.edges = nn.Parameter(torch.zeros(4))
+        self.overflows, self.calls = overflows, 0
+
+    def training_step(self, batch: Any) -> Any:
+        self.calls += 1
+        loss = super().training_step(batch)["loss"]
+        return loss + 1e36 * self.edges[3] if self.overflows and self.calls == 1 else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "fp16": ({"overflows": True}, {"micro_batch_size": 1}, {"precision": "fp16-mixed", "max_grad_norm": 1.0}),
+}
+
+
+def differences_by_rounding(folder: str) -> dict[str, float]:
+    found = {}
+    for name, (arguments, layout, settings) in ROUNDED.items():
+        alone, task = Rounded(**arguments), Rounded(**arguments)
+        fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()} {name}", **settings)
+        fit(FSDPStrategy(device="cpu", units=["Block"], **layout), task, f"{folder}/{name}", **settings)
+        task.seen.copy_(alone.seen)  # it counts micro-batches
+        found[name] = distance(task, alone)
+    return found
+
+
+def test_what_rounds_trains_to_nearly_the_weights_of_one_device(tmp_path):
+    for found in run_ranks(differences_by_rounding, 2, str(tmp_path)):
+        assert list(found) == list(ROUNDED)
+        for name, apart in found.items():
+            assert 0 < apart < 5e-3, (name, apart)
+
+
 # ---- A task that is never whole anywhere
 
 
@@ -530,7 +573,6 @@ def refusals(folder: str) -> dict[str, str]:
         "added": (AddedInPlace(), {"units": ["Viewed"]}, {}),
         "uneven": (Uneven(), {"units": ["Block"]}, {}),
         "optimizer": (Muddled(), {}, {}),
-        "scaler": (Language(), {}, {"precision": "fp16-mixed"}),
         "half": (Language(), {}, {"precision": "bf16-true"}),
         "groups": (Language(), {"reshard_after_forward": 2}, {}),
         "replicas": (Language(), {"replicate": 2}, {}),
@@ -553,7 +595,6 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
         assert "an output that is changed in place" in messages["added"]
         assert "ranks ran different units in step 0" in messages["uneven"]
         assert "Adafactor may need full parameters" in messages["optimizer"]
-        assert "does not support fp16-mixed" in messages["scaler"]
         assert "does not support bf16-true" in messages["half"]
         assert "reshard_after_forward=2 must divide the 2 ranks" in messages["groups"]
         assert (

@@ -117,6 +117,8 @@ class PhaseOptimizer:
         self.spikes: SpikeDetector | None = None
         self.pre_clip_hooks: list[Callable[[], None]] = []
         """Called in every step with the complete gradients in place, before they are clipped."""
+        self.max_over_ranks: Callable[[Tensor], Tensor] | None = None
+        """Returns the largest value of any rank, if ranks hold different gradients: what one skips, all skip."""
         self._plain_step = _plain_step_of(optimizer)
         self._scaler = precision.scaler_of(self.phase)
         self._schedules_of = {when: [one for one in schedules if one.every == when] for when in _MOMENTS}
@@ -136,9 +138,15 @@ class PhaseOptimizer:
         return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
 
     def unscale(self) -> None:
-        """Remove the scaler's factor from the gradients, and call the hooks."""
+        """Remove the scaler's factor from the gradients, and call the hooks; collective with `max_over_ranks`."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
+            if self.max_over_ranks is not None:
+                found = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+                device = next(iter(found), self.parameters[0].device)
+                worst = sum(found.values(), start=torch.zeros((), device=device))
+                found.clear()
+                found[device] = self.max_over_ranks(worst)
         for hook in self.pre_clip_hooks:
             hook()
 
